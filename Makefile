@@ -1,0 +1,78 @@
+# Everything a user or a developer types. Each target does the set-up it needs: `make demo` works on a fresh clone.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+# The build of torch: without an NVIDIA GPU the CPU wheel (0.2 GB instead of several). To choose yourself:
+#   make TORCH=torch==2.12.0 PIP_TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+PIP_TORCH_ARGS ?= --extra-index-url https://download.pytorch.org/whl/cpu
+endif
+
+RECORDS ?= benchmarks/results
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs clean build format lint types contracts
+
+help: ## this list
+	@printf 'foretoken: make <target>\n\n'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+
+demo: $(STAMP) ## set up, then write with and without speculation, side by side
+	$(BIN)/foretoken demo
+
+test: $(STAMP) ## set up, then run the tests
+	$(BIN)/python -m pytest
+
+check: lint types contracts test ## format, lint, types, import contracts, tests
+
+bench: $(STAMP) ## measure plain against speculative decoding; appends to benchmarks/results
+	@mkdir -p $(RECORDS)
+	$(BIN)/foretoken bench --out $(RECORDS)/bench.jsonl
+
+docs: $(STAMP) ## write the tables of README and docs from the records
+	$(BIN)/python docs/make_tables.py
+
+build: ## compile csrc/ again and install it (only what changed is compiled)
+	@rm -f $(STAMP)
+	@$(MAKE) --no-print-directory $(STAMP)
+
+format: $(STAMP) ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(STAMP) ## format and lint, read only
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP) ## mypy --strict
+	$(BIN)/mypy
+
+contracts: $(STAMP) ## import contracts: imports only fall
+	$(BIN)/lint-imports
+
+clean: ## remove what was built (.venv too)
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up: once, and again when the package's metadata or the C++ sources change ---
+
+$(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
+	$(PIP) install --quiet '$(TORCH)' $(PIP_TORCH_ARGS)
+	$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
+	$(PIP) install --quiet --no-build-isolation --editable '.[dev,train]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "foretoken needs Python >= 3.10 as '$(PYTHON)'; try: sudo apt-get install python3, or make PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "Python's venv module is missing; try: sudo apt-get install python3-venv"; exit 2; }
+	@$(PYTHON) -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	  { echo "Python's headers are missing; try: sudo apt-get install python3-dev"; exit 2; }
+	@command -v $(CXX) >/dev/null || { echo "no C++ compiler '$(CXX)'; try: sudo apt-get install g++"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
