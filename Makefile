@@ -62,6 +62,7 @@ clean: ## remove what was built (.venv too)
 # --- set-up: once, and again when the package's metadata or the C++ sources change ---
 
 $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
+	@echo "foretoken: setting up $(VENV) (once, some minutes)"
 	$(PIP) install --quiet '$(TORCH)' $(PIP_TORCH_ARGS)
 	$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
 	$(PIP) install --quiet --no-build-isolation --editable '.[dev,train]'
