@@ -1,20 +1,112 @@
 // Python bindings of the native kernels: the module foretoken._native.
+//
+// Tensors come as addresses, sizes and strides (in elements), already checked by foretoken/ops/cpu.py: so the module needs
+// no PyTorch headers and a call costs little. The GIL is released while a kernel runs.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
 
+#include "ops.h"
+#include "pool.h"
+
 namespace nb = nanobind;
 
+namespace foretoken {
 namespace {
 
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+void py_linear(uintptr_t x, int64_t x_stride, uintptr_t weight, int64_t weight_stride, int format, uintptr_t bias, uintptr_t out,
+               int64_t rows, int64_t outputs, int64_t depth) {
+    linear(at<const float>(x), x_stride, at<const void>(weight), weight_stride, static_cast<Format>(format), at<const float>(bias),
+           at<float>(out), rows, outputs, depth);
+}
+
+void py_rms_norm(uintptr_t x, int64_t x_stride, uintptr_t weight, float eps, uintptr_t out, int64_t rows, int64_t width) {
+    rms_norm(at<const float>(x), x_stride, at<const float>(weight), eps, at<float>(out), rows, width);
+}
+
+void py_rope(uintptr_t x, int64_t x_stride, uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t out, int64_t rows,
+             int64_t heads, int64_t dim) {
+    rope(at<const float>(x), x_stride, at<const int32_t>(positions), at<const float>(table), table_rows, at<float>(out), rows,
+         heads, dim);
+}
+
+void py_silu_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, int64_t rows, int64_t width) {
+    silu_mul(at<const float>(gate_up), stride, at<float>(out), rows, width);
+}
+
+void py_embedding(uintptr_t token_ids, uintptr_t weight, int64_t weight_stride, int format, uintptr_t out, int64_t rows,
+                  int64_t vocabulary, int64_t width) {
+    embedding(at<const int32_t>(token_ids), at<const void>(weight), weight_stride, static_cast<Format>(format), at<float>(out),
+              rows, vocabulary, width);
+}
+
+void py_store_kv(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t k_cache, uintptr_t v_cache,
+                 int64_t num_slots, int64_t width, int format, uintptr_t slots, int64_t rows) {
+    const Cache cache{at<void>(k_cache), at<void>(v_cache), num_slots, width, static_cast<Format>(format)};
+    store_kv(at<const float>(k), k_stride, at<const float>(v), v_stride, cache, at<const int32_t>(slots), rows);
+}
+
+void py_move_kv(uintptr_t k_cache, uintptr_t v_cache, int64_t num_slots, int64_t width, int format, uintptr_t source,
+                uintptr_t target, int64_t count) {
+    const Cache cache{at<void>(k_cache), at<void>(v_cache), num_slots, width, static_cast<Format>(format)};
+    move_kv(cache, at<const int32_t>(source), at<const int32_t>(target), count);
+}
+
+void py_attention(uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_cache, int format, int64_t num_blocks,
+                  int64_t block_size, int64_t heads, int64_t kv_heads, int64_t dim, uintptr_t positions, uintptr_t tree_mask,
+                  uintptr_t row_offsets, uintptr_t kv_lens, uintptr_t block_tables, int64_t table_stride, int64_t num_seqs,
+                  int64_t rows, float scale, int64_t window, uintptr_t out) {
+    const AttentionArgs args{at<const float>(q),
+                             at<const void>(k_cache),
+                             at<const void>(v_cache),
+                             at<float>(out),
+                             at<const int32_t>(positions),
+                             at<const int64_t>(tree_mask),
+                             q_stride,
+                             heads,
+                             kv_heads,
+                             dim,
+                             block_size,
+                             window,
+                             scale};
+    const Sequences sequences{at<const int32_t>(row_offsets), at<const int32_t>(kv_lens), at<const int32_t>(block_tables),
+                              num_seqs, table_stride, rows};
+    attention(args, static_cast<Format>(format), num_blocks, sequences);
+}
+
 std::string build_info() {
-    return "compiler " __VERSION__;
+#if defined(__x86_64__)
+    return "compiler " __VERSION__ "; instruction sets avx512 avx2 portable";
+#else
+    return "compiler " __VERSION__ "; instruction sets portable";
+#endif
 }
 
 }  // namespace
+}  // namespace foretoken
 
 NB_MODULE(_native, m) {
-    m.def("build_info", &build_info, "The compiler that built this module.");
+    using namespace foretoken;
+    const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+    m.def("linear", &py_linear, unlocked);
+    m.def("rms_norm", &py_rms_norm, unlocked);
+    m.def("rope", &py_rope, unlocked);
+    m.def("silu_mul", &py_silu_mul, unlocked);
+    m.def("embedding", &py_embedding, unlocked);
+    m.def("store_kv", &py_store_kv, unlocked);
+    m.def("move_kv", &py_move_kv, unlocked);
+    m.def("attention", &py_attention, unlocked);
+    m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
+    m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512, avx2, portable.");
+    m.def("num_threads", &num_threads, "Threads that a call may use.");
+    m.def("set_num_threads", &set_num_threads, "Let a call use this many threads.");
+    m.def("available_cores", &available_cores, "Physical cores that this process may use.");
+    m.def("build_info", &build_info, "The compiler and the instruction sets that this module was built for.");
 }

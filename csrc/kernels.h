@@ -1,0 +1,92 @@
+// What the kernels of one instruction set offer: arguments, and a table of function pointers.
+//
+// Letters as in the Python package: T rows, K input width, O outputs, C hidden, H/Hk heads and KV heads, D head dimension.
+//
+// The law that every kernel obeys (docs: row-invariant arithmetic): the bits of a row's result depend on that row's
+// content and logical position alone. So each output is one sum in one fixed order, whatever tile computes it:
+// 16 lanes, each lane adding its terms in ascending order with a fused multiply-add, then the tree
+// l + (l+8), l + (l+4), l + (l+2), l + (l+1). All instruction sets keep to that order, so they give the same bits.
+
+#pragma once
+
+#include <cstdint>
+
+namespace foretoken {
+
+enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2 };
+
+struct bf16 {
+    uint16_t bits;
+};
+struct fp16 {
+    uint16_t bits;
+};
+
+// out[T, O] = x[T, K] * w[O, K]^T + bias[O]
+struct LinearArgs {
+    const float* packed;  // x in tiles of `row_tile` rows, see `pack`
+    const void* weight;
+    const float* bias;  // or null
+    float* out;         // [T, O], contiguous
+    int64_t weight_stride;
+    int64_t rows, outputs, depth;
+};
+
+struct AttentionArgs {
+    const float* q;  // [T, H, D] with a row stride
+    const void* k;   // [num_blocks, block_size, Hk, D], contiguous
+    const void* v;
+    float* out;                // [T, H, D], contiguous
+    const int32_t* positions;  // [T]
+    const int64_t* tree_mask;  // [T], or null
+    int64_t q_stride, heads, kv_heads, dim, block_size;
+    int64_t window;  // keys t > position - window are visible
+    float scale;
+};
+
+// Rows of one sequence, and query heads of one KV head, that walk the cache together: row_count * head_count <= max_queries.
+struct AttentionTile {
+    const int32_t* block_table;
+    int64_t kv_len, row_begin, row_count, kv_head, head_begin, head_count;
+};
+
+constexpr int64_t lanes = 16;
+constexpr int64_t depth_step = 32;  // `linear` takes K in steps of two vectors, because bf16 comes in pairs
+constexpr int64_t key_block = 64;   // attention sums keys in blocks of this many positions
+constexpr int64_t max_queries = 16; // query vectors (rows x heads of one KV head) in an attention tile
+constexpr int64_t max_dim = 512;    // of a head
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+struct Kernels {
+    const char* name;
+    int64_t row_tile;  // rows of x that `linear` takes at once
+
+    // Lay `rows` <= row_tile rows of x out for `linear`: for each step of 32 along K (zero-padded), the rows one after another.
+    void (*pack[3])(const float* x, int64_t x_stride, int64_t rows, int64_t depth, float* packed);
+    // Outputs [o_begin, o_end) of rows [t_begin, t_end); t_begin is a multiple of row_tile.
+    void (*linear[3])(const LinearArgs&, int64_t o_begin, int64_t o_end, int64_t t_begin, int64_t t_end);
+
+    void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t rows, int64_t width, float* out);
+    void (*rope)(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
+                 int64_t dim, float* out);
+    void (*silu_mul)(const float* gate_up, int64_t stride, int64_t rows, int64_t width, float* out);
+    void (*encode[3])(const float* x, int64_t count, void* codes);  // float32 -> format, to nearest even
+    void (*decode[3])(const void* codes, int64_t count, float* x);
+    // `scratch` holds attention_scratch(dim) floats, aligned to 64 bytes.
+    void (*attention[3])(const AttentionArgs&, const AttentionTile&, float* scratch);
+};
+
+constexpr int64_t attention_scratch(int64_t dim) {
+    return max_queries * (3 * round_up(dim, lanes) + key_block);
+}
+
+const Kernels* kernels_portable();
+#if defined(__x86_64__)  // elsewhere these units are not built
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx512();
+#endif
+
+}  // namespace foretoken

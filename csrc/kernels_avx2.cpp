@@ -1,0 +1,28 @@
+// The kernels for x86 with AVX2, FMA and F16C.
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+namespace foretoken {
+namespace {  // this unit's own copy of every body: other units compile them with other instructions
+
+#include "vec_avx2.h"
+
+#include "linear_body.h"
+#include "rows_body.h"
+#include "attention_body.h"
+#include "table_body.h"
+
+}  // namespace
+
+const Kernels* kernels_avx2() {
+    static constexpr Kernels table = make_table("avx2");
+    return &table;
+}
+
+}  // namespace foretoken

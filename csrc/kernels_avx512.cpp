@@ -1,0 +1,28 @@
+// The kernels for x86 with AVX-512 (F, BW, DQ, VL).
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+namespace foretoken {
+namespace {  // this unit's own copy of every body: other units compile them with other instructions
+
+#include "vec_avx512.h"
+
+#include "linear_body.h"
+#include "rows_body.h"
+#include "attention_body.h"
+#include "table_body.h"
+
+}  // namespace
+
+const Kernels* kernels_avx512() {
+    static constexpr Kernels table = make_table("avx512");
+    return &table;
+}
+
+}  // namespace foretoken

@@ -1,0 +1,22 @@
+// The kernels for any processor.
+
+#include "kernels.h"
+
+namespace foretoken {
+namespace {  // this unit's own copy of every body: other units compile them with other instructions
+
+#include "vec_portable.h"
+
+#include "linear_body.h"
+#include "rows_body.h"
+#include "attention_body.h"
+#include "table_body.h"
+
+}  // namespace
+
+const Kernels* kernels_portable() {
+    static constexpr Kernels table = make_table("portable");
+    return &table;
+}
+
+}  // namespace foretoken

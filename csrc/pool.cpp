@@ -1,0 +1,213 @@
+// A pool that parks: workers spin for a moment after each call, because the next one is microseconds away, then sleep.
+
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <fstream>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace foretoken {
+namespace {
+
+constexpr int spins_before_sleep = 4000;  // some 200 microseconds
+constexpr int spins_before_yield = 2000;
+
+inline void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Rounding and denormal modes belong to a thread; workers take the caller's, or bits would depend on who ran a task.
+inline uint32_t float_mode() {
+#if defined(__x86_64__)
+    return _mm_getcsr() & ~0x3fu;  // without the sticky exception flags
+#else
+    return 0;
+#endif
+}
+inline void set_float_mode([[maybe_unused]] uint32_t mode) {
+#if defined(__x86_64__)
+    if (float_mode() != mode) _mm_setcsr(mode);
+#endif
+}
+
+class Pool {
+   public:
+    explicit Pool(int threads) : threads_(threads) {
+        for (int i = 1; i < threads; i++) workers_.emplace_back(&Pool::loop, this);
+    }
+
+    ~Pool() {
+        {
+            std::lock_guard<std::mutex> lock(sleep_mutex_);
+            stop_.store(true, std::memory_order_relaxed);
+        }
+        wake_.notify_all();
+        for (std::thread& worker : workers_) worker.join();
+    }
+
+    int threads() const { return threads_; }
+
+    // One call at a time.
+    void run(Task task, const void* context, int64_t count) {
+        // The last job is done: nobody holds a claim on it any more, so its fields are free.
+        task_.store(task, std::memory_order_relaxed);
+        context_.store(context, std::memory_order_relaxed);
+        mode_.store(float_mode(), std::memory_order_relaxed);
+        done_.store(0, std::memory_order_relaxed);
+        const uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
+        ticket_.store(job << 32 | static_cast<uint64_t>(count), std::memory_order_seq_cst);
+        if (sleepers_.load(std::memory_order_seq_cst) > 0) {
+            { std::lock_guard<std::mutex> lock(sleep_mutex_); }
+            wake_.notify_all();
+        }
+        work();
+        for (int spins = 0; done_.load(std::memory_order_acquire) != count; spins++) {
+            if (spins < spins_before_yield)
+                relax();
+            else
+                sched_yield();  // a worker with a task has lost its core
+        }
+    }
+
+   private:
+    // The ticket is (job number, tasks left). A task is claimed by taking one off; the job number in it makes a claim
+    // fail when the fields were read for an older job.
+    bool work() {
+        bool worked = false;
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        while ((ticket & 0xffffffffu) != 0) {
+            const Task task = task_.load(std::memory_order_relaxed);
+            const void* context = context_.load(std::memory_order_relaxed);
+            const uint32_t mode = mode_.load(std::memory_order_relaxed);
+            if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+                continue;
+            set_float_mode(mode);
+            task(context, static_cast<int64_t>(ticket & 0xffffffffu) - 1);
+            done_.fetch_add(1, std::memory_order_release);
+            worked = true;
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+        return worked;
+    }
+
+    bool has_work() const { return (ticket_.load(std::memory_order_seq_cst) & 0xffffffffu) != 0; }
+
+    void loop() {
+        for (int idle = 0; !stop_.load(std::memory_order_relaxed);) {
+            if (work())
+                idle = 0;
+            else if (++idle < spins_before_sleep)
+                relax();
+            else
+                sleep(), idle = 0;
+        }
+    }
+
+    void sleep() {
+        std::unique_lock<std::mutex> lock(sleep_mutex_);
+        sleepers_.fetch_add(1, std::memory_order_seq_cst);
+        wake_.wait(lock, [this] { return stop_.load(std::memory_order_relaxed) || has_work(); });
+        sleepers_.fetch_sub(1, std::memory_order_relaxed);
+    }
+
+    const int threads_;
+    std::atomic<bool> stop_{false};
+    std::atomic<Task> task_{nullptr};
+    std::atomic<const void*> context_{nullptr};
+    std::atomic<uint32_t> mode_{0};
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
+    std::mutex sleep_mutex_;
+    std::condition_variable wake_;
+    std::vector<std::thread> workers_;
+};
+
+// Never destroyed at exit: the threads end with the process.
+std::mutex* run_mutex = new std::mutex;
+Pool* pool = nullptr;
+std::atomic<int> wanted_threads{0};
+
+// A forked child has none of the threads: it leaves the parent's pool where it lies and starts another.
+void forget_pool() {
+    run_mutex = new std::mutex;
+    pool = nullptr;
+}
+
+int quota_cores() {
+    std::ifstream file("/sys/fs/cgroup/cpu.max");
+    std::string quota;
+    double period = 0;
+    if (!(file >> quota >> period) || quota == "max" || period <= 0) return 1 << 20;
+    const double cores = std::stod(quota) / period;
+    return cores < 1 ? 1 : static_cast<int>(cores + 0.999);
+}
+
+}  // namespace
+
+int available_cores() {
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    if (sched_getaffinity(0, sizeof cpus, &cpus) != 0) return 1;
+    std::set<std::pair<int, int>> cores;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &cpus)) continue;
+        const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
+        std::ifstream package_file(folder + "physical_package_id"), core_file(folder + "core_id");
+        int package = -1, core = cpu;
+        if (!(package_file >> package) || !(core_file >> core)) package = -1, core = cpu;
+        cores.insert({package, core});
+    }
+    const int physical = static_cast<int>(cores.size()), quota = quota_cores();
+    return physical < 1 ? 1 : physical < quota ? physical : quota;
+}
+
+int num_threads() {
+    const int wanted = wanted_threads.load(std::memory_order_relaxed);
+    if (wanted > 0) return wanted;
+    const int cores = available_cores();
+    wanted_threads.store(cores, std::memory_order_relaxed);
+    return cores;
+}
+
+void set_num_threads(int threads) {
+    if (threads < 1 || threads > 1024)
+        throw std::invalid_argument("the number of threads must be 1 to 1024, not " + std::to_string(threads));
+    wanted_threads.store(threads, std::memory_order_relaxed);
+}
+
+void run_tasks(Task task, const void* context, int64_t count, bool parallel) {
+    const int threads = parallel && count > 1 ? num_threads() : 1;
+    if (threads > 1) {
+        std::unique_lock<std::mutex> lock(*run_mutex, std::try_to_lock);
+        if (lock.owns_lock()) {
+            if (pool == nullptr || pool->threads() != threads) {
+                [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
+                delete pool;
+                pool = new Pool(threads);
+            }
+            return pool->run(task, context, count);
+        }
+    }
+    for (int64_t i = 0; i < count; i++) task(context, i);
+}
+
+}  // namespace foretoken

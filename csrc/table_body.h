@@ -1,0 +1,16 @@
+// The table of one instruction set's kernels. Included like linear_body.h, after all the bodies.
+
+constexpr Kernels make_table(const char* name) {
+    return {
+        name,
+        row_tile,
+        {pack<float>, pack<bf16>, pack<fp16>},
+        {linear<float>, linear<bf16>, linear<fp16>},
+        rms_norm,
+        rope,
+        silu_mul,
+        {encode<float>, encode<bf16>, encode<fp16>},
+        {decode<float>, decode<bf16>, decode<fp16>},
+        {attention<float>, attention<bf16>, attention<fp16>},
+    };
+}

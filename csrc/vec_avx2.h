@@ -1,0 +1,111 @@
+// V: sixteen floats in two AVX2 registers. Included inside a namespace of its own by kernels_avx2.cpp.
+
+struct V {
+    __m256 lo, hi;
+};
+
+constexpr int row_tile = 4;
+constexpr int weight_tile[5] = {0, 4, 2, 2, 1};
+constexpr int query_registers = 5;
+
+inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline V add(V a, V b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline V sub(V a, V b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline V mul(V a, V b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline V div(V a, V b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline V fma(V a, V b, V c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline V max(V a, V b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }  // a > b ? a : b
+inline V min(V a, V b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }  // a < b ? a : b
+
+inline __m256i bits_at(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline __m128i half_at(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline __m256 widen(__m128i bf) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bf), 16)); }
+
+inline V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline V load(const bf16* p) { return {widen(half_at(p)), widen(half_at(p + 8))}; }
+inline V load(const fp16* p) { return {_mm256_cvtph_ps(half_at(p)), _mm256_cvtph_ps(half_at(p + 8))}; }
+
+inline __m256i round_bf16(__m256 a) {
+    __m256i bits = _mm256_castps_si256(a);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+}
+
+inline void store(float* p, V a) {
+    _mm256_storeu_ps(p, a.lo);
+    _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store(bf16* p, V a) {
+    __m256i packed = _mm256_packus_epi32(round_bf16(a.lo), round_bf16(a.hi));  // 0-3, 8-11, 4-7, 12-15
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline void store(fp16* p, V a) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.lo, nearest));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.hi, nearest));
+}
+
+// Lanes begin..end-1 of a, and `other` in the rest.
+inline __m256 keep8(__m256 a, int begin, int end, __m256 other) {
+    const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i inside = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(begin), index),
+                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(end), index));
+    return _mm256_blendv_ps(other, a, _mm256_castsi256_ps(inside));
+}
+inline V keep(V a, int64_t begin, int64_t end, V other) {
+    int b = begin < 0 ? 0 : begin > 16 ? 16 : static_cast<int>(begin);
+    int e = end < 0 ? 0 : end > 16 ? 16 : static_cast<int>(end);
+    return {keep8(a.lo, b, e, other.lo), keep8(a.hi, b - 8, e - 8, other.hi)};
+}
+
+// 32 weights as two vectors, in the order that `pack` gives x: for bf16 even then odd elements, else first and second half.
+inline V first(const float* p) { return load(p); }
+inline V second(const float* p) { return load(p + 16); }
+inline V first(const fp16* p) { return load(p); }
+inline V second(const fp16* p) { return load(p + 16); }
+inline __m256 evens(const bf16* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(bits_at(p), 16)); }
+inline __m256 odds(const bf16* p) {
+    return _mm256_castsi256_ps(_mm256_and_si256(bits_at(p), _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline V first(const bf16* p) { return {evens(p), evens(p + 16)}; }
+inline V second(const bf16* p) { return {odds(p), odds(p + 16)}; }
+
+inline __m128 fold(V a) {
+    __m256 s = _mm256_add_ps(a.lo, a.hi);
+    return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+inline float reduce_add(V a) {
+    __m128 t = fold(a);
+    t = _mm_add_ps(t, _mm_movehl_ps(t, t));
+    return _mm_cvtss_f32(_mm_add_ss(t, _mm_movehdup_ps(t)));
+}
+// Four sums at once, each by the tree of reduce_add.
+inline void reduce_add4(V a, V b, V c, V d, float* out) {
+    __m128 s0 = fold(a), s1 = fold(b), s2 = fold(c), s3 = fold(d);
+    _MM_TRANSPOSE4_PS(s0, s1, s2, s3);
+    _mm_storeu_ps(out, _mm_add_ps(_mm_add_ps(s0, s2), _mm_add_ps(s1, s3)));
+}
+
+inline float reduce_max(V a) {
+    __m256 s = _mm256_max_ps(a.lo, a.hi);
+    __m128 t = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    t = _mm_max_ps(t, _mm_movehl_ps(t, t));
+    return _mm_cvtss_f32(_mm_max_ss(t, _mm_movehdup_ps(t)));
+}
+
+// y * 2^n for the n in the low bits of shifted = n + 1.5 * 2^23. Two factors, so that the ends of the range come out right.
+inline __m256 scale_by_power8(__m256 y, __m256 shifted) {
+    __m256i n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(0x4b400000));
+    __m256i half = _mm256_srai_epi32(n, 1);
+    __m256i rest = _mm256_sub_epi32(n, half);
+    __m256i one = _mm256_set1_epi32(127);
+    __m256 a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, one), 23));
+    __m256 b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, one), 23));
+    return _mm256_mul_ps(_mm256_mul_ps(y, a), b);
+}
+inline V scale_by_power(V y, V shifted) { return {scale_by_power8(y.lo, shifted.lo), scale_by_power8(y.hi, shifted.hi)}; }
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

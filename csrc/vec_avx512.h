@@ -1,0 +1,90 @@
+// V: sixteen floats in one AVX-512 register. Included inside a namespace of its own by kernels_avx512.cpp.
+
+struct V {
+    __m512 r;
+};
+
+constexpr int row_tile = 8;
+// Weight rows in a tile for 1..8 rows of x: accumulators, weights and one x must fit 32 registers.
+constexpr int weight_tile[9] = {0, 8, 8, 6, 5, 4, 4, 3, 3};
+constexpr int query_registers = 24;  // accumulators of the value product
+
+inline V zero() { return {_mm512_setzero_ps()}; }
+inline V set1(float x) { return {_mm512_set1_ps(x)}; }
+inline V add(V a, V b) { return {_mm512_add_ps(a.r, b.r)}; }
+inline V sub(V a, V b) { return {_mm512_sub_ps(a.r, b.r)}; }
+inline V mul(V a, V b) { return {_mm512_mul_ps(a.r, b.r)}; }
+inline V div(V a, V b) { return {_mm512_div_ps(a.r, b.r)}; }
+inline V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.r, b.r, c.r)}; }
+inline V max(V a, V b) { return {_mm512_max_ps(a.r, b.r)}; }  // a > b ? a : b
+inline V min(V a, V b) { return {_mm512_min_ps(a.r, b.r)}; }  // a < b ? a : b
+
+inline V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline V load(const bf16* p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline V load(const fp16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+
+inline void store(float* p, V a) { _mm512_storeu_ps(p, a.r); }
+inline void store(bf16* p, V a) {
+    __m512i bits = _mm512_castps_si512(a.r);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(a.r, a.r, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+}
+inline void store(fp16* p, V a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// Lanes begin..end-1 of a, and `other` in the rest.
+inline V keep(V a, int64_t begin, int64_t end, V other) {
+    uint32_t below = end <= 0 ? 0u : end >= 16 ? 0xffffu : (1u << end) - 1u;
+    uint32_t under = begin <= 0 ? 0u : begin >= 16 ? 0xffffu : (1u << begin) - 1u;
+    return {_mm512_mask_mov_ps(other.r, static_cast<__mmask16>(below & ~under), a.r)};
+}
+
+// 32 weights as two vectors, in the order that `pack` gives x: for bf16 even then odd elements, else first and second half.
+inline V first(const float* p) { return load(p); }
+inline V second(const float* p) { return load(p + 16); }
+inline V first(const fp16* p) { return load(p); }
+inline V second(const fp16* p) { return load(p + 16); }
+inline V first(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
+inline V second(const bf16* p) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+
+inline float reduce_add(V a) {
+    __m256 s = _mm256_add_ps(_mm512_castps512_ps256(a.r), _mm512_extractf32x8_ps(a.r, 1));
+    __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    t = _mm_add_ps(t, _mm_movehl_ps(t, t));
+    return _mm_cvtss_f32(_mm_add_ss(t, _mm_movehdup_ps(t)));
+}
+
+// Four sums at once, each by the tree of reduce_add.
+inline void reduce_add4(V a, V b, V c, V d, float* out) {
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.r, b.r, 0x44), _mm512_shuffle_f32x4(a.r, b.r, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c.r, d.r, 0x44), _mm512_shuffle_f32x4(c.r, d.r, 0xee));
+    __m512 s = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, s)));
+}
+
+inline float reduce_max(V a) { return _mm512_reduce_max_ps(a.r); }
+
+// y * 2^n for the n in the low bits of shifted = n + 1.5 * 2^23. Two factors, so that the ends of the range come out right.
+inline V scale_by_power(V y, V shifted) {
+    __m512i n = _mm512_sub_epi32(_mm512_castps_si512(shifted.r), _mm512_set1_epi32(0x4b400000));
+    __m512i half = _mm512_srai_epi32(n, 1);
+    __m512i rest = _mm512_sub_epi32(n, half);
+    __m512i one = _mm512_set1_epi32(127);
+    __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(half, one), 23));
+    __m512 b = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(rest, one), 23));
+    return {_mm512_mul_ps(_mm512_mul_ps(y.r, a), b)};
+}
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

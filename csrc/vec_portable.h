@@ -1,0 +1,126 @@
+// V: sixteen floats in plain C++, for machines without AVX2. Included inside a namespace of its own by kernels_portable.cpp.
+// Every operation rounds as the vector instructions do, so the bits are the same; a compiler may vectorize the loops.
+
+struct V {
+    float r[16];
+};
+
+constexpr int row_tile = 4;
+constexpr int weight_tile[5] = {0, 1, 1, 1, 1};
+constexpr int query_registers = 4;
+
+template <class F>
+inline V each(F f) {
+    V out;
+    for (int i = 0; i < 16; i++) out.r[i] = f(i);
+    return out;
+}
+
+inline float from_bits(uint32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+inline uint32_t to_bits(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) { return from_bits(static_cast<uint32_t>(x.bits) << 16); }
+inline float widen(fp16 x) {
+    uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+    uint32_t exponent = (x.bits >> 10) & 0x1fu, fraction = x.bits & 0x3ffu;
+    if (exponent == 0x1f) return from_bits(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0u));
+    if (exponent != 0) return from_bits(sign | (exponent + 112) << 23 | fraction << 13);
+    float tiny = static_cast<float>(fraction) * 0x1p-24f;  // zero or subnormal: exact
+    return from_bits(sign | to_bits(tiny));
+}
+
+inline void narrow(float x, float* out) { *out = x; }
+inline void narrow(float x, bf16* out) {
+    uint32_t bits = to_bits(x);
+    out->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+inline void narrow(float x, fp16* out) {
+    uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu, half;
+    if (magnitude > 0x7f800000u) {
+        half = 0x7e00u | (magnitude >> 13 & 0x3ffu);  // a quiet NaN
+    } else if (magnitude >= 0x477ff000u) {
+        half = 0x7c00u;  // 65520 and more round to infinity
+    } else if (magnitude < 0x38800000u) {
+        // Below 2^-14: adding 1/2 leaves the subnormal's bits, rounded to nearest even, at the end of the fraction.
+        half = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    } else {
+        half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
+    }
+    out->bits = static_cast<uint16_t>(sign | half);
+}
+
+inline V zero() { return each([](int) { return 0.0f; }); }
+inline V set1(float x) { return each([=](int) { return x; }); }
+inline V add(const V& a, const V& b) { return each([&](int i) { return a.r[i] + b.r[i]; }); }
+inline V sub(const V& a, const V& b) { return each([&](int i) { return a.r[i] - b.r[i]; }); }
+inline V mul(const V& a, const V& b) { return each([&](int i) { return a.r[i] * b.r[i]; }); }
+inline V div(const V& a, const V& b) { return each([&](int i) { return a.r[i] / b.r[i]; }); }
+inline V fma(const V& a, const V& b, const V& c) { return each([&](int i) { return __builtin_fmaf(a.r[i], b.r[i], c.r[i]); }); }
+inline V max(const V& a, const V& b) { return each([&](int i) { return a.r[i] > b.r[i] ? a.r[i] : b.r[i]; }); }
+inline V min(const V& a, const V& b) { return each([&](int i) { return a.r[i] < b.r[i] ? a.r[i] : b.r[i]; }); }
+
+template <class T>
+inline V load(const T* p) {
+    return each([=](int i) { return widen(p[i]); });
+}
+template <class T>
+inline void store(T* p, const V& a) {
+    for (int i = 0; i < 16; i++) narrow(a.r[i], p + i);
+}
+
+// Lanes begin..end-1 of a, and `other` in the rest.
+inline V keep(const V& a, int64_t begin, int64_t end, const V& other) {
+    return each([&](int i) { return i >= begin && i < end ? a.r[i] : other.r[i]; });
+}
+
+// 32 weights as two vectors, in the order that `pack` gives x: for bf16 even then odd elements, else first and second half.
+template <class T>
+inline V first(const T* p) {
+    return load(p);
+}
+template <class T>
+inline V second(const T* p) {
+    return load(p + 16);
+}
+inline V first(const bf16* p) { return each([=](int i) { return widen(p[2 * i]); }); }
+inline V second(const bf16* p) { return each([=](int i) { return widen(p[2 * i + 1]); }); }
+
+inline float reduce_add(const V& a) {
+    V s = a;
+    for (int step = 8; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) s.r[i] = s.r[i] + s.r[i + step];
+    return s.r[0];
+}
+inline void reduce_add4(const V& a, const V& b, const V& c, const V& d, float* out) {
+    out[0] = reduce_add(a);
+    out[1] = reduce_add(b);
+    out[2] = reduce_add(c);
+    out[3] = reduce_add(d);
+}
+inline float reduce_max(const V& a) {
+    V s = a;
+    for (int step = 8; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) s.r[i] = s.r[i] > s.r[i + step] ? s.r[i] : s.r[i + step];
+    return s.r[0];
+}
+
+// y * 2^n for the n in the low bits of shifted = n + 1.5 * 2^23. Two factors, so that the ends of the range come out right.
+inline V scale_by_power(const V& y, const V& shifted) {
+    return each([&](int i) {
+        int32_t n = static_cast<int32_t>(to_bits(shifted.r[i]) - 0x4b400000u);
+        int32_t half = n >> 1, rest = n - half;
+        float a = from_bits(static_cast<uint32_t>(half + 127) << 23), b = from_bits(static_cast<uint32_t>(rest + 127) << 23);
+        return y.r[i] * a * b;
+    });
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p); }

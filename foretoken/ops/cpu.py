@@ -1,0 +1,255 @@
+"""The native CPU backend: C++ kernels for AVX-512, AVX2 and any other processor, chosen when the first one runs.
+
+All instruction sets and all numbers of threads give the same bits (csrc/kernels.h says in which order sums run). The
+environment variable FORETOKEN_ISA forces `avx512`, `avx2` or `portable`.
+
+This layer checks shapes and types and passes addresses: a call costs a few microseconds, which small models feel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretoken.batch import Batch
+from foretoken.errors import ConfigError
+from foretoken.formats.scheme import KVLayer, QuantTensor
+
+try:
+    from foretoken import _native
+except ImportError as error:
+    _missing: str | None = (
+        f"the native module is not built ({error}); run `make build`, or `pip install` the package again"
+    )
+else:
+    _missing = None
+
+row_invariant = True
+_CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LINEAR_FORMATS = frozenset(_CODES)
+KV_FORMATS = frozenset(_CODES)
+_MAX_DIM = 512  # max_dim in csrc/kernels.h
+_NO_WINDOW = 1 << 40
+
+
+def unavailable() -> str | None:
+    """Why the native kernels cannot run here, with the remedy; None if they can."""
+    if _missing is not None:
+        return _missing
+    try:
+        _native.isa()
+    except ValueError as error:
+        return f"{error}; mend or unset FORETOKEN_ISA"
+    return None
+
+
+def isa() -> str:
+    """The instruction set in use: avx512, avx2 or portable."""
+    return _native.isa()
+
+
+def set_num_threads(threads: int) -> None:
+    """Let each call use this many threads. Raises ConfigError below 1."""
+    try:
+        _native.set_num_threads(threads)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _floats(x: Tensor) -> Tensor:
+    """`x` with its last dimensions packed; rows may be slices of wider ones. Raises TypeError unless float32 on the CPU."""
+    if x.dtype is not torch.float32 or not x.is_cpu:
+        raise TypeError(f"the cpu backend computes in float32 on the CPU, not in {x.dtype} on {x.device}")
+    strides = x.stride()
+    if strides[-1] == 1 and (len(strides) == 2 or strides[1] == x.shape[2]):
+        return x
+    return x.contiguous()
+
+
+def _vector(x: Tensor) -> Tensor:
+    """`x` [n], packed. Raises TypeError unless float32."""
+    if x.dtype is not torch.float32:
+        raise TypeError(f"norm weights and biases are float32 on the cpu backend, not {x.dtype}")
+    return x if x.stride(0) == 1 else x.contiguous()
+
+
+def _ints(x: Tensor) -> Tensor:
+    """`x` as contiguous int32."""
+    return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+
+
+def _fit(what: str, got: object, wanted: object) -> None:
+    if got != wanted:
+        raise ValueError(f"{what}: {got} does not fit {wanted}")
+
+
+def _weight(w: QuantTensor) -> Tensor:
+    """The dense tensor of `w`, each row packed."""
+    weight = w.parts["weight"]
+    if weight.dtype is not _DTYPES[w.format]:
+        raise TypeError(f"a weight in {w.format} cannot be stored as {weight.dtype}")
+    return weight if weight.stride(1) == 1 else weight.contiguous()
+
+
+def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
+    """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]. Raises IndexError outside 0..V-1."""
+    ids, weight = _ints(token_ids), _weight(w)
+    vocabulary, width = w.shape
+    rows = ids.shape[0]
+    out = torch.empty((rows, width), dtype=torch.float32)
+    _native.embedding(
+        ids.data_ptr(), weight.data_ptr(), weight.stride(0), _CODES[w.format], out.data_ptr(), rows, vocabulary, width
+    )
+    return out
+
+
+def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times w [O, K] transposed, plus bias [O]; returns [T, O]."""
+    x, weight = _floats(x), _weight(w)
+    rows, depth = x.shape
+    outputs = w.shape[0]
+    if depth != w.shape[1] or (bias is not None and bias.shape[0] != outputs):
+        raise ValueError(f"x {tuple(x.shape)} and bias do not fit a weight {w.shape}")
+    bias = bias if bias is None else _vector(bias)
+    out = torch.empty((rows, outputs), dtype=torch.float32)
+    _native.linear(
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        weight.stride(0),
+        _CODES[w.format],
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        outputs,
+        depth,
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, C] divided by its root mean square over C, times weight [C] (Zhang and Sennrich, 2019)."""
+    x, weight = _floats(x), _vector(weight)
+    rows, width = x.shape
+    _fit("norm weight", weight.shape[0], width)
+    out = torch.empty((rows, width), dtype=torch.float32)
+    _native.rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), rows, width)
+    return out
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines. IndexError beyond the table."""
+    x, positions, table = _floats(x), _ints(positions), _floats(table)
+    rows, heads, dim = x.shape
+    _fit("rope table and positions", (table.shape[1], positions.shape[0]), (dim, rows))
+    if table.stride(0) != dim:
+        table = table.contiguous()
+    out = torch.empty((rows, heads, dim), dtype=torch.float32)
+    _native.rope(
+        x.data_ptr(),
+        x.stride(0),
+        positions.data_ptr(),
+        table.data_ptr(),
+        table.shape[0],
+        out.data_ptr(),
+        rows,
+        heads,
+        dim,
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+    gate_up = _floats(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=torch.float32)
+    _native.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
+    return out
+
+
+def _cache(layer: KVLayer) -> tuple[int, int, int, int, int]:
+    """Addresses of k and v, number of slots, elements a slot, format code."""
+    k, v = layer.k, layer.v
+    dtype = _DTYPES[layer.format]
+    if k.dtype is not dtype or v.dtype is not dtype or not k.is_contiguous() or not v.is_contiguous():
+        raise TypeError(f"a KV cache in {layer.format} must be contiguous {dtype} tensors")
+    num_blocks, block_size, kv_heads, dim = k.shape
+    return k.data_ptr(), v.data_ptr(), num_blocks * block_size, kv_heads * dim, _CODES[layer.format]
+
+
+def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
+    """Encode k, v [T, Hk, D] into the cache rows slots [T], rounding to nearest even. IndexError outside the cache."""
+    k, v, slots = _floats(k), _floats(v), _ints(slots)
+    _fit("k", k.shape, (slots.shape[0], *layer.k.shape[2:]))
+    _fit("v", v.shape, k.shape)
+    k_cache, v_cache, num_slots, width, code = _cache(layer)
+    _native.store_kv(
+        k.data_ptr(),
+        k.stride(0),
+        v.data_ptr(),
+        v.stride(0),
+        k_cache,
+        v_cache,
+        num_slots,
+        width,
+        code,
+        slots.data_ptr(),
+        k.shape[0],
+    )
+
+
+def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
+    """Copy cache rows src [n] to dst [n]; all are read before any is written."""
+    src, dst = _ints(src), _ints(dst)
+    _fit("targets", dst.shape, src.shape)
+    _native.move_kv(*_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
+
+
+def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+    """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
+
+    Raises IndexError or ValueError for offsets, blocks, positions or masks that contradict each other.
+    """
+    q = _floats(q)
+    rows, heads, dim = q.shape
+    num_blocks, block_size, kv_heads, _ = layer.k.shape
+    k_cache, v_cache, _, width, code = _cache(layer)
+    if width != kv_heads * dim or heads % kv_heads or dim > _MAX_DIM:
+        raise ValueError(
+            f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)} (head dim at most {_MAX_DIM})"
+        )
+    positions, offsets, kv_lens = _ints(batch.positions), _ints(batch.row_offsets), _ints(batch.kv_lens)
+    tables, mask = _ints(batch.block_tables), batch.tree_mask
+    num_seqs, table_width = tables.shape
+    if positions.shape[0] != rows or offsets.shape[0] != num_seqs + 1 or kv_lens.shape[0] != num_seqs:
+        raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
+    if mask is not None:
+        if mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous():
+            raise ValueError("tree_mask must be contiguous int64 [T]")
+    out = torch.empty((rows, heads, dim), dtype=torch.float32)
+    _native.attention(
+        q.data_ptr(),
+        q.stride(0),
+        k_cache,
+        v_cache,
+        code,
+        num_blocks,
+        block_size,
+        heads,
+        kv_heads,
+        dim,
+        positions.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        offsets.data_ptr(),
+        kv_lens.data_ptr(),
+        tables.data_ptr(),
+        table_width,
+        num_seqs,
+        rows,
+        scale,
+        _NO_WINDOW if window is None else window,
+        out.data_ptr(),
+    )
+    return out
