@@ -1,0 +1,107 @@
+"""Batch: the rows of one forward pass, as tensors, packed and ragged, never padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_NODES = 64  # a row's ancestors fit one 64-bit mask
+
+
+@dataclass(frozen=True)
+class Batch:
+    """T rows of B sequences; sequence b owns rows row_offsets[b] .. row_offsets[b+1].
+
+    First come its `num_pending[b]` pending rows, at positions `kv_lens[b] - num_pending[b]` .. `kv_lens[b] - 1`, then its
+    draft nodes. Node i is stored at index `kv_lens[b] + i` of the sequence; its position is `kv_lens[b] + depth`.
+    `tree_mask` is 0 for a pending row; for node i, bit j says that node j is i itself or an ancestor of i.
+    `logit_rows` are the rows whose logits are wanted.
+    """
+
+    token_ids: Tensor  # int32 [T]
+    positions: Tensor  # int32 [T]
+    slots: Tensor  # int32 [T]
+    row_offsets: Tensor  # int32 [B+1]
+    num_pending: Tensor  # int32 [B]
+    kv_lens: Tensor  # int32 [B]
+    block_tables: Tensor  # int32 [B, M]
+    tree_mask: Tensor | None  # int64 [T]
+    logit_rows: Tensor  # int32 [R]
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.num_pending.shape[0]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One sequence's part of a pass, before it becomes tensors. `nodes` and `parents` describe its draft."""
+
+    pending: Seq[int]  # token ids
+    num_cached: int
+    nodes: Seq[int]  # token ids
+    parents: Seq[int]  # index among nodes, -1 = the last known token
+    blocks: Seq[int]
+    wants_logits: bool
+
+
+def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
+    """For each node, the 64-bit mask of itself and its ancestors, and its depth (0 for a child of the last token)."""
+    masks: list[int] = []
+    depths: list[int] = []
+    for i, parent in enumerate(parents):
+        masks.append(1 << i if parent < 0 else masks[parent] | 1 << i)
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return masks, depths
+
+
+def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = None) -> Batch:
+    """Lay the rows of several sequences out as one Batch. Blocks must already be reserved for pending rows and nodes."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    masks: list[int] = []
+    offsets = [0]
+    logit_rows: list[int] = []
+    kv_lens: list[int] = []
+    for r in rows:
+        start, kv_len = r.num_cached, r.num_cached + len(r.pending)
+        kv_lens.append(kv_len)
+        token_ids += r.pending
+        positions += range(start, kv_len)
+        blocks = r.blocks
+        slots += [blocks[i // block_size] * block_size + i % block_size for i in range(start, kv_len + len(r.nodes))]
+        masks += [0] * len(r.pending)
+        if r.wants_logits:
+            first = offsets[-1] + len(r.pending) - 1
+            logit_rows += range(first, first + 1 + len(r.nodes))
+        if r.nodes:
+            node_masks, depths = ancestor_masks(r.parents)
+            token_ids += r.nodes
+            positions += [kv_len + d for d in depths]
+            masks += [m - (1 << 64) if m >> 63 else m for m in node_masks]  # int64 read as uint64
+        offsets.append(len(token_ids))
+    width = max((len(r.blocks) for r in rows), default=0)
+    tables = [list(r.blocks) + [0] * (width - len(r.blocks)) for r in rows]
+
+    def ints(values: Seq[int] | Seq[Seq[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return Batch(
+        token_ids=ints(token_ids),
+        positions=ints(positions),
+        slots=ints(slots),
+        row_offsets=ints(offsets),
+        num_pending=ints([len(r.pending) for r in rows]),
+        kv_lens=ints(kv_lens),
+        block_tables=ints(tables).reshape(len(rows), width),
+        tree_mask=torch.tensor(masks, dtype=torch.int64, device=device) if any(r.nodes for r in rows) else None,
+        logit_rows=ints(logit_rows),
+    )

@@ -1,0 +1,88 @@
+"""Settings of an engine as frozen dataclasses: each knob is a field, and its flag, JSON key and docs row derive from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from foretoken.errors import ConfigError
+
+MAX_DRAFT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache: tokens per block, blocks in all (None: as many as the longest requests need), storage format."""
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    format: str = "auto"  # auto: bf16 or fp16 where the model's weights are, else fp32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 1024:
+            raise ConfigError(f"block_size must lie in 1..1024, got {self.block_size}; 16 or 32 are usual")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """How to speculate. `method` is a name on the drafters' shelf, or "none"; `model` is for drafters that own one.
+
+    `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability of
+    its last token falls below it. `options` go to the drafter's own Options.
+    """
+
+    method: str = "none"
+    model: str | None = None
+    format: str = "auto"  # weights of the draft model
+    num_draft_tokens: int = 4
+    confidence: float | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        k = self.num_draft_tokens
+        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFT_TOKENS:
+            raise ConfigError(f"num_draft_tokens (k) must be a whole number in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
+        if self.confidence is not None and not 0.0 <= self.confidence <= 1.0:
+            raise ConfigError(f"confidence must lie in 0..1, got {self.confidence!r}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of one engine: rows of a pass, sequences at once, longest request, backend, device, number of threads."""
+
+    max_num_rows: int = 512
+    max_num_seqs: int = 32
+    max_model_len: int | None = None  # None: the model's own context
+    format: str = "auto"  # weights: auto keeps what the checkpoint stores
+    backend: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    spec: SpecConfig = field(default_factory=SpecConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_num_rows < 1:
+            raise ConfigError(f"max_num_rows must be at least 1, got {self.max_num_rows}")
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_num_rows < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_rows ({self.max_num_rows}) is below max_num_seqs ({self.max_num_seqs}): every running sequence "
+                "needs a row a pass; raise the first or lower the second"
+            )
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {self.threads}")
+
+
+def parse_options(text: str) -> dict[str, object]:
+    """Drafter options from a JSON object on the command line. Raises ConfigError with the place of the fault."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"options are no JSON object ({error}); write e.g. '{{\"max_ngram\": 4}}'") from None
+    if not isinstance(value, dict):
+        raise ConfigError("options must be a JSON object, e.g. '{\"max_ngram\": 4}'")
+    return value

@@ -1,0 +1,69 @@
+"""n-gram drafter (prompt lookup decoding: Saxena, 2023): what followed the last tokens when they occurred before?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from foretoken.errors import ConfigError
+from foretoken.request import Sequence
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter
+
+
+class NgramDrafter(Drafter):
+    """Looks for the latest earlier occurrence of the longest suffix of prompt and output, and copies what followed."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`max_ngram` and `min_ngram`: longest and shortest suffix that is looked up, in tokens."""
+
+        max_ngram: int = 4
+        min_ngram: int = 2
+
+        def __post_init__(self) -> None:
+            if not 1 <= self.min_ngram <= self.max_ngram <= 32:
+                raise ConfigError(
+                    f"n-gram sizes must satisfy 1 <= min_ngram <= max_ngram <= 32, got {self.min_ngram} and {self.max_ngram}"
+                )
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or self.Options()
+        self._indexes: dict[int, _Index] = {}
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        return Draft.chains([self._lookup(seq, k) if k else [] for seq, k in zip(seqs, num_draft, strict=True)])
+
+    def release(self, seq: Sequence) -> None:
+        self._indexes.pop(seq.seq_id, None)
+
+    def _lookup(self, seq: Sequence, num_draft: int) -> list[int]:
+        index = self._indexes.setdefault(seq.seq_id, _Index(self.options.min_ngram, self.options.max_ngram))
+        start = index.find(seq.token_ids)
+        return [] if start is None else seq.token_ids[start : start + num_draft]
+
+
+class _Index:
+    """For each n-gram of a growing list of tokens, where its latest occurrence ended; a token is indexed once."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self._sizes = range(low, high + 1)
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._num_indexed = 0
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Index after the latest earlier occurrence of the longest suffix that has one."""
+        # The n-grams that end with the last token are looked up, not yet entered: they would find themselves.
+        for end in range(self._num_indexed + 1, len(tokens)):
+            for n in self._sizes:
+                if n <= end:
+                    self._ends[tuple(tokens[end - n : end])] = end
+        self._num_indexed = max(self._num_indexed, len(tokens) - 1)
+        for n in reversed(self._sizes):
+            found = self._ends.get(tuple(tokens[-n:])) if n <= len(tokens) else None
+            if found is not None:
+                return found
+        return None
+
+
+DRAFTER = NgramDrafter

@@ -1,0 +1,143 @@
+"""build_engine: from names and settings to a running Engine, with everything checked before memory is spent."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from foretoken import ops, registry
+from foretoken.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.scheduler import Scheduler
+from foretoken.errors import ConfigError, VocabularyError
+from foretoken.formats.scheme import QuantScheme
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.config import ModelConfig, read_config
+from foretoken.models.llama import Llama
+from foretoken.models.loader import Progress, load_model, resolve_model
+from foretoken.models.runner import ModelRunner
+from foretoken.spec.drafter import Drafter, NoDrafter, parse_options
+from foretoken.spec.length import make_policy
+from foretoken.tokenizer import Tokenizer
+
+log = logging.getLogger("foretoken")
+CACHE_SHARE = 0.3  # of the memory available at start: the most that a cache of unstated size takes
+
+
+def build_engine(model: str, config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Load the target, and the draft where `config.spec` names one, and put an Engine together.
+
+    Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with its remedy.
+    """
+    if config.threads is not None:
+        ops.set_num_threads(config.threads)
+    backend = ops.resolve(config.backend, config.device)
+    folder = resolve_model(model)
+    shape = read_config(folder)
+    max_len = config.max_model_len or shape.max_model_len
+    if max_len > shape.max_model_len:
+        raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
+    draft_class = _drafter_class(config)
+    tokenizer = Tokenizer.from_folder(folder)
+    drafter: Drafter = NoDrafter()
+    draft_folder: Path | None = None
+    if draft_class is not None and getattr(draft_class, "needs_model", False):
+        if config.spec.model is None:
+            raise ConfigError(f"drafter {config.spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft")
+        draft_folder = resolve_model(config.spec.model)
+        check_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
+    num_blocks = _num_blocks(config, shape, max_len)
+    target = load_model(folder, backend, QuantScheme(config.format), max_len, config.device, progress)
+    runner = _runner(target, config, num_blocks)
+    if draft_class is not None:
+        options = parse_options(draft_class, config.spec.options)
+        if draft_folder is None:
+            drafter = draft_class(options)  # type: ignore[call-arg]
+        else:
+            draft_len = min(max_len, read_config(draft_folder).max_model_len)
+            draft = load_model(draft_folder, backend, QuantScheme(config.spec.format), draft_len, config.device, progress)
+            drafter = draft_class(options, _runner(draft, config, num_blocks))  # type: ignore[call-arg]
+            drafter.vocab_limit = min(shape.vocab_size, draft.config.vocab_size)  # type: ignore[attr-defined]
+    runner.captures = drafter.captures
+    policy = make_policy(config.spec)
+    drafter.policy = policy
+    scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
+    return Engine(runner, drafter, policy, tokenizer, scheduler)
+
+
+def _drafter_class(config: EngineConfig) -> type[Drafter] | None:
+    if config.spec.method == "none":
+        return None
+    found: type[Drafter] = registry.load("drafters", config.spec.method).DRAFTER
+    return found
+
+
+def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:
+    c = model.config
+    cache = KVCache(
+        c.num_layers,
+        num_blocks,
+        config.cache.block_size,
+        c.num_kv_heads,
+        c.head_dim,
+        kv_format_for(model, config),
+        config.device,
+    )
+    return ModelRunner(model, cache)
+
+
+def kv_format_for(model: Llama, config: EngineConfig) -> str:
+    """Storage format of the cache: as asked, or the model's own half precision, or fp32."""
+    if config.cache.format != "auto":
+        return config.cache.format
+    stored = model.weights.embedding.format
+    return stored if stored in ("bf16", "fp16") else "fp32"
+
+
+def _num_blocks(config: EngineConfig, shape: ModelConfig, max_len: int) -> int:
+    """Blocks of the cache: as asked, else what `max_num_seqs` longest requests need, within a share of the memory."""
+    size = config.cache.block_size
+    longest = -(-max_len // size)
+    if config.cache.num_blocks is not None:
+        if config.cache.num_blocks < longest:
+            raise ConfigError(
+                f"num_blocks {config.cache.num_blocks} of {size} tokens cannot hold one request of {max_len} tokens: raise it "
+                f"to {longest}, or lower max_model_len to {config.cache.num_blocks * size}"
+            )
+        return config.cache.num_blocks
+    block_bytes = 2 * shape.num_layers * size * shape.num_kv_heads * shape.head_dim * 4
+    available = available_memory()
+    if longest * block_bytes > available:
+        raise ConfigError(
+            f"the cache of one request of {max_len} tokens takes {longest * block_bytes / 2**30:.1f} GiB, and "
+            f"{available / 2**30:.1f} GiB are free: lower max_model_len"
+        )
+    return max(longest, min(longest * config.max_num_seqs, int(available * CACHE_SHARE / block_bytes)))
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be taken without swapping (Linux), or a careful guess elsewhere."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 * 2**30
+
+
+def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise VocabularyError unless both tokenizers spell every token of the smaller one alike (padding is no token)."""
+    mine, its = target.vocabulary(), draft.vocabulary()
+    for piece, token in sorted(its.items(), key=lambda item: item[1]):
+        if mine.get(piece) != token:
+            other = target.token(token)
+            raise VocabularyError(
+                f"the draft model has another vocabulary: its token {token} is {piece!r}, the target's is {other!r}; use a "
+                "draft of the target's own family"
+            )
+    if len(its) < len(mine):
+        piece, token = next((p, t) for p, t in sorted(mine.items(), key=lambda item: item[1]) if p not in its)
+        raise VocabularyError(
+            f"the draft model lacks the target's token {token} ({piece!r}); use a draft with the target's own tokenizer"
+        )

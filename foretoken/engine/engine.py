@@ -1,0 +1,194 @@
+"""Engine: the loop. Takes requests, runs one pass a step, gives out what was decided."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from foretoken.engine.output import OutputText
+from foretoken.engine.scheduler import Plan, Scheduler
+from foretoken.errors import RequestError
+from foretoken.models.runner import ModelRunner
+from foretoken.request import (
+    Completion,
+    Delta,
+    FinishReason,
+    Metrics,
+    Request,
+    Sequence,
+    SpecMetrics,
+    TimeSplit,
+)
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter
+from foretoken.spec.length import LengthPolicy
+from foretoken.spec.step import decode_step
+from foretoken.spec.verify import Verified
+from foretoken.tokenizer import Tokenizer
+
+
+@dataclass
+class _Running:
+    """One request inside the engine."""
+
+    request: Request
+    seq: Sequence
+    output: OutputText
+    arrived: float
+    first_token: float | None = None
+    accepted: list[bool] = field(default_factory=list)
+
+
+class Engine:
+    """One target with its drafter. Not thread-safe: one thread calls it (AsyncLLM gives it one of its own)."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter,
+        policy: LengthPolicy,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+    ) -> None:
+        self.runner = runner
+        self.drafter = drafter
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.max_model_len = scheduler.max_model_len
+        self.times = TimeSplit()  # of all steps so far
+        self.metrics = SpecMetrics()
+        self._eos = frozenset(runner.model.config.eos_token_ids)
+        self._live: dict[int, _Running] = {}
+        self._num_added = 0
+
+    def check(self, prompt_token_ids: tuple[int, ...]) -> None:
+        """Raise RequestError if such a prompt cannot be served."""
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty; give at least one token of text")
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt_token_ids)} tokens and the context holds {self.max_model_len}, one of them at "
+                "least for the answer; shorten the prompt"
+            )
+        width = self.runner.model.config.vocab_size
+        if not all(0 <= t < width for t in prompt_token_ids):
+            raise RequestError(f"the prompt holds token ids outside 0..{width - 1}, the model's vocabulary")
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it cannot be served."""
+        self.check(request.prompt_token_ids)
+        seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed)
+        self._num_added += 1
+        output = OutputText(self.tokenizer, request.params.stop)
+        self._live[seq.seq_id] = _Running(request, seq, output, time.perf_counter())
+        self.scheduler.add(seq)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def abort(self, request_id: str) -> list[Delta]:
+        """End every sequence of a request now; its blocks are free when this returns. Unknown ids do nothing."""
+        live = [r for r in self._live.values() if r.request.request_id == request_id]
+        return [self._finish(r, FinishReason.ABORT, []) for r in live]
+
+    def step(self) -> list[Delta]:
+        """Run one pass; returns what it decided for each sequence that got tokens."""
+        start = time.perf_counter()
+        plan = self.scheduler.schedule(self.policy.lengths)
+        if not plan.seqs:
+            return []
+        times = TimeSplit(schedule=time.perf_counter() - start)
+        draft, result = decode_step(self.runner, self.drafter, plan.seqs, plan.num_pending, plan.num_draft, times)
+        decided = time.perf_counter()
+        counts = [draft.count(b) for b in range(len(plan.seqs))]
+        self.policy.update(plan.seqs, counts, [len(n) for n in result.nodes])
+        deltas = self._deliver(plan, draft, result, decided)
+        times.schedule += time.perf_counter() - decided
+        self.times.add(times)
+        for seq in plan.seqs:
+            seq.times.add(times, 1.0 / len(plan.seqs))
+        return deltas
+
+    def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float) -> list[Delta]:
+        """Hand the decided tokens out, one by one up to the first that ends the sequence."""
+        deltas: list[Delta] = []
+        for b, seq in enumerate(plan.seqs):
+            live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
+            if not tokens and not result.failed[b]:
+                continue  # a chunk of a prompt
+            seq.metrics.update(draft.count(b), num_accepted)
+            self.metrics.update(draft.count(b), num_accepted)
+            if live.first_token is None:
+                live.first_token = now
+            base = len(seq) - len(tokens)
+            reason: FinishReason | None = None
+            taken = 0
+            for taken, token in enumerate(tokens, 1):
+                reason = self._end(live, token, base + taken)
+                if reason is not None:
+                    break
+            if reason is None and result.failed[b]:
+                reason = FinishReason.ERROR
+            del seq.token_ids[base + taken :]
+            flags = [i < num_accepted for i in range(taken)]
+            live.accepted += flags
+            seq.logprobs += result.logprobs[b][:taken]
+            if reason is not None:
+                deltas.append(self._finish(live, reason, tokens[:taken]))
+                continue
+            self.scheduler.blocks.trim(seq, len(seq))
+            r = live.request
+            deltas.append(Delta(r.request_id, r.index, live.output.delta(), tuple(tokens[:taken]), tuple(flags)))
+        return deltas
+
+    def _end(self, live: _Running, token: int, length: int) -> FinishReason | None:
+        """Does this token end the sequence, which it brings to `length` tokens?"""
+        params = live.request.params
+        if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
+            return FinishReason.STOP
+        num_output = length - live.seq.num_prompt
+        if live.output.push(token) and num_output >= params.min_tokens:
+            return FinishReason.STOP
+        if num_output >= params.max_tokens or length >= self.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(self, live: _Running, reason: FinishReason, tokens: list[int]) -> Delta:
+        seq, r = live.seq, live.request
+        self.scheduler.finish(seq)
+        self.drafter.release(seq)
+        del self._live[seq.seq_id]
+        seq.finish_reason = reason
+        live.output.finish()
+        completion = Completion(
+            request_id=r.request_id,
+            index=r.index,
+            prompt=r.prompt,
+            prompt_token_ids=r.prompt_token_ids,
+            text=live.output.text,
+            token_ids=tuple(seq.output_token_ids),
+            finish_reason=reason,
+            seed=r.seed,
+            metrics=_metrics(live),
+            accepted=tuple(live.accepted),
+            logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
+        )
+        flags = tuple(live.accepted[len(live.accepted) - len(tokens) :])
+        return Delta(r.request_id, r.index, live.output.delta(), tuple(tokens), flags, completion)
+
+
+def _metrics(live: _Running) -> Metrics:
+    now, seq = time.perf_counter(), live.seq
+    first = live.first_token if live.first_token is not None else now
+    return Metrics(
+        num_prompt_tokens=seq.num_prompt,
+        num_output_tokens=seq.num_output,
+        spec=seq.metrics,
+        time_split=seq.times,
+        time_to_first_token=first - live.arrived,
+        time_per_output_token=(now - first) / (seq.num_output - 1) if seq.num_output > 1 else 0.0,
+        total_time=now - live.arrived,
+        num_preemptions=seq.num_preemptions,
+    )

@@ -1,0 +1,279 @@
+"""LLM and AsyncLLM: the front doors. Same engine, same text; one blocks, the other streams."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
+from typing import Any
+
+from foretoken import registry
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.engine.build import build_engine
+from foretoken.engine.engine import Engine
+from foretoken.errors import ConfigError, ForetokenError, RequestError
+from foretoken.models.loader import Progress
+from foretoken.request import Completion, Delta, FinishReason, Request, SamplingParams
+from foretoken.spec.sampling import derive_seed
+
+Prompt = str | Seq[int]
+Message = dict[str, str]
+
+
+def make_config(
+    draft: str | SpecConfig | None = None,
+    *,
+    num_draft_tokens: int | None = None,
+    confidence: float | None = None,
+    draft_options: dict[str, object] | None = None,
+    draft_format: str | None = None,
+    **settings: Any,
+) -> EngineConfig:
+    """An EngineConfig from keyword arguments, as LLM and the CLI take them.
+
+    `draft`: None for plain decoding; the name of a drafter that needs no model ("ngram"); or a model (folder, hub id,
+    "embedded-draft"), then the drafter is "draft_model". `settings` are fields of EngineConfig and CacheConfig
+    (`block_size`, `num_blocks`, `kv_format`). Raises ConfigError for unknown settings.
+    """
+    if isinstance(draft, SpecConfig):
+        spec = draft
+    elif draft is None or draft == "none":
+        spec = SpecConfig()
+    elif draft in registry.names("drafters"):
+        spec = SpecConfig(method=draft)
+    else:
+        spec = SpecConfig(method="draft_model", model=draft)
+    changes: dict[str, Any] = {
+        "num_draft_tokens": num_draft_tokens,
+        "confidence": confidence,
+        "options": draft_options,
+        "format": draft_format,
+    }
+    spec = dataclasses.replace(spec, **{k: v for k, v in changes.items() if v is not None})
+    cache_names = {"block_size": "block_size", "num_blocks": "num_blocks", "kv_format": "format"}
+    cache = {cache_names[k]: settings.pop(k) for k in list(settings) if k in cache_names}
+    known = {f.name for f in dataclasses.fields(EngineConfig)} - {"cache", "spec"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r} (there are: {', '.join(sorted(known | set(cache_names)))})")
+    return EngineConfig(spec=spec, cache=CacheConfig(**cache), **settings)
+
+
+def make_requests(engine: Engine, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
+    """The `n` requests of one prompt, checked. Raises RequestError."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token of text")
+        text, token_ids = prompt, tuple(engine.tokenizer.encode(prompt))
+    else:
+        text, token_ids = None, tuple(prompt)
+    engine.check(token_ids)
+    seed = secrets.randbelow(2**63) if params.seed is None else params.seed
+    return [Request(request_id, token_ids, params, derive_seed(seed, i), i, text) for i in range(params.n)]
+
+
+class LLM:
+    """Generates text, blocking. `model` is a folder, a hub id or "embedded"; for the rest see `make_config`."""
+
+    def __init__(
+        self,
+        model: str = "embedded",
+        draft: str | SpecConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = make_config(draft, **settings)
+        self.engine = build_engine(model, self.config, progress)
+        self.tokenizer = self.engine.tokenizer
+        self._ids = itertools.count()
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete each prompt (text, or token ids), together; n completions of each, in order of prompt and index.
+
+        Raises RequestError before anything runs if a prompt cannot be served.
+        """
+        batch: list[Prompt] = _as_list(prompts)
+        shared = SamplingParams() if params is None else params
+        each = [shared] * len(batch) if isinstance(shared, SamplingParams) else list(shared)
+        if len(each) != len(batch):
+            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters; give one for all, or one each")
+        finished: dict[tuple[str, int], Completion] = {}
+        requests = [
+            make_requests(self.engine, prompt, p, f"r{next(self._ids)}") for prompt, p in zip(batch, each, strict=True)
+        ]
+        for delta in self._run([r for group in requests for r in group]):
+            if delta.completion is not None:
+                finished[delta.request_id, delta.index] = delta.completion
+        return [finished[r.request_id, r.index] for group in requests for r in group]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Complete one prompt, giving out each step's new text; the last delta of each index carries the completion."""
+        return self._run(make_requests(self.engine, prompt, params or SamplingParams(), f"r{next(self._ids)}"))
+
+    def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation of {"role", "content"} messages by the model's chat template."""
+        return self.generate([self.tokenizer.chat(messages)], params)[0]
+
+    def chat_stream(self, messages: Seq[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Like `chat`, streaming."""
+        return self.stream(self.tokenizer.chat(messages), params)
+
+    def _run(self, requests: list[Request]) -> Iterator[Delta]:
+        """Run requests to their end; whatever interrupts it (Ctrl-C, a closed generator), their blocks are freed."""
+        ids = {r.request_id for r in requests}
+        try:
+            for request in requests:
+                self.engine.add(request)
+            open_ends = len(requests)
+            while open_ends:
+                for delta in self.engine.step():
+                    if delta.request_id in ids:
+                        open_ends -= delta.completion is not None
+                        yield delta
+        finally:
+            for request_id in ids:
+                self.engine.abort(request_id)
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and isinstance(items[0], int) else items
+
+
+class AsyncLLM:
+    """The same engine in a thread of its own: concurrent requests, streaming, cancellation.
+
+    Use it as an async context manager, or call `close` at the end.
+    """
+
+    def __init__(
+        self,
+        model: str = "embedded",
+        draft: str | SpecConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = make_config(draft, **settings)
+        self.engine = build_engine(model, self.config, progress)
+        self.tokenizer = self.engine.tokenizer
+        self._ids = itertools.count()
+        self._inbox: list[Callable[[], None]] = []  # what the engine's thread does before its next step
+        self._sinks: dict[str, Callable[[Delta | ForetokenError], None]] = {}
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="foretoken-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """Stream one request: each Delta has the new text; the last one of each index carries its Completion.
+
+        Leaving the loop early (break, cancellation, closing the generator) aborts the request and frees its blocks.
+        Raises RequestError for a bad prompt or a request id that is running already.
+        """
+        params = params or SamplingParams()
+        request_id = request_id or f"a{next(self._ids)}"
+        if request_id in self._sinks:
+            raise RequestError(f"request id {request_id!r} is running already; choose another")
+        requests = await asyncio.to_thread(make_requests, self.engine, prompt, params, request_id)
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Delta | ForetokenError] = asyncio.Queue()
+        self._sinks[request_id] = lambda item: _put(loop, queue, item)
+        try:
+            self._post(lambda: self._add(requests))
+            open_ends = len(requests)
+            while open_ends:
+                item = await queue.get()
+                if isinstance(item, ForetokenError):
+                    raise item
+                open_ends -= item.completion is not None
+                yield item
+        finally:
+            self._sinks.pop(request_id, None)
+            self._post(lambda: self.engine.abort(request_id))
+
+    async def chat(
+        self, messages: Seq[Message], params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """Like `generate`, for a conversation."""
+        async for delta in self.generate(self.tokenizer.chat(messages), params, request_id):
+            yield delta
+
+    async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """Run one request to its end and return its (first) completion."""
+        done: Completion | None = None
+        async for delta in self.generate(prompt, params):
+            if delta.completion is not None and delta.index == 0:
+                done = delta.completion
+        assert done is not None
+        return done
+
+    def abort(self, request_id: str) -> None:
+        """End a request from outside; its stream gets a last delta with finish reason "abort"."""
+        self._post(lambda: self._send(self.engine.abort(request_id)))
+
+    def close(self) -> None:
+        """Stop the engine's thread after its current step; running requests end with an error."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _add(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.add(request)
+
+    def _post(self, action: Callable[[], object]) -> None:
+        with self._wake:
+            if self._closing:
+                return
+            self._inbox.append(lambda: (action(), None)[1])
+            self._wake.notify()
+
+    def _send(self, deltas: Seq[Delta]) -> None:
+        for delta in deltas:
+            sink = self._sinks.get(delta.request_id)
+            if sink is not None:
+                sink(delta)
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not self._inbox and not self.engine.has_work and not self._closing:
+                    self._wake.wait()
+                actions, self._inbox = self._inbox, []
+                closing = self._closing
+            for action in actions:
+                action()
+            if closing:
+                break
+            if self.engine.has_work:
+                self._send(self.engine.step())
+        for sink in list(self._sinks.values()):
+            sink(ForetokenError("the engine was closed while this request ran"))
+
+
+def _put(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], item: object) -> None:
+    try:
+        loop.call_soon_threadsafe(queue.put_nowait, item)
+    except RuntimeError:  # the caller's event loop is gone, and nobody waits for this any more
+        return
+
+
+__all__ = ["LLM", "AsyncLLM", "FinishReason", "make_config", "make_requests"]

@@ -1,0 +1,48 @@
+"""OutputText: the text of one running sequence, token by token, with stop strings found across token boundaries."""
+
+from __future__ import annotations
+
+from foretoken.tokenizer import Tokenizer
+
+
+class OutputText:
+    """Collects text; `push` says whether a stop string is complete, `delta` gives out what is certain to stay."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self.text = ""
+        self._decoder = tokenizer.stream()
+        self._stop = stop
+        self._longest = max((len(s) for s in stop), default=0)
+        self._num_sent = 0
+        self._stopped = False
+
+    def push(self, token_id: int) -> bool:
+        """Add a token; True if a stop string is now in the text, which then ends before it."""
+        piece = self._decoder.push(token_id)
+        start = max(0, len(self.text) - self._longest + 1)
+        self.text += piece
+        found = [at for s in self._stop if (at := self.text.find(s, start)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self._stopped = True
+        return self._stopped
+
+    def finish(self) -> None:
+        """No token follows: what the decoder still holds (an incomplete character) becomes text."""
+        if not self._stopped:
+            self.text += self._decoder.flush()
+        self._stopped = True
+
+    def delta(self) -> str:
+        """Text not given out before. A tail that may become a stop string is held back until it is decided."""
+        end = len(self.text) if self._stopped else len(self.text) - self._undecided()
+        new = self.text[self._num_sent : end]
+        self._num_sent = max(self._num_sent, end)
+        return new
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-length:]) for s in self._stop):
+                return length
+        return 0

@@ -1,0 +1,51 @@
+"""The dense formats written once: a stored number is a float of some width, without scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.formats.scheme import QuantTensor
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A format whose codes are floats of `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        return self.dtype
+
+    def encode(self, weight: Tensor) -> QuantTensor:
+        return QuantTensor(self.name, (weight.shape[0], weight.shape[1]), {"weight": weight.to(self.dtype).contiguous()})
+
+    def decode(self, q: QuantTensor) -> Tensor:
+        return q.parts["weight"].float()
+
+    def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
+        return q.parts["weight"].index_select(0, index).float()
+
+    def concat(self, parts: list[QuantTensor]) -> QuantTensor:
+        weight = torch.cat([q.parts["weight"] for q in parts])
+        return QuantTensor(self.name, (weight.shape[0], weight.shape[1]), {"weight": weight})
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x.to(self.dtype), None
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return codes.float()
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        return {f"{name}.weight": q.parts["weight"]}
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        return self.encode(tensors[f"{name}.weight"])
+
+    def config(self) -> dict[str, object]:
+        return {}  # a dense checkpoint has no quantization_config

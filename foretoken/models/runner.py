@@ -1,0 +1,100 @@
+"""ModelRunner: a model with its cache. Target, draft and middle model are all one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.batch import Rows, build_batch
+from foretoken.kvcache.blocks import BlockManager
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.llama import Llama
+from foretoken.request import Sequence
+
+
+class Nodes(Protocol):
+    """What a pass needs of a draft: tokens and parents of the nodes of each sequence."""
+
+    def nodes(self, b: int) -> tuple[list[int], list[int]]: ...
+
+
+@dataclass(frozen=True)
+class Output:
+    """logits float32 [R, V]; hidden float32 [T, ...] of the captured layers; row_offsets[b]: first row of sequence b."""
+
+    logits: Tensor
+    hidden: Tensor | None
+    row_offsets: list[int]
+    wants_logits: list[bool]
+
+
+class ModelRunner:
+    """Runs the rows of sequences through a model. `captures`: layers whose hidden states `forward` keeps."""
+
+    def __init__(self, model: Llama, cache: KVCache, captures: tuple[int, ...] = ()) -> None:
+        self.model = model
+        self.cache = cache
+        self.blocks = BlockManager(cache.num_blocks, cache.block_size)
+        self.captures = captures
+
+    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int]) -> Output:
+        """One pass: the first num_pending[b] pending tokens of each sequence, then its draft nodes.
+
+        Logits come for sequences whose pending tokens are all in the pass; only these may have nodes. Blocks for the
+        rows must be reserved already.
+        """
+        rows: list[Rows] = []
+        offsets = [0]
+        for b, seq in enumerate(seqs):
+            nodes, parents = draft.nodes(b)
+            end = seq.num_cached + num_pending[b]
+            complete = end == len(seq)
+            assert complete or not nodes, "a draft needs all pending tokens in the pass"
+            rows.append(Rows(seq.token_ids[seq.num_cached : end], seq.num_cached, nodes, parents, seq.blocks, complete))
+            offsets.append(offsets[-1] + num_pending[b] + len(nodes))
+        batch = build_batch(rows, self.cache.block_size, self.model.device)
+        logits, hidden = self.model.forward(batch, self.cache, self.captures)
+        return Output(logits, hidden, offsets, [r.wants_logits for r in rows])
+
+    def commit(
+        self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output
+    ) -> Tensor | None:
+        """Keep the pending rows and the accepted nodes' rows of each sequence, drop the other nodes'.
+
+        Returns the hidden states of the kept rows, sequence after sequence, or None if nothing is captured.
+        """
+        src: list[int] = []
+        dst: list[int] = []
+        kept: list[int] = []
+        for b, seq in enumerate(seqs):
+            known = seq.num_cached + num_pending[b]
+            for place, node in enumerate(nodes[b]):
+                if node != place:  # a node's place is after its ancestors', so rows only move down
+                    src.append(self._slot(seq, known + node))
+                    dst.append(self._slot(seq, known + place))
+            seq.num_cached = known + len(nodes[b])
+            if output.hidden is not None:
+                first = output.row_offsets[b]
+                kept += range(first, first + num_pending[b])
+                kept += [first + num_pending[b] + n for n in nodes[b]]
+        if src:
+            self._move(src, dst)
+        return None if output.hidden is None else output.hidden[torch.tensor(kept, device=output.hidden.device)]
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Forget cached rows from position `length` on."""
+        seq.num_cached = min(seq.num_cached, length)
+
+    def _slot(self, seq: Sequence, index: int) -> int:
+        size = self.cache.block_size
+        return seq.blocks[index // size] * size + index % size
+
+    def _move(self, src: list[int], dst: list[int]) -> None:
+        device = self.model.device
+        s, d = (torch.tensor(x, dtype=torch.int32, device=device) for x in (src, dst))
+        for layer in self.cache.layers:
+            self.model.ops.move_kv(layer, s, d)

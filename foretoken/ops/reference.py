@@ -1,0 +1,131 @@
+"""The specification of every op, in PyTorch: short, slow and row-invariant.
+
+The rule that makes it so: whatever rounds (sums, exponentials) is computed one row at a time, by the same call on tensors
+of the same shape. A row's bits then cannot depend on its company, because it never meets it. PyTorch's own matmul, and
+even its element-wise exponential (vector body, scalar tail), change bits with the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from foretoken import registry
+from foretoken.batch import Batch
+from foretoken.formats import scheme
+from foretoken.formats.scheme import KVLayer, QuantTensor
+
+row_invariant = True
+LINEAR_FORMATS = frozenset(registry.names("formats"))
+KV_FORMATS = LINEAR_FORMATS
+
+
+def unavailable() -> str | None:
+    """The reference runs everywhere."""
+    return None
+
+
+def _by_row(function: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+    """Apply `function` to each row of x [T, C], each copied to fresh (equally aligned) memory; out [T, width]."""
+    out = torch.empty(x.shape[0], width, dtype=torch.float32, device=x.device)
+    for t in range(x.shape[0]):
+        out[t] = function(x[t].clone())
+    return out
+
+
+def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
+    """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]."""
+    return scheme.get(w.format).decode_rows(w, token_ids)
+
+
+def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times w [O, K] transposed, plus bias [O]; returns [T, O]."""
+    weight = scheme.get(w.format).decode(w)
+    out = _by_row(lambda row: torch.mv(weight, row), x, w.shape[0])
+    return out if bias is None else out + bias
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, C] divided by its root mean square over C, times weight [C] (Zhang and Sennrich, 2019)."""
+    return _by_row(lambda row: row * torch.rsqrt(row.square().mean() + eps), x, x.shape[1]) * weight
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate x [T, H, D] by position (Su et al., 2021; halves as in Hugging Face). table [P, D]: cosines, then sines."""
+    half = x.shape[-1] // 2
+    angles = table[positions.long()][:, None, :]  # [T, 1, D]
+    cos, sin = angles[..., :half], angles[..., half:]
+    x1, x2 = x[..., :half], x[..., half:]
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+    half = gate_up.shape[1] // 2
+    return _by_row(lambda row: torch.nn.functional.silu(row[:half]) * row[half:], gate_up, half)
+
+
+def _flat(layer: KVLayer) -> list[Tensor]:
+    tensors = [layer.k, layer.v, layer.k_scale, layer.v_scale]
+    return [t.view(-1, *t.shape[2:]) for t in tensors if t is not None]
+
+
+def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
+    """Encode k, v [T, Hk, D] into the cache rows `slots` [T]. Scales are per row: a rejected draft must leave no trace."""
+    fmt = scheme.kv_format(layer.format)
+    index = slots.long()
+    for x, codes, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
+        new_codes, new_scales = fmt.encode_kv(x)
+        codes.view(-1, *codes.shape[2:])[index] = new_codes
+        if scales is not None and new_scales is not None:
+            scales.view(-1, scales.shape[2])[index] = new_scales
+
+
+def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
+    """Copy cache rows src [n] to dst [n]; all are read before any is written."""
+    for rows in _flat(layer):
+        rows[dst.long()] = rows[src.long()]
+
+
+def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+    """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
+
+    A row at position p attends to p + 1 keys in order of position (fewer under a window): the shapes of its products are
+    a function of p alone, wherever its keys are stored and whatever tree it belongs to.
+    """
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    fmt = scheme.kv_format(layer.format)
+    block_size = layer.k.shape[1]
+    rows = _flat(layer)
+    k_scales, v_scales = (rows[2], rows[3]) if len(rows) == 4 else (None, None)
+    for b in range(batch.num_seqs):
+        table = batch.block_tables[b].long()
+        begin, end = int(batch.row_offsets[b]), int(batch.row_offsets[b + 1])
+        kv_len, num_pending = int(batch.kv_lens[b]), int(batch.num_pending[b])
+        for t in range(begin, end):
+            if t < begin + num_pending:
+                index = torch.arange(int(batch.positions[t]) + 1, device=q.device)
+            else:
+                assert batch.tree_mask is not None
+                mask = int(batch.tree_mask[t])
+                nodes = [kv_len + i for i in range(end - begin - num_pending) if mask >> i & 1]
+                known = torch.arange(kv_len, device=q.device)
+                index = torch.cat([known, torch.tensor(nodes, dtype=torch.long, device=q.device)])
+            if window is not None:
+                index = index[-window:]
+            slots = table[index // block_size] * block_size + index % block_size
+            k = fmt.decode_kv(rows[0][slots], None if k_scales is None else k_scales[slots])  # [S, Hk, D]
+            v = fmt.decode_kv(rows[1][slots], None if v_scales is None else v_scales[slots])
+            out[t] = _attend(q[t].clone(), k, v, scale)
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One row: q [H, D], k and v [S, Hk, D]; query head h reads KV head h // (H / Hk)."""
+    num_heads, dim = q.shape
+    num_kv = k.shape[1]
+    grouped = q.view(num_kv, num_heads // num_kv, dim)
+    scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H/Hk, S]
+    return torch.bmm(scores.softmax(-1), v.transpose(0, 1)).view(num_heads, dim)

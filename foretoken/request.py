@@ -1,0 +1,322 @@
+"""What a user asks (Request, SamplingParams), how it runs (Sequence) and what comes back (Completion). Pure Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum
+
+from foretoken.errors import RequestError
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. The defaults are greedy decoding of at most 128 tokens.
+
+    `top_k` 0 or -1 means off; `seed=None` draws one, and the completion reports it. `n` asks for n completions: the first
+    uses the seed itself, the others seeds derived from it. `logprobs=m` returns, for each token, its log-probability
+    under the processed distribution and those of the m likeliest tokens. `allowed_token_ids` and `banned_token_ids`
+    restrict the vocabulary. Raises RequestError for a value out of range.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for name, value in (
+            ("stop", stop),
+            ("stop_token_ids", tuple(self.stop_token_ids)),
+            ("banned_token_ids", tuple(self.banned_token_ids)),
+            ("logit_bias", dict(self.logit_bias)),
+            ("allowed_token_ids", None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)),
+        ):
+            object.__setattr__(self, name, value)
+        self._check_numbers()
+        self._check_tokens()
+
+    def _check_numbers(self) -> None:
+        _check("temperature", self.temperature, 0.0, None)
+        _check("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check("min_p", self.min_p, 0.0, 1.0)
+        _check("repetition_penalty", self.repetition_penalty, 0.0, None, low_open=True)
+        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_int("n", self.n, 1, 128)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, 100)
+
+    def _check_tokens(self) -> None:
+        for token, bias in self.logit_bias.items():
+            _check_int("a token of logit_bias", token, 0, None)
+            _check(f"logit_bias of token {token}", bias, -math.inf, None)
+        for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+            for token in getattr(self, name) or ():
+                _check_int(f"a token of {name}", token, 0, None)
+        if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.banned_token_ids):
+            raise RequestError("allowed_token_ids leaves no token that is not banned; allow at least one")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise RequestError("stop strings must be non-empty text; drop the empty ones")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check(name: str, value: float, low: float, high: float | None, low_open: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    finite = number and (math.isfinite(value) or value == low)
+    inside = finite and (value > low if low_open else value >= low) and (high is None or value <= high)
+    if not inside:
+        upper = "" if high is None else f" and at most {high:g}"
+        raise RequestError(f"{name} must be a number {'above' if low_open else 'at least'} {low:g}{upper}, got {value!r}")
+
+
+def _check_int(name: str, value: int, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise RequestError(f"{name} must be a whole number, at least {low}{upper}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    index: int = 0
+    prompt: str | None = None
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended, in OpenAI's words where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass
+class TimeSplit:
+    """Seconds of wall time by stage; a sequence's share of a pass is the pass divided by its sequences."""
+
+    draft: float = 0.0
+    target: float = 0.0
+    verify: float = 0.0
+    schedule: float = 0.0
+
+    def add(self, other: TimeSplit, share: float = 1.0) -> None:
+        self.draft += other.draft * share
+        self.target += other.target * share
+        self.verify += other.verify * share
+        self.schedule += other.schedule * share
+
+
+@dataclass
+class SpecMetrics:
+    """Counters of speculation for one sequence or for a whole run (names as vLLM's)."""
+
+    num_rounds: int = 0  # passes of the target that decided tokens
+    num_drafts: int = 0  # rounds with at least one drafted token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_rollbacks: int = 0  # rounds with at least one rejected token
+
+    def update(self, num_draft: int, num_accepted: int) -> None:
+        """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept."""
+        self.num_rounds += 1
+        if num_draft == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft
+        self.num_accepted_tokens += num_accepted
+        self.num_rollbacks += num_accepted < num_draft
+        missing = num_accepted - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos.extend([0] * missing)
+        for i in range(num_accepted):
+            self.num_accepted_tokens_per_pos[i] += 1
+
+    def add(self, other: SpecMetrics) -> None:
+        self.num_rounds += other.num_rounds
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_rollbacks += other.num_rollbacks
+        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        mine.extend([0] * (len(its) - len(mine)))
+        for i, count in enumerate(its):
+            mine[i] += count
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted tokens per draft (the bonus token counts); None where nothing was drafted."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+
+class Sequence:
+    """A running request: `token_ids` known so far, of which the first `num_cached` have their keys and values stored.
+
+    The rest is pending. `blocks` are the cache blocks that belong to it. A prompt is a sequence with many pending
+    tokens; decoding is one with a single pending token: there are no phases.
+    """
+
+    __slots__ = (
+        "blocks",
+        "finish_reason",
+        "logprobs",
+        "metrics",
+        "num_cached",
+        "num_preemptions",
+        "num_prompt",
+        "params",
+        "seed",
+        "seq_id",
+        "state",
+        "times",
+        "token_ids",
+    )
+
+    def __init__(self, seq_id: int, token_ids: Seq[int], params: SamplingParams, seed: int) -> None:
+        self.seq_id = seq_id
+        self.token_ids: list[int] = list(token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.num_cached = 0
+        self.blocks: list[int] = []
+        self.params = params
+        self.seed = seed
+        self.finish_reason: FinishReason | None = None
+        self.metrics = SpecMetrics()
+        self.times = TimeSplit()
+        self.num_preemptions = 0
+        self.logprobs: list[TokenLogprob] = []
+        self.state: object = None  # what the sampler keeps between rounds (penalty counts); derived, may be dropped
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.token_ids) - self.num_cached
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a chosen token, and the likeliest alternatives as (token, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What one completion cost. Times in seconds; `time_split` sums to the sequence's share of the engine's time."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    spec: SpecMetrics
+    time_split: TimeSplit
+    time_to_first_token: float
+    time_per_output_token: float
+    total_time: float
+    num_preemptions: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON, with the field's metric names."""
+        spec, split = self.spec, self.time_split
+        return {
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "num_rounds": spec.num_rounds,
+            "num_drafts": spec.num_drafts,
+            "num_draft_tokens": spec.num_draft_tokens,
+            "num_accepted_tokens": spec.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": list(spec.num_accepted_tokens_per_pos),
+            "num_rollbacks": spec.num_rollbacks,
+            "acceptance_rate": spec.acceptance_rate,
+            "mean_acceptance_length": spec.mean_acceptance_length,
+            "time_to_first_token_s": self.time_to_first_token,
+            "time_per_output_token_s": self.time_per_output_token,
+            "total_time_s": self.total_time,
+            "num_preemptions": self.num_preemptions,
+            "time_split_s": {
+                "draft": split.draft,
+                "target": split.target,
+                "verify": split.verify,
+                "schedule": split.schedule,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished text. `accepted[i]` says whether output token i was drafted; `seed` reproduces it."""
+
+    request_id: str
+    index: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    seed: int
+    metrics: Metrics
+    accepted: tuple[bool, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one engine step added to a request: new text (may be empty), new tokens, and the completion at the end."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    accepted: tuple[bool, ...]
+    completion: Completion | None = None

@@ -1,0 +1,68 @@
+"""Draft: guessed tokens and their parents, ragged over sequences. A chain is a thin tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.batch import MAX_NODES
+from foretoken.errors import ConfigError
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """N nodes of B sequences: `tokens`, `parents` int32 [N], `offsets` int32 [B+1], `confidence` float32 [N] or None.
+
+    A parent is an index among the same sequence's nodes, before its child; -1 is the sequence's last known token.
+    At most 64 nodes a sequence. Confidence serves length policies only: acceptance never looks at it.
+    """
+
+    tokens: Ints
+    parents: Ints
+    offsets: Ints
+    confidence: NDArray[np.float32] | None = None
+
+    @classmethod
+    def empty(cls, num_seqs: int) -> Draft:
+        """No guess for any of `num_seqs` sequences."""
+        return cls.chains([[] for _ in range(num_seqs)])
+
+    @classmethod
+    def chains(cls, chains: Seq[Seq[int]], confidence: Seq[Seq[float]] | None = None) -> Draft:
+        """One chain of tokens for each sequence."""
+        return cls.trees([(c, range(-1, len(c) - 1)) for c in chains], confidence)
+
+    @classmethod
+    def trees(cls, trees: Seq[tuple[Seq[int], Seq[int]]], confidence: Seq[Seq[float]] | None = None) -> Draft:
+        """(tokens, parents) for each sequence. Raises ConfigError for more than 64 nodes or a parent after its child."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        offsets = [0]
+        for node_tokens, node_parents in trees:
+            if len(node_tokens) > MAX_NODES:
+                raise ConfigError(f"a draft of {len(node_tokens)} nodes; at most {MAX_NODES} fit: lower the tree size")
+            if any(not -1 <= p < i for i, p in enumerate(node_parents)):
+                raise ConfigError(f"a draft's parents must come before their children, got {list(node_parents)}")
+            tokens += node_tokens
+            parents += node_parents
+            offsets.append(len(tokens))
+        flat = None if confidence is None else np.array([c for row in confidence for c in row], np.float32)
+        return cls(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(offsets, np.int32), flat)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.offsets) - 1
+
+    def count(self, b: int) -> int:
+        """Number of nodes of sequence b."""
+        return int(self.offsets[b + 1] - self.offsets[b])
+
+    def nodes(self, b: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of sequence b."""
+        part = slice(self.offsets[b], self.offsets[b + 1])
+        return self.tokens[part].tolist(), self.parents[part].tolist()

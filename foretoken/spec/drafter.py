@@ -1,0 +1,66 @@
+"""Drafter: a way to guess. One file on the drafters' shelf derives from it; `propose` is all that must be written."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.request import Sequence
+from foretoken.spec.draft import Draft
+from foretoken.spec.length import FixedLength, LengthPolicy
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions start .. end of a sequence that became certain (stored in the target's cache) in one round."""
+
+    start: int
+    end: int
+
+
+class Drafter:
+    """Base of all drafters. `policy` is set by who builds it and asked after each drafted token (`policy.stop`)."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Knobs of one drafter; flags, JSON keys and docs rows derive from the fields."""
+
+    captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
+    policy: LengthPolicy = FixedLength(0)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed."""
+        raise NotImplementedError
+
+    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        """Learn what became certain: a span per sequence, hidden float32 [sum of spans, len(captures) * C]."""
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence is gone: forget it."""
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: speculation with an empty draft."""
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        return Draft.empty(len(seqs))
+
+
+def parse_options(drafter: type[Drafter], options: Mapping[str, object]) -> Drafter.Options:
+    """The drafter's Options from plain data. Raises ConfigError for an unknown key (with the nearest) or a wrong type."""
+    fields = {f.name: f for f in dataclasses.fields(drafter.Options)}
+    for key, value in options.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"unknown option {key!r}{hint} (there are: {', '.join(fields) or 'none'})")
+        default = fields[key].default
+        wanted = (int, float) if isinstance(default, float) else type(default)
+        if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, wanted):
+            raise ConfigError(f"option {key!r} must be of type {type(default).__name__}, got {value!r}")
+    return drafter.Options(**options)

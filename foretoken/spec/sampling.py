@@ -1,0 +1,191 @@
+"""Coupled sampling: the token at a position is a pure function of (logits there, parameters, seed, position).
+
+`choose` is argmax for greedy decoding and argmax(log p + g) for sampling, where p is the processed distribution and g is
+Gumbel noise (Gumbel, 1954; Maddison et al., 2014) from a counter-based generator keyed by (seed, position, token id). The
+generator is SplitMix64 (Steele, Lea and Flood, 2014), whose i-th output is a hash of (key, i).
+
+All of it works one row at a time, in float64 for probabilities, so that a row's choice cannot depend on its company.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.request import SamplingParams, Sequence, TokenLogprob
+
+Floats = NDArray[np.float64]
+FAILED = -1  # no token can be chosen: logits are not finite, or every token is ruled out
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def _mix(z: int) -> int:
+    """SplitMix64's finalizer on a Python integer."""
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK
+    return z ^ z >> 31
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of completion `index` of a request with `n` > 1: the first keeps the request's own."""
+    return seed if index == 0 else _mix((seed + index * _GOLDEN) & _MASK) >> 1
+
+
+def gumbel_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> Floats:
+    """Standard Gumbel noise float64 [n] for these tokens: a function of (seed, position, token id) and nothing else."""
+    key = np.uint64(_mix(_mix(seed & _MASK) ^ ((position * 0xD1342543DE82EF95 + 1) & _MASK)))
+    with np.errstate(over="ignore"):
+        z = key + (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    uniform = ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1), never 0 or 1
+    noise: Floats = -np.log(-np.log(uniform))
+    return noise
+
+
+@dataclass
+class SamplingState:
+    """Penalty counts of one sequence, brought up to date as it grows."""
+
+    in_prompt: NDArray[np.bool_]  # [V]
+    counts: NDArray[np.int32]  # [V], of output tokens
+    num_seen: int  # tokens of the sequence counted so far
+
+    @classmethod
+    def of(cls, seq: Sequence, vocab_size: int) -> SamplingState:
+        """The sequence's state, counting what has been appended since the last call."""
+        state = seq.state
+        if not isinstance(state, SamplingState) or state.num_seen > len(seq):
+            state = cls(np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.int32), seq.num_prompt)
+            prompt = np.array(seq.token_ids[: seq.num_prompt], np.int64)
+            state.in_prompt[prompt[prompt < vocab_size]] = True
+            seq.state = state
+        for token in seq.token_ids[state.num_seen :]:
+            state.counts[token] += 1
+        state.num_seen = len(seq)
+        return state
+
+
+def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> Floats:
+    """Logits float64 [V] after allowed and banned tokens, minimum length, bias and penalties.
+
+    `path` holds the drafted tokens between the sequence's known tokens and this row: the penalties count them, exactly
+    as they would if the tokens had been decoded one by one.
+    """
+    params = seq.params
+    row = logits.astype(np.float64)
+    if params.allowed_token_ids is not None:
+        allowed = [t for t in params.allowed_token_ids if t < len(row)]
+        kept = row[allowed]
+        row[:] = -np.inf
+        row[allowed] = kept
+    banned = list(params.banned_token_ids)
+    if seq.num_output + len(path) < params.min_tokens:
+        banned += [*eos_token_ids, *params.stop_token_ids]
+    row[[t for t in banned if t < len(row)]] = -np.inf
+    for token, bias in params.logit_bias.items():
+        if token < len(row):
+            row[token] += bias
+    if params.has_penalties:
+        _penalize(row, params, SamplingState.of(seq, len(row)), path)
+    return row
+
+
+def _penalize(row: Floats, params: SamplingParams, state: SamplingState, path: Seq[int]) -> None:
+    counts = state.counts
+    if path:
+        counts = counts.copy()
+        for token, count in Counter(path).items():
+            counts[token] += count
+    seen = counts > 0
+    if params.repetition_penalty != 1.0:  # Keskar et al., 2019; prompt and output alike
+        index = np.flatnonzero(seen | state.in_prompt)
+        values = row[index]
+        row[index] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    index = np.flatnonzero(seen)
+    row[index] -= params.frequency_penalty * counts[index] + params.presence_penalty
+
+
+def _needs_adjusting(seq: Sequence, num_path: int) -> bool:
+    p = seq.params
+    short = seq.num_output + num_path < p.min_tokens
+    return p.has_penalties or short or bool(p.logit_bias or p.banned_token_ids) or p.allowed_token_ids is not None
+
+
+def plain_greedy(seq: Sequence) -> bool:
+    """Is this sequence's choice just the argmax of the raw logits, at any depth of a draft?"""
+    return seq.params.greedy and not _needs_adjusting(seq, 0)
+
+
+def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], Floats]:
+    """Token ids and scaled logits left by temperature, min-p, top-k and top-p, in order of token id. Never empty.
+
+    Ties at the border of top-k are kept; top-p keeps the smallest set, likeliest first, whose probability reaches it.
+    """
+    scaled = row / params.temperature
+    ids = np.flatnonzero(scaled > -np.inf)
+    values = scaled[ids]
+    if params.min_p > 0.0:
+        keep = values >= values.max() + np.log(params.min_p)
+        ids, values = ids[keep], values[keep]
+    if 0 < params.top_k < len(ids):
+        keep = values >= np.partition(values, -params.top_k)[-params.top_k]
+        ids, values = ids[keep], values[keep]
+    if params.top_p < 1.0:
+        ids, values = _nucleus(ids, values, params.top_p)
+    return ids, values
+
+
+def _nucleus(ids: NDArray[np.int64], values: Floats, top_p: float) -> tuple[NDArray[np.int64], Floats]:
+    """The smallest set of likeliest tokens whose probability reaches top_p (Holtzman et al., 2020)."""
+    weights = np.exp(values - values.max())
+    total = weights.sum()
+    # Tokens below (1 - top_p) * total / n together cannot reach the border: leave them out of the sort.
+    likely = np.flatnonzero(weights > (1.0 - top_p) * total / len(weights))
+    order = likely[np.argsort(-weights[likely], kind="stable")]
+    before = np.cumsum(weights[order]) - weights[order]
+    keep = np.sort(order[before < top_p * total])
+    return ids[keep], values[keep]
+
+
+def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> int:
+    """The token after the sequence's known tokens and `path`, from logits float32 [V] there; FAILED if there is none."""
+    row = adjust(logits, seq, path, eos_token_ids) if _needs_adjusting(seq, len(path)) else logits.astype(np.float64)
+    best = int(row.argmax())  # the first of equals
+    if not np.isfinite(row[best]):
+        return FAILED
+    if seq.params.greedy:
+        return best
+    ids, values = survivors(row, seq.params)
+    noise = gumbel_noise(seq.seed, len(seq) + len(path), ids)
+    return int(ids[(values + noise).argmax()])
+
+
+def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:
+    """Probability of `token` there, at the request's temperature (1 for greedy): what a draft's confidence means."""
+    row = logits.astype(np.float64) / (seq.params.temperature or 1.0)
+    row -= row.max()
+    return float(np.exp(row[token]) / np.exp(row).sum())
+
+
+def token_logprob(
+    logits: NDArray[np.float32], seq: Sequence, path: Seq[int], token: int, eos_token_ids: Seq[int]
+) -> TokenLogprob:
+    """Log-probabilities of the processed distribution: penalties, bias, bans and temperature (1 for greedy) applied.
+
+    Truncation (top-k, top-p, min-p) is left out, so that alternatives outside it still show their probability.
+    """
+    row = adjust(logits, seq, path, eos_token_ids) / (seq.params.temperature or 1.0)
+    row -= row.max()
+    row -= np.log(np.exp(row).sum())
+    num_top = min(seq.params.logprobs or 0, int((row > -np.inf).sum()))
+    top = np.argpartition(-row, num_top - 1)[:num_top] if num_top else np.array([], np.int64)
+    top = top[np.lexsort((top, -row[top]))]
+    return TokenLogprob(token, float(row[token]), tuple((int(t), float(row[t])) for t in top))

@@ -1,0 +1,152 @@
+"""Text to tokens and back: encode, decode, incremental decode (no broken UTF-8 across chunks), chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as HFTokenizer
+
+from foretoken.errors import ModelLoadError, RequestError
+
+BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer.json with its special tokens and chat template."""
+
+    def __init__(self, backend: HFTokenizer, chat_template: str | None = None, special: dict[str, str] | None = None) -> None:
+        self._backend = backend
+        self._template = chat_template
+        self.special = special or {}
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json and, where present, tokenizer_config.json and chat_template.jinja. Raises ModelLoadError."""
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            if (folder / "tokenizer.model").exists():
+                raise ModelLoadError(
+                    f"{folder} has a sentencepiece file only; convert it once: "
+                    "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` with transformers writes tokenizer.json"
+                )
+            raise ModelLoadError(f"{path} is missing; the model's tokenizer.json belongs beside its weights")
+        try:
+            backend = HFTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelLoadError(f"{path} is no tokenizer that the tokenizers library can read ({error})") from None
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_object(folder / "tokenizer_config.json")
+        template = config.get("chat_template")
+        jinja = folder / "chat_template.jinja"
+        if jinja.exists():
+            template = jinja.read_text(encoding="utf-8")
+        elif isinstance(template, list):  # several templates by name
+            template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+        special = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v)}
+        return cls(backend, template if isinstance(template, str) else None, special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, None beyond the vocabulary."""
+        piece: str | None = self._backend.id_to_token(token_id)
+        return piece
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every real token's spelling and id."""
+        entries: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return entries
+
+    def chat(self, messages: Seq[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation ({"role", "content"} each) by the model's chat template, rendered in a sandbox.
+
+        Raises RequestError if there is no template or it refuses the messages.
+        """
+        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+    def render_chat(self, messages: Seq[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as the template writes it."""
+        if self._template is None:
+            raise RequestError("this model has no chat template; use a plain prompt instead of messages")
+        if not messages:
+            raise RequestError("the conversation is empty; give at least one message")
+        for m in messages:
+            if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
+                raise RequestError(f"a message needs 'role' and 'content', both text, got {m!r}")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            template = environment.from_string(self._template)
+            return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special)
+        except TemplateError as error:
+            raise RequestError(f"the chat template refuses these messages: {error}") from None
+
+    def stream(self) -> IncrementalDecoder:
+        """A decoder for one output."""
+        return IncrementalDecoder(self)
+
+
+class IncrementalDecoder:
+    """Decodes token after token; a character is given out once it is whole. The pieces join to the whole text's decoding.
+
+    The last piece's tokens stay as context, since some decoders strip a space at the start of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # tokens of the last piece given out
+        self._waiting: list[int] = []  # tokens not given out yet
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes (may be empty)."""
+        self._waiting.append(token_id)
+        new = self._pending_text()
+        if not new or new.endswith(BROKEN):
+            return ""
+        self._context, self._waiting = self._waiting, []
+        return new
+
+    def flush(self) -> str:
+        """What is left at the end: an incomplete character as the replacement character."""
+        new = self._pending_text() if self._waiting else ""
+        self._context, self._waiting = [], []
+        return new
+
+    def _pending_text(self) -> str:
+        known = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._waiting)[len(known) :]
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
+    return value if isinstance(value, dict) else {}
