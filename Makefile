@@ -62,7 +62,6 @@ clean: ## remove what was built (.venv too)
 # --- set-up: once, and again when the package's metadata or the C++ sources change ---
 
 $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
-	@echo "foretoken: setting up $(VENV) (once, some minutes)"
 	$(PIP) install --quiet '$(TORCH)' $(PIP_TORCH_ARGS)
 	$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
 	$(PIP) install --quiet --no-build-isolation --editable '.[dev,train]'
@@ -76,4 +75,5 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
 	  { echo "Python's headers are missing; try: sudo apt-get install python3-dev"; exit 2; }
 	@command -v $(CXX) >/dev/null || { echo "no C++ compiler '$(CXX)'; try: sudo apt-get install g++"; exit 2; }
+	@echo "foretoken: setting up $(VENV), once; this takes some minutes"
 	$(PYTHON) -m venv $(VENV)
