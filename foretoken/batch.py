@@ -15,8 +15,8 @@ MAX_NODES = 64  # a row's ancestors fit one 64-bit mask
 class Batch:
     """T rows of B sequences; sequence b owns rows row_offsets[b] .. row_offsets[b+1].
 
-    First come its `num_pending[b]` pending rows, at positions `kv_lens[b] - num_pending[b]` .. `kv_lens[b] - 1`, then its
-    draft nodes. Node i is stored at index `kv_lens[b] + i` of the sequence; its position is `kv_lens[b] + depth`.
+    First come its `num_pending[b]` pending rows, at positions `kv_lens[b] - num_pending[b]` .. `kv_lens[b] - 1`, then
+    its draft nodes. Node i is stored at index `kv_lens[b] + i` of the sequence; its position is `kv_lens[b] + depth`.
     `tree_mask` is 0 for a pending row; for node i, bit j says that node j is i itself or an ancestor of i.
     `logit_rows` are the rows whose logits are wanted.
     """
@@ -63,7 +63,7 @@ def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
 
 
 def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = None) -> Batch:
-    """Lay the rows of several sequences out as one Batch. Blocks must already be reserved for pending rows and nodes."""
+    """Lay the rows of several sequences out as one Batch. Blocks must be reserved for pending rows and nodes."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

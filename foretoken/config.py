@@ -1,4 +1,4 @@
-"""Settings of an engine as frozen dataclasses: each knob is a field, and its flag, JSON key and docs row derive from it."""
+"""Settings of an engine as frozen dataclasses: each knob is a field, its flag, JSON key and docs row derive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_DRAFT_TOKENS = 64
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache: tokens per block, blocks in all (None: as many as the longest requests need), storage format."""
+    """The paged KV cache: tokens per block, blocks in all (None: what the longest requests need), storage format."""
 
     block_size: int = 16
     num_blocks: int | None = None
@@ -30,8 +30,8 @@ class CacheConfig:
 class SpecConfig:
     """How to speculate. `method` is a name on the drafters' shelf, or "none"; `model` is for drafters that own one.
 
-    `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability of
-    its last token falls below it. `options` go to the drafter's own Options.
+    `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
+    of its last token falls below it. `options` go to the drafter's own Options.
     """
 
     method: str = "none"
@@ -70,8 +70,8 @@ class EngineConfig:
             raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
         if self.max_num_rows < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_rows ({self.max_num_rows}) is below max_num_seqs ({self.max_num_seqs}): every running sequence "
-                "needs a row a pass; raise the first or lower the second"
+                f"max_num_rows ({self.max_num_rows}) is below max_num_seqs ({self.max_num_seqs}): every running "
+                "sequence needs a row a pass; raise the first or lower the second"
             )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, got {self.threads}")

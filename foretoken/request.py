@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,9 +17,9 @@ MAX_SEED = 2**63 - 1
 class SamplingParams:
     """How tokens are chosen. The defaults are greedy decoding of at most 128 tokens.
 
-    `top_k` 0 or -1 means off; `seed=None` draws one, and the completion reports it. `n` asks for n completions: the first
-    uses the seed itself, the others seeds derived from it. `logprobs=m` returns, for each token, its log-probability
-    under the processed distribution and those of the m likeliest tokens. `allowed_token_ids` and `banned_token_ids`
+    `top_k` 0 or -1 means off; `seed=None` draws one, and the completion reports it. `n` asks for n completions: the
+    first uses the seed itself, the others seeds derived from it. `logprobs=m` returns, for each token, its
+    log-probability under the processed distribution and those of the m likeliest tokens. `allowed_token_ids` and `banned_token_ids`
     restrict the vocabulary. Raises RequestError for a value out of range.
     """
 
@@ -97,7 +98,9 @@ def _check(name: str, value: float, low: float, high: float | None, low_open: bo
     inside = finite and (value > low if low_open else value >= low) and (high is None or value <= high)
     if not inside:
         upper = "" if high is None else f" and at most {high:g}"
-        raise RequestError(f"{name} must be a number {'above' if low_open else 'at least'} {low:g}{upper}, got {value!r}")
+        raise RequestError(
+            f"{name} must be a number {'above' if low_open else 'at least'} {low:g}{upper}, got {value!r}"
+        )
 
 
 def _check_int(name: str, value: int, low: int, high: int | None) -> None:

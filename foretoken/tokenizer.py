@@ -19,7 +19,9 @@ BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 class Tokenizer:
     """A Hugging Face tokenizer.json with its special tokens and chat template."""
 
-    def __init__(self, backend: HFTokenizer, chat_template: str | None = None, special: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, backend: HFTokenizer, chat_template: str | None = None, special: dict[str, str] | None = None
+    ) -> None:
         self._backend = backend
         self._template = chat_template
         self.special = special or {}
@@ -27,13 +29,13 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json and, where present, tokenizer_config.json and chat_template.jinja. Raises ModelLoadError."""
+        """Read tokenizer.json and, if present, tokenizer_config.json, chat_template.jinja. Raises ModelLoadError."""
         path = folder / "tokenizer.json"
         if not path.exists():
             if (folder / "tokenizer.model").exists():
                 raise ModelLoadError(
                     f"{folder} has a sentencepiece file only; convert it once: "
-                    "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` with transformers writes tokenizer.json"
+                    "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` with transformers writes it"
                 )
             raise ModelLoadError(f"{path} is missing; the model's tokenizer.json belongs beside its weights")
         try:
@@ -102,7 +104,7 @@ class Tokenizer:
 
 
 class IncrementalDecoder:
-    """Decodes token after token; a character is given out once it is whole. The pieces join to the whole text's decoding.
+    """Decodes token after token; a character is given out once it is whole. The pieces join to the whole text.
 
     The last piece's tokens stay as context, since some decoders strip a space at the start of a text.
     """

@@ -82,7 +82,7 @@ class DraftModelDrafter(Drafter):
         return self.runner.blocks.reserve(shadow.seq, num_rows)
 
     def _next(self, shadows: list[Sequence]) -> list[tuple[int, float]]:
-        """One pass: the draft model's choice after each shadow's last token, and its probability where a policy asks."""
+        """One pass: the draft model's choice after each shadow's last token; its probability where a policy asks."""
         self._catch_up(shadows)
         num_pending = [s.num_pending for s in shadows]
         nothing = Draft.empty(len(shadows))

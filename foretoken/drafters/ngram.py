@@ -24,7 +24,8 @@ class NgramDrafter(Drafter):
         def __post_init__(self) -> None:
             if not 1 <= self.min_ngram <= self.max_ngram <= 32:
                 raise ConfigError(
-                    f"n-gram sizes must satisfy 1 <= min_ngram <= max_ngram <= 32, got {self.min_ngram} and {self.max_ngram}"
+                    f"n-gram sizes must satisfy 1 <= min_ngram <= max_ngram <= 32, got {self.min_ngram} and "
+                    f"{self.max_ngram}"
                 )
 
     def __init__(self, options: Options | None = None) -> None:
@@ -40,7 +41,12 @@ class NgramDrafter(Drafter):
     def _lookup(self, seq: Sequence, num_draft: int) -> list[int]:
         index = self._indexes.setdefault(seq.seq_id, _Index(self.options.min_ngram, self.options.max_ngram))
         start = index.find(seq.token_ids)
-        return [] if start is None else seq.token_ids[start : start + num_draft]
+        if start is None:
+            return []
+        chain = seq.token_ids[start : start + num_draft]
+        for i in range(num_draft - len(chain)):  # past the end of the text, a repetition goes on with what was copied
+            chain.append(chain[i])
+        return chain
 
 
 class _Index:

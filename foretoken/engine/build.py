@@ -39,28 +39,41 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     draft_class = _drafter_class(config)
     tokenizer = Tokenizer.from_folder(folder)
-    drafter: Drafter = NoDrafter()
     draft_folder: Path | None = None
     if draft_class is not None and getattr(draft_class, "needs_model", False):
         if config.spec.model is None:
-            raise ConfigError(f"drafter {config.spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft")
+            raise ConfigError(
+                f"drafter {config.spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft"
+            )
         draft_folder = resolve_model(config.spec.model)
         check_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
     num_blocks = _num_blocks(config, shape, max_len)
     target = load_model(folder, backend, QuantScheme(config.format), max_len, config.device, progress)
+    draft: Llama | None = None
+    if draft_folder is not None:
+        draft_len = min(max_len, read_config(draft_folder).max_model_len)
+        draft = load_model(draft_folder, backend, QuantScheme(config.spec.format), draft_len, config.device, progress)
+    return assemble(config, tokenizer, num_blocks, target, draft)
+
+
+def assemble(
+    config: EngineConfig, tokenizer: Tokenizer, num_blocks: int, target: Llama, draft: Llama | None = None
+) -> Engine:
+    """An Engine of models that are loaded already: caches of `num_blocks` blocks, drafter, length policy, scheduler."""
     runner = _runner(target, config, num_blocks)
+    draft_class = _drafter_class(config)
+    drafter: Drafter = NoDrafter()
     if draft_class is not None:
         options = parse_options(draft_class, config.spec.options)
-        if draft_folder is None:
+        if draft is None:
             drafter = draft_class(options)  # type: ignore[call-arg]
         else:
-            draft_len = min(max_len, read_config(draft_folder).max_model_len)
-            draft = load_model(draft_folder, backend, QuantScheme(config.spec.format), draft_len, config.device, progress)
             drafter = draft_class(options, _runner(draft, config, num_blocks))  # type: ignore[call-arg]
-            drafter.vocab_limit = min(shape.vocab_size, draft.config.vocab_size)  # type: ignore[attr-defined]
+            drafter.vocab_limit = min(target.config.vocab_size, draft.config.vocab_size)  # type: ignore[attr-defined]
     runner.captures = drafter.captures
     policy = make_policy(config.spec)
     drafter.policy = policy
+    max_len = config.max_model_len or target.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
     return Engine(runner, drafter, policy, tokenizer, scheduler)
 
@@ -101,8 +114,8 @@ def _num_blocks(config: EngineConfig, shape: ModelConfig, max_len: int) -> int:
     if config.cache.num_blocks is not None:
         if config.cache.num_blocks < longest:
             raise ConfigError(
-                f"num_blocks {config.cache.num_blocks} of {size} tokens cannot hold one request of {max_len} tokens: raise it "
-                f"to {longest}, or lower max_model_len to {config.cache.num_blocks * size}"
+                f"num_blocks {config.cache.num_blocks} of {size} tokens cannot hold one request of {max_len} tokens: "
+                f"raise it to {longest}, or lower max_model_len to {config.cache.num_blocks * size}"
             )
         return config.cache.num_blocks
     block_bytes = 2 * shape.num_layers * size * shape.num_kv_heads * shape.head_dim * 4
@@ -133,8 +146,8 @@ def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
         if mine.get(piece) != token:
             other = target.token(token)
             raise VocabularyError(
-                f"the draft model has another vocabulary: its token {token} is {piece!r}, the target's is {other!r}; use a "
-                "draft of the target's own family"
+                f"the draft model has another vocabulary: its token {token} is {piece!r}, the target's is {other!r}; "
+                "use a draft of the target's own family"
             )
     if len(its) < len(mine):
         piece, token = next((p, t) for p, t in sorted(mine.items(), key=lambda item: item[1]) if p not in its)

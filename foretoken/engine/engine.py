@@ -68,8 +68,8 @@ class Engine:
             raise RequestError("the prompt is empty; give at least one token of text")
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(prompt_token_ids)} tokens and the context holds {self.max_model_len}, one of them at "
-                "least for the answer; shorten the prompt"
+                f"the prompt has {len(prompt_token_ids)} tokens and the context holds {self.max_model_len}, one of "
+                "them at least for the answer; shorten the prompt"
             )
         width = self.runner.model.config.vocab_size
         if not all(0 <= t < width for t in prompt_token_ids):

@@ -7,7 +7,8 @@ import dataclasses
 import itertools
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from foretoken import registry
@@ -102,7 +103,9 @@ class LLM:
         shared = SamplingParams() if params is None else params
         each = [shared] * len(batch) if isinstance(shared, SamplingParams) else list(shared)
         if len(each) != len(batch):
-            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters; give one for all, or one each")
+            raise RequestError(
+                f"{len(batch)} prompts but {len(each)} sampling parameters; give one for all, or one each"
+            )
         finished: dict[tuple[str, int], Completion] = {}
         requests = [
             make_requests(self.engine, prompt, p, f"r{next(self._ids)}") for prompt, p in zip(batch, each, strict=True)

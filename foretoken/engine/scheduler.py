@@ -1,4 +1,4 @@
-"""Scheduler: which sequences run in the next pass, how many pending tokens of each, how many draft tokens each may have.
+"""Scheduler: which sequences run in the next pass, how many pending tokens of each, how many draft tokens.
 
 Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023) and one row budget. Pure Python.
 """
@@ -6,7 +6,8 @@ Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from foretoken.kvcache.blocks import BlockManager
@@ -69,7 +70,7 @@ class Scheduler:
         return Plan(plan, [chunks[seq] for seq in plan], num_draft)
 
     def _chunks(self) -> dict[Sequence, int]:
-        """Pending tokens of the running sequences, with their blocks reserved; preempts the youngest where blocks run out."""
+        """Pending tokens of the running sequences, blocks reserved; preempts the youngest where blocks run out."""
         chunks: dict[Sequence, int] = {}
         left = self.max_num_rows - len(self.running)  # one row each, then more in order of arrival
         for seq in list(self.running):
@@ -96,7 +97,7 @@ class Scheduler:
     def _admit(self, plan: list[Sequence], chunks: dict[Sequence, int], left: int) -> int:
         """Start waiting sequences while rows, places and blocks last; returns the rows used.
 
-        A sequence starts only if all its tokens (and one more) fit into free blocks: it should not be preempted at once.
+        A sequence starts only if all its tokens (and one more) fit into free blocks: no preemption at once.
         """
         used = 0
         while self.waiting and used < left and len(self.running) < self.max_num_seqs:

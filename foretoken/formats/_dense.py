@@ -23,7 +23,9 @@ class Dense:
         return self.dtype
 
     def encode(self, weight: Tensor) -> QuantTensor:
-        return QuantTensor(self.name, (weight.shape[0], weight.shape[1]), {"weight": weight.to(self.dtype).contiguous()})
+        return QuantTensor(
+            self.name, (weight.shape[0], weight.shape[1]), {"weight": weight.to(self.dtype).contiguous()}
+        )
 
     def decode(self, q: QuantTensor) -> Tensor:
         return q.parts["weight"].float()

@@ -1,4 +1,4 @@
-"""Format int8: symmetric 8-bit integers, weights with a scale per output channel, KV rows with one per token and head."""
+"""Format int8: symmetric 8-bit integers; weights with a scale per channel, KV rows with one per token and head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How numbers are stored: QuantTensor (a stored weight), KVLayer (a layer of the cache), QuantScheme (a model's choice).
+"""How numbers are stored: QuantTensor (a weight), KVLayer (a layer of the cache), QuantScheme (a choice).
 
 A module on this shelf holds one `FORMAT`, an object that has what `Format` below lists.
 """

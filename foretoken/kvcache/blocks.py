@@ -1,4 +1,4 @@
-"""BlockManager: which blocks of the cache belong to which sequence. Pure Python; sequences carry their own block list."""
+"""BlockManager: which blocks of the cache belong to which sequence. Pure Python."""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelLoadError(f"{path} is missing; a model folder holds config.json, *.safetensors and tokenizer.json") from None
+        raise ModelLoadError(
+            f"{path} is missing; a model folder holds config.json, *.safetensors and tokenizer.json"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
     if not isinstance(value, dict):
@@ -85,12 +87,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object = None) -> ModelConfig:
-    """ModelConfig of a parsed config.json. `eos` overrides its end tokens (generation_config.json has the fuller list)."""
+    """ModelConfig of a parsed config.json. `eos` (of generation_config.json) overrides its end tokens."""
     names = raw.get("architectures") or ["?"]
     architecture = names[0] if isinstance(names, list) else "?"
     flags = ARCHITECTURES.get(architecture)
     if flags is None:
-        raise ModelLoadError(f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
+        raise ModelLoadError(
+            f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}"
+        )
     if raw.get("quantization_config"):
         raise ModelLoadError(f"{where}: quantized checkpoints cannot be read yet; use the unquantized one and --format")
 

@@ -1,4 +1,4 @@
-"""Load a Hugging Face folder (config.json and safetensors, sharded or not) into a Llama, checking everything on the way."""
+"""Load a Hugging Face folder (config.json, safetensors, sharded or not) into a Llama, checking everything."""
 
 from __future__ import annotations
 
@@ -135,21 +135,30 @@ class Checkpoint:
         expected = expected_shapes(config)
         missing = [n for n in expected if n not in self._files]
         if missing:
-            raise ModelLoadError(f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); is it the model that config.json describes?")
+            raise ModelLoadError(
+                f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); is it the model that "
+                "config.json describes?"
+            )
         tied_head = {"lm_head.weight"} if config.tied_embeddings else set()
-        extra = [n for n in self._files if n not in expected and n not in tied_head and not n.endswith(IGNORED_SUFFIXES)]
+        extra = [
+            n for n in self._files if n not in expected and n not in tied_head and not n.endswith(IGNORED_SUFFIXES)
+        ]
         if extra:
             raise ModelLoadError(
-                f"{self.folder}: unexpected tensor {sorted(extra)[0]} ({len(extra)} in all); a {config.architecture} with this "
-                "config.json has none of that name"
+                f"{self.folder}: unexpected tensor {sorted(extra)[0]} ({len(extra)} in all); a {config.architecture} "
+                "with this config.json has none of that name"
             )
         for name, shape in expected.items():
             view = self._files[name].get_slice(name)
             found = tuple(view.get_shape())
             if found != shape:
-                raise ModelLoadError(f"{self.folder}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+                raise ModelLoadError(
+                    f"{self.folder}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}"
+                )
             if view.get_dtype() not in ("F32", "BF16", "F16"):
-                raise ModelLoadError(f"{self.folder}: tensor {name} is {view.get_dtype()}; only F32, BF16 and F16 can be read")
+                raise ModelLoadError(
+                    f"{self.folder}: tensor {name} is {view.get_dtype()}; only F32, BF16 and F16 can be read"
+                )
 
 
 def _open(path: Path) -> Any:

@@ -24,7 +24,7 @@ class Nodes(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """logits float32 [R, V]; hidden float32 [T, ...] of the captured layers; row_offsets[b]: first row of sequence b."""
+    """logits float32 [R, V]; hidden float32 [T, ...] of the captured layers; row_offsets[b]: sequence b's first row."""
 
     logits: Tensor
     hidden: Tensor | None
@@ -60,9 +60,7 @@ class ModelRunner:
         logits, hidden = self.model.forward(batch, self.cache, self.captures)
         return Output(logits, hidden, offsets, [r.wants_logits for r in rows])
 
-    def commit(
-        self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output
-    ) -> Tensor | None:
+    def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
         """Keep the pending rows and the accepted nodes' rows of each sequence, drop the other nodes'.
 
         Returns the hidden states of the kept rows, sequence after sequence, or None if nothing is captured.

@@ -1,7 +1,7 @@
 """Shelf of backends, and the table of ops that a model calls.
 
-Letters: T rows of a pass, B sequences, N draft nodes, R rows whose logits are wanted, C hidden, H and Hk heads and KV heads,
-D head dimension, V vocabulary, O x K weight, G group, P positions.
+Letters: T rows of a pass, B sequences, N draft nodes, R rows whose logits are wanted, C hidden, H and Hk heads and KV
+heads, D head dimension, V vocabulary, O x K weight, G group, P positions.
 
 A backend is a module that defines any subset of the ops in `reference.py`, which is the specification, and declares
 `row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`. What it lacks falls through to the reference.
@@ -56,7 +56,9 @@ class Ops:
         """x [T, K] times w [O, K] transposed, plus bias [O]."""
         if w.format in self.backend.LINEAR_FORMATS:
             return self._linear(x, w, bias)
-        _say_once(f"no {self.name!r} kernel for weights in {w.format!r}; using the reference (slow; see `foretoken info`)")
+        _say_once(
+            f"no {self.name!r} kernel for weights in {w.format!r}; using the reference (slow; see `foretoken info`)"
+        )
         return reference.linear(x, w, bias)
 
     def _kv(self, op: str, layer: KVLayer) -> Callable[..., Tensor]:
@@ -81,9 +83,11 @@ class Ops:
 
 @cache
 def resolve(name: str = "auto", device: str = "cpu") -> Ops:
-    """The ops of a backend by name; `auto` takes the fastest that runs on the device. Raises ConfigError or RegistryError."""
+    """The ops of a backend by name; `auto`: the fastest that runs on the device. Raises ConfigError, RegistryError."""
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r}: PyTorch sees no CUDA GPU here; use --device cpu, or install a driver and a CUDA build")
+        raise ConfigError(
+            f"device {device!r}: PyTorch sees no CUDA GPU here; use --device cpu, or install a driver and a CUDA build"
+        )
     if name != "auto":
         module = registry.load("ops", name)
         reason = module.unavailable()

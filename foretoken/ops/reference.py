@@ -1,8 +1,8 @@
 """The specification of every op, in PyTorch: short, slow and row-invariant.
 
-The rule that makes it so: whatever rounds (sums, exponentials) is computed one row at a time, by the same call on tensors
-of the same shape. A row's bits then cannot depend on its company, because it never meets it. PyTorch's own matmul, and
-even its element-wise exponential (vector body, scalar tail), change bits with the number of rows.
+The rule that makes it so: whatever rounds (sums, exponentials) is computed one row at a time, by the same call on
+tensors of the same shape. A row's bits then cannot depend on its company, because it never meets it. PyTorch's own
+matmul, and even its element-wise exponential (vector body, scalar tail), change bits with the number of rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Rotate x [T, H, D] by position (Su et al., 2021; halves as in Hugging Face). table [P, D]: cosines, then sines."""
+    """Rotate x [T, H, D] by position (Su et al., 2021; halves as in Hugging Face). table [P, D]: cosines, sines."""
     half = x.shape[-1] // 2
     angles = table[positions.long()][:, None, :]  # [T, 1, D]
     cos, sin = angles[..., :half], angles[..., half:]
@@ -73,7 +73,7 @@ def _flat(layer: KVLayer) -> list[Tensor]:
 
 
 def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
-    """Encode k, v [T, Hk, D] into the cache rows `slots` [T]. Scales are per row: a rejected draft must leave no trace."""
+    """Encode k, v [T, Hk, D] into cache rows `slots` [T]. Scales are per row: a rejected draft must leave no trace."""
     fmt = scheme.kv_format(layer.format)
     index = slots.long()
     for x, codes, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
@@ -92,8 +92,8 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
 def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
-    A row at position p attends to p + 1 keys in order of position (fewer under a window): the shapes of its products are
-    a function of p alone, wherever its keys are stored and whatever tree it belongs to.
+    A row at position p attends to p + 1 keys in order of position (fewer under a window): the shapes of its products
+    are a function of p alone, wherever its keys are stored and whatever tree it belongs to.
     """
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     fmt = scheme.kv_format(layer.format)

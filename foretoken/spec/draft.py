@@ -39,7 +39,7 @@ class Draft:
 
     @classmethod
     def trees(cls, trees: Seq[tuple[Seq[int], Seq[int]]], confidence: Seq[Seq[float]] | None = None) -> Draft:
-        """(tokens, parents) for each sequence. Raises ConfigError for more than 64 nodes or a parent after its child."""
+        """(tokens, parents) for each sequence. Raises ConfigError: over 64 nodes, or a parent after its child."""
         tokens: list[int] = []
         parents: list[int] = []
         offsets = [0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,7 +53,7 @@ class NoDrafter(Drafter):
 
 
 def parse_options(drafter: type[Drafter], options: Mapping[str, object]) -> Drafter.Options:
-    """The drafter's Options from plain data. Raises ConfigError for an unknown key (with the nearest) or a wrong type."""
+    """The drafter's Options from plain data. Raises ConfigError: unknown key (with the nearest), wrong type."""
     fields = {f.name: f for f in dataclasses.fields(drafter.Options)}
     for key, value in options.items():
         if key not in fields:

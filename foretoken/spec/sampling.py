@@ -1,8 +1,8 @@
 """Coupled sampling: the token at a position is a pure function of (logits there, parameters, seed, position).
 
-`choose` is argmax for greedy decoding and argmax(log p + g) for sampling, where p is the processed distribution and g is
-Gumbel noise (Gumbel, 1954; Maddison et al., 2014) from a counter-based generator keyed by (seed, position, token id). The
-generator is SplitMix64 (Steele, Lea and Flood, 2014), whose i-th output is a hash of (key, i).
+`choose` is argmax for greedy decoding and argmax(log p + g) for sampling, where p is the processed distribution and g
+is Gumbel noise (Gumbel, 1954; Maddison et al., 2014) from a counter-based generator keyed by (seed, position, token
+id). The generator is SplitMix64 (Steele, Lea and Flood, 2014), whose i-th output is a hash of (key, i).
 
 All of it works one row at a time, in float64 for probabilities, so that a row's choice cannot depend on its company.
 """
@@ -156,7 +156,7 @@ def _nucleus(ids: NDArray[np.int64], values: Floats, top_p: float) -> tuple[NDAr
 
 
 def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> int:
-    """The token after the sequence's known tokens and `path`, from logits float32 [V] there; FAILED if there is none."""
+    """The token after the sequence's known tokens and `path`, from logits float32 [V] there; FAILED if none."""
     row = adjust(logits, seq, path, eos_token_ids) if _needs_adjusting(seq, len(path)) else logits.astype(np.float64)
     best = int(row.argmax())  # the first of equals
     if not np.isfinite(row[best]):

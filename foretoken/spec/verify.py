@@ -1,4 +1,4 @@
-"""verify: walk each sequence's draft with the target's own choices. The one acceptance rule, for chains and trees alike."""
+"""verify: walk each sequence's draft with the target's own choices. The one acceptance rule, chains and trees alike."""
 
 from __future__ import annotations
 
