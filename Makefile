@@ -16,17 +16,20 @@ endif
 RECORDS ?= benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean build format lint types contracts
+.PHONY: help demo test test-full check bench docs clean build format lint types contracts
 
 help: ## this list
 	@printf 'foretoken: make <target>\n\n'
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
 
 demo: $(STAMP) ## set up, then write with and without speculation, side by side
 	$(BIN)/foretoken demo
 
 test: $(STAMP) ## set up, then run the tests
 	$(BIN)/python -m pytest
+
+test-full: $(STAMP) ## the tests and the slow ones
+	$(BIN)/python -m pytest -m ''
 
 check: lint types contracts test ## format, lint, types, import contracts, tests
 
