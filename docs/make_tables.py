@@ -1,32 +1,33 @@
-"""Write the generated tables of README.md and docs/: from the measured records, the shelves and the settings' fields.
+"""Write the generated tables of README.md and docs/: from the measured records, the shelves and the flags.
 
 A table stands between two markers, and what lies between them is replaced:
 
-    <!-- table:bench -->             records of benchmarks/results/bench.jsonl, the newest run of each machine
-    <!-- shelf:drafters -->          the entries of a shelf and the first sentence of each
-    <!-- fields:config:SpecConfig -->  the fields of a dataclass, defaults and comments
+    <!-- table:bench -->      the newest run in benchmarks/results/bench.jsonl
+    <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
+    <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
     <!-- end -->
 
-`python docs/make_tables.py` writes, `--check` only says which pages are stale (exit code 1).
+`python docs/make_tables.py` writes, `--check` only names the stale pages (exit code 1).
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
-import inspect
-import json
+import itertools
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from foretoken import registry
+from foretoken.cli import options
+from foretoken.request import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
-MARKED = re.compile(r"(<!-- (table|shelf|fields):([\w.:]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (table|shelf|flags):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -34,10 +35,11 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *(list(row) for row in rows)]
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
+    """A table in Markdown; `right` are the columns that are numbers."""
+    head, numbers = list(head), set(right)
+    rule = ["---:" if i in numbers else "---" for i in range(len(head))]
+    lines = [head, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -46,49 +48,48 @@ def shelf(name: str) -> str:
     rows = []
     for entry in registry.names(name):
         text = ast.get_docstring(ast.parse((ROOT / "foretoken" / name / f"{entry}.py").read_text())) or ""
-        rows.append([f"`{entry}`", sentence(text)])
+        rows.append([f"`{entry}`", text.split("\n\n")[0].replace("\n", " ")])
     return markdown(["name", "what it is"], rows)
 
 
-def sentence(text: str) -> str:
-    """The first sentence of a docstring on one line."""
-    return re.split(r"(?<=[a-z0-9)`\"]{2}\.)\s", " ".join(text.split()), maxsplit=1)[0]
+def flags(name: str) -> str:
+    """The settings of one kind: keyword in Python and, with dashes, flag on the command line."""
+    if name == "sampling":
+        fields, notes = dataclasses.fields(SamplingParams), options.SAMPLING_HELP
+    else:
+        fields, notes = dataclasses.fields(options.engine_flags({})), options.CHOICE_HELP | options.ENGINE_HELP
+    return markdown(
+        ["name", "default", "meaning"], [[f"`{f.name}`", default(f), notes.get(f.name, "")] for f in fields]
+    )
 
 
-def fields(path: str) -> str:
-    """Fields of a dataclass, `module:Class`: default and the comment beside it."""
-    module, _, name = path.rpartition(":")
-    cls = getattr(importlib.import_module(f"foretoken.{module}"), name)
-    notes = dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(cls), re.MULTILINE))
-    rows = [[f"`{f.name}`", f"`{default(f)}`", notes.get(f.name, "")] for f in dataclasses.fields(cls)]
-    return markdown(["field", "default", "note"], rows)
-
-
-def default(field: dataclasses.Field[object]) -> str:
-    """The default of a field as Python writes it."""
-    if field.default is not dataclasses.MISSING:
-        return repr(field.default)
-    if field.default_factory is not dataclasses.MISSING:
-        made = field.default_factory()
-        return f"{type(made).__name__}()" if dataclasses.is_dataclass(made) else repr(made)
-    return "required"
-
-
-def records(name: str) -> list[dict[str, object]]:
-    """The newest run of a record file, one dict a line."""
-    path = RECORDS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
+def default(field: dataclasses.Field[Any]) -> str:
+    """The default of a field as Python writes it; empty where nothing is set."""
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return "" if value in (None, (), {}, "{}", "") else f"`{value!r}`"
 
 
 def table(name: str) -> str:
-    """The measured records of one file."""
-    found = records(name)
-    if not found:
-        return "*No record yet: `make bench` writes one.*"
-    raise NotImplementedError
+    """The newest run of one record file, a table for each workload, and where and when it was measured."""
+    path = RECORDS / f"{name}.jsonl"
+    if not path.exists():
+        return f"*No record yet: `foretoken {name}` with `--out benchmarks/results/{name}.jsonl` writes one.*"
+    from foretoken.study import record, report
+
+    found = record.read(path)
+    newest = [r for r in found if r["run"] == found[-1]["run"]]
+    parts = []
+    for title, group in itertools.groupby(newest, key=lambda r: report.title(r["config"])):
+        rows = [report.cells(r) for r in group]
+        parts.append(f"**{title}**\n\n{markdown(report.COLUMNS, rows, range(1, len(report.COLUMNS) - 1))}\n")
+    machine, times = found[-1]["machine"], len(newest[-1]["repetitions"])
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['isa']}"
+    median = f"median of {times} runs" if times > 1 else "one run"
+    parts.append(f"{where}; {median}, {newest[-1]['time'][:10]}, commit {newest[-1]['commit']}. {report.LEGEND}.")
+    return "\n".join(parts)
 
 
-MAKERS = {"table": table, "shelf": shelf, "fields": fields}
+MAKERS: dict[str, Callable[[str], str]] = {"table": table, "shelf": shelf, "flags": flags}
 
 
 def render(text: str) -> str:
@@ -96,15 +97,16 @@ def render(text: str) -> str:
     return MARKED.sub(lambda m: f"{m[1]}{MAKERS[m[2]](m[3])}\n{m[4]}", text)
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Write the pages, or with --check only compare."""
-    stale = [page for page in pages() if render(page.read_text()) != page.read_text()]
-    for page in stale:
-        print(("stale: " if "--check" in sys.argv else "wrote ") + str(page.relative_to(ROOT)))
-        if "--check" not in sys.argv:
-            page.write_text(render(page.read_text()))
-    return 1 if stale and "--check" in sys.argv else 0
+    check = "--check" in argv
+    stale = [(page, new) for page in pages() if (new := render(page.read_text())) != page.read_text()]
+    for page, new in stale:
+        print(f"{'stale:' if check else 'wrote'} {page.relative_to(ROOT)}")
+        if not check:
+            page.write_text(new)
+    return int(check and bool(stale))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
