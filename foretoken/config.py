@@ -73,6 +73,8 @@ class EngineConfig:
                 f"max_num_rows ({self.max_num_rows}) is below max_num_seqs ({self.max_num_seqs}): every running "
                 "sequence needs a row a pass; raise the first or lower the second"
             )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2 (a prompt and a token), got {self.max_model_len}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, got {self.threads}")
 

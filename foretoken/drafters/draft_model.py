@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from foretoken.errors import ConfigError
 from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence
 from foretoken.spec.draft import Draft
@@ -24,6 +25,10 @@ class DraftModelDrafter(Drafter):
         """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt."""
 
         prefill_rows: int = 512
+
+        def __post_init__(self) -> None:
+            if self.prefill_rows < 1:
+                raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
 
     needs_model = True
 

@@ -39,6 +39,8 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     draft_class = _drafter_class(config)
     tokenizer = Tokenizer.from_folder(folder)
+    if draft_class is not None:
+        parse_options(draft_class, config.spec.options)  # a bad option should not wait for the weights
     draft_folder: Path | None = None
     if draft_class is not None and getattr(draft_class, "needs_model", False):
         if config.spec.model is None:

@@ -149,7 +149,7 @@ class Engine:
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
             return FinishReason.STOP
         num_output = length - live.seq.num_prompt
-        if live.output.push(token) and num_output >= params.min_tokens:
+        if live.output.push(token, may_stop=num_output >= params.min_tokens):
             return FinishReason.STOP
         if num_output >= params.max_tokens or length >= self.max_model_len:
             return FinishReason.LENGTH

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
 import secrets
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -20,6 +22,7 @@ from foretoken.models.loader import Progress
 from foretoken.request import Completion, Delta, FinishReason, Request, SamplingParams
 from foretoken.spec.sampling import derive_seed
 
+log = logging.getLogger("foretoken")
 Prompt = str | Seq[int]
 Message = dict[str, str]
 
@@ -91,6 +94,7 @@ class LLM:
         self.engine = build_engine(model, self.config, progress)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
+        self._mail: dict[str, deque[Delta]] = {}  # request id -> deltas that its stream has not given out yet
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -129,19 +133,23 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> Iterator[Delta]:
         """Run requests to their end; whatever interrupts it (Ctrl-C, a closed generator), their blocks are freed."""
-        ids = {r.request_id for r in requests}
+        mine: deque[Delta] = deque()
+        self._mail.update((r.request_id, mine) for r in requests)
         try:
             for request in requests:
                 self.engine.add(request)
             open_ends = len(requests)
             while open_ends:
-                for delta in self.engine.step():
-                    if delta.request_id in ids:
-                        open_ends -= delta.completion is not None
-                        yield delta
+                while not mine:  # a step may serve other streams of this LLM too: each gets its own
+                    for delta in self.engine.step():
+                        self._mail.get(delta.request_id, mine).append(delta)
+                delta = mine.popleft()
+                open_ends -= delta.completion is not None
+                yield delta
         finally:
-            for request_id in ids:
-                self.engine.abort(request_id)
+            for request in requests:
+                self.engine.abort(request.request_id)
+                self._mail.pop(request.request_id, None)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
@@ -169,7 +177,7 @@ class AsyncLLM:
         self.engine = build_engine(model, self.config, progress)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
-        self._inbox: list[Callable[[], None]] = []  # what the engine's thread does before its next step
+        self._inbox: list[Callable[[], object]] = []  # what the engine's thread does before its next step
         self._sinks: dict[str, Callable[[Delta | ForetokenError], None]] = {}
         self._wake = threading.Condition()
         self._closing = False
@@ -188,12 +196,13 @@ class AsyncLLM:
         request_id = request_id or f"a{next(self._ids)}"
         if request_id in self._sinks:
             raise RequestError(f"request id {request_id!r} is running already; choose another")
-        requests = await asyncio.to_thread(make_requests, self.engine, prompt, params, request_id)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Delta | ForetokenError] = asyncio.Queue()
-        self._sinks[request_id] = lambda item: _put(loop, queue, item)
+        self._sinks[request_id] = lambda item: _put(loop, queue, item)  # from here on the id is taken
         try:
-            self._post(lambda: self._add(requests))
+            requests = await asyncio.to_thread(make_requests, self.engine, prompt, params, request_id)
+            if not self._post(lambda: self._add(requests)):
+                raise RequestError("this engine is closed; make a new AsyncLLM")
             open_ends = len(requests)
             while open_ends:
                 item = await queue.get()
@@ -242,12 +251,14 @@ class AsyncLLM:
         for request in requests:
             self.engine.add(request)
 
-    def _post(self, action: Callable[[], object]) -> None:
+    def _post(self, action: Callable[[], object]) -> bool:
+        """Let the engine's thread do this before its next step; False if the engine is closed."""
         with self._wake:
             if self._closing:
-                return
-            self._inbox.append(lambda: (action(), None)[1])
+                return False
+            self._inbox.append(action)
             self._wake.notify()
+            return True
 
     def _send(self, deltas: Seq[Delta]) -> None:
         for delta in deltas:
@@ -262,14 +273,23 @@ class AsyncLLM:
                     self._wake.wait()
                 actions, self._inbox = self._inbox, []
                 closing = self._closing
-            for action in actions:
-                action()
-            if closing:
-                break
-            if self.engine.has_work:
-                self._send(self.engine.step())
-        for sink in list(self._sinks.values()):
-            sink(ForetokenError("the engine was closed while this request ran"))
+            try:
+                for action in actions:
+                    action()
+                if closing:
+                    break
+                if self.engine.has_work:
+                    self._send(self.engine.step())
+            except Exception as error:  # whatever it was: no stream may wait for ever
+                log.exception("a step of the engine failed")
+                self._end_all(ForetokenError(f"the engine failed while this request ran: {error!r}"))
+        self._end_all(ForetokenError("the engine was closed while this request ran"))
+
+    def _end_all(self, error: ForetokenError) -> None:
+        """End every open request with this error; their blocks are free again."""
+        for request_id, sink in list(self._sinks.items()):
+            self.engine.abort(request_id)
+            sink(error)
 
 
 def _put(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], item: object) -> None:

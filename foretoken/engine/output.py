@@ -16,13 +16,16 @@ class OutputText:
         self._num_sent = 0
         self._stopped = False
 
-    def push(self, token_id: int) -> bool:
-        """Add a token; True if a stop string is now in the text, which then ends before it."""
-        piece = self._decoder.push(token_id)
-        start = max(0, len(self.text) - self._longest + 1)
-        self.text += piece
-        found = [at for s in self._stop if (at := self.text.find(s, start)) >= 0]
-        if found:
+    def push(self, token_id: int, may_stop: bool = True) -> bool:
+        """Add a token; True if it completes a stop string, before which the text then ends.
+
+        With `may_stop` false (the minimum length is not reached) a stop string is text like any other.
+        """
+        known = len(self.text)
+        self.text += self._decoder.push(token_id)
+        # Only occurrences that end in the new piece: older ones were allowed to stand.
+        found = [at for s in self._stop if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
+        if found and may_stop:
             self.text = self.text[: min(found)]
             self._stopped = True
         return self._stopped

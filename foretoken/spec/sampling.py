@@ -124,12 +124,19 @@ def plain_greedy(seq: Sequence) -> bool:
     return seq.params.greedy and not _needs_adjusting(seq, 0)
 
 
+def _scaled(row: Floats, params: SamplingParams) -> Floats:
+    """The row shifted to a maximum of 0, then divided by the temperature (1 for greedy)."""
+    with np.errstate(over="ignore"):  # under a tiny temperature, all but the best go to -inf: that is its limit
+        scaled: Floats = (row - row.max()) / (params.temperature or 1.0)
+    return scaled
+
+
 def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], Floats]:
     """Token ids and scaled logits left by temperature, min-p, top-k and top-p, in order of token id. Never empty.
 
     Ties at the border of top-k are kept; top-p keeps the smallest set, likeliest first, whose probability reaches it.
     """
-    scaled = row / params.temperature
+    scaled = _scaled(row, params)
     ids = np.flatnonzero(scaled > -np.inf)
     values = scaled[ids]
     if params.min_p > 0.0:
@@ -170,8 +177,7 @@ def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
 
 def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:
     """Probability of `token` there, at the request's temperature (1 for greedy): what a draft's confidence means."""
-    row = logits.astype(np.float64) / (seq.params.temperature or 1.0)
-    row -= row.max()
+    row = _scaled(logits.astype(np.float64), seq.params)
     return float(np.exp(row[token]) / np.exp(row).sum())
 
 
@@ -182,8 +188,7 @@ def token_logprob(
 
     Truncation (top-k, top-p, min-p) is left out, so that alternatives outside it still show their probability.
     """
-    row = adjust(logits, seq, path, eos_token_ids) / (seq.params.temperature or 1.0)
-    row -= row.max()
+    row = _scaled(adjust(logits, seq, path, eos_token_ids), seq.params)
     row -= np.log(np.exp(row).sum())
     num_top = min(seq.params.logprobs or 0, int((row > -np.inf).sum()))
     top = np.argpartition(-row, num_top - 1)[:num_top] if num_top else np.array([], np.int64)

@@ -1,0 +1,54 @@
+"""Fixtures that several folders of tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from lawkit import Pair, load_pair, write_model
+
+from foretoken import ops
+from foretoken.models.loader import resolve_model
+
+settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
+
+DRAFT_NOISE = 0.04  # the tiny draft is the tiny target with this share of other weights mixed in
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny models gain nothing from threads, and on a busy machine PyTorch's wait for each other."""
+    ops.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pair_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Checkpoints of the tiny pair: (target, draft)."""
+    root = tmp_path_factory.mktemp("pair")
+    write_model(root / "target")
+    write_model(root / "draft", noise=DRAFT_NOISE)
+    return root / "target", root / "draft"
+
+
+@pytest.fixture(scope="session")
+def pair(pair_folders: tuple[Path, Path]) -> Pair:
+    """The tiny pair on the fastest backend that runs here."""
+    return load_pair(*pair_folders)
+
+
+@pytest.fixture(scope="session")
+def reference_pair(pair_folders: tuple[Path, Path]) -> Pair:
+    """The tiny pair on the reference backend."""
+    return load_pair(*pair_folders, backend="reference")
+
+
+@pytest.fixture(scope="session")
+def embedded_pair() -> Pair:
+    """The pair that comes with the package."""
+    target, draft = resolve_model("embedded"), resolve_model("embedded-draft")
+    for folder in (target, draft):
+        if not (folder / "model.safetensors").exists():
+            pytest.skip(f"{folder.name}: the embedded weights are not in this checkout; `foretoken train` makes them")
+    return load_pair(target, draft)

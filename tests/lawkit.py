@@ -1,0 +1,232 @@
+"""What the tests of the laws share: a tiny pair of models, engines made of loaded models, a drafter of random trees."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
+
+from foretoken import ops
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.engine.build import assemble
+from foretoken.engine.engine import Engine
+from foretoken.models.config import parse_config
+from foretoken.models.llama import Llama
+from foretoken.models.loader import expected_shapes, load_model
+from foretoken.request import Completion, Request, SamplingParams, Sequence
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter
+from foretoken.spec.length import FixedLength
+from foretoken.spec.sampling import derive_seed
+from foretoken.tokenizer import Tokenizer
+
+EOS = 0  # "<|end|>"
+TOKENIZER_SIZE, MODEL_VOCAB = 300, 304  # the models are padded by four ids that no text has
+MAX_LEN = 256
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+WORDS = (
+    "the sum of all parts is a whole; the loop ends when the list is empty. def add(a, b): return a + b  "
+    "für über Größe naïve café — 你好 🙂 "
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with its draft, loaded, and their tokenizer."""
+
+    target: Llama
+    draft: Llama
+    tokenizer: Tokenizer
+
+
+def write_tokenizer(folder: Path, size: int = TOKENIZER_SIZE) -> None:
+    """A byte-level BPE tokenizer with an end token, small enough that most words take several tokens."""
+    backend = HFTokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([WORDS] * 4, trainer)
+    assert backend.get_vocab_size() == size, "the text is too short for so many merges"
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|end|>"}))
+
+
+def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any) -> None:
+    """A random Llama as a Hugging Face folder. `noise` mixes in a second set of weights: a draft that often agrees.
+
+    The head is scaled so that the logits have a few clear favourites: sampled text is neither noise nor constant.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": MODEL_VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": MAX_LEN,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": EOS,
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    own, other = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1000)
+    tensors = {}
+    for name, shape in expected_shapes(parse_config(config)).items():
+        if len(shape) == 1:
+            tensors[name] = 1.0 + 0.1 * torch.randn(shape, generator=own)
+            continue
+        gain = 0.7 if name == "lm_head.weight" else 1.0 if "embed" in name else 1.3 * shape[1] ** -0.5
+        first, second = (torch.randn(shape, generator=g) for g in (own, other))
+        tensors[name] = gain * (first + noise * second) / (1 + noise**2) ** 0.5
+    save_file(tensors, str(folder / "model.safetensors"))
+    write_tokenizer(folder)
+
+
+def load_pair(target: Path, draft: Path, backend: str = "auto") -> Pair:
+    chosen = ops.resolve(backend)
+    return Pair(load_model(target, chosen), load_model(draft, chosen), Tokenizer.from_folder(target))
+
+
+def make_engine(
+    pair: Pair,
+    method: str = "none",
+    k: int = 4,
+    confidence: float | None = None,
+    *,
+    options: dict[str, object] | None = None,
+    rows: int = 512,
+    seqs: int = 8,
+    block: int = 16,
+    tokens: int = 4096,
+    kv: str = "fp32",
+    max_len: int | None = None,
+    drafter: Drafter | None = None,
+) -> Engine:
+    """An Engine of loaded models; the cache holds `tokens`. `drafter` replaces the one that `method` names."""
+    spec = SpecConfig(method, num_draft_tokens=k, confidence=confidence, options=options or {})
+    cache = CacheConfig(block_size=block, format=kv)
+    config = EngineConfig(
+        max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, cache=cache, spec=spec
+    )
+    draft = pair.draft if method == "draft_model" else None
+    engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, draft)
+    if drafter is not None:
+        engine.drafter, engine.policy = drafter, FixedLength(k)
+        drafter.policy = engine.policy
+    return engine
+
+
+def run(
+    engine: Engine, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams], alone: bool = False
+) -> list[Completion]:
+    """Completions in order of prompt and index; all at once, or one prompt after the other. Checks law 3 at the end."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    done: dict[tuple[str, int], Completion] = {}
+
+    def drain() -> None:
+        while engine.has_work:
+            for delta in engine.step():
+                if delta.completion is not None:
+                    done[delta.request_id, delta.index] = delta.completion
+
+    for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
+        assert p.seed is not None
+        for n in range(p.n):
+            engine.add(Request(f"r{i}", tuple(prompt), p, derive_seed(p.seed, n), n))
+        if alone:
+            drain()
+    drain()
+    assert_nothing_left(engine)
+    return [done[f"r{i}", n] for i, p in enumerate(each) for n in range(p.n)]
+
+
+def texts(completions: Seq[Completion]) -> list[tuple[int, ...]]:
+    """The token ids: what law 1 compares."""
+    return [c.token_ids for c in completions]
+
+
+def assert_nothing_left(engine: Engine) -> None:
+    """Law 3: every block of target and draft is free, each once, and nobody is remembered."""
+    runners = [engine.runner]
+    drafter = engine.drafter
+    if isinstance(drafter, DraftModelDrafter):
+        runners.append(drafter.runner)
+        assert not drafter._shadows
+    assert not getattr(drafter, "_indexes", None)
+    assert not engine._live
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    for runner in runners:
+        blocks = runner.blocks
+        assert sorted(blocks._free) == list(range(blocks.num_blocks))
+
+
+class TreeDrafter(Drafter):
+    """Proposes random trees: `answer(seq)` is the right continuation, if known, and hides among lies and duplicates.
+
+    What it guesses depends on its random state, not on the sequence: law 1 must hold whatever it does.
+    """
+
+    def __init__(self, answer: Callable[[Sequence], Seq[int]], vocab_size: int, seed: int = 0) -> None:
+        self.answer = answer
+        self.vocab_size = vocab_size
+        self.random = random.Random(seed)
+        self.largest = 0  # nodes of the largest tree so far
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        return Draft.trees([self._tree(seq, k) for seq, k in zip(seqs, num_draft, strict=True)])
+
+    def _tree(self, seq: Sequence, num_draft: int) -> tuple[list[int], list[int]]:
+        rng, answer = self.random, list(self.answer(seq))
+        tokens: list[int] = []
+        parents: list[int] = []
+        right: list[int] = [-1]  # nodes of the right path, after the root
+        for i in range(rng.randint(0, num_draft)):
+            depth = len(right) - 1
+            if depth < len(answer) and rng.random() < 0.4:
+                parents.append(right[-1])
+                tokens.append(answer[depth])
+                right.append(i)
+            elif tokens and rng.random() < 0.2:  # a duplicate sibling
+                twin = rng.randrange(len(tokens))
+                parents.append(parents[twin])
+                tokens.append(tokens[twin])
+            else:
+                parents.append(rng.randint(-1, i - 1))
+                tokens.append(rng.randrange(self.vocab_size))
+        self.largest = max(self.largest, len(tokens))
+        return tokens, parents
+
+
+def knowing(prompts: Seq[Seq[int]], outputs: Seq[Seq[int]]) -> Callable[[Sequence], Seq[int]]:
+    """The answers of a plain run, for drafters that (mostly) know the truth."""
+    table = {tuple(p): tuple(o) for p, o in zip(prompts, outputs, strict=True)}
+    return lambda seq: table[tuple(seq.token_ids[: seq.num_prompt])][seq.num_output :]
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 48, vocab_size: int = TOKENIZER_SIZE) -> list[list[int]]:
+    """Token ids, lengths 1 to `longest`, with repeated phrases (so that the n-gram drafter finds something)."""
+    rng = random.Random(seed)
+    prompts = []
+    for i in range(count):
+        length = 1 + i * (longest - 1) // max(1, count - 1)
+        phrase = [rng.randrange(1, vocab_size) for _ in range(rng.randint(2, 6))]
+        tokens = [t for _ in range(length) for t in (phrase if rng.random() < 0.3 else [rng.randrange(1, vocab_size)])]
+        prompts.append(tokens[:length])
+    return prompts

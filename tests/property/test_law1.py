@@ -1,0 +1,209 @@
+"""Law 1: same seed, same text, whatever the drafter, the draft length, batch mates, chunks and block size."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
+
+from foretoken.models.loader import resolve_model
+from foretoken.request import Completion, SamplingParams
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ngram": {"method": "ngram", "k": 5},
+    **{f"draft_model k={k}": {"method": "draft_model", "k": k} for k in range(1, 9)},
+    "confidence": {"method": "draft_model", "k": 8, "confidence": 0.4},
+}
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED}
+# alone or in a batch, rows of a pass (chunks of a prompt), block size, sampling
+SETTINGS = list(product((True, False), (16, 512), (16, 32), SAMPLING))
+NUM_PROMPTS, NUM_TOKENS = 50, 24
+
+
+def covering(place: int) -> list[tuple[bool, int, int, str]]:
+    """Two opposite settings: every factor takes both its values; over the drafters all 16 settings occur."""
+    return [SETTINGS[place % 8], SETTINGS[15 - place % 8]]
+
+
+def prompts_of(pair: Pair) -> list[list[int]]:
+    """50 prompts of 1 to 100 tokens: text for the embedded pair, random tokens for the tiny one."""
+    if pair.target.config.vocab_size < 1000:
+        return random_prompts(NUM_PROMPTS)
+    starts = (
+        "def {0}(items):\n    ",
+        "What is a {0}?",
+        "The {0} was",
+        "User: I need a {0}.\nAssistant:",
+        "import {0}\n",
+    )
+    nouns = ("list", "train ticket", "number", "cat", "restaurant", "function", "river", "table", "price", "story")
+    filler = "It is a long day, and the list of things to do is longer. First add the numbers, then sort them. "
+    every = [filler * (i % 3) + s.format(n) for i, (s, n) in enumerate(product(starts, nouns))]
+    return [pair.tokenizer.encode(text) for text in every]
+
+
+@pytest.fixture(scope="module")
+def matrix_pair(request: pytest.FixtureRequest) -> Pair:
+    """The embedded pair where it is present, else the tiny one."""
+    present = all((resolve_model(n) / "model.safetensors").exists() for n in ("embedded", "embedded-draft"))
+    found: Pair = request.getfixturevalue("embedded_pair" if present else "pair")
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain_texts(matrix_pair: Pair) -> dict[str, list[tuple[int, ...]]]:
+    """What every setting must give: plain decoding, one prompt after the other."""
+    prompts = prompts_of(matrix_pair)
+    return {name: texts(run(make_engine(matrix_pair), prompts, params(name), alone=True)) for name in SAMPLING}
+
+
+def params(sampling: str, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": NUM_TOKENS, "seed": 1234, "ignore_eos": True, **SAMPLING[sampling], **more})
+
+
+def check(
+    pair: Pair, plain: dict[str, list[tuple[int, ...]]], drafter: str, setting: tuple[bool, int, int, str]
+) -> None:
+    alone, rows, block, sampling = setting
+    engine = make_engine(pair, **DRAFTERS[drafter], rows=rows, block=block)
+    assert texts(run(engine, prompts_of(pair), params(sampling), alone)) == plain[sampling], (drafter, setting)
+    if drafter.startswith("draft_model"):
+        # Both branches of the rule were walked, or the comparison shows nothing.
+        rate = engine.metrics.acceptance_rate
+        assert rate is not None and 0.3 < rate < 0.97
+        assert engine.metrics.num_rollbacks > 20
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_same_text_in_opposite_settings(
+    matrix_pair: Pair, plain_texts: dict[str, list[tuple[int, ...]]], drafter: str
+) -> None:
+    for setting in covering(list(DRAFTERS).index(drafter)):
+        check(matrix_pair, plain_texts, drafter, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_same_text_in_every_setting(
+    matrix_pair: Pair, plain_texts: dict[str, list[tuple[int, ...]]], drafter: str, setting: tuple[bool, int, int, str]
+) -> None:
+    check(matrix_pair, plain_texts, drafter, setting)
+
+
+def test_texts_differ_where_they_should(plain_texts: dict[str, list[tuple[int, ...]]]) -> None:
+    """A comparison of constant texts would prove nothing."""
+    assert len(set(plain_texts["greedy"])) > NUM_PROMPTS // 2
+    assert plain_texts["greedy"] != plain_texts["sampled"]
+
+
+# --- the tiny pair: every sampling feature, trees, preemption, cache formats ---
+
+PROMPTS = random_prompts(10, seed=5)
+STOPS = ("a", "r", "\u00e9", "the", "1", "X")
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "top_p": SAMPLED,
+    "top_k": {"temperature": 1.1, "top_k": 5},
+    "min_p": {"temperature": 1.0, "min_p": 0.05},
+    "all three": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "greedy penalties": {"repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    "bias": {"temperature": 0.9, "logit_bias": {7: 3.0, 11: -5.0, 12: float("-inf")}},
+    "banned": {"banned_token_ids": tuple(range(20, 120))},
+    "allowed": {"temperature": 1.0, "allowed_token_ids": tuple(range(0, 300, 3))},
+    "min_tokens": {"temperature": 2.0, "ignore_eos": False, "min_tokens": 9, "stop_token_ids": tuple(range(60))},
+    "stop ids": {"temperature": 1.0, "stop_token_ids": tuple(range(40, 60))},
+    "stop strings": {"temperature": 1.0, "stop": STOPS, "min_tokens": 3},
+    "n": {"temperature": 1.0, "n": 3, "max_tokens": 12},
+    "logprobs": {"temperature": 0.8, "top_k": 30, "presence_penalty": 0.3, "logprobs": 4},
+}
+LEVELS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "k": 6, "options": {"min_ngram": 1}},
+    "draft_model": {"method": "draft_model", "k": 4, "rows": 24},
+    "confidence": {"method": "draft_model", "k": 8, "confidence": 0.3, "block": 4},
+}
+
+
+def outcome(completions: list[Completion]) -> list[tuple[Any, ...]]:
+    """Everything of a completion that law 1 fixes; log-probabilities are compared bit for bit."""
+    return [(c.token_ids, c.text, c.finish_reason, c.seed, c.logprobs) for c in completions]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_sampling_features_do_not_notice_speculation(pair: Pair, feature: str) -> None:
+    asked = params("greedy", **FEATURES[feature])
+    plain = run(make_engine(pair), PROMPTS, asked, alone=True)
+    for level in LEVELS.values():
+        assert outcome(run(make_engine(pair, **level), PROMPTS, asked)) == outcome(plain), level
+    if asked.n == 1:
+        drafter = TreeDrafter(knowing(PROMPTS, texts(plain)), pair.target.config.vocab_size, seed=3)
+        engine = make_engine(pair, k=24, rows=256, drafter=drafter)
+        assert outcome(run(engine, PROMPTS, asked)) == outcome(plain)
+        assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
+
+
+def test_features_bite(pair: Pair) -> None:
+    """Each feature changes the text; otherwise its comparison above would be empty."""
+    for name, feature in FEATURES.items():
+        asked = params("greedy", **feature)
+        bare = params("greedy", temperature=asked.temperature, max_tokens=asked.max_tokens, n=asked.n)
+        if bare == asked:
+            continue
+        with_it, without = (run(make_engine(pair), PROMPTS, p) for p in (asked, bare))
+        assert outcome(with_it) != outcome(without), name
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_trees_of_64_nodes(pair: Pair, sampling: str, seed: int) -> None:
+    asked = params(sampling, max_tokens=140)
+    plain = texts(run(make_engine(pair), PROMPTS, asked))
+    drafter = TreeDrafter(knowing(PROMPTS, plain), pair.target.config.vocab_size, seed)
+    engine = make_engine(pair, k=64, rows=512, block=(4, 16, 32)[seed], drafter=drafter)
+    assert texts(run(engine, PROMPTS, asked)) == plain
+    metrics = engine.metrics
+    assert drafter.largest > 48
+    assert len(metrics.num_accepted_tokens_per_pos) > 8, "long paths were accepted"
+    assert metrics.num_rollbacks > 10
+
+
+@pytest.mark.parametrize("level", ["plain", *LEVELS])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_preemption_leaves_no_trace(pair: Pair, level: str, sampling: str) -> None:
+    asked = params(sampling, max_tokens=40, presence_penalty=0.2)
+    plain = outcome(run(make_engine(pair), PROMPTS, asked, alone=True))
+    spec = {**LEVELS.get(level, {}), "block": 8, "rows": 32}
+    engine = make_engine(pair, **spec, max_len=96, tokens=192)
+    completions = run(engine, PROMPTS, asked)
+    assert outcome(completions) == plain
+    assert engine.scheduler.num_preemptions > 2
+    assert sum(c.metrics.num_preemptions for c in completions) == engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "fp16", "int8"])
+def test_cache_formats(pair: Pair, kv: str) -> None:
+    for sampling in SAMPLING:
+        plain = texts(run(make_engine(pair, kv=kv), PROMPTS, params(sampling), alone=True))
+        for level in LEVELS.values():
+            engine = make_engine(pair, **{**level, "rows": 40}, kv=kv)
+            assert texts(run(engine, PROMPTS, params(sampling))) == plain, level
+        tree = TreeDrafter(knowing(PROMPTS, plain), pair.target.config.vocab_size)
+        assert texts(run(make_engine(pair, k=32, kv=kv, drafter=tree), PROMPTS, params(sampling))) == plain
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_reference_backend(reference_pair: Pair, sampling: str) -> None:
+    prompts, asked = random_prompts(6, seed=9, longest=20), params(sampling, max_tokens=12)
+    plain = texts(run(make_engine(reference_pair), prompts, asked, alone=True))
+    for level in ({}, *LEVELS.values()):
+        for rows, block in ((12, 4), (512, 32)):
+            engine = make_engine(reference_pair, **{**level, "rows": rows, "block": block})
+            assert texts(run(engine, prompts, asked)) == plain, (level, rows, block)
+    tree = TreeDrafter(knowing(prompts, plain), reference_pair.target.config.vocab_size)
+    engine = make_engine(reference_pair, k=16, drafter=tree)
+    assert texts(run(engine, prompts, asked)) == plain
+    assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
