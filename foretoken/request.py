@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,8 +18,8 @@ class SamplingParams:
 
     `top_k` 0 or -1 means off; `seed=None` draws one, and the completion reports it. `n` asks for n completions: the
     first uses the seed itself, the others seeds derived from it. `logprobs=m` returns, for each token, its
-    log-probability under the processed distribution and those of the m likeliest tokens. `allowed_token_ids` and `banned_token_ids`
-    restrict the vocabulary. Raises RequestError for a value out of range.
+    log-probability under the processed distribution and those of the m likeliest tokens. `allowed_token_ids` and
+    `banned_token_ids` restrict the vocabulary. Raises RequestError for a value out of range.
     """
 
     max_tokens: int = 128

@@ -9,8 +9,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
 from typing import Any
 
 from foretoken import registry

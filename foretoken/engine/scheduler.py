@@ -6,8 +6,7 @@ Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 from foretoken.kvcache.blocks import BlockManager
