@@ -1,0 +1,93 @@
+"""The `foretoken` command. Each subcommand is a module of this package with `Args` (its flags) and `run`.
+
+Nothing heavy is imported before a subcommand runs: help must answer at once. An error that a user can mend is one line
+on stderr and exit code 2; Ctrl-C is exit code 130; a reader that went away (`| head`) is no error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence as Seq
+
+COMMANDS = {
+    "generate": "continue a prompt, with the text streaming as it is written",
+    "chat": "talk with a model, turn by turn",
+    "bench": "measure speculative against plain decoding; one JSON line a measurement",
+    "train": "make a tokenizer, a target and a draft model by a recipe",
+    "info": "this machine, its backends, formats, drafters and the embedded models",
+    "demo": "watch the embedded model write with and without speculation, side by side",
+}
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if argv else EXIT_USAGE
+    if name in ("-V", "--version"):
+        from foretoken import __version__
+
+        print(f"foretoken {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"error: no command {name!r}{hint} (there are: {', '.join(COMMANDS)})", file=sys.stderr)
+        return EXIT_USAGE
+    return _run(name, argv[1:])
+
+
+def overview() -> str:
+    """What `foretoken --help` says."""
+    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: foretoken COMMAND [OPTIONS]",
+            "",
+            "Speculative decoding that never changes the text: guess cheaply, check exactly, count what it bought.",
+            "",
+            *lines,
+            "",
+            "`foretoken COMMAND --help` lists a command's options. To begin: foretoken demo",
+        ]
+    )
+
+
+def _run(name: str, argv: list[str]) -> int:
+    from foretoken.errors import ForetokenError
+
+    try:
+        module = importlib.import_module("foretoken.demo" if name == "demo" else f"foretoken.cli.{name}")
+        code: int = module.run(argv, f"foretoken {name}")
+        sys.stdout.flush()
+        return code
+    except ForetokenError as error:
+        _settle()
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        _settle()
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit; that must not complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _settle() -> None:
+    """Leave the terminal as it was found: plain colours, a visible cursor, a fresh line."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[0m\x1b[?25h\n")
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,148 @@
+"""`foretoken bench`: a prompt file x settings; speculative and plain decoding take turns; one record a measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from foretoken.cli.options import EngineChoice, Parsed, draft_choice, option, parse
+from foretoken.config import SpecConfig
+from foretoken.errors import ConfigError
+from foretoken.request import SamplingParams
+
+if TYPE_CHECKING:
+    from foretoken.study.measure import Bench, Run
+    from foretoken.study.workload import Arm, Workload
+
+RESULTS = Path("benchmarks/results")
+LEFT_OUT = ("temperature", "n", "logprobs")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Measure ways to guess against plain decoding: medians of repetitions in which they take turns.
+
+    Lists make a grid: drafts x ks x temperatures x batch sizes x formats.
+    """
+
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
+    num_prompts: Annotated[int | None, option("N")] = None  # take so many, spread over the file; unset: all
+    drafts: tuple[str, ...] = ("ngram", "draft_model")  # ways to guess, as --draft of generate takes them
+    ks: tuple[int, ...] = (3, 5, 7)  # draft lengths
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
+    batch_sizes: tuple[int, ...] = (1,)  # prompts that run together
+    formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
+    repeat: int = 5  # runs of each setting
+    out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
+    json: Annotated[bool, option()] = False  # records to stdout as JSON lines instead of tables
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse, measure, write; exit code 1 if a text differed from plain decoding's."""
+    defaults = {"max_tokens": 96, "seed": 1, "top_p": 0.95}
+    left_out = (*LEFT_OUT, "draft", "format", "num_draft_tokens")
+    parsed = parse(Args, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)
+    args = parsed.args
+    if args.repeat < 1:
+        raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
+    for name in ("drafts", "ks", "temperatures", "batch_sizes", "formats"):
+        if not getattr(args, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is empty; give at least one value")
+    # A bad value fails here, before anything is loaded.
+    params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
+    out = args.out or (RESULTS / "bench.jsonl" if RESULTS.is_dir() else None)
+    equal = True
+    run_id = None
+    for number_format in args.formats:
+        run_id, same = _measure(parsed, number_format, params, out, run_id)
+        equal = equal and same
+    if out is not None and not args.json:
+        from foretoken.cli.console import stderr_console
+
+        stderr_console().print(f"records appended to {out}", style="dim")
+    return 0 if equal else 1
+
+
+def _measure(
+    parsed: Parsed[Args], number_format: str, all_params: Seq[SamplingParams], out: Path | None, run_id: str | None
+) -> tuple[str, bool]:
+    """All workloads of one loaded target; returns the run's name and whether all texts agreed."""
+    from foretoken.cli.console import stderr_console
+    from foretoken.study import record, report
+    from foretoken.study.workload import DEFAULT_PROMPTS, Workload, arms, read_prompts
+
+    args = parsed.args
+    path = args.prompts or DEFAULT_PROMPTS
+    prompts = read_prompts(path, args.num_prompts)
+    ways = arms(_specs(args, parsed.engine), args.ks)
+    bench = open_bench(parsed.engine, ways, args.batch_sizes, number_format, args.json)
+    encoded = tuple(p.encode(bench.llm.tokenizer) for p in prompts)
+    run_id = run_id or record.now()
+    here = record.machine()
+    equal = True
+    for params, size in itertools.product(all_params, args.batch_sizes):
+        workload = Workload(path.name, encoded, params, size)
+        bench.check(workload)
+        runs = run_with_progress(bench, workload, args.repeat, args.json)
+        records = record.make_records(bench, parsed.engine.model, workload, runs, run_id, here)
+        show(records, out, args.json)
+        equal = equal and all(r["equals_plain"] for r in records)
+    if not args.json:
+        stderr_console().print(report.LEGEND, style="dim")
+    return run_id, equal
+
+
+def run_with_progress(bench: Bench, workload: Workload, repeat: int, quiet: bool) -> dict[Arm, list[Run]]:
+    """Warm up and measure one workload under a progress bar."""
+    from foretoken.cli.console import progress
+    from foretoken.study import report
+
+    with progress(f"{report.chosen(workload.params)}, batch {workload.batch_size}", quiet) as bar:
+        task = bar.tasks[0].id
+        num_batches = -(-len(workload.prompts) // workload.batch_size)
+        bar.update(task, total=repeat * num_batches * len(bench.arms), note="warm-up")
+        bench.warm_up(workload)
+        return bench.measure(workload, repeat, lambda label: bar.update(task, advance=1, note=label))
+
+
+def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
+    """Append records to a file, and print them: a table for people, lines for machines."""
+    from rich.console import Console
+
+    from foretoken.study import record, report
+
+    for line in records:
+        if out is not None:
+            record.append(out, line)
+        if as_json:
+            print(json.dumps(line), flush=True)
+    if not as_json:
+        Console().print(report.table(records))
+
+
+def open_bench(engine: EngineChoice, arms: Seq[Arm], batch_sizes: Seq[int], number_format: str, quiet: bool) -> Bench:
+    """A Bench of these arms with a cache that fits the largest batch."""
+    from foretoken.cli.console import load_llm
+    from foretoken.study.measure import Bench
+
+    speculation = ("draft", "draft_options", "draft_format", "confidence")
+    settings = {k: v for k, v in engine.settings.items() if k not in speculation}
+    settings |= {"format": number_format, "max_num_seqs": max(batch_sizes)}
+
+    def load(model: str, draft: SpecConfig | None, **given: Any) -> Any:
+        return load_llm(EngineChoice(model, given | {"draft": draft}), quiet)
+
+    return Bench(engine.model, arms, settings, load)
+
+
+def _specs(args: Args, engine: EngineChoice) -> list[SpecConfig]:
+    """The SpecConfig of each --drafts entry."""
+    from foretoken.engine.llm import make_config
+
+    shared = {k: engine.settings[k] for k in ("draft_options", "draft_format", "confidence")}
+    return [make_config(draft_choice(name, engine.model), **shared).spec for name in args.drafts]

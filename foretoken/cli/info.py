@@ -1,0 +1,159 @@
+"""`foretoken info`: what this machine can run and what is on the shelves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from foretoken.cli.options import option, parse
+
+
+@dataclass(frozen=True)
+class Args:
+    """Show the machine, the backends (and why one cannot run here), formats, drafters and the embedded models."""
+
+    json: Annotated[bool, option()] = False  # one JSON line instead of tables
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Collect and print."""
+    args = parse(Args, argv, prog).args
+    found = collect()
+    if args.json:
+        print(json.dumps(found))
+    else:
+        _print(found)
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `info` says, as plain data."""
+    import foretoken
+    from foretoken import registry
+    from foretoken.study import record
+
+    return {
+        "version": foretoken.__version__,
+        "commit": record.commit(),
+        "machine": record.machine(),
+        "backends": {name: _backend(name) for name in registry.names("ops")},
+        "formats": {name: _format(name) for name in registry.names("formats")},
+        "drafters": {name: _drafter(name) for name in registry.names("drafters")},
+        "models": {name: _model(name) for name in ("embedded", "embedded-draft")},
+    }
+
+
+def _backend(name: str) -> dict[str, Any]:
+    from foretoken import registry
+
+    module = registry.load("ops", name)
+    return {
+        "runs_here": module.unavailable() is None,
+        "reason": module.unavailable(),
+        "row_invariant": module.row_invariant,
+        "weights": sorted(module.LINEAR_FORMATS),
+        "kv_cache": sorted(module.KV_FORMATS),
+    }
+
+
+def _format(name: str) -> dict[str, Any]:
+    from foretoken.formats import scheme
+    from foretoken.registry import load
+
+    return {"what": _first_line(load("formats", name).__doc__), "kv_cache": scheme.get(name).kv_dtype is not None}
+
+
+def _drafter(name: str) -> dict[str, Any]:
+    from foretoken import registry
+
+    module = registry.load("drafters", name)
+    options = {f.name: f.default for f in dataclasses.fields(module.DRAFTER.Options)}
+    return {"what": _first_line(module.__doc__), "options": options}
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().splitlines()[0] if text else ""
+
+
+def _model(name: str) -> dict[str, Any]:
+    """Shape and size of an embedded model, and the path of its card; a missing one says so."""
+    from foretoken.errors import ModelLoadError
+    from foretoken.models.config import read_config
+    from foretoken.models.loader import resolve_model
+
+    folder = resolve_model(name)
+    try:
+        config = read_config(folder)
+    except ModelLoadError as error:
+        return {"missing": str(error)}
+    card = folder / "README.md"
+    return {
+        "parameters": config.num_parameters,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": f"{config.num_heads}/{config.num_kv_heads}",
+        "vocabulary": config.vocab_size,
+        "context": config.max_model_len,
+        "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
+        "card": str(card) if card.exists() else None,
+        "facts": _card_facts(card),
+    }
+
+
+def _card_facts(card: Path) -> list[str]:
+    """Lines of the model card that state a measurement or the licence."""
+    if not card.exists():
+        return []
+    words = ("perplexity", "acceptance", "licence", "license")
+    lines = [line.strip(" -*|") for line in card.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#") and any(w in line.lower() for w in words)][:6]
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"[bold]foretoken {found['version']}[/] ({found['commit']})\n")
+
+    def show(title: str, head: Seq[str], rows: Seq[Seq[object]]) -> None:
+        table = Table(title=title, title_justify="left", title_style="bold", show_header=bool(head), expand=False)
+        for i, name in enumerate(head or ("", "")):
+            table.add_column(name, no_wrap=i == 0)
+        for row in rows:
+            table.add_row(*(escape(str(cell)) for cell in row))
+        console.print(table)
+
+    machine = found["machine"]
+    show("machine", (), [(k, "none" if v is None else v) for k, v in machine.items()])
+    show(
+        "backends",
+        ("name", "runs here", "row-invariant", "weights", "KV cache"),
+        [
+            (
+                name,
+                "yes" if b["runs_here"] else f"no: {b['reason']}",
+                "yes" if b["row_invariant"] else "no",
+                " ".join(b["weights"]),
+                " ".join(b["kv_cache"]),
+            )
+            for name, b in found["backends"].items()
+        ],
+    )
+    show(
+        "formats",
+        ("name", "what", "KV cache"),
+        [(n, f["what"], "yes" if f["kv_cache"] else "no") for n, f in found["formats"].items()],
+    )
+    show(
+        "drafters",
+        ("name", "what", "options (--draft-options)"),
+        [(n, d["what"], json.dumps(d["options"])) for n, d in found["drafters"].items()],
+    )
+    for name, model in found["models"].items():
+        show(f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v])

@@ -1,0 +1,57 @@
+"""`foretoken train`: a recipe makes a tokenizer, a target and a draft distilled from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional
+
+from foretoken.cli.options import option, parse
+from foretoken.errors import ConfigError
+
+# The recipe of the embedded pair lies beside the package in a checkout.
+DEFAULT_RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "embedded.toml"
+
+
+@dataclass(frozen=True)
+class Args:
+    """Train the models of a recipe. A run that was stopped goes on with --resume."""
+
+    recipe: Annotated[Path | None, Positional, option("[RECIPE.toml]")] = None  # default: recipes/embedded.toml
+    data: Annotated[Path | None, option("DIR")] = None  # the corpus (required)
+    out: Annotated[Path | None, option("DIR")] = None  # where checkpoints and models go (required)
+    resume: Annotated[bool, option()] = False  # skip finished stages and go on from the last checkpoint
+    json: Annotated[bool, option()] = False  # one JSON line with the result instead of progress
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse and hand over to `foretoken.train.run`."""
+    args = parse(Args, argv, prog).args
+    for name in ("data", "out"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"--{name} is missing; e.g. foretoken train --data corpus --out runs/embedded")
+    recipe = args.recipe or DEFAULT_RECIPE
+    if not recipe.is_file():
+        raise ConfigError(f"no recipe at {recipe}; give the path of a .toml file as the first argument")
+    assert args.data is not None and args.out is not None
+    from foretoken import train
+
+    result = train.run(recipe, data=args.data, out=args.out, resume=args.resume, quiet=args.json)
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "target": str(result.target),
+                    "draft": str(result.draft),
+                    "loss_plot": str(result.loss_plot),
+                    "results": result.results,
+                }
+            )
+        )
+    else:
+        print(f"target: {result.target}\ndraft:  {result.draft}\nloss:   {result.loss_plot}")
+    return 0

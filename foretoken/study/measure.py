@@ -1,0 +1,124 @@
+"""Measuring: several ways to decode a workload take turns batch by batch, so that a drifting machine hits all alike."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foretoken.engine.engine import Engine
+from foretoken.engine.llm import LLM
+from foretoken.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
+from foretoken.spec.drafter import Drafter, NoDrafter
+from foretoken.spec.length import make_policy
+from foretoken.study.workload import Arm, Workload
+
+Job = tuple[tuple[int, ...], SamplingParams]
+WARMUP_TOKENS = 16
+
+
+@dataclass
+class Run:
+    """One pass of one arm over a workload. `overhead` is what neither model's passes explain; times in seconds."""
+
+    seconds: float = 0.0
+    num_steps: int = 0
+    times: TimeSplit = field(default_factory=TimeSplit)
+    metrics: SpecMetrics = field(default_factory=SpecMetrics)
+    completions: list[Completion] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(c.token_ids) for c in self.completions)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def overhead(self) -> float:
+        return self.seconds - self.times.target - self.times.draft
+
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        return [c.token_ids for c in self.completions]
+
+
+class Bench:
+    """One loaded target that changes its drafter between batches; its own memory and cache serve every arm."""
+
+    def __init__(self, model: str, arms: Seq[Arm], settings: dict[str, Any], load: Callable[..., LLM] = LLM) -> None:
+        """`settings` are keyword arguments of LLM, without `draft`; `load` makes an LLM. Raises what LLM raises."""
+        self.arms = list(arms)
+        self._drafters: dict[object, Drafter] = {}
+        self.llm = load(model, None, **settings)
+        for arm in arms:
+            if not arm.plain and _key(arm) not in self._drafters:
+                # Only the drafter is kept; the second copy of the target goes.
+                self._drafters[_key(arm)] = load(model, arm.spec, **settings).engine.drafter
+                gc.collect()
+
+    def install(self, arm: Arm) -> Engine:
+        """The engine, set to decode as `arm` says."""
+        engine = self.llm.engine
+        engine.drafter = NoDrafter() if arm.plain else self._drafters[_key(arm)]
+        engine.policy = make_policy(arm.spec)
+        engine.drafter.policy = engine.policy
+        engine.runner.captures = engine.drafter.captures
+        return engine
+
+    def check(self, workload: Workload) -> None:
+        """Raise RequestError if a prompt does not fit; before any time is spent."""
+        for prompt in workload.prompts:
+            self.llm.engine.check(prompt)
+
+    def warm_up(self, workload: Workload) -> None:
+        """A few tokens of the first batch by every arm: caches, pages and thread pools are then in place."""
+        batch = next(workload.batches())
+        for arm in self.arms:
+            short = [(p, replace(s, max_tokens=min(WARMUP_TOKENS, s.max_tokens), min_tokens=0)) for p, s in batch]
+            run_batch(self.install(arm), short, Run())
+
+    def measure(
+        self, workload: Workload, repeat: int, tick: Callable[[str], None] = lambda label: None
+    ) -> dict[Arm, list[Run]]:
+        """`repeat` runs of every arm. Arms take turns at each batch, and who begins rotates.
+
+        `tick(label)` is called after every batch of every arm.
+        """
+        runs: dict[Arm, list[Run]] = {arm: [Run() for _ in range(repeat)] for arm in self.arms}
+        for r in range(repeat):
+            for i, batch in enumerate(workload.batches()):
+                first = (r + i) % len(self.arms)
+                for arm in self.arms[first:] + self.arms[:first]:
+                    run_batch(self.install(arm), batch, runs[arm][r])
+                    tick(arm.label)
+        return runs
+
+
+def _key(arm: Arm) -> object:
+    """Arms of one drafter share it: the length and the confidence belong to the policy."""
+    s = arm.spec
+    return s.method, s.model, s.format, tuple(sorted((k, repr(v)) for k, v in s.options.items()))
+
+
+def run_batch(engine: Engine, batch: Seq[Job], run: Run) -> None:
+    """Run prompts together to their end, and add what it took to `run`."""
+    before = replace(engine.times)
+    done: dict[str, Completion] = {}
+    start = time.perf_counter()
+    for i, (prompt, params) in enumerate(batch):
+        engine.add(Request(f"bench{i}", prompt, params, params.seed or 0))
+    while engine.has_work:
+        run.num_steps += 1
+        for delta in engine.step():
+            if delta.completion is not None:
+                done[delta.request_id] = delta.completion
+    run.seconds += time.perf_counter() - start
+    run.times.add(engine.times)
+    run.times.add(before, -1.0)
+    for i in range(len(batch)):
+        run.completions.append(done[f"bench{i}"])
+        run.metrics.add(done[f"bench{i}"].metrics.spec)
