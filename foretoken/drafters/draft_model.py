@@ -93,8 +93,8 @@ class DraftModelDrafter(Drafter):
         nothing = Draft.empty(len(shadows))
         out = self.runner.forward(shadows, nothing, num_pending)
         self.runner.commit(shadows, num_pending, [[] for _ in shadows], out)
-        best: list[int] = out.logits.argmax(-1).tolist() if any(plain_greedy(s) for s in shadows) else []
         table = out.logits.numpy() if out.logits.device.type == "cpu" else out.logits.cpu().numpy()
+        best: list[int] = table.argmax(axis=-1).tolist() if any(plain_greedy(s) for s in shadows) else []
         eos = self.runner.model.config.eos_token_ids
         guesses: list[tuple[int, float]] = []
         for b, seq in enumerate(shadows):
