@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
 }
 
+MAX_LAYERS = 10_000  # names and shapes of all layers are listed before any file is read
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -79,7 +81,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelLoadError(
             f"{path} is missing; a model folder holds config.json, *.safetensors and tokenizer.json"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds no JSON object; download it again")
@@ -90,7 +92,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
     """ModelConfig of a parsed config.json. `eos` (of generation_config.json) overrides its end tokens."""
     names = raw.get("architectures") or ["?"]
     architecture = names[0] if isinstance(names, list) else "?"
-    flags = ARCHITECTURES.get(architecture)
+    flags = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
     if flags is None:
         raise ModelLoadError(
             f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}"
@@ -98,11 +100,11 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
     if raw.get("quantization_config"):
         raise ModelLoadError(f"{where}: quantized checkpoints cannot be read yet; use the unquantized one and --format")
 
-    def whole(name: str, default: int | None = None) -> int:
+    def whole(name: str, default: int | None = None, most: int = 2**31) -> int:
         value = raw.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**31:
-            raise ModelLoadError(f"{where}: {name} must be a positive whole number, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ModelLoadError(f"{where}: {name} must be a whole number in 1..{most}, got {value!r}")
         return value
 
     hidden, heads = whole("hidden_size"), whole("num_attention_heads")
@@ -114,7 +116,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
         )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelLoadError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
-    layers = whole("num_hidden_layers")
+    layers = whole("num_hidden_layers", most=MAX_LAYERS)
     max_len = whole("max_position_embeddings", 2048)
     bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
@@ -134,7 +136,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
         o_bias=bias and not flags["qkv_bias"],
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=flags["qk_norm"],
-        windows=_windows(raw, layers, architecture),
+        windows=_windows(raw, layers, architecture, where),
         eos_token_ids=_token_ids(raw.get("eos_token_id") if eos is None else eos),
         bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"))), None),
     )
@@ -161,27 +163,34 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise ModelLoadError(f"{where}: rope scaling {kind!r} is not supported; these are: default, linear, llama3")
-    if float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
+    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
         raise ModelLoadError(f"{where}: partial_rotary_factor is not supported; the whole head must rotate")
     theta = _number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
+    low, high = _number(scaling, "low_freq_factor", 1.0, where), _number(scaling, "high_freq_factor", 4.0, where)
+    if low >= high:
+        raise ModelLoadError(f"{where}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
     return RopeConfig(
         theta=theta,
         kind=kind,
         factor=_number(scaling, "factor", 1.0, where),
-        low_freq_factor=_number(scaling, "low_freq_factor", 1.0, where),
-        high_freq_factor=_number(scaling, "high_freq_factor", 4.0, where),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_len=int(_number(scaling, "original_max_position_embeddings", max_len, where)),
     )
 
 
-def _windows(raw: Mapping[str, Any], layers: int, architecture: str) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
-    if architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
-        window = None
-    if architecture == "LlamaForCausalLM" or not isinstance(window, int):
+def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str) -> tuple[int | None, ...]:
+    qwen = architecture.startswith("Qwen")
+    # 4096 and 28 are what Hugging Face takes where the key is absent; null means no window.
+    window, first = raw.get("sliding_window", 4096), raw.get("max_window_layers", 28) if qwen else 0
+    if architecture == "LlamaForCausalLM" or window is None or (qwen and not raw.get("use_sliding_window", False)):
         return (None,) * layers
+    for name, value, least in (("sliding_window", window, 1), ("max_window_layers", first, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ModelLoadError(f"{where}: {name} must be a whole number, at least {least}, got {value!r}")
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == layers:
+        if any(k not in ("sliding_attention", "full_attention") for k in kinds):
+            raise ModelLoadError(f"{where}: layer_types knows sliding_attention and full_attention only, got {kinds!r}")
         return tuple(window if k == "sliding_attention" else None for k in kinds)
-    first = raw.get("max_window_layers", 0) if architecture.startswith("Qwen") else 0
     return tuple(window if i >= first else None for i in range(layers))

@@ -1,0 +1,268 @@
+"""Tiny random checkpoints of every model of the family, and the ways to run them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretoken import ops, registry
+from foretoken.batch import Rows, build_batch
+from foretoken.formats.scheme import QuantScheme
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.config import ModelConfig, parse_config
+from foretoken.models.llama import Llama
+from foretoken.models.loader import expected_shapes, load_model
+from foretoken.models.runner import ModelRunner
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.draft import Draft
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+VOCAB = 97  # odd, so that no kernel meets a full tile only
+
+
+def need(path: Path) -> Path:
+    """`path`, or skip the test with the reason."""
+    if not path.exists():
+        pytest.skip(f"{path.name} is not here (data beside the repository)")
+    return path
+
+
+def backends() -> list[str]:
+    """The backends that can run on this machine's CPU."""
+    return [name for name in registry.names("ops") if registry.load("ops", name).unavailable() is None]
+
+
+# --- checkpoints ---
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,  # with head_dim 12: frequencies in each of the three bands
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kind of model: its architecture, settings over BASE, length of the test prompt.
+
+    `without` takes from our config (and weights) what the variant is about; its logits must then be wrong, else the
+    test would not notice the lack.
+    """
+
+    architecture: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    length: int = 24
+    without: Callable[[Llama], None] | None = None
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """config.json in the newer spelling (rope_parameters)."""
+        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        kind = self.architecture.removesuffix("ForCausalLM").lower()
+        return {"architectures": [self.architecture], "model_type": kind, **BASE, **rope, **self.settings}
+
+
+def _no_window(model: Llama) -> None:
+    model.config = replace(model.config, windows=(None,) * model.config.num_layers)
+
+
+def _window_everywhere(model: Llama) -> None:
+    window = next(w for w in model.config.windows if w is not None)
+    model.config = replace(model.config, windows=(window,) * model.config.num_layers)
+
+
+def _plain_rope(model: Llama) -> None:
+    from foretoken.models.layers import rope_table
+
+    model.rope = rope_table(replace(model.config.rope, kind="default"), model.config.head_dim, model.max_model_len)
+
+
+def _drop(*names: str) -> Callable[[Llama], None]:
+    def without(model: Llama) -> None:
+        layers = tuple(replace(layer, **dict.fromkeys(names)) for layer in model.weights.layers)
+        model.weights = replace(model.weights, layers=layers)
+
+    return without
+
+
+VARIANTS: dict[str, Variant] = {
+    "llama2": Variant("LlamaForCausalLM", {"num_key_value_heads": 4}),
+    "llama3": Variant(
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "num_key_value_heads": 1},
+    ),
+    "llama3.1": Variant("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}, length=150, without=_plain_rope),
+    "llama3.2": Variant(
+        "LlamaForCausalLM",
+        {"rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}, "tie_word_embeddings": True, "head_dim": 16},
+        length=100,
+        without=_plain_rope,
+    ),
+    "llama-linear": Variant(
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        without=_plain_rope,
+    ),
+    "llama-biases": Variant(
+        "LlamaForCausalLM",
+        {"attention_bias": True, "mlp_bias": True},
+        without=_drop("o_bias", "gate_up_bias", "down_bias"),
+    ),
+    "mistral": Variant("MistralForCausalLM", {"sliding_window": 7, "head_dim": 12}, length=40, without=_no_window),
+    "mistral-full": Variant("MistralForCausalLM", {"sliding_window": None, "head_dim": 12}),
+    "qwen2": Variant("Qwen2ForCausalLM", without=_drop("qkv_bias")),
+    "qwen2.5-tied": Variant(
+        "Qwen2ForCausalLM",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        without=_drop("qkv_bias"),
+    ),
+    "qwen2-window": Variant(
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+        length=40,
+        without=_window_everywhere,
+    ),
+    "qwen3": Variant("Qwen3ForCausalLM", {"head_dim": 20, "max_window_layers": 3}, without=_drop("q_norm", "k_norm")),
+    "qwen3-biases": Variant(
+        "Qwen3ForCausalLM", {"head_dim": 8, "attention_bias": True}, without=_drop("qkv_bias", "o_bias")
+    ),
+}
+
+
+def random_tensors(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Weights that leave nothing idle: sharp attention, norms away from 1, biases away from 0, logits of size 2."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("norm.weight"):
+            return 1 + 0.3 * noise
+        if name.endswith(".bias"):
+            return 0.5 * noise
+        return noise if "embed_tokens" in name and not config.tied_embeddings else 1.5 * noise / shape[1] ** 0.5
+
+    return {name: draw(name, shape).to(dtype) for name, shape in expected_shapes(config).items()}
+
+
+def write_config(folder: Path, raw: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def write_checkpoint(folder: Path, variant: Variant, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Config and one safetensors file of a variant with random weights."""
+    raw = {**variant.raw, "dtype": str(dtype).removeprefix("torch.")}
+    write_config(folder, raw)
+    save_file(random_tensors(parse_config(raw), seed, dtype), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor], num_shards: int = 3) -> None:
+    """The same tensors as several files and an index."""
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(num_shards):
+        file = f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = {n: tensors[n].contiguous() for n in names[i::num_shards]}
+        save_file(part, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+# --- prompts, the oracle, and our model ---
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def oracle(folder: Path) -> Any:
+    """The checkpoint as `transformers` runs it: float32, eager attention."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval()
+
+
+@torch.inference_mode()
+def oracle_logits(folder: Path, token_ids: Seq[int]) -> Tensor:
+    """Logits [T, V] of every position by `transformers`."""
+    logits: Tensor = oracle(folder)(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    return logits
+
+
+def load(folder: Path, backend: str = "reference", weights: str = "auto") -> Llama:
+    return load_model(folder, ops.resolve(backend), QuantScheme(weights))
+
+
+def make_runner(model: Llama, block_size: int = 16, num_blocks: int = 64, kv_format: str = "fp32") -> ModelRunner:
+    c = model.config
+    return ModelRunner(model, KVCache(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv_format))
+
+
+def make_sequence(token_ids: Iterable[int], seq_id: int = 0) -> Sequence:
+    return Sequence(seq_id, list(token_ids), SamplingParams(), 0)
+
+
+def all_logits(model: Llama, token_ids: Seq[int], kv_format: str = "fp32") -> Tensor:
+    """Logits [T, V] of every position, in one pass."""
+    runner = make_runner(model, kv_format=kv_format)
+    blocks = list(range(-(-len(token_ids) // 16)))
+    batch = build_batch([Rows(token_ids, 0, [], [], blocks, True)], 16)
+    rows = torch.arange(len(token_ids), dtype=torch.int32)
+    return model.forward(replace(batch, logit_rows=rows), runner.cache)[0]
+
+
+def feed(runner: ModelRunner, seq: Sequence, count: int) -> Tensor:
+    """Run `count` pending tokens and keep their rows; logits [1, V] if none is left pending, else [0, V]."""
+    assert runner.blocks.reserve(seq, seq.num_cached + count)
+    out = runner.forward([seq], Draft.empty(1), [count])
+    runner.commit([seq], [count], [[]], out)
+    return out.logits
+
+
+@cache
+def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> Llama:
+    """A random model, without files: what a test takes that needs any model."""
+    from foretoken.models import loader
+
+    config = parse_config(VARIANTS[name].raw)
+    tensors = random_tensors(config)
+
+    class InMemory:
+        def tensor(self, tensor_name: str) -> Tensor:
+            return tensors[tensor_name]
+
+    read: Any = loader._read_weights
+    return Llama(config, read(config, InMemory(), QuantScheme(weights), "cpu", None), ops.resolve(backend))

@@ -1,0 +1,131 @@
+"""Every model of the family gives the logits of `transformers`, whatever the layout of its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures_models import (
+    VARIANTS,
+    all_logits,
+    backends,
+    load,
+    oracle_logits,
+    prompt,
+    random_tensors,
+    read_tensors,
+    write_checkpoint,
+    write_shards,
+)
+
+from foretoken.models.config import parse_config, read_config
+
+TOLERANCE = 1e-4  # max abs difference of float32 logits of size 2
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: write_checkpoint(folder / name, variant) for name, variant in VARIANTS.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
+    """The oracle's logits of each variant's prompt, computed once for all backends."""
+    return {name: oracle_logits(checkpoints[name], prompt(v.length)) for name, v in VARIANTS.items()}
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert got.shape == wanted.shape
+    return (got - wanted).abs().max().item()
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_transformers(name, backend, checkpoints, expected):
+    wanted = expected[name]
+    assert wanted.std() > 0.5  # else the tolerance would mean nothing
+    got = all_logits(load(checkpoints[name], backend), prompt(VARIANTS[name].length))
+    assert difference(got, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v.without is not None])
+def test_logits_differ_without_what_makes_the_variant(name, checkpoints, expected):
+    """The comparison above would notice: the window, the scaled rotation, the biases and the norms all matter."""
+    model = load(checkpoints[name])
+    VARIANTS[name].without(model)
+    assert difference(all_logits(model, prompt(VARIANTS[name].length)), expected[name]) > 0.05
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_shards_give_the_same_bits_as_one_file(backend, checkpoints, tmp_path):
+    source = checkpoints["llama3"]
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    write_shards(tmp_path, read_tensors(source))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    token_ids = prompt(12)
+    assert all_logits(load(tmp_path, backend), token_ids).equal(all_logits(load(source, backend), token_ids))
+
+
+def test_what_transformers_saves_can_be_read(tmp_path):
+    """Its own spelling of config.json, its own shards."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    got = all_logits(load(tmp_path), prompt(12))
+    assert difference(got, oracle_logits(tmp_path, prompt(12))) < TOLERANCE
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_checkpoints(dtype, backend, tmp_path):
+    """Weights stay in the checkpoint's type, activations are float32: as the oracle computes on the widened weights."""
+    folder = write_checkpoint(tmp_path, VARIANTS["llama3.2"], dtype=dtype)
+    model = load(folder, backend)
+    assert model.weights.layers[0].qkv.parts["weight"].dtype == dtype
+    assert difference(all_logits(model, prompt(40)), oracle_logits(folder, prompt(40))) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3.1", "llama-linear"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_older_and_newer_spelling_of_rope_read_alike(name, key):
+    newer = VARIANTS[name].raw
+    rope = newer["rope_parameters"]
+    older = {k: v for k, v in newer.items() if k != "rope_parameters"} | {"rope_theta": rope["rope_theta"]}
+    scaling = {key if k == "rope_type" else k: v for k, v in rope.items() if k != "rope_theta"}
+    older["rope_scaling"] = None if scaling[key] == "default" else scaling
+    assert parse_config(older) == parse_config(newer)
+
+
+def test_older_spelling_gives_the_same_logits(checkpoints, expected, tmp_path):
+    raw = json.loads((checkpoints["llama3.1"] / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = rope
+    raw["torch_dtype"] = raw.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(checkpoints["llama3.1"] / "model.safetensors")
+    assert difference(all_logits(load(tmp_path), prompt(150)), expected["llama3.1"]) < TOLERANCE
+
+
+def test_config_gives_shapes_of_all_tensors(checkpoints):
+    """The parameter count of the config is that of the file (norms and biases left out)."""
+    for name, folder in checkpoints.items():
+        config = read_config(folder)
+        stored = random_tensors(config)
+        matrices = sum(t.numel() for t in stored.values() if t.dim() == 2)
+        assert config.num_parameters == matrices, name

@@ -1,0 +1,172 @@
+"""However a token reaches the model (prompt, chunk, decode, chain, tree, batch), its logits have the same bits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from fixtures_models import (
+    VARIANTS,
+    all_logits,
+    backends,
+    feed,
+    make_runner,
+    make_sequence,
+    prompt,
+    tiny_model,
+)
+
+from foretoken import registry
+from foretoken.formats import scheme
+from foretoken.spec.draft import Draft
+
+VOCAB = 97
+KV_FORMATS = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]
+every_backend = pytest.mark.parametrize("backend", backends())
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+
+
+@every_backend
+@every_variant
+def test_token_by_token_equals_the_whole_prompt(name, backend):
+    model = tiny_model(backend, name)
+    token_ids = prompt(VARIANTS[name].length)
+    whole = all_logits(model, token_ids)
+    runner, seq = make_runner(model), make_sequence(token_ids[:1])
+    rows = [feed(runner, seq, 1)]
+    for token in token_ids[1:]:
+        seq.token_ids.append(token)
+        rows.append(feed(runner, seq, 1))
+    assert torch.cat(rows).equal(whole)
+
+
+@every_backend
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_chunks_equal_the_whole_prompt(block_size, kv_format, backend):
+    model = tiny_model(backend, "mistral")
+    token_ids = prompt(40)
+    whole = all_logits(model, token_ids, kv_format)
+    for chunks in ([40], [1, 39], [16, 16, 8], [3, 7, 29, 1]):
+        runner = make_runner(model, block_size, 64, kv_format)
+        seq = make_sequence(token_ids)
+        logits = [feed(runner, seq, n) for n in chunks]
+        assert [len(x) for x in logits] == [0] * (len(chunks) - 1) + [1]  # only the last chunk asks for logits
+        assert logits[-1][0].equal(whole[-1])
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """Nodes from the root to `node`, itself included."""
+    return ([] if parents[node] < 0 else path_to(parents[node], parents)) + [node]
+
+
+def check_draft(model, token_ids, draft_tokens, parents, kv_format="fp32", block_size=16):
+    """Each node's logits are those of the plain sequence that its path spells; returns the rows of the pass."""
+    runner, seq = make_runner(model, block_size, 64, kv_format), make_sequence(token_ids)
+    feed(runner, seq, len(token_ids) - 3)
+    assert runner.blocks.reserve(seq, len(token_ids) + len(draft_tokens))
+    out = runner.forward([seq], Draft.trees([(draft_tokens, parents)]), [3])
+    assert out.logits.shape == (1 + len(draft_tokens), model.config.vocab_size)
+    assert out.logits[0].equal(all_logits(model, token_ids, kv_format)[-1])
+    for leaf in set(range(len(draft_tokens))) - set(parents):
+        path = path_to(leaf, parents)
+        alone = all_logits(model, token_ids + [draft_tokens[i] for i in path], kv_format)[-len(path) :]
+        for node, wanted in zip(path, alone, strict=True):
+            assert out.logits[1 + node].equal(wanted), f"node {node} of the path {path}"
+    return out.logits
+
+
+@every_backend
+@every_variant
+def test_a_chain_equals_the_plain_sequence(name, backend):
+    token_ids = prompt(VARIANTS[name].length)
+    check_draft(tiny_model(backend, name), token_ids, prompt(6, seed=5), list(range(-1, 5)))
+
+
+@every_backend
+@every_variant
+def test_a_tree_equals_each_path_alone(name, backend):
+    #    0        1      siblings at each level, a leaf before its cousin's child, nodes out of depth order
+    #  2   3      5
+    #  4   6      8
+    #      7
+    token_ids = prompt(VARIANTS[name].length)
+    parents = [-1, -1, 0, 0, 2, 1, 3, 6, 5]
+    rows = check_draft(tiny_model(backend, name), token_ids, prompt(9, seed=7), parents)
+    assert not rows[3].equal(rows[4])  # siblings are not the same row twice
+
+
+@every_backend
+@pytest.mark.parametrize(("name", "kv_format"), [("mistral", "fp32"), *(("llama3.2", f) for f in KV_FORMATS)])
+def test_a_tree_of_64_nodes(name, kv_format, backend):
+    """The last node's bit is the sign of the int64 mask."""
+    model = tiny_model(backend, name)
+    rng = random.Random(3)
+    parents = [rng.randrange(-1, i) if i < 60 else i - 1 for i in range(64)]
+    tokens = [rng.randrange(3, VOCAB) for _ in parents]
+    check_draft(model, prompt(21), tokens, parents, kv_format, block_size=5)
+
+
+@every_backend
+def test_a_batch_of_sequences_at_different_stages(backend):
+    """Prefill, a chunk, decode and trees share a pass; each row is as if it were alone."""
+    model = tiny_model(backend, "llama3.1")
+    runner = make_runner(model, block_size=4, num_blocks=128)
+    lengths, cached, pending = [90, 13, 1, 30], [89, 0, 0, 4], [1, 13, 1, 9]  # the last: a chunk, nothing wanted
+    seqs = [make_sequence(prompt(n, seed=n), i) for i, n in enumerate(lengths)]
+    for seq, count in zip(seqs, cached, strict=True):
+        if count:
+            feed(runner, seq, count)
+    trees = [([5, 6, 7], [-1, -1, 0]), ([], []), ([8, 9], [-1, 0]), ([], [])]
+    for seq, count, (nodes, _) in zip(seqs, pending, trees, strict=True):
+        assert runner.blocks.reserve(seq, seq.num_cached + count + len(nodes))
+    out = runner.forward(seqs, Draft.trees(trees), pending)
+    expected = [all_logits(model, seqs[0].token_ids)[-1]]
+    expected += [all_logits(model, seqs[0].token_ids + path)[-1] for path in ([5], [6], [5, 7])]
+    expected += [all_logits(model, seqs[1].token_ids)[-1], all_logits(model, seqs[2].token_ids)[-1]]
+    expected += [all_logits(model, seqs[2].token_ids + path)[-1] for path in ([8], [8, 9])]
+    assert out.wants_logits == [True, True, True, False]
+    assert out.logits.equal(torch.stack(expected))
+
+
+@every_backend
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("kept", [[], [0], [1, 4], [1, 4, 6], [0, 2, 3, 5]], ids=str)
+def test_after_commit_the_cache_is_as_if_never_drafted(kept, kv_format, backend):
+    model = tiny_model(backend, "qwen3")
+    token_ids, parents = prompt(18), [-1, -1, 0, 2, 1, 3, 4, 5]
+    tokens = prompt(8, seed=9)
+    runner, seq = make_runner(model, 4, 64, kv_format), make_sequence(token_ids)
+    assert runner.blocks.reserve(seq, len(token_ids) + len(tokens))
+    out = runner.forward([seq], Draft.trees([(tokens, parents)]), [len(token_ids)])
+    runner.commit([seq], [len(token_ids)], [kept], out)
+    seq.token_ids += [tokens[i] for i in kept] + [33]
+    assert seq.num_cached == len(token_ids) + len(kept)
+    runner.blocks.trim(seq, seq.num_cached)
+    assert feed(runner, seq, 1)[0].equal(all_logits(model, seq.token_ids, kv_format)[-1])
+
+
+@every_backend
+def test_captured_hidden_states_lead_to_the_logits(backend):
+    """What leaves the last layer, normalized and times the head, is the logits; kept rows come in order."""
+    model = tiny_model(backend, "llama3.2")
+    last = model.config.num_layers - 1
+    runner, seq = make_runner(model), make_sequence(prompt(9))
+    runner.captures = (0, last)
+    assert runner.blocks.reserve(seq, 12)
+    out = runner.forward([seq], Draft.trees([([4, 5, 6], [-1, -1, 1])]), [9])
+    width = model.config.hidden_size
+    assert out.hidden is not None and out.hidden.shape == (12, 2 * width)
+    kept = runner.commit([seq], [9], [[1, 2]], out)
+    assert kept is not None and kept.equal(out.hidden[[*range(9), 10, 11]])
+    final = model.ops.rms_norm(kept[:, width:], model.weights.norm, model.config.rms_eps)
+    logits = model.ops.linear(final, model.weights.lm_head)
+    assert logits.equal(all_logits(model, [*seq.token_ids, 5, 6]))
+
+
+def test_only_pending_tokens_leave_no_logits():
+    model = tiny_model("reference")
+    runner, seq = make_runner(model), make_sequence(prompt(9))
+    assert feed(runner, seq, 4).shape == (0, VOCAB)
+    assert feed(runner, seq, 5).shape == (1, VOCAB)
