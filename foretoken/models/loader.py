@@ -36,18 +36,17 @@ def resolve_model(name: str) -> Path:
     if name in EMBEDDED:
         return Path(__file__).parent.parent / "assets" / EMBEDDED[name]
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():  # "" would be the working directory
         return path
-    if path.exists():
+    if name and path.exists():
         raise ModelLoadError(f"{name} is a file; give the folder that holds config.json and *.safetensors")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelLoadError(f"no model at {name!r}: give a folder, a hub id like 'org/name', or 'embedded'")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelLoadError(f"no folder {name!r} here, and the hub did not give it: {first}") from None
 
@@ -105,11 +104,13 @@ class Checkpoint:
             try:
                 weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 names = sorted(set(weight_map.values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ModelLoadError(f"{index} is no valid index ({error!r}); download it again") from None
             if any(not isinstance(n, str) or Path(n).name != n for n in names):
                 raise ModelLoadError(f"{index} names files outside its folder; that is not a sound checkpoint")
             return names
+        if (self.folder / "model.safetensors").exists():  # others beside it are other forms of the same weights
+            return ["model.safetensors"]
         names = sorted(p.name for p in self.folder.glob("*.safetensors"))
         if not names:
             other = [p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
