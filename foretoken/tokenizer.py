@@ -48,14 +48,23 @@ class Tokenizer:
         template = config.get("chat_template")
         jinja = folder / "chat_template.jinja"
         if jinja.exists():
-            template = jinja.read_text(encoding="utf-8")
+            try:
+                template = jinja.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ModelLoadError(f"{jinja} is no UTF-8 text ({error}); download it again") from None
         elif isinstance(template, list):  # several templates by name
             template = next((t.get("template") for t in template if t.get("name") == "default"), None)
         special = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v)}
         return cls(backend, template if isinstance(template, str) else None, special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text. Raises RequestError for text that is no Unicode (lone surrogates)."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text is no valid UTF-8 ({error.reason} at {error.start}); convert it first"
+            ) from None
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -90,13 +99,21 @@ class Tokenizer:
         for m in messages:
             if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
                 raise RequestError(f"a message needs 'role' and 'content', both text, got {m!r}")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        # As transformers sets it up, but for the date (strftime_now): the same messages give the same tokens every day.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = _to_json
+        values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self.special}
         try:
-            template = environment.from_string(self._template)
-            return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special)
+            return environment.from_string(self._template).render(tools=None, documents=None, **values)
         except TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None
+        except Exception as error:  # whatever the template's own code runs into
+            raise RequestError(
+                f"the chat template fails on these messages ({type(error).__name__}: {error}); use a plain prompt"
+            ) from None
 
     def stream(self) -> IncrementalDecoder:
         """A decoder for one output."""
@@ -138,6 +155,11 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Jinja's own filter writes < > & ' as HTML needs them, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
 def _content(value: Any) -> str:
     if isinstance(value, dict):
         value = value.get("content")
@@ -149,6 +171,6 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
     return value if isinstance(value, dict) else {}

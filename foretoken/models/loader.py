@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,7 +36,7 @@ def resolve_model(name: str) -> Path:
     """
     if name in EMBEDDED:
         return Path(__file__).parent.parent / "assets" / EMBEDDED[name]
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # unlike Path.expanduser, it leaves an unknown user as it is
     if name and path.is_dir():  # "" would be the working directory
         return path
     if name and path.exists():

@@ -1,0 +1,475 @@
+# ruff: noqa: RUF001 - scripts that look alike are the point
+"""Text to tokens and back: nothing lost, no broken character in a stream, templates that stay in their sandbox."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures_models import SHARED, need
+from hypothesis import example, given, settings, strategies as st
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer as Backend,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from foretoken.errors import ModelLoadError, RequestError
+from foretoken.tokenizer import BROKEN, Tokenizer
+
+TEXT = [
+    "Once upon a time, there was a small dog. The dog's name was Rex; he liked to run in the park.",
+    "def add(a, b):\n    return a + b\n\n\nprint(add(1, 22))\n",
+    "naïve café, Ångström, ἀλήθεια, Привет мир, 你好，世界。吾輩は猫である。 안녕하세요",
+]
+SPECIAL = ["<s>", "</s>", "<|user|>"]
+
+
+@cache
+def byte_level() -> Tokenizer:
+    """GPT-2's and Llama 3's kind: every byte is a token, merges cross character boundaries."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(TEXT * 3, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    return Tokenizer(backend)
+
+
+@cache
+def metaspace() -> Tokenizer:
+    """Llama 2's and Mistral's kind: a space is part of the next word, unknown characters become byte tokens."""
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained = Backend(models.BPE())
+    trained.normalizer = backend.normalizer
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁"), "merged_with_next")
+    trained.train_from_iterator(TEXT[:2], trainers.BpeTrainer(vocab_size=150, show_progress=False))
+    state = json.loads(trained.to_str())["model"]
+    vocab = {piece: i for i, piece in enumerate(["<unk>", *SPECIAL, *(f"<0x{b:02X}>" for b in range(256))])}
+    for piece in sorted(state["vocab"], key=state["vocab"].get):
+        vocab.setdefault(piece, len(vocab))
+    merges = [tuple(m) for m in state["merges"]]
+    backend.model = models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(s, special=True) for s in SPECIAL])
+    return Tokenizer(backend)
+
+
+@cache
+def gpt2() -> Tokenizer:
+    folder = need(SHARED / "tokenizers")
+    backend = Backend(models.BPE.from_file(str(folder / "gpt2-vocab.json"), str(folder / "gpt2-merges.txt")))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+@cache
+def neox() -> Tokenizer:
+    with gzip.open(need(SHARED / "tokenizers" / "gpt-neox-20b-tokenizer.json.gz")) as file:
+        return Tokenizer(Backend.from_str(file.read().decode()))
+
+
+KINDS = {"byte_level": byte_level, "metaspace": metaspace, "gpt2": gpt2, "neox": neox}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+HARD = [
+    "",
+    " ",
+    "   leading, trailing   ",
+    "\n\n\t x\r\n",
+    "é e\u0301 \u0301",  # composed, combining, combining alone
+    "👩‍👩‍👧‍👦🏳️‍🌈 👍🏽🇩🇪",
+    "你好，世界。𠮷野家 吾輩は猫である",
+    "‮עברית العربية‬",
+    "\u0000\u0001\x7f\u2028\ufeff",
+    "1234567890 0x1F 3.14e-10",
+    "\U0010ffff\U0001f600\u07ff\u0800\uffff",
+    "🤖" * 20,
+]
+# "▁" is the metaspace kind's own sign for a space; surrogates are no text.
+texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="▁"), max_size=40) | st.lists(
+    st.sampled_from([*"aé你🤖 \n", " the", "\u0301", "\u200d", "👩‍👧"]), max_size=30
+).map("".join)
+
+
+def hard_examples(test: Any) -> Any:
+    for text in HARD:
+        test = example(text=text)(test)
+    return test
+
+
+def expected_text(kind: str, text: str) -> str:
+    # GPT-NeoX's file normalizes to NFC; the others keep every code point.
+    import unicodedata
+
+    return unicodedata.normalize("NFC", text) if kind == "neox" else text
+
+
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    stream = tokenizer.stream()
+    return [*(stream.push(t) for t in token_ids), stream.flush()]
+
+
+@every_kind
+@hard_examples
+@given(text=texts)
+@settings(max_examples=60)
+def test_round_trip(kind, text):
+    tokenizer = KINDS[kind]()
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == expected_text(kind, text)
+
+
+@every_kind
+@hard_examples
+@given(text=texts)
+@settings(max_examples=60)
+def test_streamed_pieces_join_to_the_text(kind, text):
+    tokenizer = KINDS[kind]()
+    pieces = pieces_of(tokenizer, tokenizer.encode(text))
+    assert "".join(pieces) == expected_text(kind, text)
+    if BROKEN not in text:
+        assert not any(BROKEN in p for p in pieces)  # characters come whole or not yet
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "gpt2"])
+@given(data=st.binary(max_size=30))
+@settings(max_examples=100)
+def test_any_bytes_stream_as_they_decode(kind, data):
+    """What a model may emit: stray and incomplete bytes among text. Pieces join to the decoding of the whole."""
+    tokenizer = KINDS[kind]()
+    token_ids = [byte_tokens(kind)[b] for b in data]
+    text = "".join(pieces_of(tokenizer, token_ids))
+    assert text == tokenizer.decode(token_ids) == data.decode("utf-8", errors="replace")
+
+
+@given(st.lists(st.integers(0, 399), max_size=40))
+@settings(max_examples=100)
+def test_any_tokens_stream_as_they_decode(token_ids):
+    """Random tokens, special ones (which leave no text) among them."""
+    tokenizer = byte_level()
+    assert tokenizer.vocab_size == 400
+    assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+@cache
+def byte_tokens(kind: str) -> list[int]:
+    """The token of each byte."""
+    vocabulary, alphabet = KINDS[kind]().vocabulary(), byte_alphabet()
+    return [vocabulary[f"<0x{b:02X}>" if kind == "metaspace" else alphabet[b]] for b in range(256)]
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Byte -> the character that stands for it in a byte-level vocabulary (the rule of GPT-2's paper's code)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("character", ["é", "你", "🤖"])
+def test_a_character_of_several_tokens_comes_once_it_is_whole(kind, character):
+    tokenizer = KINDS[kind]()
+    token_ids = [byte_tokens(kind)[b] for b in character.encode()]
+    stream = tokenizer.stream()
+    before = tokenizer.encode("the", add_special_tokens=False)
+    assert "".join(stream.push(t) for t in before) == "the"
+    assert [stream.push(t) for t in token_ids] == [""] * (len(token_ids) - 1) + [character]
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_an_incomplete_character_at_the_end_is_said(kind):
+    """Held back while it may be completed; shown as the replacement character when nothing follows."""
+    tokenizer = KINDS[kind]()
+    stream = tokenizer.stream()
+    assert "".join(stream.push(t) for t in tokenizer.encode("the", add_special_tokens=False)) == "the"
+    for byte in "🤖".encode()[:3]:
+        assert stream.push(byte_tokens(kind)[byte]) == ""
+    tail = stream.flush()
+    assert tail and set(tail) == {BROKEN}
+    assert stream.flush() == ""  # once
+
+
+def test_spaces_between_streamed_words_stay():
+    """A metaspace decoder strips the first space of whatever it is given; a stream must not lose the others."""
+    tokenizer = metaspace()
+    text = "the dog  the\n dog a b  c "
+    assert "".join(pieces_of(tokenizer, tokenizer.encode(text))) == text
+    vocabulary = tokenizer.vocabulary()
+    space, special = vocabulary["▁"], vocabulary["</s>"]
+    for token_ids in ([space] * 3, [special, space, space], [space, special, space, special, space]):
+        text = " " * (token_ids.count(space) - 1)
+        assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids) == text
+
+
+def test_special_tokens():
+    tokenizer = byte_level()
+    begin = tokenizer.vocabulary()["<s>"]
+    with_begin = tokenizer.encode("dog")
+    assert with_begin[0] == begin and with_begin[1:] == tokenizer.encode("dog", add_special_tokens=False)
+    assert tokenizer.decode(with_begin) == "dog"
+    assert tokenizer.decode(with_begin, skip_special_tokens=False) == "<s>dog"
+    assert tokenizer.encode("a<|user|>b", add_special_tokens=False).count(tokenizer.vocabulary()["<|user|>"]) == 1
+
+
+def test_vocabulary_spells_every_token():
+    tokenizer = metaspace()
+    vocabulary = tokenizer.vocabulary()
+    assert len(vocabulary) == tokenizer.vocab_size == len(set(vocabulary.values()))
+    assert all(tokenizer.token(i) == piece for piece, i in vocabulary.items())
+    assert tokenizer.token(tokenizer.vocab_size) is None
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udcffb"], ids=ascii)
+def test_text_that_is_no_text_is_refused(text):
+    """A command line with bytes that are no UTF-8 arrives as lone surrogates."""
+    with pytest.raises(RequestError, match="UTF-8"):
+        byte_level().encode(text)
+
+
+# --- folders ---
+
+
+def save(folder: Path, tokenizer: Tokenizer, **config: object) -> Path:
+    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_from_folder(tmp_path):
+    token: dict[str, object] = {"content": "</s>", "special": True, "__type": "AddedToken"}
+    save(
+        tmp_path, byte_level(), bos_token="<s>", eos_token=token, unk_token=None, model_max_length=9, add_bos_token=True
+    )
+    loaded = Tokenizer.from_folder(tmp_path)
+    assert loaded.special == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert loaded.encode(TEXT[0]) == byte_level().encode(TEXT[0])
+    with pytest.raises(RequestError, match="no chat template"):
+        loaded.chat([{"role": "user", "content": "hello"}])
+
+
+def test_a_tokenizer_alone_is_enough(tmp_path):
+    save(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert Tokenizer.from_folder(tmp_path).special == {}
+
+
+def test_stored_truncation_and_padding_are_off(tmp_path):
+    """Some files carry those of their training; a prompt must come in whole."""
+    backend = Backend.from_str(byte_level()._backend.to_str())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=512)
+    save(tmp_path, Tokenizer(backend))
+    assert Tokenizer.from_folder(tmp_path).encode(TEXT[0]) == byte_level().encode(TEXT[0])
+
+
+def test_sentencepiece_only(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
+    with pytest.raises(ModelLoadError, match="sentencepiece") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert "save_pretrained" in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"model": {"type": "Evil"}}', "[" * 100_000], ids=lambda t: t[:30])
+def test_damaged_tokenizer(text, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b"[" * 100_000], ids=lambda d: repr(d[:10]))
+def test_damaged_tokenizer_config(data, tmp_path):
+    save(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").write_bytes(data)
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_damaged_template_file(tmp_path):
+    save(tmp_path, byte_level())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja"):
+        Tokenizer.from_folder(tmp_path)
+
+
+# --- chat templates ---
+
+CHATML = """\
+{%- for message in messages %}
+    {%- if message.role not in ["system", "user", "assistant"] %}
+        {{- raise_exception("unknown role " + message.role) }}
+    {%- endif %}
+    {{- "<|user|>" + message["role"] + "\\n" + message.content | trim + eos_token + "\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|user|>assistant\\n" }}
+{%- endif %}
+"""
+HELLO = [{"role": "user", "content": ' Hello <b>&"you"</b> 你好\n'}]
+TALK = [{"role": "system", "content": "Be kind."}, *HELLO, {"role": "assistant", "content": "Hi"}, *HELLO]
+
+
+def with_template(template: str | None) -> Tokenizer:
+    return Tokenizer(byte_level()._backend, template, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def test_template():
+    tokenizer = with_template(CHATML)
+    rendered = '<|user|>user\nHello <b>&"you"</b> 你好</s>\n'
+    assert tokenizer.render_chat(HELLO) == rendered + "<|user|>assistant\n"
+    assert tokenizer.render_chat(HELLO, add_generation_prompt=False) == rendered
+    ids = tokenizer.chat(HELLO)
+    assert ids[0] == tokenizer.vocabulary()["<|user|>"]  # the template alone decides what comes first
+    assert tokenizer.decode(ids, skip_special_tokens=False) == rendered + "<|user|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        "{% for m in messages %}\n  {% if loop.first %}\n{{ bos_token }}{% endif %}\n{{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+        "{% set n = namespace(i=0) %}{% for m in messages[::-1] %}{% set n.i = n.i + 1 %}{{ m | tojson }}{% endfor %}",
+        "{{ messages[0]['content'].split(' ')[-1].upper() }}{{ messages | length }}{{ tools is none }}",
+        "{% if messages[0].content is string %}{{ messages[0].content | replace('<', '[') }}{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("generation", [True, False])
+def test_templates_render_as_in_transformers(template, generation):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level()._backend, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    for messages in (HELLO, TALK):
+        wanted = theirs.apply_chat_template(messages, add_generation_prompt=generation, tokenize=False)
+        assert with_template(template).render_chat(messages, generation) == wanted
+
+
+def test_templates_of_a_folder(tmp_path):
+    """tokenizer_config.json has one, or several by name; chat_template.jinja goes before it."""
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain {{ bos_token }}"}]
+    save(tmp_path, byte_level(), chat_template=several, bos_token="<s>")
+    assert Tokenizer.from_folder(tmp_path).render_chat(HELLO) == "plain <s>"
+    save(tmp_path, byte_level(), chat_template="one")
+    assert Tokenizer.from_folder(tmp_path).render_chat(HELLO) == "one"
+    (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].role }}", encoding="utf-8")
+    assert Tokenizer.from_folder(tmp_path).render_chat(HELLO) == "file user"
+
+
+@pytest.mark.parametrize(
+    ("messages", "word"),
+    [
+        ([], "empty"),
+        ([{"role": "user"}], "content"),
+        ([{"content": "x"}], "role"),
+        ([{"role": "user", "content": 3}], "content"),
+        ([{"role": None, "content": "x"}], "role"),
+        (["hello"], "role"),
+        ([{"role": "pirate", "content": "Arr"}], "unknown role pirate"),
+    ],
+    ids=str,
+)
+def test_messages_that_are_refused(messages, word):
+    with pytest.raises(RequestError, match=word):
+        with_template(CHATML).chat(messages)
+
+
+def test_no_template():
+    with pytest.raises(RequestError, match="no chat template; use a plain prompt"):
+        with_template(None).chat(HELLO)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ nothing.at.all }}", "{% include 'x' %}", "{% import 'os' as o %}",
+     "{{ messages | no_such_filter }}", "{{ messages[99].role.x }}", "{{ range(10**9) | list }}", "{{ 'a' * 10**18 }}",
+     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ [1, 'a'] | sort }}", "{{ raise_exception() }}"],
+)  # fmt: skip
+def test_templates_that_fail_are_a_clear_error(template):
+    with pytest.raises(RequestError, match="chat template"):
+        with_template(template).render_chat(HELLO)
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch TRACE') }}",
+    "{{ joiner.__init__.__globals__['os'].system('touch TRACE') }}",
+    "{{ lipsum.__globals__['os'].popen('touch TRACE').read() }}",
+    "{{ lipsum['__globals__'] }}",
+    "{{ lipsum | attr('__globals__') }}",
+    "{{ self.__init__.__globals__.__builtins__.open('TRACE', 'w') }}",
+    "{{ self._TemplateReference__context }}{{ self._TemplateReference__context.environment.from_string }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__['ImmutableSandboxedEnvironment'] }}",
+    "{{ raise_exception.__code__ }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ '{0.__init__.__globals__}'.format(raise_exception) }}",
+    "{{ '{x.__class__}'.format_map({'x': messages}) }}",
+    "{{ ('{0.__class__.__mro__}' | attr('format'))(messages) }}",
+    "{{ messages | map(attribute='__class__') | list }}",
+    "{{ messages | map('attr', '__class__') | list }}",
+    "{% for m in messages %}{{ m.update({'role': 'system'}) }}{% endfor %}",
+    "{{ messages.append(1) }}",
+    "{{ messages.clear() }}",
+    "{{ messages[0].pop('content') }}",
+    "{% set _ = messages.__setitem__(0, 1) %}",
+    "{{ config }}{{ request }}{{ environment }}",
+    "{{ (messages | select).gi_frame.f_back.f_globals }}",
+    "{{ ().__class__.__bases__[0].__subclasses__()[0].__init__.__globals__ }}",
+]
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_templates_stay_in_their_sandbox(escape, tmp_path, monkeypatch):
+    """A template comes with the weights, from anybody: it may print nothing of Python's insides, and change nothing."""
+    monkeypatch.chdir(tmp_path)
+    messages = [dict(m) for m in TALK]
+    try:
+        text = with_template(escape.replace("TRACE", str(tmp_path / "trace"))).render_chat(messages)
+    except RequestError as error:
+        text = str(error)
+    assert list(tmp_path.iterdir()) == []
+    assert messages == TALK
+    for leak in ("<class", "<function", "<module", "<code", "builtins", "jinja2.", "object at 0x"):
+        assert leak not in text.lower(), text[:300]
+
+
+def test_the_sandbox_test_would_notice(monkeypatch, tmp_path):
+    """In an ordinary environment at least half of the escapes work: the test above is no formality."""
+    import jinja2
+
+    monkeypatch.setattr("foretoken.tokenizer.ImmutableSandboxedEnvironment", jinja2.Environment)
+    noticed = 0
+    for i, escape in enumerate(ESCAPES):
+        (tmp_path / str(i)).mkdir()
+        try:
+            test_templates_stay_in_their_sandbox(escape, tmp_path / str(i), monkeypatch)
+        except AssertionError:
+            noticed += 1
+    assert noticed >= len(ESCAPES) // 2
