@@ -65,7 +65,12 @@ def cells(record: Mapping[str, Any]) -> list[str]:
 def table(records: Seq[Mapping[str, Any]]) -> Table:
     """A table of records that share all but the way to decode; the fastest row stands out."""
     made = Table(
-        title=title(records[0]["config"]), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        title=title(records[0]["config"]),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     for name in COLUMNS:
         made.add_column(name, justify="left" if name == "decoding" else "right", no_wrap=True)

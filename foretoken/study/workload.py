@@ -92,7 +92,7 @@ class Workload:
     def batches(self) -> Iterator[list[tuple[tuple[int, ...], SamplingParams]]]:
         """Prompts with their parameters, `batch_size` at a time; each prompt has a seed of its own."""
         seed = self.params.seed or 0
-        jobs = [(p, replace(self.params, seed=(seed + i) % MAX_SEED)) for i, p in enumerate(self.prompts)]
+        jobs = [(p, replace(self.params, seed=(seed + i) % (MAX_SEED + 1))) for i, p in enumerate(self.prompts)]
         for start in range(0, len(jobs), self.batch_size):
             yield jobs[start : start + self.batch_size]
 

@@ -1,0 +1,459 @@
+"""The `foretoken` command as a user meets it: what it prints where, its exit codes, and how it takes bad input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lawkit import write_model, write_tokenizer
+
+from foretoken import LLM, demo
+from foretoken.cli import COMMANDS, main
+from foretoken.request import Delta
+from foretoken.study import record
+
+Cli = Callable[..., tuple[int, str, str]]
+LONG = 4000  # tokens: seconds of work, so that an interruption comes in the middle
+
+
+@pytest.fixture
+def cli(pair_folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a command in this process on the tiny pair; returns exit code, stdout, stderr."""
+
+    def run(*argv: str, model: Path | None = pair_folders[0]) -> tuple[int, str, str]:
+        chosen = ["--model", str(model)] if model is not None else []
+        code = main([argv[0], *chosen, *argv[1:]])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with room for a long text; it never writes its end token (the tests ban it)."""
+    folder = tmp_path_factory.mktemp("slow")
+    write_model(folder, max_position_embeddings=2 * LONG)
+    return folder
+
+
+def start(*argv: str, **kwargs: object) -> subprocess.Popen[bytes]:
+    """The command as a process of its own, with Ctrl-C enabled whatever runs the tests."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "foretoken", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **kwargs,  # type: ignore[call-overload]
+    )
+
+
+def long_run(model: Path, *more: str) -> list[str]:
+    flags = ["--max-tokens", str(LONG), "--ignore-eos", "--backend", "reference"]
+    return ["generate", "the sum of", "--model", str(model), *flags, *more]
+
+
+# --- what it does ---
+
+
+def test_generate_writes_the_text_to_stdout_and_the_summary_to_stderr(cli: Cli) -> None:
+    code, out, err = cli("generate", "the sum", "--max-tokens", "20", "--ignore-eos")
+    assert code == 0
+    assert out.endswith("\n") and len(out) > 1
+    assert "20 tokens in" in err and "tokens/s" in err
+
+
+@pytest.mark.parametrize("how", [["--temperature", "0"], ["--temperature", "0.8", "--top-p", "0.95", "--seed", "7"]])
+def test_every_way_to_guess_writes_the_same_text(cli: Cli, pair_folders: tuple[Path, Path], how: list[str]) -> None:
+    texts = []
+    for draft in ("none", "ngram", str(pair_folders[1])):
+        code, out, _ = cli("generate", "the loop ends", "--draft", draft, "--max-tokens", "40", *how, "--json")
+        line = json.loads(out)
+        texts.append(line["token_ids"])
+        assert code == 0
+        if draft == str(pair_folders[1]):
+            assert line["metrics"]["num_accepted_tokens"] > 0, "the draft should sometimes be right"
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_show_draft_only_adds_marks(cli: Cli, pair_folders: tuple[Path, Path]) -> None:
+    flags = ["--draft", str(pair_folders[1]), "--max-tokens", "60", "--ignore-eos"]
+    _, plain, _ = cli("generate", "the list is", *flags)
+    _, marked, err = cli("generate", "the list is", *flags, "--show-draft")
+    assert marked != plain
+    assert marked.replace("\u2039", "").replace("\u203a", "") == plain
+    assert marked.count("\u2039") == marked.count("\u203a") > 0
+    assert "accepted" in err
+
+
+def test_json_is_one_line_a_completion_and_nothing_else(cli: Cli) -> None:
+    code, out, _ = cli(
+        "generate", "the", "--n", "3", "--temperature", "1", "--seed", "5", "--max-tokens", "9", "--json"
+    )
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert sorted(line["index"] for line in lines) == [0, 1, 2]
+    assert len({tuple(line["token_ids"]) for line in lines}) > 1
+    for line in lines:
+        assert line["finish_reason"] in ("stop", "length")
+        assert set(line["metrics"]["time_split_s"]) == {"draft", "target", "verify", "schedule"}
+
+
+def test_logprobs_come_with_json(cli: Cli) -> None:
+    _, out, _ = cli("generate", "the", "--max-tokens", "4", "--ignore-eos", "--logprobs", "2", "--json")
+    line = json.loads(out)
+    assert [p["token_id"] for p in line["logprobs"]] == line["token_ids"]
+    assert all(len(p["top"]) == 2 and p["logprob"] <= 0 for p in line["logprobs"])
+
+
+def test_several_completions_come_one_after_the_other(cli: Cli) -> None:
+    _, out, err = cli("generate", "the", "--n", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "9")
+    assert out.index("--- 1 of 2 ---") < out.index("--- 2 of 2 ---")
+    assert err.count("tokens in") == 2
+
+
+def test_prompt_from_file_and_from_stdin(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompt.txt").write_text("the sum of\n")
+    _, expected, _ = cli("generate", "the sum of", "--max-tokens", "12", "--json")
+    _, from_file, _ = cli("generate", "--file", str(tmp_path / "prompt.txt"), "--max-tokens", "12", "--json")
+    monkeypatch.setattr(sys, "stdin", (tmp_path / "prompt.txt").open())
+    _, from_stdin, _ = cli("generate", "--max-tokens", "12", "--json")
+    ids = [json.loads(line)["token_ids"] for line in (expected, from_file, from_stdin)]
+    assert ids[0] == ids[1] == ids[2]
+
+
+def test_chat_template_is_applied(cli: Cli) -> None:
+    _, bare, _ = cli("generate", "the sum", "--max-tokens", "12", "--json")
+    _, chat, _ = cli("generate", "the sum", "--chat", "--system", "be a whole", "--max-tokens", "12", "--json")
+    few, many = (json.loads(line)["metrics"]["num_prompt_tokens"] for line in (bare, chat))
+    assert many > few + len("user:assistant:system:be a whole") / 4
+
+
+def test_chat_reads_turns_from_a_pipe(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "turns").write_text("hello\n\nmore\n/reset\nhello\n/exit\nnever\n")
+    monkeypatch.setattr(sys, "stdin", (tmp_path / "turns").open())
+    code, out, _ = cli("chat", "--max-tokens", "8", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert len(lines) == 3
+    assert lines[0]["token_ids"] == lines[2]["token_ids"], "/reset forgets the conversation"
+    assert lines[1]["metrics"]["num_prompt_tokens"] > 2 * lines[0]["metrics"]["num_prompt_tokens"]
+
+
+def test_info_json_names_the_shelves(cli: Cli) -> None:
+    code, out, _ = cli("info", "--json", model=None)
+    found = json.loads(out)
+    assert code == 0
+    assert {"reference", "cpu"} <= set(found["backends"])
+    assert found["backends"]["reference"]["runs_here"]
+    assert found["drafters"]["ngram"]["options"]["max_ngram"] >= 1
+    assert found["machine"]["cores"] >= 1
+
+
+def test_info_for_people_fits_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = cli("info", model=None)
+    assert "reference" in out and "ngram" in out
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_bench_writes_valid_records(cli: Cli, pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    prompts, out_file = tmp_path / "p.jsonl", tmp_path / "records" / "r.jsonl"
+    prompts.write_text('{"prompt": "the sum"}\n{"messages": [{"role": "user", "content": "the list"}]}\n')
+    flags = [
+        "--prompts",
+        str(prompts),
+        "--drafts",
+        "ngram",
+        str(pair_folders[1]),
+        "--ks",
+        "2",
+        "--temperatures",
+        "0",
+        "0.8",
+    ]
+    flags += ["--batch-sizes", "1", "2", "--repeat", "2", "--max-tokens", "10", "--out", str(out_file), "--json"]
+    code, out, _ = cli("bench", *flags)
+    assert code == 0
+    records = record.read(out_file)
+    assert [json.loads(line) for line in out.splitlines()] == records
+    assert len(records) == 3 * 2 * 2  # ways to decode x temperatures x batch sizes
+    assert {r["run"] for r in records} == {records[0]["run"]}
+    for r in records:
+        plain = r["config"]["draft"] == "none"
+        assert r["equals_plain"] and len(r["repetitions"]) == 2
+        assert (r["speedup"] == 1.0) if plain else r["speedup"] > 0
+        assert (r["acceptance_rate"] is None) or 0 <= r["acceptance_rate"] <= 1
+        assert sum(r["time_split"].values()) <= 1.05 * sum(x["seconds"] for x in r["repetitions"])
+        assert str(tmp_path) not in json.dumps(r) and os.uname().nodename not in json.dumps(r["machine"])
+
+
+def test_bench_table_shows_every_way(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # no benchmarks/results here: nothing is written unasked
+    (tmp_path / "p.txt").write_text("the sum\n")
+    flags = ["--prompts", "p.txt", "--drafts", "ngram", "--ks", "2", "5", "--temperatures", "0", "--repeat", "1"]
+    code, out, _ = cli("bench", *flags, "--max-tokens", "6")
+    assert code == 0
+    assert "plain" in out and "ngram k=2" in out and "ngram k=5" in out and "yes" in out
+    assert [p.name for p in tmp_path.iterdir()] == ["p.txt"]
+
+
+def test_demo_ends_well(
+    pair_folders: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("TOKENS", 8), ("SHOWN_TOKENS", 8), ("REPEAT", 1)):
+        monkeypatch.setattr(demo, name, value)
+    (tmp_path / "p.txt").write_text("the sum\nthe list\nthe loop\n")
+    target, draft = map(str, pair_folders)
+    flags = ["--model", target, "--draft", draft, "--prompts", str(tmp_path / "p.txt"), "--seconds", "0.1"]
+    code = main(["demo", *flags, "--out", str(tmp_path / "r.jsonl")])
+    out, _ = capsys.readouterr()
+    assert code == 0
+    assert "The same text every time" in out
+    records = record.read(tmp_path / "r.jsonl")
+    assert len(records) == 2 * 7  # temperatures x (plain, and two drafters at three lengths)
+    assert all(r["equals_plain"] for r in records)
+
+
+# --- help ---
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_answers_without_loading_the_engine(name: str) -> None:
+    check = (
+        "import sys\n"
+        "from foretoken.cli import main\n"
+        "try:\n    code = main(sys.argv[1:])\n"
+        "except SystemExit as stop:\n    code = stop.code\n"
+        "heavy = {'torch', 'numpy', 'tokenizers', 'foretoken.engine'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else code)"
+    )
+    argv = [name, "--help"] if name else ["--help"]
+    done = subprocess.run([sys.executable, "-c", check, *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: foretoken" in done.stdout
+
+
+def test_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("foretoken ")
+    assert main([]) == 2
+    assert "usage" in capsys.readouterr().out
+
+
+# --- bad input: one line that names the remedy, exit code 2 ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "the " * 500], "shorten the prompt"),
+        (["generate", "hi", "--k", "65"], "0..64"),
+        (["generate", "hi", "--k", "-1"], "0..64"),
+        (["generate", "hi", "--temperature", "-0.5"], "temperature must be a number at least 0"),
+        (["generate", "hi", "--temperature", "nan"], "temperature must be a number at least 0, got nan"),
+        (["generate", "hi", "--top-p", "0"], "top_p"),
+        (["generate", "hi", "--confidence", "nan"], "confidence"),
+        (["generate", "hi", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "hi", "--stop", ""], "stop strings"),
+        (["generate", "hi", "--draft", "ngrm"], "did you mean 'ngram'"),
+        (["generate", "hi", "--draft", "draft_model"], "needs a draft model"),
+        (["generate", "hi", "--draft-options", "{x"], "JSON object"),
+        (["generate", "hi", "--draft", "ngram", "--draft-options", '{"max_ngrm": 3}'], "did you mean 'max_ngram'"),
+        (["generate", "hi", "--logit-bias", "three"], "TOKEN=BIAS"),
+        (["generate", "hi", "--format", "int9"], "int9"),
+        (["generate", "hi", "--backend", "nope"], "nope"),
+        (["generate", "hi", "--max-model-len", "100000"], "lower it"),
+        (["generate", "hi", "--num-blocks", "1"], "num_blocks"),
+        (["generate", "hi", "--system", "x"], "--chat"),
+        (["generate", "--file", "/no/such/file"], "No such file"),
+        (["bench", "--prompts", "/no/such/file"], "No such file"),
+        (["bench", "--repeat", "0"], "--repeat"),
+    ],
+)
+def test_bad_input(cli: Cli, argv: list[str], message: str) -> None:
+    code, out, err = cli(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and message in err
+    assert "Traceback" not in err and len(err.splitlines()) == 1
+
+
+def test_unknown_model(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli("generate", "hi", model=tmp_path / "nothing")
+    assert code == 2
+    assert err.startswith("error: no model at") and "nothing" in err
+
+
+def test_draft_with_another_vocabulary(cli: Cli, tmp_path: Path) -> None:
+    write_model(tmp_path / "other")
+    write_tokenizer(tmp_path / "other", size=280)
+    code, _, err = cli("generate", "hi", "--draft", str(tmp_path / "other"))
+    assert code == 2
+    assert err.startswith("error: the draft model lacks the target's token 280")
+
+
+def test_corrupt_safetensors(cli: Cli, pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(pair_folders[0], tmp_path / "damaged")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    code, _, err = cli("generate", "hi", model=folder)
+    assert code == 2
+    assert err.startswith("error: ") and "model.safetensors is not a sound safetensors file" in err
+
+
+def test_prompt_that_is_no_text(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
+    code, _, err = cli("generate", "--file", str(tmp_path / "bytes"))
+    assert code == 2
+    assert "UTF-8" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "no JSON"),
+        ('{"text": "x"}', "prompt"),
+        ('{"prompt": ""}', "non-empty"),
+        ('{"messages": []}', "messages"),
+        ("", "holds no prompts"),
+    ],
+)
+def test_bad_prompt_file(cli: Cli, tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(line + "\n")
+    code, _, err = cli("bench", "--prompts", str(tmp_path / "p.jsonl"))
+    assert code == 2
+    assert "p.jsonl" in err and message in err
+
+
+def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["genrate"]) == 2
+    assert "did you mean 'generate'" in capsys.readouterr().err
+
+
+def test_unknown_flag_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "hi", "--temprature", "1"])
+    assert stop.value.code == 2
+    assert "--temperature" in capsys.readouterr().err
+
+
+def test_train_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli("train", model=None)
+    assert (code, "--data" in err) == (2, True)
+    code, _, err = cli("train", "no.toml", "--data", str(tmp_path), "--out", str(tmp_path / "out"), model=None)
+    assert (code, "no.toml" in err) == (2, True)
+
+
+# --- interruptions ---
+
+
+def test_ctrl_c_keeps_what_was_written(slow_model: Path) -> None:
+    process = start(*long_run(slow_model))
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert first and out.endswith(b"\n")
+    assert err.decode().strip().splitlines()[-1] == "interrupted"
+    assert b"Traceback" not in err and b"tokens/s" not in err
+
+
+def test_ctrl_c_with_json_leaves_one_whole_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = json.loads(cli("generate", "the sum", "--max-tokens", "20", "--ignore-eos", "--json")[1])
+    stream = LLM.stream
+
+    def interrupted(*args: Any) -> Iterator[Delta]:
+        yield from itertools.islice(stream(*args), 5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    code, out, err = cli("generate", "the sum", "--max-tokens", "20", "--ignore-eos", "--json")
+    line = json.loads(out)
+    assert (code, err.strip()) == (130, "interrupted")
+    assert line["finish_reason"] == "abort"
+    assert line["token_ids"] == whole["token_ids"][:5] and whole["text"].startswith(line["text"])
+
+
+def test_a_reader_that_goes_away_is_no_error(slow_model: Path) -> None:
+    process = start(*long_run(slow_model))
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 141
+    assert err == b""
+
+
+def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
+    while wanted not in seen:
+        seen += os.read(terminal, 4096)
+    return seen
+
+
+def in_terminal(argv: Seq[str]) -> tuple[subprocess.Popen[bytes], int]:
+    """The command with a terminal of its own; returns it and our end of the terminal."""
+    import fcntl
+    import pty
+    import termios
+
+    ours, its = pty.openpty()
+
+    def take_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "foretoken", *argv],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+        env=environment,
+    )
+    os.close(its)
+    return process, ours
+
+
+def test_ctrl_c_in_a_terminal_leaves_it_as_it_was(slow_model: Path) -> None:
+    import termios
+
+    process, terminal = in_terminal(long_run(slow_model))
+    before = termios.tcgetattr(terminal)
+    read_until(terminal, b"\x1b[?25h")  # the progress bar of loading is through
+    os.read(terminal, 1)
+    os.write(terminal, b"\x03")
+    seen = read_until(terminal, b"interrupted")
+    assert process.wait(timeout=60) == 130
+    assert termios.tcgetattr(terminal) == before
+    assert b"\x1b[0m\x1b[?25h" in seen and b"Traceback" not in seen
+    os.close(terminal)
+
+
+def test_chat_in_a_terminal(pair_folders: tuple[Path, Path]) -> None:
+    flags = ["--model", str(pair_folders[0]), "--draft", str(pair_folders[1]), "--show-draft", "--max-tokens", "40"]
+    process, terminal = in_terminal(["chat", *flags])
+    read_until(terminal, b"you> ")
+    os.write(terminal, b"hello\n")
+    seen = read_until(terminal, b"you> ")
+    assert b"tokens/s" in seen
+    os.write(terminal, b"x" * 600 + b"\n")
+    assert b"/reset" in read_until(terminal, b"you> "), "a prompt too long is refused, and the conversation goes on"
+    os.write(terminal, b"/exit\n")
+    assert process.wait(timeout=60) == 0
+    os.close(terminal)

@@ -1,0 +1,30 @@
+"""Each example runs as it stands, and stays short enough to read at a glance."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from foretoken.models.loader import resolve_model
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("embedded", "embedded-draft"):
+        if not (resolve_model(name) / "model.safetensors").exists():
+            pytest.skip(f"{name}: the embedded weights are not in this checkout; `foretoken train` makes them")
+    runpy.run_path(str(example), run_name="__main__")
+    out, _ = capsys.readouterr()
+    assert out.strip(), "an example shows something"
+
+
+def test_examples_are_numbered_and_short() -> None:
+    assert len(EXAMPLES) >= 5
+    for number, example in enumerate(EXAMPLES, 1):
+        assert example.name.startswith(f"{number:02}_")
+        assert len(example.read_text().splitlines()) < 40, f"{example.name} is longer than a glance"

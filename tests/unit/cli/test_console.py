@@ -1,0 +1,113 @@
+"""Streaming with marks: characters and the tokens that they came from stay together."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from lawkit import Pair, make_engine
+
+from foretoken.cli.console import PLAIN_MARKS, TextWriter, summary
+from foretoken.engine.output import OutputText
+from foretoken.request import Completion, Delta, Request, SamplingParams
+from foretoken.tokenizer import Tokenizer
+
+BEGIN, END = PLAIN_MARKS
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair_folders: tuple[Path, Path]) -> Tokenizer:
+    return Tokenizer.from_folder(pair_folders[0])
+
+
+def write(tokenizer: Tokenizer, tokens: list[int], flags: list[bool], stop: tuple[str, ...] = ()) -> str:
+    """What a writer shows of tokens that come one by one, with the text as the engine gives it out."""
+    stream, output = io.StringIO(), OutputText(tokenizer, stop)
+    writer = TextWriter(stream, tokenizer, show_draft=True)
+    for token, flag in zip(tokens, flags):
+        done = output.push(token)
+        writer.write(Delta("r", 0, output.delta(), (token,), (flag,)))
+        if done:
+            break
+    output.finish()
+    writer.write(Delta("r", 0, output.delta(), (), ()))
+    writer.end()
+    return stream.getvalue()
+
+
+def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The text's bytes as tokens of one byte each: characters span tokens."""
+    tokens = []
+    for byte in text.encode():
+        found = [t for t in range(300) if tokenizer.token(t) == _letter(byte)]
+        tokens.append(found[0])
+    return tokens
+
+
+def _letter(byte: int) -> str:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    return chr(byte) if byte in printable else chr(256 + rest.index(byte))
+
+
+def test_accepted_characters_are_marked(tokenizer: Tokenizer) -> None:
+    tokens = spelled(tokenizer, "abcd")
+    assert write(tokenizer, tokens, [False, True, True, False]) == f"a{BEGIN}bc{END}d"
+    assert write(tokenizer, tokens, [True] * 4) == f"{BEGIN}abcd{END}"
+    assert write(tokenizer, tokens, [False] * 4) == "abcd"
+
+
+def test_a_character_of_several_tokens_counts_as_accepted_if_all_were(tokenizer: Tokenizer) -> None:
+    tokens = spelled(tokenizer, "aéb你")
+    assert len(tokens) == 7
+    all_of_it = [False, True, True, False, True, True, True]
+    assert write(tokenizer, tokens, all_of_it) == f"a{BEGIN}é{END}b{BEGIN}你{END}"
+    assert write(tokenizer, tokens, [False, False, True, True, True, True, False]) == f"aé{BEGIN}b{END}你"
+
+
+def test_text_that_waits_for_a_stop_string_keeps_its_marks(tokenizer: Tokenizer) -> None:
+    tokens = spelled(tokenizer, "one STAR STOP two")
+    flags = [i % 2 == 0 for i in range(len(tokens))]
+    shown = write(tokenizer, tokens, flags, stop=("STOP",))
+    assert shown.replace(BEGIN, "").replace(END, "") == "one STAR "
+    assert shown == "".join(f"{BEGIN}{c}{END}" if f else c for c, f in zip("one STAR ", flags))
+
+
+def test_real_streams_lose_nothing(pair: Pair) -> None:
+    engine = make_engine(pair, "draft_model", 5)
+    for i, prompt in enumerate(("für Größe", "the loop", "🙂 你好")):
+        stream = io.StringIO()
+        writer = TextWriter(stream, pair.tokenizer, show_draft=True)
+        params = SamplingParams(max_tokens=60, temperature=0.9, ignore_eos=True)
+        engine.add(Request(f"r{i}", tuple(pair.tokenizer.encode(prompt)), params, seed=i))
+        done: Completion | None = None
+        while done is None:
+            for delta in engine.step():
+                writer.write(delta)
+                done = delta.completion
+        shown = stream.getvalue()
+        assert shown.replace(BEGIN, "").replace(END, "") == done.text == writer.text
+        assert (BEGIN in shown) == any(done.accepted)
+        assert f"{len(done.token_ids)} tokens in" in summary(done.metrics)
+
+
+class Terminal(io.StringIO):
+    """A stream that calls itself a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_do_not_reach_a_terminal(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    writer = TextWriter(stream, tokenizer, show_draft=True)
+    tokens = spelled(tokenizer, "a\x1b[2Jé\n")
+    text = "a\x1b[2Jé\n"
+    writer.write(Delta("r", 0, text, tuple(tokens), (False,) * len(tokens)))
+    assert stream.getvalue() == "a\ufffd[2Jé\n"
+    plain = io.StringIO()
+    TextWriter(plain, tokenizer).write(Delta("r", 0, text, tuple(tokens), (False,) * len(tokens)))
+    assert plain.getvalue() == text, "a file gets the text as it is"

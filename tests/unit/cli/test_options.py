@@ -1,0 +1,61 @@
+"""Flags derive from the dataclasses; each has words of its own in the help."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from foretoken.cli import options
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.errors import RegistryError
+from foretoken.request import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing:
+    """A command without flags of its own."""
+
+
+def parse(*argv: str) -> options.Parsed[Nothing]:
+    return options.parse(Nothing, argv, "test", engine=True, sampling=True)
+
+
+def test_every_field_has_a_flag_with_help() -> None:
+    own = {"method", "model", "options", "cache", "spec"}
+    fields = [f.name for cls in (EngineConfig, CacheConfig, SpecConfig) for f in dataclasses.fields(cls)]
+    assert set(fields) - own <= set(options.ENGINE_HELP)
+    assert {f.name for f in dataclasses.fields(SamplingParams)} == set(options.SAMPLING_HELP)
+    flags = {f.name for f in dataclasses.fields(options.engine_flags({}))}
+    assert flags == set(options.ENGINE_HELP) | set(options.CHOICE_HELP)
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    parsed = parse()
+    assert parsed.params == SamplingParams()
+    settings = parsed.engine.settings
+    assert settings["block_size"] == CacheConfig().block_size
+    assert settings["num_draft_tokens"] == SpecConfig().num_draft_tokens
+    assert settings["max_num_rows"] == EngineConfig().max_num_rows
+
+
+def test_values_arrive() -> None:
+    argv = "--k 7 --kv-format fp32 --draft-format bf16 --format fp16 --temperature 0.5 --stop a --stop b --seed 3"
+    argv += " --logit-bias 4=-2.5 --logit-bias 5=1 --allowed-token-ids 4 --banned-token-ids 6 --ignore-eos --draft none"
+    parsed = parse(*argv.split())
+    p = parsed.params
+    assert (p.temperature, p.stop, p.seed, p.ignore_eos) == (0.5, ("a", "b"), 3, True)
+    assert (p.logit_bias, p.allowed_token_ids, p.banned_token_ids) == ({4: -2.5, 5: 1.0}, (4,), (6,))
+    s = parsed.engine.settings
+    assert (s["num_draft_tokens"], s["kv_format"], s["draft_format"], s["format"]) == (7, "fp32", "bf16", "fp16")
+    assert s["draft"] is None
+
+
+def test_the_embedded_model_brings_its_draft() -> None:
+    assert options.draft_choice("auto", "embedded") == "embedded-draft"
+    assert options.draft_choice("auto", "org/name") is None
+    chosen = options.draft_choice("draft_model", "embedded")
+    assert isinstance(chosen, SpecConfig) and chosen.model == "embedded-draft"
+    assert options.draft_choice("org/name", "embedded") == "org/name"
+    with pytest.raises(RegistryError, match="did you mean 'embedded-draft'"):
+        options.draft_choice("embeded-draft", "embedded")

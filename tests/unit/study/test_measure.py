@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.config import SpecConfig
+from foretoken.errors import ConfigError, RequestError
+from foretoken.request import SamplingParams
+from foretoken.study import record, report
+from foretoken.study.measure import Bench, Run
+from foretoken.study.workload import Workload, arms
+
+Measured = tuple[Bench, Workload, dict[Any, list[Run]]]
+
+
+@pytest.fixture(scope="module")
+def measured(pair_folders: tuple[Path, Path]) -> Measured:
+    """Three prompts, two at a time, measured three times in four ways."""
+    target, draft = map(str, pair_folders)
+    ways = arms([SpecConfig("ngram"), SpecConfig("draft_model", model=draft)], [3])
+    ways += arms([SpecConfig("draft_model", model=draft, confidence=0.5)], [5])[1:]
+    bench = Bench(target, ways, {"max_num_seqs": 2})
+    tokenizer = bench.llm.tokenizer
+    prompts = tuple(tuple(tokenizer.encode(t)) for t in ("the sum of", "the list is empty", "def add(a"))
+    workload = Workload("test", prompts, SamplingParams(max_tokens=24, temperature=0.7, seed=4), 2)
+    bench.check(workload)
+    bench.warm_up(workload)
+    return bench, workload, bench.measure(workload, 3)
+
+
+def test_every_arm_ran_everything_and_wrote_the_same(measured: Measured) -> None:
+    bench, workload, runs = measured
+    plain = runs[bench.arms[0]][0]
+    assert len(plain.completions) == len(workload.prompts)
+    for arm in bench.arms:
+        assert len(runs[arm]) == 3
+        for run in runs[arm]:
+            assert run.texts == plain.texts
+            assert run.num_steps <= plain.num_steps
+            assert 0 < run.times.target < run.seconds
+    assert plain.metrics.num_draft_tokens == 0
+    assert runs[bench.arms[2]][0].metrics.num_accepted_tokens > 0
+
+
+def test_nothing_stays_behind(measured: Measured) -> None:
+    bench = measured[0]
+    for arm in bench.arms:
+        engine = bench.install(arm)
+        assert not engine.has_work
+        assert engine.runner.blocks.num_free == engine.runner.blocks.num_blocks
+
+
+def test_bench_writes_what_the_front_door_writes(measured: Measured) -> None:
+    bench, workload, runs = measured
+    jobs = [job for batch in workload.batches() for job in batch]
+    bench.install(bench.arms[0])
+    expected = bench.llm.generate([p for p, _ in jobs], [s for _, s in jobs])
+    assert [c.token_ids for c in expected] == runs[bench.arms[1]][0].texts
+
+
+def test_arms_of_one_drafter_share_it(measured: Measured) -> None:
+    bench = measured[0]
+    fixed, confident = (bench.install(bench.arms[i]).drafter for i in (2, 3))
+    assert fixed is confident
+    assert bench.install(bench.arms[3]).policy.uses_confidence
+    assert not bench.install(bench.arms[2]).policy.uses_confidence
+
+
+def test_a_prompt_too_long_fails_before_anything_runs(measured: Measured) -> None:
+    bench, workload, _ = measured
+    with pytest.raises(RequestError, match="shorten the prompt"):
+        bench.check(replace(workload, prompts=(*workload.prompts, (5,) * 5000)))
+
+
+def test_records_are_complete_and_their_medians_right(
+    measured: Measured, pair_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    bench, workload, runs = measured
+    records = record.make_records(bench, str(pair_folders[0]), workload, runs, record.now(), record.machine())
+    for line in records:
+        record.append(tmp_path / "r.jsonl", line)
+    again = record.read(tmp_path / "r.jsonl")
+    assert again == json.loads(json.dumps(records))
+    for line in again:
+        speeds = sorted(r["tokens_per_s"] for r in line["repetitions"])
+        ratios = sorted(r["speedup"] for r in line["repetitions"])
+        assert (line["tokens_per_s"], line["speedup"]) == (speeds[1], ratios[1])
+        assert line["latency_s"]["median"] <= line["latency_s"]["p95"]
+        split = line["repetitions"][0]["time_split"]
+        assert sum(split.values()) == pytest.approx(line["repetitions"][0]["seconds"])
+
+
+def test_a_text_that_differs_is_told(measured: Measured) -> None:
+    bench, _, runs = measured
+    plain = runs[bench.arms[0]]
+    other = Run(seconds=1.0, num_steps=1, completions=list(plain[0].completions))
+    changed = other.completions[1]
+    other.completions[1] = replace(changed, token_ids=(*changed.token_ids[:-1], changed.token_ids[-1] + 1))
+    made = record.make_record({}, [other, plain[1]], plain[:2], "now", {})
+    assert made["equals_plain"] is False
+    assert [r["equals_plain"] for r in made["repetitions"]] == [False, True]
+
+
+@pytest.mark.parametrize("damage", ["speedup", "machine", "schema"])
+def test_a_foreign_record_is_refused(measured: Measured, tmp_path: Path, damage: str) -> None:
+    bench, _, runs = measured
+    plain = runs[bench.arms[0]]
+    line = record.make_record({}, plain, plain, "now", {})
+    record.check(line)
+    bad = {**line, "schema": "other/2"} if damage == "schema" else {k: v for k, v in line.items() if k != damage}
+    with pytest.raises(ConfigError, match=damage):
+        record.append(tmp_path / "r.jsonl", bad)
+    assert not (tmp_path / "r.jsonl").exists()
+    (tmp_path / "r.jsonl").write_text(json.dumps(bad) + "\n")
+    with pytest.raises(ConfigError, match=r"r\.jsonl:1"):
+        record.read(tmp_path / "r.jsonl")
+
+
+def test_table_rows(measured: Measured, pair_folders: tuple[Path, Path]) -> None:
+    bench, workload, runs = measured
+    records = record.make_records(bench, str(pair_folders[0]), workload, runs, "now", {})
+    assert [report.cells(r)[0] for r in records] == [a.label for a in bench.arms]
+    assert report.cells(records[0])[-1] == ""
+    assert report.cells(records[1])[-1] == "yes"
+    assert report.cells({**records[1], "equals_plain": False})[-1] == "NO"
+    assert "temperature 0.7, seed 4" in report.title(records[0]["config"])
+    assert all(str(pair_folders[0].parent) not in json.dumps(r) for r in records)
+
+
+def test_spread() -> None:
+    assert record.spread([]) == {"median": None, "mean": None, "p95": None}
+    assert record.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "mean": 2.0, "p95": 3.0}
+    assert record.spread([float(i) for i in range(100)])["p95"] == 95.0
