@@ -23,6 +23,10 @@ FAILED = -1  # no token can be chosen: logits are not finite, or every token is 
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+_ONE, _STEP, _FACTOR_1, _FACTOR_2, _S11, _S27, _S30, _S31 = (
+    np.uint64(x) for x in (1, _GOLDEN, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 11, 27, 30, 31)
+)
+_COLDEST = 1e-200  # under so low a temperature only the best is left; it keeps the quotient of any two logits finite
 
 
 def _mix(z: int) -> int:
@@ -40,13 +44,22 @@ def derive_seed(seed: int, index: int) -> int:
 def gumbel_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> Floats:
     """Standard Gumbel noise float64 [n] for these tokens: a function of (seed, position, token id) and nothing else."""
     key = np.uint64(_mix(_mix(seed & _MASK) ^ ((position * 0xD1342543DE82EF95 + 1) & _MASK)))
-    with np.errstate(over="ignore"):
-        z = key + (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    uniform = ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1), never 0 or 1
-    noise: Floats = -np.log(-np.log(uniform))
+    z = token_ids.astype(np.uint64)  # arrays of integers wrap around without a warning
+    z += _ONE
+    z *= _STEP
+    z += key
+    z ^= z >> _S30
+    z *= _FACTOR_1
+    z ^= z >> _S27
+    z *= _FACTOR_2
+    z ^= z >> _S31
+    z >>= _S11
+    noise: Floats = z.astype(np.float64)
+    noise += 0.5
+    noise *= 2.0**-53  # in (0, 1), never 0 or 1
+    for _ in range(2):
+        np.log(noise, out=noise)
+        np.negative(noise, out=noise)
     return noise
 
 
@@ -126,8 +139,8 @@ def plain_greedy(seq: Sequence) -> bool:
 
 def _scaled(row: Floats, params: SamplingParams) -> Floats:
     """The row shifted to a maximum of 0, then divided by the temperature (1 for greedy)."""
-    with np.errstate(over="ignore"):  # under a tiny temperature, all but the best go to -inf: that is its limit
-        scaled: Floats = (row - row.max()) / (params.temperature or 1.0)
+    scaled: Floats = row - row.max()
+    scaled /= max(params.temperature, _COLDEST) if params.temperature else 1.0
     return scaled
 
 
@@ -137,7 +150,7 @@ def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], F
     Ties at the border of top-k are kept; top-p keeps the smallest set, likeliest first, whose probability reaches it.
     """
     scaled = _scaled(row, params)
-    ids = np.flatnonzero(scaled > -np.inf)
+    ids = (scaled > -np.inf).nonzero()[0]
     values = scaled[ids]
     if params.min_p > 0.0:
         keep = values >= values.max() + np.log(params.min_p)
