@@ -38,7 +38,7 @@ class Ops:
         self.backend = backend
         self.name = backend.__name__.rsplit(".", 1)[-1]
         self.row_invariant: bool = backend.row_invariant and reference.row_invariant
-        self.embedding: Callable[[Tensor, QuantTensor], Tensor] = getattr(backend, "embedding", reference.embedding)
+        self._embedding: Callable[[Tensor, QuantTensor], Tensor] = getattr(backend, "embedding", reference.embedding)
         self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._pick("rms_norm")
         self.rope: Callable[[Tensor, Tensor, Tensor], Tensor] = self._pick("rope")
         self.silu_mul: Callable[[Tensor], Tensor] = self._pick("silu_mul")
@@ -51,6 +51,11 @@ class Ops:
             chosen = getattr(reference, op)
         picked: Callable[..., Tensor] = chosen
         return picked
+
+    def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
+        """Rows token_ids [T] of an embedding [V, C]; returns float32 [T, C]."""
+        known = w.format in self.backend.LINEAR_FORMATS
+        return (self._embedding if known else reference.embedding)(token_ids, w)
 
     def linear(self, x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] times w [O, K] transposed, plus bias [O]."""
