@@ -38,12 +38,13 @@ def probabilities(row: Seq[float], params: SamplingParams) -> list[float]:
     if params.temperature == 0.0:
         best = list(row).index(top)
         return [1.0 if t == best else 0.0 for t in range(len(row))]
-    weights = [math.exp((x - top) / params.temperature) for x in row]
+    scaled = [(x - top) / params.temperature for x in row]
     if params.min_p > 0.0:
-        weights = [w if w >= params.min_p else 0.0 for w in weights]
+        scaled = [x if x >= math.log(params.min_p) else -math.inf for x in scaled]
     if params.top_k > 0:
-        border = sorted(weights, reverse=True)[min(params.top_k, len(weights)) - 1]
-        weights = [w if w >= border else 0.0 for w in weights]
+        border = sorted(scaled, reverse=True)[min(params.top_k, len(scaled)) - 1]
+        scaled = [x if x >= border else -math.inf for x in scaled]
+    weights = [math.exp(x) for x in scaled]
     if params.top_p < 1.0:
         total, mass, kept = sum(weights), 0.0, set()
         for token in sorted(range(len(weights)), key=lambda t: (-weights[t], t)):

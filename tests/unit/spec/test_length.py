@@ -1,0 +1,43 @@
+"""Length policies: how many tokens a draft may have, and when it stops by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken.config import SpecConfig
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.length import ConfidenceLength, FixedLength, make_policy
+
+SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
+
+
+def test_fixed() -> None:
+    policy = FixedLength(5)
+    assert policy.lengths(SEQS) == [5, 5, 5]
+    assert not policy.uses_confidence
+    assert not policy.stop(0.0)
+
+
+def test_confidence_ends_with_the_first_unsure_token() -> None:
+    policy = ConfidenceLength(8, threshold=0.2)
+    assert policy.uses_confidence
+    taken = []
+    for sure in (0.9, 0.5, 0.1, 0.9):
+        taken.append(sure)
+        if policy.stop(sure):
+            break
+    assert taken == [0.9, 0.5, 0.1]
+    assert not policy.stop(0.2), "below, not at"
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        (SpecConfig(), FixedLength(0)),
+        (SpecConfig("ngram", num_draft_tokens=6), FixedLength(6)),
+        (SpecConfig("draft_model", num_draft_tokens=7, confidence=0.4), ConfidenceLength(7, 0.4)),
+        (SpecConfig("none", num_draft_tokens=7, confidence=0.4), FixedLength(0)),
+    ],
+)
+def test_make_policy(spec: SpecConfig, policy: FixedLength) -> None:
+    assert make_policy(spec) == policy

@@ -1,0 +1,231 @@
+"""Sampling against a slow textbook implementation; penalties along a draft; what cannot be sampled."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import textbook
+from hypothesis import given, settings
+
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.sampling import (
+    FAILED,
+    SamplingState,
+    adjust,
+    choose,
+    gumbel_noise,
+    plain_greedy,
+    probability,
+    survivors,
+    token_logprob,
+)
+
+V = 12
+EOS = (3,)
+tokens = st.integers(0, V - 1)
+some_tokens = st.lists(tokens, max_size=6).map(tuple)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> SamplingParams:
+    """Random parameters; bias and penalties from a grid, so that ties occur."""
+    grid = st.sampled_from([-1.5, -0.5, 0.0, 0.25, 1.0])
+    return SamplingParams(
+        max_tokens=20,
+        min_tokens=draw(st.integers(0, 6)),
+        temperature=draw(st.sampled_from([0.0, 0.3, 0.8, 1.0, 2.5])),
+        top_k=draw(st.integers(-1, V + 2)),
+        top_p=draw(st.sampled_from([0.05, 0.5, 0.9, 0.97, 1.0])),
+        min_p=draw(st.sampled_from([0.0, 0.02, 0.2, 0.9])),
+        repetition_penalty=draw(st.sampled_from([0.7, 1.0, 1.3])),
+        presence_penalty=draw(grid),
+        frequency_penalty=draw(grid),
+        logit_bias=draw(st.dictionaries(tokens, st.sampled_from([-math.inf, -3.0, 0.5, 4.0]), max_size=3)),
+        allowed_token_ids=draw(st.none() | st.sets(tokens, min_size=8).map(tuple)),
+        banned_token_ids=draw(st.lists(tokens, max_size=3).map(tuple)),
+        stop_token_ids=draw(st.lists(tokens, max_size=2).map(tuple)),
+    )
+
+
+def sequence(params: SamplingParams, prompt: Any = (1,), output: Any = (), seed: int = 0) -> Sequence:
+    seq = Sequence(0, prompt, params, seed)
+    seq.token_ids += output
+    return seq
+
+
+@settings(max_examples=400)
+@given(
+    params=requests(),
+    logits=st.lists(st.floats(-8, 8, width=32), min_size=V, max_size=V),
+    prompt=some_tokens.map(lambda t: (1, *t)),
+    output=some_tokens,
+    path=some_tokens,
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_equals_the_textbook(params: Any, logits: Any, prompt: Any, output: Any, path: Any, seed: int) -> None:
+    seq = sequence(params, prompt, output, seed)
+    row = np.array(logits, np.float32)
+    mine = adjust(row, seq, path, EOS)
+    known = textbook.adjusted(logits, params, prompt, (*output, *path), EOS)
+    np.testing.assert_allclose(mine, known, rtol=1e-12, atol=1e-12)
+    token = choose(row, seq, path, EOS)
+    if max(known) == -math.inf:
+        assert token == FAILED
+        return
+    wanted = textbook.probabilities(mine.tolist(), params)
+    if params.greedy:
+        assert wanted[token] == 1.0
+        return
+    ids, values = survivors(mine, params)
+    assert ids.tolist() == [t for t in range(V) if wanted[t] > 0.0]
+    weights = np.exp(values)
+    np.testing.assert_allclose(weights / weights.sum(), [wanted[t] for t in ids], rtol=1e-9)
+    position = len(prompt) + len(output) + len(path)
+    scores = np.log(weights / weights.sum()) + gumbel_noise(seed, position, ids)
+    assert token == ids[scores.argmax()]
+
+
+def test_top_k_keeps_ties_at_the_border() -> None:
+    row = np.array([1.0, 5.0, 3.0, 3.0, 3.0, 0.0])
+    for k, kept in ((1, [1]), (2, [1, 2, 3, 4]), (4, [1, 2, 3, 4]), (5, [0, 1, 2, 3, 4]), (6, list(range(6)))):
+        assert survivors(row, SamplingParams(temperature=1.0, top_k=k))[0].tolist() == kept
+    for off in (0, -1, 6, 100):
+        assert len(survivors(row, SamplingParams(temperature=1.0, top_k=off))[0]) == 6
+
+
+def test_top_p_edges() -> None:
+    row = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
+    for p, count in ((1e-9, 1), (0.49, 1), (0.6, 2), (0.8, 3), (0.9, 4), (1.0, 4)):
+        assert len(survivors(row, SamplingParams(temperature=1.0, top_p=p))[0]) == count, p
+    equal = survivors(np.zeros(10), SamplingParams(temperature=1.0, top_p=0.35))[0]
+    assert equal.tolist() == [0, 1, 2, 3], "of equals, the lowest ids"
+    one = np.array([-np.inf, 2.0, -np.inf])
+    assert survivors(one, SamplingParams(temperature=1.0, top_p=0.01))[0].tolist() == [1]
+
+
+def test_top_p_in_a_large_vocabulary() -> None:
+    """The shortcut that leaves unlikely tokens out of the sort changes nothing."""
+    rng = np.random.default_rng(0)
+    for scale, p in ((0.01, 0.9), (1.0, 0.95), (5.0, 0.5), (5.0, 0.999)):
+        row = rng.standard_normal(5000) * scale
+        params = SamplingParams(temperature=1.0, top_p=p)
+        wanted = textbook.probabilities(row.tolist(), params)
+        assert survivors(row, params)[0].tolist() == [t for t, w in enumerate(wanted) if w > 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, logprobs=2)
+    row = np.array([3.0, 900.0, -3e38, 899.0, -np.inf], np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(20):
+            assert choose(row, sequence(params, seed=seed), [], ()) == 1
+        assert probability(row, sequence(params), 1) == 1.0
+
+
+def test_penalties_along_a_draft_equal_decoding_one_by_one() -> None:
+    rng = np.random.default_rng(1)
+    params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3, min_tokens=5)
+    prompt, path = [1, 2, 2], [4, 4, 2, 0, 4, 3]
+    drafted, grown = sequence(params, prompt), sequence(params, prompt)
+    for i in range(len(path) + 1):
+        row = rng.standard_normal(V).astype(np.float32)
+        assert adjust(row, drafted, path[:i], EOS).tolist() == adjust(row, grown, [], EOS).tolist()
+        grown.token_ids += path[i : i + 1]
+
+
+def test_penalty_state_follows_its_sequence() -> None:
+    params = SamplingParams(frequency_penalty=0.5)
+    seq = sequence(params, [1, 2], [3])
+    state = SamplingState.of(seq, V)
+    seq.token_ids += [3, 4]
+    assert SamplingState.of(seq, V) is state
+    assert (state.counts[3], state.counts[4], state.counts[1]) == (2, 1, 0)
+    assert state.in_prompt.nonzero()[0].tolist() == [1, 2]
+    del seq.token_ids[3:]
+    assert SamplingState.of(seq, V).counts[[3, 4]].tolist() == [1, 0], "a shortened sequence is counted anew"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[math.nan, 1.0], [1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [math.nan, math.inf]],
+    ids=str,
+)
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(top_k=1)])
+def test_bad_logits_fail(row: list[float], params: SamplingParams) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(np.array(row, np.float32), sequence(params), [], ()) == FAILED
+
+
+def test_everything_banned_fails() -> None:
+    row = np.zeros(3, np.float32)
+    for params in (
+        SamplingParams(banned_token_ids=(0, 1, 2)),
+        SamplingParams(allowed_token_ids=(7, 8), temperature=1.0),
+        SamplingParams(logit_bias=dict.fromkeys(range(3), -math.inf)),
+        SamplingParams(allowed_token_ids=(1,), min_tokens=1, stop_token_ids=(1,)),
+    ):
+        assert choose(row, sequence(params), [], ()) == FAILED
+
+
+def test_ids_beyond_the_vocabulary_are_no_matter() -> None:
+    params = SamplingParams(
+        logit_bias={99: 5.0}, banned_token_ids=(50,), allowed_token_ids=(1, 77), stop_token_ids=(88,), min_tokens=1
+    )
+    assert choose(np.array([9.0, 1.0, 0.0], np.float32), sequence(params, [1, 60]), [], (61,)) == 1
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    row = np.array([0.0, 2.0, 2.0, 2.0], np.float32)
+    assert choose(row, sequence(SamplingParams()), [], ()) == 1
+    assert choose(row, sequence(SamplingParams(banned_token_ids=(1,))), [], ()) == 2
+
+
+def test_plain_greedy_means_argmax_at_any_depth() -> None:
+    assert plain_greedy(sequence(SamplingParams(stop=("x",), stop_token_ids=(4,))))
+    assert plain_greedy(sequence(SamplingParams(min_tokens=2), output=(5, 6)))
+    for params in (
+        SamplingParams(temperature=0.5),
+        SamplingParams(min_tokens=2),
+        SamplingParams(presence_penalty=0.1),
+        SamplingParams(logit_bias={1: 1.0}),
+        SamplingParams(banned_token_ids=(1,)),
+        SamplingParams(allowed_token_ids=(1,)),
+    ):
+        assert not plain_greedy(sequence(params))
+
+
+def test_logprobs_are_of_the_processed_distribution() -> None:
+    rng = np.random.default_rng(2)
+    params = SamplingParams(temperature=0.7, top_k=2, presence_penalty=0.6, logit_bias={4: 1.0}, logprobs=4)
+    row = rng.standard_normal(V).astype(np.float32)
+    seq = sequence(params, [1], [5, 6])
+    known = textbook.adjusted(row.tolist(), params, [1], [5, 6, 7])
+    wanted = np.log(textbook.probabilities(known, SamplingParams(temperature=0.7)))
+    found = token_logprob(row, seq, [7], 9, ())
+    assert found.token_id == 9
+    assert found.logprob == pytest.approx(wanted[9], abs=1e-12)
+    best = sorted(range(V), key=lambda t: -wanted[t])[:4]
+    assert [t for t, _ in found.top] == best
+    assert [p for _, p in found.top] == pytest.approx([wanted[t] for t in best], abs=1e-12)
+
+
+def test_logprobs_leave_out_what_is_ruled_out() -> None:
+    row = np.array([1.0, 2.0, 2.0, 5.0], np.float32)
+    asked = SamplingParams(allowed_token_ids=(0, 1, 2), logprobs=9)
+    assert [t for t, _ in token_logprob(row, sequence(asked), [], 1, ()).top] == [1, 2, 0]
+    assert token_logprob(row, sequence(SamplingParams(logprobs=0)), [], 1, ()).top == ()
+
+
+def test_confidence_is_the_probability_at_the_temperature() -> None:
+    row = np.log(np.array([0.7, 0.2, 0.1], np.float32))
+    assert probability(row, sequence(SamplingParams()), 0) == pytest.approx(0.7, rel=1e-6)
+    hot = 0.7**0.5 / (0.7**0.5 + 0.2**0.5 + 0.1**0.5)
+    assert probability(row, sequence(SamplingParams(temperature=2.0)), 0) == pytest.approx(hot, rel=1e-6)

@@ -1,0 +1,80 @@
+"""Shadow: following is truncating to the common prefix."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+from foretoken.kvcache.blocks import BlockManager
+from foretoken.models.runner import ModelRunner
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.sampling import SamplingState
+from foretoken.spec.shadow import Shadow
+
+
+def runner() -> Any:
+    """The part of a ModelRunner that a Shadow uses."""
+    mock = SimpleNamespace(blocks=BlockManager(64, 4))
+    mock.truncate = lambda seq, length: ModelRunner.truncate(mock, seq, length)
+    return mock
+
+
+def test_follow_keeps_what_was_guessed_right() -> None:
+    target = Sequence(7, [1, 2, 3], SamplingParams(), 5)
+    shadow = Shadow(target, runner())
+    assert (shadow.seq.seed, shadow.seq.num_prompt) == (5, 3)
+    shadow.follow(target)
+    assert shadow.seq.num_cached == 0
+    shadow.seq.token_ids += [4, 5, 6]  # drafted; the last one was not run
+    shadow.seq.num_cached = 5
+    target.token_ids += [4, 9]  # one right, one wrong
+    shadow.follow(target)
+    assert shadow.seq.token_ids == [1, 2, 3, 4, 9]
+    assert shadow.seq.num_cached == 4, "rows of 1 2 3 4 stand; 9 is pending"
+
+
+def test_one_token_stays_pending_when_everything_was_right() -> None:
+    target = Sequence(0, [1, 2], SamplingParams(), 0)
+    shadow = Shadow(target, runner())
+    shadow.follow(target)
+    shadow.seq.token_ids += [3, 4]
+    shadow.seq.num_cached = 3
+    target.token_ids += [3, 4, 5]
+    shadow.follow(target)
+    assert (shadow.seq.num_cached, shadow.seq.num_pending) == (3, 2)
+    shadow.seq.num_cached = 5
+    shadow.follow(target)  # nothing new: its last token must run again to give logits
+    assert shadow.seq.num_pending == 1
+
+
+def test_penalty_counts_of_dropped_tokens_are_forgotten() -> None:
+    target = Sequence(0, [1, 2], SamplingParams(frequency_penalty=1.0), 0)
+    shadow = Shadow(target, runner())
+    shadow.follow(target)
+    shadow.seq.token_ids += [3, 3]
+    assert SamplingState.of(shadow.seq, 10).counts[3] == 2
+    target.token_ids += [3, 4, 5, 6]
+    shadow.follow(target)
+    assert SamplingState.of(shadow.seq, 10).counts.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_random_walk() -> None:
+    """Whatever was drafted, after following the tokens are the target's and cached rows are a true prefix."""
+    rng = random.Random(0)
+    target = Sequence(0, [1, 2, 3], SamplingParams(), 0)
+    shadow = Shadow(target, runner())
+    rows: list[int] = []  # what the shadow's cache holds, by position
+    for _ in range(300):
+        shadow.follow(target)
+        seq = shadow.seq
+        assert seq.token_ids == target.token_ids
+        assert seq.num_pending >= 1
+        del rows[seq.num_cached :]
+        assert rows == seq.token_ids[: seq.num_cached]
+        guesses = [rng.randrange(3) for _ in range(rng.randint(0, 4))]
+        for guess in guesses:  # run what is pending, then append the guess
+            rows += seq.token_ids[seq.num_cached :]
+            seq.num_cached = len(seq)
+            seq.token_ids.append(guess)
+        target.token_ids += [*guesses[: rng.randint(0, len(guesses))], rng.randrange(3)]

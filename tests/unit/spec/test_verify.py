@@ -1,0 +1,123 @@
+"""verify on scripted drafts: which tokens, which nodes, and what the counters say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.request import SamplingParams, Sequence, SpecMetrics
+from foretoken.spec.draft import Draft
+from foretoken.spec.verify import Verified, verify
+
+V = 10
+
+
+def after(*choices: int) -> Tensor:
+    """Logits [R, V] whose argmax is choices[r] in row r."""
+    return torch.nn.functional.one_hot(torch.tensor(choices), V).float()
+
+
+def check(draft: Draft, logits: Tensor, params: SamplingParams | None = None) -> Verified:
+    seqs = [Sequence(b, [1], params or SamplingParams(), 0) for b in range(draft.num_seqs)]
+    return verify(draft, logits, seqs, [True] * draft.num_seqs)
+
+
+@pytest.mark.parametrize(
+    ("chain", "target", "tokens"),
+    [
+        ([], [4], [4]),
+        ([4, 5, 6], [4, 5, 6, 7], [4, 5, 6, 7]),  # all right, and the bonus
+        ([4, 5, 6], [4, 5, 9, 7], [4, 5, 9]),
+        ([4, 5, 6], [4, 9, 6, 7], [4, 9]),  # right again below a wrong node: of no use
+        ([4, 5, 6], [9, 5, 6, 7], [9]),
+        ([4, 4, 4], [4, 4, 4, 4], [4, 4, 4, 4]),
+    ],
+)
+def test_chain(chain: list[int], target: list[int], tokens: list[int]) -> None:
+    result = check(Draft.chains([chain]), after(*target))
+    assert result.tokens == [tokens]
+    assert result.nodes == [list(range(len(tokens) - 1))]
+    assert result.failed == [False]
+    sampled = check(Draft.chains([chain]), after(*target) * 1e6, SamplingParams(temperature=1.0))
+    assert sampled.tokens == [tokens], "on a certain distribution sampling is greedy"
+
+
+def test_tree_follows_the_child_that_carries_the_choice() -> None:
+    #            root -> 4 (0) -> 6 (2) -> 8 (4)
+    #                  \ 5 (1) -> 6 (3) -> 9 (5)
+    draft = Draft.trees([([4, 5, 6, 6, 8, 9], [-1, -1, 0, 1, 2, 3])])
+    result = check(draft, after(5, 0, 6, 0, 9, 0, 7))
+    assert result.tokens == [[5, 6, 9, 7]]
+    assert result.nodes == [[1, 3, 5]]
+    assert check(draft, after(4, 6, 0, 2, 0, 0, 0)).nodes == [[0, 2]]
+    assert check(draft, after(8, 6, 0, 2, 0, 0, 0)).tokens == [[8]], "a grandchild is no child"
+
+
+def test_of_duplicate_siblings_the_first_is_followed() -> None:
+    draft = Draft.trees([([4, 4, 5, 6], [-1, -1, 0, 1])])
+    # Both twins have the same row: a pure function of the same prefix. Their children differ.
+    assert check(draft, after(4, 5, 5, 7, 8)).nodes == [[0, 2]]
+    assert check(draft, after(4, 6, 6, 7, 8)) == Verified([[4, 6]], [[0]], [[]], [False])
+
+
+def test_ragged_batch() -> None:
+    draft = Draft.trees([([4, 5], [-1, 0]), ([], []), ([7], [-1]), ([1, 2, 3], [-1, -1, -1])])
+    logits = after(4, 9, 0, 6, 7, 8, 3, 0, 0, 5)
+    result = check(draft, logits)
+    assert result.tokens == [[4, 9], [6], [7, 8], [3, 5]]
+    assert result.nodes == [[0], [], [0], [2]]
+
+
+def test_a_sequence_without_logits_gets_nothing() -> None:
+    seqs = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
+    result = verify(Draft.chains([[4], [], [5]]), after(4, 2, 5, 3), seqs, [True, False, True])
+    assert result.tokens == [[4, 2], [], [5, 3]]
+    assert result.nodes == [[0], [], [0]]
+    assert result.failed == [False] * 3
+
+
+def test_failure_keeps_what_was_accepted_before() -> None:
+    logits = after(4, 5, 6, 7)
+    for params in (SamplingParams(), SamplingParams(temperature=0.001), SamplingParams(frequency_penalty=0.1)):
+        bad = logits.clone()
+        bad[2, 3] = math.nan
+        result = check(Draft.chains([[4, 5, 6]]), bad, params)
+        assert result.tokens == [[4, 5]]
+        assert result.nodes == [[0, 1]]
+        assert result.failed == [True]
+        bad[0] = -math.inf
+        result = check(Draft.chains([[4, 5, 6]]), bad, params)
+        assert (result.tokens, result.nodes, result.failed) == ([[]], [[]], [True])
+
+
+def test_ties_agree_with_plain_decoding() -> None:
+    logits = torch.zeros(3, V)
+    logits[:, [3, 6]] = 1.0
+    assert check(Draft.chains([[3, 3]]), logits).tokens == [[3, 3, 3]]
+    assert check(Draft.chains([[6, 6]]), logits).tokens == [[3]]
+
+
+def test_logprobs_go_with_the_tokens() -> None:
+    result = check(Draft.chains([[4, 5]]), after(4, 9, 0), SamplingParams(logprobs=2))
+    assert [x.token_id for x in result.logprobs[0]] == [4, 9]
+    likely = 1.0 - math.log(math.e + V - 1)
+    assert [x.logprob for x in result.logprobs[0]] == pytest.approx([likely, likely])
+    assert check(Draft.chains([[4, 5]]), after(4, 9, 0)).logprobs == [[]]
+
+
+def test_counters() -> None:
+    metrics = SpecMetrics()
+    for num_draft, num_accepted in ((0, 0), (3, 3), (3, 1), (2, 0), (0, 0)):
+        metrics.update(num_draft, num_accepted)
+    assert metrics == SpecMetrics(5, 3, 8, 4, [2, 1, 1], 2)
+    assert metrics.acceptance_rate == 0.5
+    assert metrics.mean_acceptance_length == pytest.approx(1 + 4 / 3)
+    other = SpecMetrics()
+    other.update(6, 5)
+    metrics.add(other)
+    assert metrics == SpecMetrics(6, 4, 14, 9, [3, 2, 2, 1, 1], 3)
+    assert SpecMetrics().acceptance_rate is None
+    assert SpecMetrics().mean_acceptance_length is None
