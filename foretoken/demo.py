@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 KS = (3, 5, 7)
 SHOWN_TOKENS = 96
-TOKENS = 64
+TOKENS, MIN_TOKENS = 64, 8  # of one prompt: as many as time allows
 REPEAT = 3
 PROMPTS = (3, 16)  # at least and at most so many prompts
 
@@ -34,7 +33,7 @@ class Args:
     model: Annotated[str, option("TEXT")] = "embedded"  # the target: 'embedded', a folder, or a hub id
     draft: Annotated[str, option("TEXT")] = "auto"  # its draft model; auto takes the embedded one
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl or .txt; unset: the packaged prompts
-    seconds: float = 45.0  # aim at so much time for the measurements
+    seconds: float = 30.0  # aim at so much time for the measurements
     out: Annotated[Path | None, option("FILE")] = None  # append the measurements here as JSON lines
 
 
@@ -59,15 +58,15 @@ def run(argv: Seq[str], prog: str) -> int:
     console.print(f"[dim]prompt:[/] {question}", markup=True)
     show_answer(bench, encoded[0], console)
     console.rule("[bold]side by side")
-    num_prompts = _affordable(bench, encoded[0], args.seconds, len(prompts))
+    num_prompts, num_tokens = _affordable(bench, encoded[0], args.seconds, len(prompts))
     chosen = tuple(encoded[i * len(encoded) // num_prompts] for i in range(num_prompts))
     run_id, here = record.now(), record.machine()
     console.print(
-        f"[dim]{num_prompts} prompts of {path.name}, {TOKENS} tokens each, {REPEAT} rounds; all ways take turns on "
+        f"[dim]{num_prompts} prompts of {path.name}, {num_tokens} tokens each, {REPEAT} rounds; all ways take turns on "
         f"{here['cpu']}, {here['cores']} cores, {here['isa'] or 'no native kernels'}[/]\n"
     )
     everything: list[dict[str, Any]] = []
-    for params in (_params(0.0), _params(0.8)):
+    for params in (_params(0.0, num_tokens), _params(0.8, num_tokens)):
         workload = _workload(path.name, chosen, params)
         records = _measure(bench, workload, args, run_id, here)
         console.print(report.table(records))
@@ -89,9 +88,9 @@ def _open(args: Args, ways: Any) -> Bench:
     return open_bench(EngineChoice(args.model, {}), ways, [1], "auto", quiet=False)
 
 
-def _params(temperature: float) -> SamplingParams:
+def _params(temperature: float, max_tokens: int = TOKENS) -> SamplingParams:
     # The end token is ignored so that every prompt brings the same number of tokens.
-    return SamplingParams(max_tokens=TOKENS, temperature=temperature, top_p=0.95, seed=1, ignore_eos=True)
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.95, seed=1, ignore_eos=True)
 
 
 def _workload(name: str, prompts: tuple[tuple[int, ...], ...], params: SamplingParams) -> Workload:
@@ -119,16 +118,15 @@ def show_answer(bench: Bench, prompt: tuple[int, ...], console: Console) -> None
     console.print()
 
 
-def _affordable(bench: Bench, prompt: tuple[int, ...], seconds: float, available: int) -> int:
-    """How many prompts fit into the time, from the speed of plain decoding here and now."""
+def _affordable(bench: Bench, prompt: tuple[int, ...], seconds: float, available: int) -> tuple[int, int]:
+    """How many prompts, and tokens of each, fit into the time, from the speed of plain decoding here and now."""
     from foretoken.study.measure import Run, run_batch
 
-    start = time.perf_counter()
-    run_batch(bench.install(bench.arms[0]), [(prompt, _params(0.0))], Run())
-    one = time.perf_counter() - start
-    budget = seconds / (one * len(bench.arms) * REPEAT * 2)
-    low, high = PROMPTS
-    return max(min(low, available), min(high, available, int(budget)))
+    run_batch(bench.install(bench.arms[0]), [(prompt, _params(0.0))], trial := Run())
+    share = trial.tokens_per_s * seconds / (len(bench.arms) * REPEAT * 2)  # tokens for one run of one way to decode
+    low, high = (min(bound, available) for bound in PROMPTS)
+    num_prompts = max(low, min(high, int(share / TOKENS)))
+    return num_prompts, max(MIN_TOKENS, min(TOKENS, int(share / num_prompts)))
 
 
 def _measure(bench: Bench, workload: Workload, args: Args, run_id: str, here: Any) -> list[dict[str, Any]]:

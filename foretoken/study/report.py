@@ -12,18 +12,18 @@ from foretoken.request import SamplingParams
 
 COLUMNS = (
     "decoding",
-    "tokens\n/s",
-    "speed-\nup",
+    "tokens/s",
+    "speed-up",
     "accepted",
-    "per\ndraft",
-    "roll-\nbacks",
-    "first\nms",
-    "over-\nhead ms",
-    "same\ntext",
+    "per draft",
+    "rollbacks",
+    "first token ms",
+    "overhead ms",
+    "same text",
 )
 LEGEND = (
     "accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one included; "
-    "rollbacks: rounds with a rejected token; first: time to the first token; overhead: time of a round outside both "
+    "rollbacks: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
     "models' passes; same text: token for token as plain decoding"
 )
 
@@ -69,11 +69,11 @@ def table(records: Seq[Mapping[str, Any]]) -> Table:
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
+        padding=0,
+        show_edge=False,
     )
     for name in COLUMNS:
-        made.add_column(name, justify="left" if name == "decoding" else "right", no_wrap=True)
+        made.add_column(name.replace(" ", "\n"), justify="left" if name == "decoding" else "right", no_wrap=True)
     best = max(records, key=lambda r: float(r["tokens_per_s"]))
     for record in records:
         row = cells(record)

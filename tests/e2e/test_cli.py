@@ -213,7 +213,7 @@ def test_demo_ends_well(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in (("TOKENS", 8), ("SHOWN_TOKENS", 8), ("REPEAT", 1)):
+    for name, value in (("SHOWN_TOKENS", 8), ("REPEAT", 1)):
         monkeypatch.setattr(demo, name, value)
     (tmp_path / "p.txt").write_text("the sum\nthe list\nthe loop\n")
     target, draft = map(str, pair_folders)
