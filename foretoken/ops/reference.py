@@ -2,12 +2,14 @@
 
 The rule that makes it so: whatever rounds (sums, exponentials) is computed one row at a time, by the same call on
 tensors of the same shape. A row's bits then cannot depend on its company, because it never meets it. PyTorch's own
-matmul, and even its element-wise exponential (vector body, scalar tail), change bits with the number of rows.
+matmul, and even its element-wise exponential (vector body, scalar tail), change bits with the number of rows. Its
+matrix-vector product changes them with the number of threads too, so the reference computes on one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,6 +29,17 @@ def unavailable() -> str | None:
     return None
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+@_one_thread()
 def _by_row(function: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
     """Apply `function` to each row of x [T, C], each copied to fresh (equally aligned) memory; out [T, width]."""
     out = torch.empty(x.shape[0], width, dtype=torch.float32, device=x.device)
@@ -89,6 +102,7 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
         rows[dst.long()] = rows[src.long()]
 
 
+@_one_thread()
 def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 

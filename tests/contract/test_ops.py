@@ -1,0 +1,268 @@
+"""What every backend must keep: the values of float64 formulas, and rows whose bits know nothing of their company."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fixtures_models import backends
+from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, randn, threads
+from torch import Tensor
+
+from foretoken import ops, registry
+from foretoken.formats import scheme
+from foretoken.models.config import RopeConfig
+from foretoken.models.layers import rope_table
+
+# Law 4, written down: largest difference from the float64 formula, over the size of the values that are summed.
+TOLERANCE = 2e-6
+
+KV_FORMATS = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]
+INVARIANT = [b for b in backends() if ops.resolve(b).row_invariant]
+every_backend = pytest.mark.parametrize("backend", backends())
+every_invariant_backend = pytest.mark.parametrize("backend", INVARIANT)
+every_format = pytest.mark.parametrize("name", registry.names("formats"))
+every_kv_format = pytest.mark.parametrize("kv_format", KV_FORMATS)
+
+MIXED = [
+    Part(0, 1),
+    Part(70, 1, [-1, 0, 1, 2]),  # decode with a chain, past one block of 64 keys
+    Part(63, 2, [-1, -1, 0, 0, 3, 1]),  # a tree on the border of that block
+    Part(0, 9),
+    Part(11, 3),
+    Part(130, 1, [*range(-1, 63)]),  # the longest draft
+]
+
+
+def close(got: Tensor, wanted: Tensor, size: float = 1.0) -> None:
+    assert got.dtype == torch.float32 and got.shape == wanted.shape
+    assert (got.double() - wanted).abs().max() <= TOLERANCE * size
+
+
+def test_the_reference_and_at_least_one_invariant_backend_are_here():
+    assert "reference" in INVARIANT
+
+
+@every_backend
+def test_a_backend_says_what_it_is(backend):
+    module = registry.load("ops", backend)
+    assert isinstance(module.row_invariant, bool)
+    assert module.unavailable() is None
+    assert set(registry.names("formats")) >= module.LINEAR_FORMATS
+    assert set(KV_FORMATS) >= module.KV_FORMATS
+    assert ops.resolve(backend).name == backend
+
+
+# --- values ---
+
+
+@every_backend
+@every_format
+@pytest.mark.parametrize(("T", "O", "K"), [(1, 1, 16), (3, 33, 96), (17, 130, 48), (64, 5, 272), (0, 8, 16)])
+def test_linear(T, O, K, name, backend):  # noqa: E741 - O x K is the weight
+    x, fmt = randn(T, K), scheme.get(name)
+    q, bias = fmt.encode(randn(O, K, seed=1)), randn(O, seed=2)
+    wanted = x.double() @ fmt.decode(q).double().T
+    chosen = ops.resolve(backend)
+    close(chosen.linear(x, q), wanted, 3 * math.sqrt(K)) if T else None
+    close(chosen.linear(x, q, bias), wanted + bias, 3 * math.sqrt(K)) if T else None
+    assert chosen.linear(x, q, bias).shape == (T, O)
+
+
+@every_backend
+@pytest.mark.parametrize(("T", "C"), [(1, 1), (5, 33), (64, 96), (2, 1024)])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_rms_norm(T, C, size, backend):
+    x, weight = randn(T, C) * size, randn(C, seed=1)
+    exact = x.double()
+    wanted = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    close(ops.resolve(backend).rms_norm(x, weight, 1e-5), wanted, 4.0)
+
+
+@every_backend
+def test_rms_norm_of_zeros(backend):
+    assert (ops.resolve(backend).rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6) == 0).all()
+
+
+@every_backend
+@pytest.mark.parametrize(("T", "half"), [(1, 1), (3, 17), (33, 64)])
+def test_silu_mul(T, half, backend):
+    x = 6 * randn(T, 2 * half)
+    gate, up = x.double().chunk(2, -1)
+    close(ops.resolve(backend).silu_mul(x), gate / (1 + (-gate).exp()) * up, 300.0)
+
+
+@every_backend
+def test_silu_of_extremes(backend):
+    gate = torch.tensor([[-1e30, -100.0, -88.0, -0.0, 0.0, 88.0, 100.0, 1e30]])
+    got = ops.resolve(backend).silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    wanted = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 88.0, 100.0, 1e30]])
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-35)
+
+
+@every_backend
+@pytest.mark.parametrize(("T", "H", "D"), [(1, 1, 2), (7, 3, 20), (40, 8, 64)])
+def test_rope_turns_pairs(T, H, D, backend):
+    """As a product of complex numbers: (x1 + i x2) e^(i p f)."""
+    x, table = randn(T, H, D), rope_table(RopeConfig(), D, 500)
+    positions = torch.randint(0, 500, (T,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    rows = table[positions.long()].double()[:, None]
+    turn = torch.complex(rows[..., : D // 2], rows[..., D // 2 :])
+    turned = torch.complex(x[..., : D // 2].double(), x[..., D // 2 :].double()) * turn
+    got = ops.resolve(backend).rope(x, positions, table)
+    close(got, torch.cat([turned.real, turned.imag], -1), 5.0)
+    assert ops.resolve(backend).rope(x, torch.zeros_like(positions), table).equal(x)
+
+
+@every_backend
+@every_kv_format
+@pytest.mark.parametrize("window", [None, 1, 3, 64, 65, 1000])
+def test_attention(window, kv_format, backend):
+    p = make_pass(MIXED, kv_format)
+    got = ops.resolve(backend).attention(p.q, p.layer, p.batch, 12**-0.5, window)
+    close(got, exact_attention(p, 12**-0.5, window), 10.0)
+
+
+@every_backend
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 2), (3, 3, 8), (7, 1, 10), (8, 2, 64), (6, 3, 33)])
+@pytest.mark.parametrize("block_size", [1, 16, 100])
+def test_attention_shapes(heads, kv_heads, dim, block_size, backend):
+    p = make_pass([Part(20, 2, [-1, -1, 0]), Part(3, 4)], "fp32", heads, kv_heads, dim, block_size, seed=3)
+    got = ops.resolve(backend).attention(p.q, p.layer, p.batch, 0.3, None)
+    close(got, exact_attention(p, 0.3), 10.0)
+
+
+@every_backend
+def test_attention_with_large_scores(backend):
+    """Softmax of scores around +-1e4 neither overflows nor mixes."""
+    p = make_pass([Part(90, 1, [-1, 0])])
+    got = ops.resolve(backend).attention(100 * p.q, p.layer, p.batch, 3.0, None)
+    assert got.isfinite().all()
+    exact = exact_attention(type(p)(p.parts, p.batch, p.layer, 100 * p.q), 3.0)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-2)
+
+
+@every_backend
+@every_kv_format
+def test_stored_rows_are_the_format_s_codes(kv_format, backend):
+    fmt = scheme.kv_format(kv_format)
+    layer = empty_layer(kv_format, 4, 5, 2, 12)
+    before = [t.clone() for t in flat(layer)]
+    k, v = randn(3, 2, 12), randn(3, 2, 12, seed=1)
+    slots = torch.tensor([19, 0, 7], dtype=torch.int32)
+    ops.resolve(backend).store_kv(k, v, layer, slots)
+    encoded = [fmt.encode_kv(k), fmt.encode_kv(v)]
+    wanted = [encoded[0][0], encoded[1][0], encoded[0][1], encoded[1][1]]
+    for tensor, old, new in zip(flat(layer), before, wanted, strict=False):
+        assert new is not None and tensor[slots.long()].equal(new)
+        others = [i for i in range(20) if i not in (19, 0, 7)]
+        assert tensor[others].view(torch.uint8).equal(old[others].view(torch.uint8))  # NaN is not equal to itself
+
+
+@every_backend
+@every_kv_format
+@pytest.mark.parametrize(
+    "moves", [[], [(5, 2)], [(3, 2), (4, 3), (9, 4)], [(9, 0), (8, 1)], [(12, 1), (19, 12)]], ids=str
+)
+def test_moved_rows_are_read_before_they_are_overwritten(moves, kv_format, backend):
+    layer = make_pass([Part(0, 20)], kv_format).layer
+    before = [t.clone() for t in flat(layer)]
+    src, dst = (torch.tensor([m[i] for m in moves], dtype=torch.int32) for i in range(2))
+    ops.resolve(backend).move_kv(layer, src, dst)
+    wanted = [t.clone() for t in before]
+    for s, d in moves:
+        for tensor, old in zip(wanted, before, strict=True):
+            tensor[d] = old[s]
+    for tensor, new in zip(flat(layer), wanted, strict=True):
+        assert tensor.view(torch.uint8).equal(new.view(torch.uint8))
+
+
+@every_backend
+def test_slices_of_wider_rows(backend):
+    """q, k and v come as parts of one projection's rows."""
+    chosen = ops.resolve(backend)
+    wide = randn(6, 8, 12)
+    q, k, v = wide[:, :4], wide[:, 4:6], wide[:, 6:]
+    table, positions = rope_table(RopeConfig(), 12, 50), torch.arange(6, dtype=torch.int32)
+    assert chosen.rope(q, positions, table).equal(chosen.rope(q.contiguous(), positions, table))
+    layers = [empty_layer("fp32", 2, 5, 2, 12) for _ in range(2)]
+    slots = torch.arange(6, dtype=torch.int32)
+    chosen.store_kv(k, v, layers[0], slots)
+    chosen.store_kv(k.contiguous(), v.contiguous(), layers[1], slots)
+    for a, b in zip(flat(layers[0]), flat(layers[1]), strict=True):
+        assert a[:6].equal(b[:6])
+    p = make_pass([Part(0, 6)])
+    sliced = torch.cat([p.q, p.q], dim=1)[:, 4:]
+    assert not sliced.is_contiguous()
+    assert chosen.attention(sliced, p.layer, p.batch, 0.3).equal(chosen.attention(p.q, p.layer, p.batch, 0.3))
+    rows = randn(5, 40)[:, 3:35]
+    weight = scheme.get("fp32").encode(randn(7, 32))
+    assert chosen.linear(rows, weight).equal(chosen.linear(rows.contiguous(), weight))
+    assert chosen.rms_norm(rows, torch.ones(32), 1e-5).equal(chosen.rms_norm(rows.contiguous(), torch.ones(32), 1e-5))
+    assert chosen.silu_mul(rows).equal(chosen.silu_mul(rows.contiguous()))
+
+
+# --- bits: a row alone, in company, elsewhere, with other threads ---
+
+
+@every_invariant_backend
+@every_format
+@pytest.mark.parametrize(("O", "K"), [(1, 16), (33, 96), (130, 80), (512, 64)])
+def test_linear_rows_do_not_know_their_company(O, K, name, backend):  # noqa: E741
+    chosen = ops.resolve(backend)
+    x, bias = randn(70, K), randn(O, seed=2)
+    weight = scheme.get(name).encode(randn(O, K, seed=1))
+    whole = chosen.linear(x, weight, bias)
+    for count in (1, 2, 3, 5, 8, 16, 33):
+        for start in (0, 1, 70 - count):
+            assert chosen.linear(x[start : start + count].clone(), weight, bias).equal(whole[start : start + count])
+    with threads(2):
+        assert chosen.linear(x, weight, bias).equal(whole)
+        assert chosen.linear(x[4:5], weight, bias).equal(whole[4:5])
+
+
+@every_invariant_backend
+@pytest.mark.parametrize("width", [2, 18, 96, 344])
+def test_rows_of_small_ops_do_not_know_their_company(width, backend):
+    chosen = ops.resolve(backend)
+    x, weight = 3 * randn(37, width), randn(width, seed=1)
+    table, positions = rope_table(RopeConfig(), width, 99), torch.arange(37, dtype=torch.int32)
+    normed, gated = chosen.rms_norm(x, weight, 1e-6), chosen.silu_mul(x)
+    turned = chosen.rope(x[:, None], positions, table)
+    for count in (1, 2, 7, 16):
+        for start in (0, 1, 37 - count):
+            part = slice(start, start + count)
+            assert chosen.rms_norm(x[part].clone(), weight, 1e-6).equal(normed[part])
+            assert chosen.silu_mul(x[part].clone()).equal(gated[part])
+            assert chosen.rope(x[part, None].clone(), positions[part], table).equal(turned[part])
+    with threads(2):
+        assert chosen.rms_norm(x, weight, 1e-6).equal(normed) and chosen.silu_mul(x).equal(gated)
+
+
+@every_invariant_backend
+@every_kv_format
+@pytest.mark.parametrize("window", [None, 5, 64])
+def test_attention_rows_do_not_know_their_company(window, kv_format, backend):
+    """Alone, in another cache, at another block size, on a plain path instead of a tree: the same bits."""
+    chosen = ops.resolve(backend)
+    p = make_pass(MIXED, kv_format)
+    whole = chosen.attention(p.q, p.layer, p.batch, 0.3, window)
+    for b, part in enumerate(p.parts):
+        first = int(p.batch.row_offsets[b])
+        count = part.pending + len(part.parents)
+        for row in {0, 1, 2, 5, count - 1, count // 2} & set(range(count)):
+            for block_size in (1, 16):
+                single = alone(p, b, row, block_size)
+                got = chosen.attention(single.q, single.layer, single.batch, 0.3, window)
+                assert got[0].equal(whole[first + row]), (b, row, block_size)
+    with threads(2):
+        assert chosen.attention(p.q, p.layer, p.batch, 0.3, window).equal(whole)
+
+
+@every_invariant_backend
+def test_the_same_call_gives_the_same_bits(backend):
+    chosen = ops.resolve(backend)
+    p = make_pass(MIXED)
+    first = chosen.attention(p.q, p.layer, p.batch, 0.3)
+    assert all(chosen.attention(p.q, p.layer, p.batch, 0.3).equal(first) for _ in range(5))

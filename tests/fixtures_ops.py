@@ -1,0 +1,165 @@
+"""Random caches and batches for tests of the ops, and attention as one dense float64 formula."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foretoken import ops
+from foretoken.batch import Batch, Rows, ancestor_masks, build_batch
+from foretoken.formats import scheme
+from foretoken.formats.scheme import KVLayer
+from foretoken.kvcache.cache import KVCache
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let backends use `count` threads; one again afterwards, as the tests' fixture sets it."""
+    ops.set_num_threads(count)
+    try:
+        yield
+    finally:
+        ops.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence of a random pass: rows cached before, pending rows, parents of its draft nodes."""
+
+    cached: int
+    pending: int
+    parents: Seq[int] = ()
+
+    @property
+    def kv_len(self) -> int:
+        return self.cached + self.pending
+
+    @property
+    def stored(self) -> int:
+        return self.kv_len + len(self.parents)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A batch, a cache whose rows are all written (and poisoned where they belong to nobody), queries [T, H, D]."""
+
+    parts: Seq[Part]
+    batch: Batch
+    layer: KVLayer
+    q: Tensor
+
+
+def empty_layer(name: str, num_blocks: int, block_size: int, kv_heads: int, dim: int) -> KVLayer:
+    """A cache of NaN: whoever reads a row that was never written, or belongs to nobody, gives itself away."""
+    layer = KVCache(1, num_blocks, block_size, kv_heads, dim, name).layer(0)
+    for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale):
+        if tensor is not None:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+    return layer
+
+
+def flat(layer: KVLayer) -> list[Tensor]:
+    """The cache's tensors by slot."""
+    tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+    return [t.view(-1, *t.shape[2:]) for t in tensors if t is not None]
+
+
+def slot_lists(parts: Seq[Part], batch: Batch, block_size: int) -> list[list[int]]:
+    """Slot of each storage index of each sequence."""
+    tables = batch.block_tables.tolist()
+    return [
+        [tables[b][i // block_size] * block_size + i % block_size for i in range(p.stored)] for b, p in enumerate(parts)
+    ]
+
+
+def make_pass(
+    parts: Seq[Part],
+    kv_format: str = "fp32",
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 12,
+    block_size: int = 5,
+    seed: int = 0,
+) -> Pass:
+    """A pass over sequences whose blocks lie scattered in the cache."""
+    needed = [-(-p.stored // block_size) for p in parts]
+    free = list(range(sum(needed) + 3))
+    random.Random(seed).shuffle(free)
+    rows = []
+    for p, count in zip(parts, needed, strict=True):
+        blocks = [free.pop() for _ in range(count)]
+        rows.append(Rows([0] * p.pending, p.cached, [0] * len(p.parents), p.parents, blocks, True))
+    batch = build_batch(rows, block_size)
+    layer = empty_layer(kv_format, sum(needed) + 3, block_size, kv_heads, dim)
+    fmt = scheme.kv_format(kv_format)
+    slots = torch.tensor([s for row in slot_lists(parts, batch, block_size) for s in row])
+    tensors = flat(layer)
+    for i in range(2):
+        codes, scales = fmt.encode_kv(2 * randn(len(slots), kv_heads, dim, seed=seed * 7 + i))
+        tensors[i][slots] = codes
+        if scales is not None:
+            tensors[2 + i][slots] = scales
+    return Pass(parts, batch, layer, 2 * randn(batch.num_rows, heads, dim, seed=seed * 7 + 5))
+
+
+def visible(part: Part, row: int) -> tuple[list[int], int]:
+    """Storage indices that a row of the part attends to, in order of position, and its own position."""
+    if row < part.pending:
+        position = part.cached + row
+        return list(range(position + 1)), position
+    masks, depths = ancestor_masks(part.parents)
+    node = row - part.pending
+    nodes = [part.kv_len + j for j in range(node + 1) if masks[node] >> j & 1]
+    return [*range(part.kv_len), *nodes], part.kv_len + depths[node]
+
+
+def exact_attention(p: Pass, scale: float, window: int | None = None) -> Tensor:
+    """The same by one masked softmax over all stored rows, in float64: [T, H, D]."""
+    fmt = scheme.kv_format(p.layer.format)
+    tensors = flat(p.layer)
+    out = []
+    row = 0
+    for part, slots in zip(p.parts, slot_lists(p.parts, p.batch, p.layer.k.shape[1]), strict=True):
+        scales = [t[slots] for t in tensors[2:]] or [None, None]
+        k, v = (fmt.decode_kv(tensors[i][slots], scales[i]).double() for i in range(2))  # [S, Hk, D]
+        depths = ancestor_masks(part.parents)[1]
+        place = torch.tensor([*range(part.kv_len), *(part.kv_len + d for d in depths)])  # [S] logical positions
+        count = part.pending + len(part.parents)
+        mask = torch.zeros(count, part.stored, dtype=torch.bool)
+        for r in range(count):
+            keys, position = visible(part, r)
+            mask[r, keys] = True
+            if window is not None:
+                mask[r] &= place > position - window
+        group = p.q.shape[1] // k.shape[1]
+        q = p.q[row : row + count].double()  # [T, H, D]
+        scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(group, 1)) * scale
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        out.append(torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, 1)))
+        row += count
+    return torch.cat(out)
+
+
+def alone(p: Pass, b: int, row: int, block_size: int) -> Pass:
+    """Row `row` of sequence b as the only row of a pass, its keys in plain order in another cache."""
+    part = p.parts[b]
+    keys, position = visible(part, row)
+    single = Part(position, 1)
+    blocks = list(range(-(-len(keys) // block_size)))[::-1]
+    batch = build_batch([Rows([0], position, [], [], blocks, True)], block_size)
+    layer = empty_layer(p.layer.format, len(blocks), block_size, *p.layer.k.shape[2:])
+    source = slot_lists(p.parts, p.batch, p.layer.k.shape[1])[b]
+    target = slot_lists([single], batch, block_size)[0]
+    for theirs, ours in zip(flat(p.layer), flat(layer), strict=True):
+        ours[target] = theirs[[source[k] for k in keys]]
+    first = int(p.batch.row_offsets[b])
+    return replace(p, parts=[single], batch=batch, layer=layer, q=p.q[first + row : first + row + 1].clone())

@@ -1,0 +1,82 @@
+"""The dense formats against the bits of IEEE 754."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from foretoken.errors import ConfigError, RegistryError
+from foretoken.formats import scheme
+from foretoken.formats.scheme import DENSE, QuantScheme, QuantTensor
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def through(name: str, value: float) -> float:
+    fmt = scheme.get(name)
+    return fmt.decode(fmt.encode(torch.tensor([[value]]))).item()
+
+
+@given(floats)
+def test_fp32_keeps_every_bit(value):
+    assert struct.pack("<f", through("fp32", value)) == struct.pack("<f", value)
+
+
+def bf16_by_hand(value: float) -> int:
+    """Upper half of the float32 bits, rounded to nearest, ties to even."""
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+@given(floats)
+def test_bf16_rounds_to_nearest_even(value):
+    q = scheme.get("bf16").encode(torch.tensor([[value]]))
+    assert q.parts["weight"].view(torch.int16).item() & 0xFFFF == bf16_by_hand(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(1 + 2**-8, 1.0), (1 + 3 * 2**-8, 1 + 2**-6), (1 + 2**-8 + 2**-20, 1 + 2**-7)]
+)
+def test_bf16_ties_by_example(value, expected):
+    assert through("bf16", value) == expected
+
+
+@given(st.floats(-65504, 65504, width=32))
+def test_fp16_is_ieee_half(value):
+    assert through("fp16", value) == struct.unpack("<e", struct.pack("<e", value))[0]
+
+
+def test_cache_rows_are_the_same_floats():
+    x = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0))
+    for dtype, name in DENSE.items():
+        codes, scales = scheme.get(name).encode_kv(x)
+        assert scales is None and codes.dtype == dtype and codes.equal(x.to(dtype))
+        assert scheme.get(name).decode_kv(codes, scales).equal(x.to(dtype).float())
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+def test_auto_keeps_what_the_checkpoint_stores(dtype):
+    weight = torch.randn(3, 8).to(dtype)
+    q = QuantScheme().encode(weight)
+    assert q.format == DENSE[dtype] and q.parts["weight"].equal(weight)
+
+
+def test_unknown_format_names_the_near_one():
+    with pytest.raises(RegistryError, match="did you mean 'bf16'"):
+        scheme.get("bf61")
+    with pytest.raises(RegistryError, match="fp32"):
+        QuantScheme("float32").encode(torch.ones(1, 1))
+
+
+def test_a_format_without_a_cache_type_is_refused_for_the_cache(monkeypatch):
+    monkeypatch.setattr(type(scheme.get("int8")), "kv_dtype", None)
+    with pytest.raises(ConfigError, match="'int8' does not serve the KV cache; use"):
+        scheme.kv_format("int8")
+
+
+def test_bytes_of_a_stored_weight():
+    q = QuantTensor("x", (2, 3), {"codes": torch.zeros(2, 3, dtype=torch.int8), "scales": torch.zeros(2)})
+    assert q.nbytes == 6 + 8

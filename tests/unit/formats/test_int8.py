@@ -1,0 +1,56 @@
+"""int8: symmetric, scale = absmax / 127 of the row."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, strategies as st
+from hypothesis.extra import numpy as hn
+
+from foretoken.formats import scheme
+
+INT8 = scheme.get("int8")
+rows = hn.arrays("float32", st.tuples(st.integers(1, 5), st.integers(1, 40)), elements=st.floats(-1e4, 1e4, width=32))
+
+
+@given(rows)
+def test_error_is_at_most_half_a_step(values):
+    weight = torch.from_numpy(values)
+    q = INT8.encode(weight)
+    codes, scales = q.parts["codes"], q.parts["scales"]
+    assert codes.dtype == torch.int8 and codes.min() >= -127  # symmetric: -128 is never used
+    assert scales.shape == (len(weight),) and (scales > 0).all()
+    half_step = scales[:, None].double() / 2
+    assert ((INT8.decode(q).double() - weight.double()).abs() <= half_step * (1 + 1e-4) + 1e-44).all()
+
+
+def test_the_largest_value_of_a_row_takes_the_last_code():
+    weight = torch.tensor([[0.5, -2.0, 1.0], [0.0, 0.0, 0.0], [3.0, -3.0, 0.012]])
+    q = INT8.encode(weight)
+    assert q.parts["codes"].tolist() == [[32, -127, 64], [0, 0, 0], [127, -127, 1]]
+    torch.testing.assert_close(q.parts["scales"], torch.tensor([2 / 127, 1.0, 3 / 127]))
+
+
+def test_codes_by_the_row_of_the_cache():
+    x = torch.tensor([[[1.0, -0.5], [100.0, 1.0]]])  # [1, 2, 2]: two heads, two scales
+    codes, scales = INT8.encode_kv(x)
+    assert codes.tolist() == [[[127, -64], [127, 1]]]
+    assert scales is not None
+    torch.testing.assert_close(scales, torch.tensor([[1 / 127, 100 / 127]]))
+
+
+def test_checkpoint_layout_is_that_of_compressed_tensors():
+    """int-quantized: codes as the weight, the scale as a column beside it; the head stays dense."""
+    q = INT8.encode(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
+    tensors = INT8.checkpoint("model.layers.0.mlp.up_proj", q)
+    assert set(tensors) == {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"}
+    assert tensors["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
+    assert tensors["model.layers.0.mlp.up_proj.weight_scale"].shape == (6, 1)
+    config = INT8.config()
+    assert config["quant_method"] == "compressed-tensors" and config["ignore"] == ["lm_head"]
+
+
+def test_scales_of_another_type_are_read():
+    """Checkpoints often store scales in bf16."""
+    codes = torch.tensor([[3, -4]], dtype=torch.int8)
+    q = INT8.from_checkpoint("x", {"x.weight": codes, "x.weight_scale": torch.tensor([[0.5]], dtype=torch.bfloat16)})
+    assert INT8.decode(q).tolist() == [[1.5, -2.0]]
