@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
 
-from foretoken import ops
+from foretoken import ops, registry
 from foretoken.config import CacheConfig, EngineConfig, SpecConfig
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.engine.build import assemble
@@ -124,7 +124,8 @@ def make_engine(
     config = EngineConfig(
         max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, cache=cache, spec=spec
     )
-    draft = pair.draft if method == "draft_model" else None
+    needs_model = method != "none" and getattr(registry.load("drafters", method).DRAFTER, "needs_model", False)
+    draft = pair.draft if needs_model else None
     engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, draft)
     if drafter is not None:
         engine.drafter, engine.policy = drafter, FixedLength(k)

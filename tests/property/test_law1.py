@@ -73,7 +73,9 @@ def check(
     if drafter.startswith("draft_model"):
         # Both branches of the rule were walked, or the comparison shows nothing.
         rate = engine.metrics.acceptance_rate
-        assert rate is not None and 0.3 < rate < 0.97
+        tiny = pair.target.config.vocab_size < 1000
+        assert rate is not None
+        assert (0.3 if tiny else 0.03) < rate < 0.97
         assert engine.metrics.num_rollbacks > 20
 
 

@@ -1,0 +1,122 @@
+"""What every drafter on the shelf must keep to. A new file there is tested by this one without a change here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
+
+from foretoken import registry
+from foretoken.engine.engine import Engine
+from foretoken.errors import ConfigError
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter, parse_options
+from foretoken.spec.step import decode_step
+
+NAMES = registry.names("drafters")
+pytestmark = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture
+def engine(pair: Pair, name: str) -> Engine:
+    return make_engine(pair, name, k=6)
+
+
+def some_sequences() -> list[Sequence]:
+    asked = [SamplingParams(), SamplingParams(**SAMPLED), SamplingParams(temperature=1.0, frequency_penalty=0.5)]
+    return [Sequence(i, p, asked[i % 3], i) for i, p in enumerate([*random_prompts(5), [7] * 30])]
+
+
+def rounds(engine: Engine, seqs: list[Sequence], num_draft: list[int], count: int = 8) -> Iterator[Draft]:
+    """Run the sequences as the engine does, giving out each draft."""
+    for seq in seqs:
+        engine.runner.blocks.reserve(seq, len(seq) + 100)
+    for _ in range(count):
+        yield decode_step(engine.runner, engine.drafter, seqs, [s.num_pending for s in seqs], num_draft)[0]
+
+
+def test_class_and_options(name: str) -> None:
+    draft_class = registry.load("drafters", name).DRAFTER
+    assert issubclass(draft_class, Drafter)
+    assert draft_class.__doc__
+    options = draft_class.Options
+    assert dataclasses.is_dataclass(options)
+    assert options.__dataclass_params__.frozen
+    default = options()
+    for field in dataclasses.fields(options):
+        assert f"`{field.name}`" in (options.__doc__ or ""), "each knob is explained"
+        parse_options(draft_class, {field.name: getattr(default, field.name)})
+    with pytest.raises(ConfigError, match="unknown option 'nonsense'"):
+        parse_options(draft_class, {"nonsense": 1})
+
+
+def test_drafts_are_well_formed(engine: Engine, name: str) -> None:
+    num_draft = [0, 1, 2, 6, 64, 6]
+    most = 0
+    for draft in rounds(engine, some_sequences(), num_draft):
+        assert draft.num_seqs == 6
+        for b, limit in enumerate(num_draft):
+            tokens, parents = draft.nodes(b)
+            assert len(tokens) == len(parents) <= limit
+            assert all(0 <= t < engine.runner.model.config.vocab_size for t in tokens)
+            assert all(-1 <= p < i for i, p in enumerate(parents))
+            most = max(most, len(tokens))
+        assert len(draft.tokens) == len(draft.parents) == draft.offsets[-1]
+        assert draft.confidence is None or len(draft.confidence) == len(draft.tokens)
+    assert most > 2, "some guess was made"
+
+
+def test_propose_leaves_the_sequences_alone(engine: Engine, name: str) -> None:
+    seqs = some_sequences()
+    for _ in rounds(engine, seqs, [3] * 6, count=2):
+        pass
+    before = [(list(s.token_ids), s.num_cached, list(s.blocks), s.seed, s.num_prompt) for s in seqs]
+    free = engine.runner.blocks.num_free
+    first = engine.drafter.propose(seqs, [6] * 6)
+    assert [(list(s.token_ids), s.num_cached, list(s.blocks), s.seed, s.num_prompt) for s in seqs] == before
+    assert engine.runner.blocks.num_free == free
+    again = engine.drafter.propose(seqs, [6] * 6)
+    assert first.tokens.tolist() == again.tokens.tolist(), "asked again, it guesses the same"
+    assert first.parents.tolist() == again.parents.tolist()
+
+
+def test_a_guess_does_not_depend_on_company(engine: Engine, pair: Pair, name: str) -> None:
+    """Not a law (a draft may be anything), but what makes acceptance in a batch what it is alone."""
+    seqs = some_sequences()
+    together = engine.drafter.propose(seqs, [5] * 6)
+    for b, seq in enumerate(some_sequences()):
+        alone = make_engine(pair, name, k=6).drafter.propose([seq], [5])
+        assert alone.nodes(0) == together.nodes(b)
+
+
+def test_sequences_come_and_go(engine: Engine, name: str) -> None:
+    """Preempted, left out for rounds, released: the drafter keeps up, and forgets when told."""
+    seqs = some_sequences()
+    for _ in rounds(engine, seqs, [4] * 6, count=2):
+        pass
+    engine.runner.blocks.release(seqs[3])  # preemption
+    for _ in rounds(engine, seqs[3:], [4] * 3, count=3):
+        pass
+    for _ in rounds(engine, seqs[::-1], [4] * 6, count=2):
+        pass
+    engine.drafter.release(Sequence(999, [1], SamplingParams(), 0))  # one that it never saw
+    for seq in seqs:
+        engine.drafter.release(seq)
+        engine.drafter.release(seq)
+        engine.runner.blocks.release(seq)
+    assert_nothing_left(engine)
+
+
+def test_no_sequences(engine: Engine, name: str) -> None:
+    assert engine.drafter.propose([], []).num_seqs == 0
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_law_1(pair: Pair, engine: Engine, name: str, sampling: dict[str, Any]) -> None:
+    prompts = random_prompts(8, seed=21)
+    asked = SamplingParams(max_tokens=30, seed=3, ignore_eos=True, **sampling)
+    assert texts(run(engine, prompts, asked)) == texts(run(make_engine(pair), prompts, asked, alone=True))

@@ -1,0 +1,213 @@
+"""The draft_model drafter: follows, catches up, does without memory, keeps to the target's vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
+
+from foretoken import ops
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.engine.engine import Engine
+from foretoken.errors import ConfigError
+from foretoken.formats.scheme import QuantTensor
+from foretoken.kvcache.blocks import BlockManager
+from foretoken.models.llama import Llama
+from foretoken.models.loader import load_model
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.draft import Draft
+from foretoken.spec.length import ConfidenceLength
+
+PROMPTS = random_prompts(5, seed=4)
+ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)
+
+
+def drafter_of(engine: Engine) -> DraftModelDrafter:
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    return engine.drafter
+
+
+def with_draft(pair: Pair, folder: Path, **config: Any) -> Pair:
+    """The same target with another draft."""
+    write_model(folder, noise=0.04, **config)
+    return Pair(pair.target, load_model(folder, ops.resolve()), pair.tokenizer)
+
+
+def test_a_draft_equal_to_the_target_is_always_right(pair: Pair) -> None:
+    """Coupled sampling: the same model with the same noise guesses every token, greedy or sampled."""
+    twin = Pair(pair.target, pair.target, pair.tokenizer)
+    for asked in (ASKED, SamplingParams(max_tokens=40, seed=6, ignore_eos=True, repetition_penalty=1.2)):
+        engine = make_engine(twin, "draft_model", k=5)
+        run(engine, PROMPTS, asked)
+        assert engine.metrics.acceptance_rate == 1.0
+        assert engine.metrics.num_rollbacks == 0
+
+
+@pytest.mark.parametrize("prefill_rows", [1, 7, 512])
+def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, prefill_rows: int) -> None:
+    plain = texts(run(make_engine(pair), PROMPTS, ASKED))
+    engine = make_engine(pair, "draft_model", options={"prefill_rows": prefill_rows})
+    runner = drafter_of(engine).runner
+    forward, sizes, drafted = runner.forward, [], []
+
+    def counted(seqs: Any, draft: Draft, num_pending: Any) -> Any:
+        sizes.append((sum(num_pending), len(seqs)))
+        return forward(seqs, draft, num_pending)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    assert texts(run(engine, PROMPTS, ASKED)) == plain
+    assert all(rows <= max(prefill_rows, 2 * count, 2 * len(PROMPTS)) for rows, count in sizes)
+    drafted.append(engine.metrics.num_accepted_tokens)
+    assert engine.metrics.acceptance_rate is not None
+    assert engine.metrics.acceptance_rate > 0.3, "a draft that lost track would be mostly wrong"
+
+
+def test_no_prefill_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefill_rows must be at least 1, got 0"):
+        DraftModelDrafter.Options(prefill_rows=0)
+
+
+def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
+    """Beyond the draft's context nothing is guessed, and nothing breaks."""
+    short = with_draft(pair, tmp_path / "short", max_position_embeddings=32)
+    prompts = [*PROMPTS[:2], list(range(1, 32)), list(range(1, 60))]
+    plain = texts(run(make_engine(pair), prompts, ASKED))
+    engine = make_engine(short, "draft_model", k=4)
+    runner = drafter_of(engine).runner
+    longest: list[int] = []
+    forward = runner.forward
+
+    def watched(seqs: Any, draft: Draft, num_pending: Any) -> Any:
+        longest.extend(len(s) for s in seqs)
+        return forward(seqs, draft, num_pending)
+
+    runner.forward = watched  # type: ignore[method-assign]
+    done = run(engine, prompts, ASKED)
+    assert texts(done) == plain
+    assert 25 < max(longest) <= 32
+    assert done[0].metrics.spec.num_draft_tokens > 0
+    assert done[3].metrics.spec.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("num_blocks", [1, 5, 9])
+def test_an_exhausted_draft_cache(pair: Pair, num_blocks: int) -> None:
+    """A draft without room guesses less; blocks of sequences that do not run are taken back."""
+    plain = texts(run(make_engine(pair), PROMPTS, ASKED))
+    engine = make_engine(pair, "draft_model", k=4, block=8)
+    runner = drafter_of(engine).runner
+    runner.blocks = BlockManager(num_blocks, 8)
+    done = run(engine, PROMPTS, ASKED)
+    assert texts(done) == plain
+    full = make_engine(pair, "draft_model", k=4, block=8)
+    run(full, PROMPTS, ASKED)
+    assert engine.metrics.num_draft_tokens < full.metrics.num_draft_tokens
+    if num_blocks > 1:
+        assert engine.metrics.num_accepted_tokens > 0
+    assert_nothing_left(engine)
+
+
+def test_sequences_that_wait_give_their_blocks_back(pair: Pair) -> None:
+    engine = make_engine(pair, "draft_model", k=4, block=4)
+    drafter = drafter_of(engine)
+    drafter.runner.blocks = BlockManager(8, 4)
+    first, second = (Sequence(i, [3] * 20, SamplingParams(), 0) for i in range(2))
+    assert drafter.propose([first], [4]).count(0) == 4
+    assert drafter.runner.blocks.num_free == 2
+    assert drafter.propose([second], [4]).count(0) == 0, "both fit into no pass"
+    drafter.runner.blocks.reserve(drafter._shadows[first.seq_id].seq, 28)  # hardly any block is free now
+    assert drafter.propose([second], [4]).count(0) == 4
+    assert drafter._shadows[first.seq_id].seq.num_cached == 0
+    assert drafter.propose([first], [0]).count(0) == 0
+    drafter.release(second)
+    again = drafter.propose([first], [4])
+    assert again.count(0) == 4, "it catches up from the start"
+
+
+def favouring(model: Llama, token: int) -> Llama:
+    """The model with one row of its head blown up along the others' mean direction: `token` often wins."""
+    head = model.weights.lm_head
+    weight = head.parts["weight"].clone()
+    weight[token] = weight[:20].sum(0) * 3
+    from dataclasses import replace
+
+    weights = replace(model.weights, lm_head=QuantTensor(head.format, head.shape, {"weight": weight}))
+    return Llama(model.config, weights, model.ops, model.max_model_len)
+
+
+def test_padding_of_the_draft_is_never_proposed(pair: Pair, tmp_path: Path) -> None:
+    """The draft has more rows in its head than the target; a choice among the surplus ends the chain."""
+    wide = with_draft(pair, tmp_path / "wide", vocab_size=MODEL_VOCAB + 64)
+    wide = Pair(wide.target, favouring(wide.draft, MODEL_VOCAB + 5), wide.tokenizer)
+    engine = make_engine(wide, "draft_model", k=4)
+    assert drafter_of(engine).vocab_limit == MODEL_VOCAB
+    seen: list[int] = []
+    propose = engine.drafter.propose
+
+    def watched(seqs: Any, num_draft: Any) -> Draft:
+        draft = propose(seqs, num_draft)
+        seen.extend(draft.tokens.tolist())
+        return draft
+
+    engine.drafter.propose = watched  # type: ignore[method-assign]
+    done = run(engine, PROMPTS, ASKED)
+    assert texts(done) == texts(run(make_engine(pair), PROMPTS, ASKED))
+    assert max(seen, default=0) < MODEL_VOCAB
+    asked = sum(c.metrics.spec.num_rounds for c in done) * 4
+    assert len(seen) < asked // 2, "the favourite did cut most drafts short"
+
+
+def test_tokens_that_the_draft_does_not_have(pair: Pair, tmp_path: Path) -> None:
+    """The target is padded further than the draft: a text with such a token is not drafted, and nothing breaks."""
+    narrow = with_draft(pair, tmp_path / "narrow", vocab_size=300)
+    asked = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, logit_bias={302: 4.0}, temperature=1.0)
+    plain = run(make_engine(pair), PROMPTS, asked)
+    assert any(302 in c.token_ids for c in plain)
+    engine = make_engine(narrow, "draft_model", k=4)
+    assert drafter_of(engine).vocab_limit == 300
+    assert texts(run(engine, PROMPTS, asked)) == texts(plain)
+    assert engine.metrics.num_draft_tokens > 0
+
+
+def test_confidence_ends_a_chain_with_the_first_unsure_token(pair: Pair, monkeypatch: Any) -> None:
+    engine = make_engine(pair, "draft_model", k=8)
+    drafter = drafter_of(engine)
+    drafter.policy = ConfidenceLength(8, threshold=0.2)
+    sure = iter([0.9, 0.5, 0.1, 0.8])
+    monkeypatch.setattr("foretoken.drafters.draft_model.probability", lambda *args: next(sure))
+    draft = drafter.propose([Sequence(0, [5, 6, 7], SamplingParams(), 0)], [8])
+    assert draft.count(0) == 3
+    assert draft.confidence is not None
+    assert draft.confidence.tolist() == pytest.approx([0.9, 0.5, 0.1])
+
+
+def test_confidence_is_the_drafts_probability(pair: Pair) -> None:
+    engine = make_engine(pair, "draft_model", k=3, confidence=0.0)
+    drafter = drafter_of(engine)
+    seq = Sequence(0, [5, 6, 7], SamplingParams(temperature=0.8), 11)
+    draft = drafter.propose([seq], [3])
+    check = Sequence(1, [5, 6, 7, *draft.tokens.tolist()], SamplingParams(), 0)
+    runner = drafter.runner
+    runner.blocks.reserve(check, 6)
+    out = runner.forward([check], Draft.trees([([], [])]), [3])  # known: the prompt only
+    assert out.logits.shape[0] == 0, "no logits while tokens are pending"
+    check = Sequence(2, [5, 6, 7], SamplingParams(), 0)
+    runner.blocks.reserve(check, 6)
+    out = runner.forward([check], draft, [3])
+    wanted = [float((out.logits[i] / 0.8).softmax(-1)[t]) for i, t in enumerate(draft.tokens.tolist())]
+    assert draft.confidence is not None
+    assert draft.confidence.tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_logits_that_are_no_numbers_end_the_chain(pair: Pair) -> None:
+    """A draft that breaks down guesses nothing; the target goes on."""
+    head = pair.draft.weights.lm_head
+    from dataclasses import replace
+
+    broken = QuantTensor(head.format, head.shape, {"weight": torch.full_like(head.parts["weight"], torch.nan)})
+    draft = Llama(pair.draft.config, replace(pair.draft.weights, lm_head=broken), pair.draft.ops)
+    engine = make_engine(Pair(pair.target, draft, pair.tokenizer), "draft_model")
+    assert texts(run(engine, PROMPTS, ASKED)) == texts(run(make_engine(pair), PROMPTS, ASKED))
+    assert engine.metrics.num_draft_tokens == 0

@@ -1,0 +1,243 @@
+"""Engine: where a text ends, what a completion says, what cannot be served."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from lawkit import (
+    EOS,
+    MAX_LEN,
+    SAMPLED,
+    Pair,
+    TreeDrafter,
+    assert_nothing_left,
+    make_engine,
+    random_prompts,
+    run,
+    texts,
+)
+
+from foretoken.engine.engine import Engine
+from foretoken.errors import RequestError
+from foretoken.request import Delta, FinishReason, Request, SamplingParams
+from foretoken.spec.draft import Draft
+
+PROMPT = random_prompts(4)[3]
+
+
+class Oracle(TreeDrafter):
+    """Always right: proposes the known answer as a chain."""
+
+    def _tree(self, seq: Any, num_draft: int) -> tuple[list[int], list[int]]:
+        right = list(self.answer(seq))[:num_draft]
+        return right, list(range(-1, len(right) - 1))
+
+
+def oracle_engine(pair: Pair, answer: tuple[int, ...], k: int = 8, **settings: Any) -> Engine:
+    return make_engine(pair, k=k, drafter=Oracle(lambda seq: answer[seq.num_output :], MAX_LEN), **settings)
+
+
+def answer_of(pair: Pair, **params: Any) -> tuple[int, ...]:
+    asked = SamplingParams(max_tokens=40, seed=2, ignore_eos=True, **params)
+    return texts(run(make_engine(pair), [PROMPT], asked))[0]
+
+
+def test_max_tokens_inside_an_accepted_path(pair: Pair) -> None:
+    answer = answer_of(pair)
+    for count in range(1, 22):
+        params = SamplingParams(max_tokens=count, seed=2, ignore_eos=True)
+        (got,) = run(oracle_engine(pair, answer), [PROMPT], params)
+        assert got.token_ids == answer[:count]
+        assert got.finish_reason is FinishReason.LENGTH
+        assert len(got.accepted) == count
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_stop_token_inside_an_accepted_path(pair: Pair, sampling: dict[str, Any]) -> None:
+    answer = answer_of(pair, **sampling)
+    for place in range(1, 16):
+        stop = answer[place]
+        end = answer.index(stop) + 1
+        params = SamplingParams(max_tokens=40, seed=2, ignore_eos=True, stop_token_ids=(stop,), **sampling)
+        (got,) = run(oracle_engine(pair, answer), [PROMPT], params)
+        assert got.token_ids == answer[:end]
+        assert got.finish_reason is FinishReason.STOP
+
+
+def test_the_end_token_inside_an_accepted_path(pair: Pair) -> None:
+    """The end token ends the text, unless told otherwise or before min_tokens."""
+    bias = {EOS: 3.0}
+    plain = run(make_engine(pair), random_prompts(12), SamplingParams(max_tokens=40, seed=2, logit_bias=bias))
+    ended = [c for c in plain if c.finish_reason is FinishReason.STOP and len(c.token_ids) > 3]
+    assert ended, "some text ends by itself"
+    for completion in ended:
+        assert completion.token_ids[-1] == EOS
+        assert "<|end|>" not in completion.text
+        longer = (*completion.token_ids, 5, 5, 5)
+        params = SamplingParams(max_tokens=40, seed=2, logit_bias=bias)
+        (got,) = run(oracle_engine(pair, longer), [completion.prompt_token_ids], params)
+        assert got.token_ids == completion.token_ids
+        more = SamplingParams(max_tokens=40, seed=2, logit_bias=bias, min_tokens=len(completion.token_ids) + 2)
+        (got,) = run(oracle_engine(pair, longer), [completion.prompt_token_ids], more)
+        assert len(got.token_ids) >= more.min_tokens
+        assert EOS not in got.token_ids[: more.min_tokens - 1]
+        free = SamplingParams(max_tokens=40, seed=2, logit_bias=bias, ignore_eos=True)
+        (got,) = run(oracle_engine(pair, longer), [completion.prompt_token_ids], free)
+        assert len(got.token_ids) == 40
+
+
+def test_the_context_ends_the_text(pair: Pair) -> None:
+    for spec in ({}, {"method": "draft_model", "k": 6}):
+        engine = make_engine(pair, **spec, max_len=40)
+        params = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
+        first, second = run(engine, [PROMPT[:10], list(range(1, 40))], params)
+        assert (len(first.token_ids), len(second.token_ids)) == (30, 1)
+        assert first.finish_reason is second.finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_string_across_tokens(pair: Pair) -> None:
+    """The text ends before the stop string, wherever its tokens begin; the tokens include the last one needed."""
+    answer = answer_of(pair)
+    whole = pair.tokenizer.decode(answer)
+    stops = [s for i in range(2, 30) if "\ufffd" not in (s := whole[i : i + 3])]  # a broken character is not final
+    assert len(stops) > 4
+    for stop in stops:
+        params = SamplingParams(max_tokens=40, seed=2, ignore_eos=True, stop=("never", stop))
+        plain = run(make_engine(pair), [PROMPT], params)[0]
+        drafted = run(oracle_engine(pair, answer), [PROMPT], params)[0]
+        assert plain.text == drafted.text == whole[: whole.index(stop)]
+        assert plain.token_ids == drafted.token_ids == answer[: len(plain.token_ids)]
+        assert stop in pair.tokenizer.decode(plain.token_ids)
+        shorter = pair.tokenizer.decode(plain.token_ids[:-1])
+        assert stop not in shorter or shorter.endswith("\ufffd"), "a token too late only within a character"
+        assert plain.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_before_min_tokens_is_text(pair: Pair) -> None:
+    answer = answer_of(pair)
+    whole = pair.tokenizer.decode(answer)
+    params = SamplingParams(max_tokens=40, min_tokens=40, seed=2, ignore_eos=True, stop=tuple(whole[:5]))
+    (got,) = run(make_engine(pair), [PROMPT], params)
+    assert got.token_ids == answer
+    assert len(got.text) > len(whole) // 2
+
+
+def test_n_completions_differ_by_their_seeds(pair: Pair) -> None:
+    params = SamplingParams(max_tokens=10, seed=9, n=4, temperature=1.0, ignore_eos=True)
+    done = run(make_engine(pair, "draft_model"), [PROMPT], params)
+    assert [c.index for c in done] == [0, 1, 2, 3]
+    assert len(set(texts(done))) == 4
+    for c in done:  # each is the text of its own seed
+        alone = SamplingParams(max_tokens=10, seed=c.seed, temperature=1.0, ignore_eos=True)
+        assert texts(run(make_engine(pair), [PROMPT], alone)) == [c.token_ids]
+
+
+def test_counters_add_up(pair: Pair) -> None:
+    engine = make_engine(pair, "draft_model", k=4)
+    prompts = random_prompts(6)
+    done = run(engine, prompts, SamplingParams(max_tokens=25, seed=1, ignore_eos=True, **SAMPLED))
+    for c in done:
+        spec = c.metrics.spec
+        assert c.metrics.num_output_tokens == len(c.token_ids) == len(c.accepted) == 25
+        assert c.metrics.num_prompt_tokens == len(c.prompt_token_ids)
+        assert sum(c.accepted) == spec.num_accepted_tokens
+        assert len(c.token_ids) == spec.num_rounds + spec.num_accepted_tokens, (
+            "one token a round, and what was accepted"
+        )
+        assert not c.accepted[0], "the first token comes from the prompt's pass"
+        assert spec.num_accepted_tokens_per_pos == sorted(spec.num_accepted_tokens_per_pos, reverse=True)
+        assert sum(spec.num_accepted_tokens_per_pos) == spec.num_accepted_tokens
+        assert spec.num_rollbacks <= spec.num_drafts < spec.num_rounds
+        assert 0 < c.metrics.time_to_first_token < c.metrics.total_time
+        assert c.metrics.time_per_output_token > 0
+        split = c.metrics.time_split
+        assert min(split.draft, split.target, split.verify, split.schedule) > 0
+        assert split.draft + split.target + split.verify + split.schedule <= c.metrics.total_time
+        plain = json.loads(json.dumps(c.metrics.as_dict()))
+        assert plain["acceptance_rate"] == spec.num_accepted_tokens / spec.num_draft_tokens
+        assert plain["mean_acceptance_length"] == 1 + spec.num_accepted_tokens / spec.num_drafts
+    for name in ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
+        assert getattr(engine.metrics, name) == sum(getattr(c.metrics.spec, name) for c in done)
+
+
+def test_deltas_join_to_the_completion(pair: Pair) -> None:
+    engine = make_engine(pair, "draft_model", k=5)
+    params = SamplingParams(max_tokens=40, seed=4, temperature=1.5, ignore_eos=True, stop=("#!",))
+    for i, prompt in enumerate(random_prompts(5)):
+        engine.add(Request(f"r{i}", tuple(prompt), params, 4))
+    deltas: dict[str, list[Delta]] = {}
+    while engine.has_work:
+        for d in engine.step():
+            deltas.setdefault(d.request_id, []).append(d)
+    for group in deltas.values():
+        completion = group[-1].completion
+        assert completion is not None
+        assert [d.completion for d in group[:-1]] == [None] * (len(group) - 1)
+        assert "".join(d.text for d in group) == completion.text
+        assert tuple(t for d in group for t in d.token_ids) == completion.token_ids
+        assert tuple(a for d in group for a in d.accepted) == completion.accepted
+
+
+def test_what_cannot_be_served(pair: Pair) -> None:
+    engine = make_engine(pair, max_len=50)
+    cases = [
+        ((), "prompt is empty"),
+        (tuple([1] * 50), "50 tokens and the context holds 50"),
+        ((1, 304), r"outside 0\.\.303"),
+        ((-1,), "outside"),
+    ]
+    for prompt, message in cases:
+        with pytest.raises(RequestError, match=message):
+            engine.add(Request("r", prompt, SamplingParams(), 0))
+    assert not engine.has_work
+    assert engine.step() == []
+
+
+def test_no_token_left_ends_with_an_error(pair: Pair) -> None:
+    engine = make_engine(pair, "draft_model")
+    bad = SamplingParams(max_tokens=9, seed=1, allowed_token_ids=(299,), min_tokens=4, stop_token_ids=(299,))
+    good = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
+    done = run(engine, random_prompts(2), [bad, good])
+    assert done[0].finish_reason is FinishReason.ERROR
+    assert done[0].token_ids == ()
+    assert len(done[1].token_ids) == 9
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_logits_that_are_no_numbers_end_with_an_error(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    """What was accepted before the bad row stands; the other sequences go on."""
+    answer = answer_of(pair, **sampling)
+    engine = oracle_engine(pair, answer, k=4)
+    forward, calls = engine.runner.forward, []
+
+    def poisoned(seqs: Any, draft: Draft, num_pending: Any) -> Any:
+        out = forward(seqs, draft, num_pending)
+        calls.append(1)
+        if len(calls) == 3:
+            logits = out.logits.clone()
+            logits[2] = math.nan  # after the second drafted token of the first sequence
+            return replace(out, logits=logits)
+        return out
+
+    monkeypatch.setattr(engine.runner, "forward", poisoned)
+    params = SamplingParams(max_tokens=20, seed=2, ignore_eos=True, **sampling)
+    first, second = run(engine, [PROMPT, PROMPT], params)
+    assert first.finish_reason is FinishReason.ERROR
+    assert first.token_ids == answer[: 1 + 5 + 2]
+    assert second.token_ids == answer[:20]
+
+
+def test_abort_before_anything_ran(pair: Pair) -> None:
+    engine = make_engine(pair)
+    engine.add(Request("a", (5, 6), SamplingParams(), 0))
+    (delta,) = engine.abort("a")
+    assert delta.completion is not None
+    assert delta.completion.finish_reason is FinishReason.ABORT
+    assert (delta.completion.token_ids, delta.completion.text) == ((), "")
+    assert_nothing_left(engine)

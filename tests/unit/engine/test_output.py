@@ -1,0 +1,92 @@
+"""OutputText: stop strings across token boundaries, and deltas that never have to be taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import example, given
+
+from foretoken.engine.output import OutputText
+
+
+class Pieces:
+    """A tokenizer whose token i is the i-th of some pieces; a piece may be empty (half a character)."""
+
+    def __init__(self, pieces: list[str], rest: str = "") -> None:
+        self.pieces, self.rest = pieces, rest
+
+    def stream(self) -> Any:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def flush(self) -> str:
+        return self.rest
+
+
+def write(
+    pieces: list[str], stop: tuple[str, ...], first: int = 0, rest: str = ""
+) -> tuple[str, list[str], int | None]:
+    """Text, deltas, and the number of tokens at the stop; a stop counts from token `first` on."""
+    output = OutputText(Pieces(pieces, rest), stop)  # type: ignore[arg-type]
+    deltas: list[str] = []
+    for i in range(len(pieces)):
+        if output.push(i, may_stop=i >= first):
+            output.finish()
+            return output.text, [*deltas, output.delta()], i + 1
+        deltas.append(output.delta())
+    output.finish()
+    return output.text, [*deltas, output.delta()], None
+
+
+def by_hand(pieces: list[str], stop: tuple[str, ...], first: int) -> tuple[str, int | None]:
+    """The same by looking at every place of the whole text after each token."""
+    text = ""
+    for i, piece in enumerate(pieces):
+        known, text = len(text), text + piece
+        ends = [
+            at for s in stop for at in range(len(text)) if text.startswith(s, at) and known < at + len(s) and i >= first
+        ]
+        if ends:
+            return text[: min(ends)], i + 1
+    return text, None
+
+
+letters = st.text("ab", max_size=4)
+
+
+@given(
+    pieces=st.lists(letters, max_size=12),
+    stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3).map(tuple),
+    first=st.integers(0, 4),
+)
+@example(pieces=["ab", "aab", "b"], stop=("aabb", "b"), first=2)
+@example(pieces=["a", "a", "a", "b"], stop=("aab",), first=0)
+def test_stops_equal_a_search_of_the_whole_text(pieces: list[str], stop: tuple[str, ...], first: int) -> None:
+    text, deltas, count = write(pieces, stop, first)
+    assert (text, count) == by_hand(pieces, stop, first)
+    assert "".join(deltas) == text, "what was given out stands"
+
+
+def test_a_tail_that_may_become_a_stop_is_held_back() -> None:
+    text, deltas, count = write(["one E", "N", "Dless ", "EN", "D more"], ("END",))
+    assert deltas == ["one ", "", "", ""][:2] + deltas[2:]
+    assert (text, count) == ("one ", 3)
+    text, deltas, count = write(["one E", "N", "d ", "E", "N"], ("END",))
+    assert deltas == ["one ", "", "ENd ", "", "", "EN"]
+    assert count is None
+
+
+def test_without_stops_every_piece_goes_out_at_once() -> None:
+    assert write(["a", "", "b"], ())[1] == ["a", "", "b", ""]
+
+
+def test_half_a_character_at_the_end_becomes_text() -> None:
+    assert write(["a", ""], ("zz",), rest="\ufffd") == ("a\ufffd", ["a", "", "\ufffd"], None)
+
+
+def test_nothing_follows_a_stop() -> None:
+    text, deltas, count = write(["a", "XY"], ("X",), rest="\ufffd")
+    assert (text, deltas, count) == ("a", ["a", ""], 2)

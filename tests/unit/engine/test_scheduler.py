@@ -1,0 +1,131 @@
+"""The Scheduler by example: what it gives up first. Its laws are in property/test_blocks_scheduler.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foretoken.engine.scheduler import Plan, Scheduler
+from foretoken.kvcache.blocks import BlockManager
+from foretoken.request import SamplingParams, Sequence
+
+
+def sequence(name: int, length: int, max_tokens: int = 50) -> Sequence:
+    return Sequence(name, [1] * length, SamplingParams(max_tokens=max_tokens), 0)
+
+
+def make(num_blocks: int = 100, rows: int = 64, seqs: int = 8, max_len: int = 200) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, 4), rows, seqs, max_len)
+
+
+def run(scheduler: Scheduler, k: int = 0, accepted: int = 0) -> Plan:
+    """One pass with `k` drafts wanted by all, of which `accepted` are right."""
+    plan = scheduler.schedule(lambda seqs: [k] * len(seqs))
+    for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
+        done = num_pending == seq.num_pending
+        seq.num_cached += num_pending
+        if done:
+            good = min(accepted, num_draft)
+            seq.num_cached += good
+            seq.token_ids += [1] * (good + 1)
+            scheduler.blocks.trim(seq, len(seq))
+    return plan
+
+
+def shape(plan: Plan) -> list[tuple[int, int, int]]:
+    return [(s.seq_id, p, d) for s, p, d in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True)]
+
+
+def test_a_long_prompt_runs_in_chunks() -> None:
+    scheduler = make(rows=10)
+    scheduler.add(sequence(0, 25))
+    assert [shape(run(scheduler, k=3)) for _ in range(5)] == [
+        [(0, 10, 0)],
+        [(0, 10, 0)],
+        [(0, 5, 0)],  # the first token comes from the prompt's own pass: no draft yet
+        [(0, 1, 3)],
+        [(0, 1, 3)],
+    ]
+
+
+def test_decoding_goes_on_beside_a_long_prompt() -> None:
+    scheduler = make(rows=10)
+    scheduler.add(sequence(0, 4))
+    run(scheduler)
+    scheduler.add(sequence(1, 30))
+    plans = [shape(run(scheduler, k=4)) for _ in range(5)]
+    assert plans[:3] == [[(0, 1, 0), (1, 9, 0)]] * 3, "prompts before drafts"
+    assert plans[3] == [(0, 1, 4), (1, 3, 0)]
+    assert plans[4] == [(0, 1, 4), (1, 1, 4)]
+
+
+def test_drafts_share_the_rows_that_are_left() -> None:
+    scheduler = make(rows=9)
+    for name in range(3):
+        scheduler.add(sequence(name, 2))
+    run(scheduler)
+    assert shape(run(scheduler, k=4)) == [(0, 1, 4), (1, 1, 2), (2, 1, 0)]
+
+
+def test_no_more_seats_than_max_num_seqs() -> None:
+    scheduler = make(seqs=2)
+    for name in range(3):
+        scheduler.add(sequence(name, 2))
+    assert [name for name, _, _ in shape(run(scheduler))] == [0, 1]
+    scheduler.finish(scheduler.running[0])
+    assert [name for name, _, _ in shape(run(scheduler))] == [1, 2]
+
+
+def test_drafts_are_given_up_before_sequences() -> None:
+    scheduler = make(num_blocks=4, max_len=16)
+    for name in range(2):
+        scheduler.add(sequence(name, 7))  # two blocks each: the eighth token still fits
+    run(scheduler)
+    assert shape(run(scheduler, k=5)) == [(0, 1, 0), (1, 1, 0)], "no block is left for drafts"
+    assert scheduler.num_preemptions == 0
+
+
+def test_the_youngest_is_preempted_and_comes_back_first() -> None:
+    scheduler = make(num_blocks=4, max_len=16)
+    old, young, late = sequence(0, 7), sequence(1, 7), sequence(2, 2)
+    for seq in (old, young, late):
+        scheduler.add(seq)
+    run(scheduler)
+    run(scheduler)
+    assert len(old) == 9
+    assert shape(run(scheduler)) == [(0, 1, 0)]
+    assert list(scheduler.waiting) == [young, late]
+    assert (young.num_cached, young.blocks, young.num_preemptions) == (0, [], 1)
+    assert young.num_pending == len(young) == 9, "all its tokens are pending again"
+    scheduler.finish(old)
+    plan = run(scheduler)
+    assert shape(plan) == [(1, 9, 0), (2, 2, 0)]
+    assert scheduler.num_preemptions == 1
+
+
+def test_a_sequence_waits_until_it_fits_whole() -> None:
+    scheduler = make(num_blocks=5, max_len=20)
+    scheduler.add(sequence(0, 8))
+    run(scheduler)
+    scheduler.add(sequence(1, 8))  # needs three blocks with its first token; two are free
+    assert shape(run(scheduler)) == [(0, 1, 0)]
+    scheduler.add(sequence(2, 1))
+    assert shape(run(scheduler)) == [(0, 1, 0)], "first come, first served"
+
+
+def test_no_draft_beyond_what_may_be_kept() -> None:
+    scheduler = make(max_len=12)
+    scheduler.add(sequence(0, 3, max_tokens=5))
+    scheduler.add(sequence(1, 8))
+    run(scheduler)
+    assert shape(run(scheduler, k=9)) == [(0, 1, 3), (1, 1, 2)]
+    assert shape(run(scheduler, k=9)) == [(0, 1, 2), (1, 1, 1)]
+
+
+def test_finish_of_one_that_waits_or_is_unknown() -> None:
+    scheduler = make()
+    waiting: Any = sequence(0, 3)
+    scheduler.add(waiting)
+    scheduler.finish(waiting)
+    scheduler.finish(sequence(9, 3))
+    assert not scheduler.has_work
+    assert shape(scheduler.schedule(lambda seqs: [0] * len(seqs))) == []

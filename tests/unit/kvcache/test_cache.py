@@ -1,0 +1,48 @@
+"""KVCache: what it allocates, in each format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretoken.errors import RegistryError
+from foretoken.kvcache.cache import KVCache
+
+SHAPE = (3, 5, 4, 2, 8)  # layers, blocks, block size, KV heads, head dim
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "scaled"),
+    [
+        ("fp32", torch.float32, False),
+        ("bf16", torch.bfloat16, False),
+        ("fp16", torch.float16, False),
+        ("int8", torch.int8, True),
+    ],
+)
+def test_storage(format: str, dtype: torch.dtype, scaled: bool) -> None:
+    cache = KVCache(*SHAPE, format)
+    assert len(cache.layers) == 3
+    for i in range(3):
+        layer = cache.layer(i)
+        assert layer.format == format
+        assert layer.k.shape == layer.v.shape == (5, 4, 2, 8)
+        assert layer.k.dtype == layer.v.dtype == dtype
+        for scale in (layer.k_scale, layer.v_scale):
+            assert (scale is not None) == scaled
+            if scale is not None:
+                assert scale.shape == (5, 4, 2)
+                assert scale.dtype == torch.float32
+    a_row = 2 * 8 * dtype.itemsize + (2 * 4 if scaled else 0)
+    assert cache.nbytes == 2 * 3 * 20 * a_row
+
+
+def test_layers_share_nothing() -> None:
+    cache = KVCache(*SHAPE)
+    tensors = [t for layer in cache.layers for t in (layer.k, layer.v)]
+    assert len({t.data_ptr() for t in tensors}) == 6
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(RegistryError, match="did you mean 'int8'"):
+        KVCache(*SHAPE, "int9")

@@ -1,0 +1,110 @@
+"""decode_step: guess, check, keep; what stays in the cache is what a fresh prefill would have put there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lawkit import Pair, TreeDrafter, make_engine, random_prompts
+
+from foretoken.models.runner import ModelRunner
+from foretoken.request import SamplingParams, Sequence, TimeSplit
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter, NoDrafter, Span
+from foretoken.spec.step import decode_step
+
+
+def rows_of(runner: ModelRunner, seq: Sequence) -> list[torch.Tensor]:
+    """The cached keys and values of a sequence, by layer, in order of position."""
+    size = runner.cache.block_size
+    slots = [seq.blocks[i // size] * size + i % size for i in range(seq.num_cached)]
+    return [t.view(-1, *t.shape[2:])[slots] for layer in runner.cache.layers for t in (layer.k, layer.v)]
+
+
+@pytest.mark.parametrize("block", [3, 16])
+def test_commit_equals_a_fresh_prefill(pair: Pair, block: int) -> None:
+    """Bit for bit, after many rounds of trees with accepted and rejected nodes in any order."""
+    prompt = random_prompts(3)[2]
+    engine = make_engine(pair, block=block)
+    runner = engine.runner
+    truth = Sequence(0, prompt, SamplingParams(), 0)
+    runner.blocks.reserve(truth, 200)
+    while truth.num_output < 60:
+        decode_step(runner, NoDrafter(), [truth], [truth.num_pending], [0])
+    answer = truth.output_token_ids
+    seq = Sequence(1, prompt, SamplingParams(), 0)
+    runner.blocks.reserve(seq, 200)
+    drafter = TreeDrafter(lambda s: answer[s.num_output :], pair.target.config.vocab_size, seed=block)
+    moved = 0
+    while seq.num_output < 50:
+        result = decode_step(runner, drafter, [seq], [seq.num_pending], [20])[1]
+        moved += any(node != place for place, node in enumerate(result.nodes[0]))
+        assert seq.num_pending == 1
+    assert moved > 3, "accepted rows did move"
+    assert seq.output_token_ids[:50] == answer[:50]
+    fresh = Sequence(2, seq.token_ids[: seq.num_cached], SamplingParams(), 0)
+    runner.blocks.reserve(fresh, len(fresh))
+    out = runner.forward([fresh], Draft.empty(1), [len(fresh)])
+    runner.commit([fresh], [len(fresh)], [[]], out)
+    for mine, its in zip(rows_of(runner, seq), rows_of(runner, fresh), strict=True):
+        assert torch.equal(mine, its)
+
+
+class Recorder(Drafter):
+    """Guesses one fixed chain and writes down what it is told."""
+
+    captures = (0, 1)
+
+    def __init__(self, chain: list[int]) -> None:
+        self.chain = chain
+        self.asked: list[list[int]] = []
+        self.seen: list[tuple[list[Span], Any]] = []
+
+    def propose(self, seqs: Any, num_draft: Any) -> Draft:
+        self.asked.append(list(num_draft))
+        return Draft.chains([self.chain[:k] for k in num_draft])
+
+    def observe(self, seqs: Any, spans: Any, hidden: Any) -> None:
+        self.seen.append((list(spans), hidden))
+
+
+def test_observe_tells_what_became_certain(pair: Pair) -> None:
+    engine = make_engine(pair)
+    runner = engine.runner
+    truth = Sequence(0, [5, 6, 7], SamplingParams(), 0)
+    runner.blocks.reserve(truth, 40)
+    while truth.num_output < 4:
+        decode_step(runner, NoDrafter(), [truth], [truth.num_pending], [0])
+    first, second, third = truth.output_token_ids[:3]
+    drafter = Recorder([second, third, (truth.output_token_ids[3] + 1) % 300])
+    runner.captures = drafter.captures
+    seqs = [Sequence(1, [5, 6, 7], SamplingParams(), 0), Sequence(2, [9] * 10, SamplingParams(), 0)]
+    for seq in seqs:
+        runner.blocks.reserve(seq, 40)
+    times = TimeSplit()
+    decode_step(runner, drafter, seqs, [3, 4], [0, 0], times)
+    assert drafter.asked == [], "nothing to draft: the drafter is not asked"
+    assert seqs[0].token_ids == [5, 6, 7, first]
+    assert seqs[1].num_output == 0, "a chunk decides nothing"
+    draft, result = decode_step(runner, drafter, seqs, [1, 4], [3, 0], times)
+    assert draft.offsets.tolist() == [0, 3, 3]
+    assert result.tokens == [[second, third, truth.output_token_ids[3]], []]
+    assert result.nodes == [[0, 1], []]
+    assert drafter.asked == [[3, 0]]
+    assert drafter.seen[0][0] == [Span(0, 3), Span(0, 4)]
+    assert drafter.seen[1][0] == [Span(3, 6), Span(4, 8)]
+    width = 2 * pair.target.config.hidden_size
+    assert [h.shape for _, h in drafter.seen] == [(7, width), (7, width)]
+    assert [seq.num_cached for seq in seqs] == [6, 8]
+    assert min(times.draft, times.target, times.verify) > 0
+    # The hidden states of accepted rows are those of a prefill.
+    fresh = Sequence(3, seqs[0].token_ids[:6], SamplingParams(), 0)
+    runner.blocks.reserve(fresh, 6)
+    decode_step(runner, drafter, [fresh], [6], [0])
+    whole = drafter.seen[-1][1]
+    assert torch.equal(whole[3:], drafter.seen[1][1][:3])
+
+
+def test_plain_decoding_is_an_empty_draft(pair: Pair) -> None:
+    assert NoDrafter().propose([Sequence(0, [1], SamplingParams(), 0)] * 3, [4, 4, 4]).offsets.tolist() == [0] * 4
