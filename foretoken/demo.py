@@ -48,6 +48,8 @@ def run(argv: Seq[str], prog: str) -> int:
     from foretoken.study.workload import DEFAULT_PROMPTS, arms, read_prompts
 
     console = Console(highlight=False)
+    if args.out is not None:
+        record.prepare(args.out)
     path = args.prompts or DEFAULT_PROMPTS
     prompts = read_prompts(path)
     bench = _open(args, arms([SpecConfig("ngram"), _draft_spec(args)], KS))

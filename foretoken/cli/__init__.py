@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence as Seq
@@ -64,6 +65,8 @@ def overview() -> str:
 def _run(name: str, argv: list[str]) -> int:
     from foretoken.errors import ForetokenError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
         module = importlib.import_module("foretoken.demo" if name == "demo" else f"foretoken.cli.{name}")
         code: int = module.run(argv, f"foretoken {name}")
@@ -75,19 +78,30 @@ def _run(name: str, argv: list[str]) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         _settle()
+        if sys.stdout.isatty():
+            print()  # what was written, or typed, stays on its own line
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit; that must not complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, mostly
+        _drop_output()
+        where = f" {error.filename}" if error.filename else ""
+        print(f"error: {error.strerror or error}{where}", file=sys.stderr)
+        return EXIT_USAGE
 
 
 def _settle() -> None:
-    """Leave the terminal as it was found: plain colours, a visible cursor, a fresh line."""
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[0m\x1b[?25h\n")
+    """Leave the terminal as it was found: plain colours, a visible cursor."""
     try:
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[0m\x1b[?25h")
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """Nothing can be written any more; the flush at the interpreter's exit must not complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

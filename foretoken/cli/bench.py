@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from foretoken.cli.options import EngineChoice, Parsed, draft_choice, option, parse
 from foretoken.config import SpecConfig
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, RequestError
 from foretoken.request import SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.study.measure import Bench, Run
-    from foretoken.study.workload import Arm, Workload
+    from foretoken.study.workload import Arm, Prompt, Workload
 
 RESULTS = Path("benchmarks/results")
 LEFT_OUT = ("temperature", "n", "logprobs")
@@ -53,9 +53,15 @@ def run(argv: Seq[str], prog: str) -> int:
     for name in ("drafts", "ks", "temperatures", "batch_sizes", "formats"):
         if not getattr(args, name):
             raise ConfigError(f"--{name.replace('_', '-')} is empty; give at least one value")
+    if min(args.batch_sizes) < 1:
+        raise ConfigError(f"--batch-sizes must be at least 1, got {min(args.batch_sizes)}")
     # A bad value fails here, before anything is loaded.
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
     out = args.out or (RESULTS / "bench.jsonl" if RESULTS.is_dir() else None)
+    if out is not None:
+        from foretoken.study import record
+
+        record.prepare(out)
     equal = True
     run_id = None
     for number_format in args.formats:
@@ -81,13 +87,12 @@ def _measure(
     prompts = read_prompts(path, args.num_prompts)
     ways = arms(_specs(args, parsed.engine), args.ks)
     bench = open_bench(parsed.engine, ways, args.batch_sizes, number_format, args.json)
-    encoded = tuple(p.encode(bench.llm.tokenizer) for p in prompts)
+    encoded = tuple(_encode(prompt, bench) for prompt in prompts)
     run_id = run_id or record.now()
     here = record.machine()
     equal = True
     for params, size in itertools.product(all_params, args.batch_sizes):
         workload = Workload(path.name, encoded, params, size)
-        bench.check(workload)
         runs = run_with_progress(bench, workload, args.repeat, args.json)
         records = record.make_records(bench, parsed.engine.model, workload, runs, run_id, here)
         show(records, out, args.json)
@@ -95,6 +100,16 @@ def _measure(
     if not args.json:
         stderr_console().print(report.LEGEND, style="dim")
     return run_id, equal
+
+
+def _encode(prompt: Prompt, bench: Bench) -> tuple[int, ...]:
+    """The prompt's tokens, checked. Raises RequestError that names the prompt."""
+    tokens = prompt.encode(bench.llm.tokenizer)
+    try:
+        bench.llm.engine.check(tokens)
+    except RequestError as error:
+        raise RequestError(f"prompt {prompt.id}: {error}") from None
+    return tokens
 
 
 def run_with_progress(bench: Bench, workload: Workload, repeat: int, quiet: bool) -> dict[Arm, list[Run]]:

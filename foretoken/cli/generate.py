@@ -94,7 +94,8 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
                     break
     except KeyboardInterrupt:
         writers[min(len(done), params.n - 1)].end()
-        sys.stdout.write("\n")
+        if not sys.stdout.isatty():
+            sys.stdout.write("\n")
         raise
     sys.stdout.flush()
     if show_draft:

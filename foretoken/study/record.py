@@ -261,17 +261,21 @@ def check(record: Mapping[str, object]) -> None:
         raise ConfigError(f"the record has schema {record['schema']!r}, this version reads {SCHEMA!r}")
 
 
-def append(path: Path, record: Mapping[str, object]) -> None:
-    """Add one line to a record file (made where missing). Raises ConfigError if it cannot be written."""
-    check(record)
+def prepare(path: Path) -> None:
+    """Make sure that records can be written there, before anything is measured. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        path.open("a", encoding="utf-8").close()
     except OSError as error:
-        raise ConfigError(
-            f"cannot write records to {path} ({error.strerror}); choose another place with --out"
-        ) from None
+        raise ConfigError(f"cannot write records to {path} ({error.strerror}); choose another with --out") from None
+
+
+def append(path: Path, record: Mapping[str, object]) -> None:
+    """Add one line to a record file (made where missing). Raises ConfigError if it is no record."""
+    check(record)
+    prepare(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

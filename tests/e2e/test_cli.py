@@ -282,6 +282,10 @@ def test_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--file", "/no/such/file"], "No such file"),
         (["bench", "--prompts", "/no/such/file"], "No such file"),
         (["bench", "--repeat", "0"], "--repeat"),
+        (["bench", "--batch-sizes", "0"], "--batch-sizes"),
+        (["bench", "--ks", "65", "--prompts", __file__], "0..64"),
+        (["bench", "--temperatures", "-1"], "temperature"),
+        (["bench", "--out", "/proc/none/r.jsonl"], "choose another with --out"),
     ],
 )
 def test_bad_input(cli: Cli, argv: list[str], message: str) -> None:
@@ -398,6 +402,17 @@ def test_a_reader_that_goes_away_is_no_error(slow_model: Path) -> None:
     assert err == b""
 
 
+def test_a_full_disk_is_told(slow_model: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "foretoken", *long_run(slow_model, "--max-tokens", "5")],
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines() == ["error: No space left on device"]
+
+
 def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
     while wanted not in seen:
         seen += os.read(terminal, 4096)
@@ -455,5 +470,20 @@ def test_chat_in_a_terminal(pair_folders: tuple[Path, Path]) -> None:
     os.write(terminal, b"x" * 600 + b"\n")
     assert b"/reset" in read_until(terminal, b"you> "), "a prompt too long is refused, and the conversation goes on"
     os.write(terminal, b"/exit\n")
+    assert process.wait(timeout=60) == 0
+    os.close(terminal)
+
+
+def test_ctrl_c_in_a_chat_stops_the_answer_and_the_conversation_goes_on(slow_model: Path) -> None:
+    flags = ["--model", str(slow_model), "--max-tokens", str(LONG), "--ignore-eos", "--backend", "reference"]
+    process, terminal = in_terminal(["chat", *flags])
+    read_until(terminal, b"you> ")
+    os.write(terminal, b"hello\n")
+    read_until(terminal, b"hello\r\n")
+    os.read(terminal, 1)
+    os.write(terminal, b"\x03")
+    seen = read_until(terminal, b"you> ")
+    assert b"interrupted" in seen and b"Traceback" not in seen
+    os.write(terminal, b"\x04")
     assert process.wait(timeout=60) == 0
     os.close(terminal)

@@ -1,0 +1,178 @@
+"""AsyncLLM: concurrent requests, streaming, cancellation, and an end for every stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lawkit import SAMPLED, assert_nothing_left
+
+from foretoken import LLM, AsyncLLM, SamplingParams
+from foretoken.errors import ForetokenError, RequestError
+from foretoken.request import Completion, Delta, FinishReason
+
+PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "🙂") for end in ("of", "is a, b")]
+ASKED = SamplingParams(max_tokens=24, seed=7, ignore_eos=True, **SAMPLED)
+LONG = SamplingParams(max_tokens=240, seed=7, ignore_eos=True)
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture
+async def llm(pair_folders: tuple[Path, Path]) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(str(pair_folders[0]), draft=str(pair_folders[1]), max_num_seqs=4) as made:
+        yield made
+
+
+async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, **more: Any) -> tuple[str, Completion]:
+    """The joined deltas and the completion of a request."""
+    text, done = "", None
+    async for delta in llm.generate(prompt, params, **more):
+        text += delta.text
+        done = delta.completion or done
+    assert done is not None
+    return text, done
+
+
+async def until_idle(llm: AsyncLLM) -> None:
+    """Wait (not long) until the engine has nothing to do."""
+    for _ in range(500):
+        if not llm.engine.has_work and not llm._inbox:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the engine still has work")
+
+
+async def test_eight_at_once_write_what_each_writes_alone(llm: AsyncLLM, pair_folders: tuple[Path, Path]) -> None:
+    sequential = [LLM(str(pair_folders[0])).generate(p, ASKED)[0] for p in PROMPTS]
+    results = await asyncio.gather(*(collect(llm, p, ASKED) for p in PROMPTS))
+    for (joined, done), alone in zip(results, sequential, strict=True):
+        assert done.token_ids == alone.token_ids
+        assert joined == done.text == alone.text
+        assert done.metrics.spec.num_draft_tokens > 0
+    await until_idle(llm)
+    assert_nothing_left(llm.engine)
+
+
+async def test_characters_come_whole(llm: AsyncLLM) -> None:
+    """Tokens are bytes; forced to spell characters of four bytes, the stream never gives half of one."""
+    ids = llm.tokenizer.encode("🙂你好é")
+    only = SamplingParams(max_tokens=60, seed=1, temperature=1.0, allowed_token_ids=tuple(ids), ignore_eos=True)
+    pieces = [d.text async for d in llm.generate("é", only)]
+    whole = "".join(pieces)
+    done = await llm.complete("é", only)
+    assert whole == done.text == llm.tokenizer.decode(done.token_ids)
+
+
+async def test_n_completions_in_one_stream(llm: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=10, seed=7, n=3, temperature=1.0, ignore_eos=True)
+    texts, done = ["", "", ""], []
+    async for delta in llm.generate("the", params):
+        texts[delta.index] += delta.text
+        done += [delta.completion] if delta.completion else []
+    assert sorted(c.index for c in done) == [0, 1, 2]
+    assert all(texts[c.index] == c.text for c in done)
+    assert (await llm.complete("the", params)).text == texts[0]
+
+
+async def test_chat(llm: AsyncLLM) -> None:
+    messages = [{"role": "user", "content": "the sum?"}]
+    text = "".join([d.text async for d in llm.chat(messages, ASKED)])
+    assert text == (await collect(llm, "user: the sum?\nassistant:", ASKED))[0]
+
+
+async def test_leaving_the_loop_frees_the_blocks(llm: AsyncLLM) -> None:
+    stream = llm.generate("the sum of", LONG)
+    async for _ in stream:
+        break
+    assert llm.engine.has_work
+    await stream.aclose()
+    await until_idle(llm)
+    assert llm.engine.metrics.num_rounds < 100, "it did not run to its end"
+    assert_nothing_left(llm.engine)
+
+
+async def test_cancelling_the_task_frees_the_blocks(llm: AsyncLLM) -> None:
+    other = asyncio.create_task(collect(llm, PROMPTS[0], ASKED))
+    tasks = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS[:6]]
+    await asyncio.sleep(0.05)
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(r, asyncio.CancelledError) for r in results)
+    _, done = await other
+    assert done.finish_reason is FinishReason.LENGTH, "the others go on"
+    await until_idle(llm)
+    assert_nothing_left(llm.engine)
+
+
+async def test_abort_from_outside_ends_the_stream(llm: AsyncLLM) -> None:
+    deltas: list[Delta] = []
+    async for delta in llm.generate("the sum of", LONG, request_id="mine"):
+        deltas.append(delta)
+        llm.abort("mine")
+        llm.abort("nobody's")
+    last = deltas[-1].completion
+    assert last is not None
+    assert last.finish_reason is FinishReason.ABORT
+    assert "".join(d.text for d in deltas) == last.text
+    assert 0 < len(last.token_ids) < 240
+
+
+async def test_a_taken_id_is_refused(llm: AsyncLLM) -> None:
+    """Also when both ask at the same moment; afterwards the id is free again."""
+    results = await asyncio.gather(
+        *(collect(llm, p, ASKED, request_id="same") for p in PROMPTS[:3]), return_exceptions=True
+    )
+    refused = [r for r in results if isinstance(r, RequestError)]
+    assert len(refused) == 2
+    assert "'same' is running already; choose another" in str(refused[0])
+    _, done = await collect(llm, PROMPTS[0], ASKED, request_id="same")
+    assert done.request_id == "same"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [("", "prompt is empty"), ([], "prompt is empty"), ("a b " * 400, "shorten the prompt")]
+)
+async def test_bad_prompts(llm: AsyncLLM, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        await collect(llm, prompt, ASKED, request_id="r")
+    _, done = await collect(llm, "the", ASKED, request_id="r")
+    assert len(done.token_ids) == 24
+
+
+async def test_close_ends_open_streams(pair_folders: tuple[Path, Path]) -> None:
+    llm = AsyncLLM(str(pair_folders[0]))
+    tasks = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS]
+    await asyncio.sleep(0.02)
+    await asyncio.to_thread(llm.close)
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    ended = [r for r in results if isinstance(r, ForetokenError)]
+    assert ended, "closed in mid-generation"
+    assert all("closed" in str(r) for r in ended)
+    assert all(isinstance(r, ForetokenError | tuple) for r in results)
+    assert_nothing_left(llm.engine)
+    with pytest.raises(RequestError, match="engine is closed; make a new AsyncLLM"):
+        await asyncio.wait_for(collect(llm, "the", ASKED), 10)
+    llm.close()
+
+
+async def test_a_failing_step_ends_its_streams_and_the_engine_goes_on(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = await collect(llm, PROMPTS[0], ASKED)
+    with monkeypatch.context() as patch:
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise MemoryError("no room")
+
+        patch.setattr(llm.engine.runner, "commit", broken)
+        results = await asyncio.wait_for(
+            asyncio.gather(*(collect(llm, p, ASKED) for p in PROMPTS[:3]), return_exceptions=True), 10
+        )
+    assert all(isinstance(r, ForetokenError) and "the engine failed" in str(r) for r in results)
+    await until_idle(llm)
+    assert_nothing_left(llm.engine)
+    assert (await collect(llm, PROMPTS[0], ASKED))[0] == whole[0]

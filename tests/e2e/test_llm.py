@@ -1,0 +1,206 @@
+"""LLM from a folder: generate, stream, chat, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lawkit import SAMPLED, assert_nothing_left, write_model
+
+from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.config import CacheConfig, EngineConfig
+from foretoken.engine.llm import make_config
+from foretoken.errors import ConfigError, ForetokenError, ModelLoadError, RegistryError, RequestError, VocabularyError
+from foretoken.request import FinishReason
+
+PROMPTS = ["def add(a, b):", "the sum of all", "für 你好 🙂", "x"]
+ASKED = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, **SAMPLED)
+
+
+@pytest.fixture(scope="module")
+def folders(pair_folders: tuple[Path, Path]) -> tuple[str, str]:
+    return str(pair_folders[0]), str(pair_folders[1])
+
+
+@pytest.fixture(scope="module")
+def plain(folders: tuple[str, str]) -> LLM:
+    return LLM(folders[0])
+
+
+@pytest.fixture(scope="module")
+def drafted(folders: tuple[str, str]) -> LLM:
+    return LLM(folders[0], draft=folders[1], num_draft_tokens=5)
+
+
+def test_the_same_text_with_every_drafter(folders: tuple[str, str], plain: LLM, drafted: LLM) -> None:
+    done = plain.generate(PROMPTS, ASKED)
+    assert [c.prompt for c in done] == PROMPTS
+    assert [c.text for c in done] == [plain.tokenizer.decode(c.token_ids) for c in done]
+    assert all(c.finish_reason is FinishReason.LENGTH and len(c.token_ids) == 20 for c in done)
+    for llm in (drafted, LLM(folders[0], draft="ngram"), LLM(folders[0], draft=folders[1], confidence=0.5)):
+        again = llm.generate(PROMPTS, ASKED)
+        assert [(c.text, c.token_ids) for c in again] == [(c.text, c.token_ids) for c in done]
+        assert_nothing_left(llm.engine)
+    assert any(any(c.accepted) for c in again)
+
+
+def test_prompts_are_text_or_tokens_one_or_many(plain: LLM) -> None:
+    (text,) = plain.generate("the sum", ASKED)
+    ids = plain.tokenizer.encode("the sum")
+    for prompts in (ids, [ids], tuple(ids), ["the sum"]):
+        (done,) = plain.generate(prompts, ASKED)
+        assert done.token_ids == text.token_ids
+        assert done.prompt_token_ids == tuple(ids)
+    assert plain.generate([], ASKED) == []
+
+
+def test_parameters_for_each_prompt(plain: LLM) -> None:
+    each = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True, n=n) for n in (1, 2, 3)]
+    done = plain.generate(PROMPTS[:3], each)
+    assert [(c.prompt, c.index, len(c.token_ids)) for c in done] == [
+        (PROMPTS[n - 1], i, n) for n in (1, 2, 3) for i in range(n)
+    ]
+    with pytest.raises(RequestError, match="3 prompts but 2 sampling parameters"):
+        plain.generate(PROMPTS[:3], each[:2])
+
+
+def test_a_drawn_seed_is_reported_and_reproduces_the_text(plain: LLM) -> None:
+    free = SamplingParams(max_tokens=15, temperature=1.5, ignore_eos=True)
+    first, second = plain.generate(["the", "the"], free)
+    assert first.seed != second.seed
+    assert first.token_ids != second.token_ids
+    (again,) = plain.generate("the", SamplingParams(max_tokens=15, temperature=1.5, ignore_eos=True, seed=first.seed))
+    assert again.token_ids == first.token_ids
+
+
+def test_stream_joins_to_the_text(drafted: LLM, plain: LLM) -> None:
+    (whole,) = plain.generate(PROMPTS[2], ASKED)
+    deltas = list(drafted.stream(PROMPTS[2], ASKED))
+    assert "".join(d.text for d in deltas) == whole.text
+    assert sum((d.token_ids for d in deltas), ()) == whole.token_ids
+    assert deltas[-1].completion is not None
+    assert len(deltas) < 20, "some steps brought several tokens"
+
+
+def test_two_streams_of_one_llm(drafted: LLM) -> None:
+    """Each gets its own text, whichever of them drives the engine."""
+    wanted = [drafted.generate(p, ASKED)[0].text for p in PROMPTS[:2]]
+    streams = [drafted.stream(p, ASKED) for p in PROMPTS[:2]]
+    texts = ["", ""]
+    open_streams = {0, 1}
+    while open_streams:
+        for i in sorted(open_streams):
+            delta = next(streams[i], None)
+            if delta is None:
+                open_streams.discard(i)
+            else:
+                texts[i] += delta.text
+    assert texts == wanted
+    slow = drafted.stream(PROMPTS[0], ASKED)
+    first = next(slow).text
+    assert drafted.generate(PROMPTS[1], ASKED)[0].text == wanted[1], "beside one that nobody reads"
+    assert first + "".join(d.text for d in slow) == wanted[0]
+    assert_nothing_left(drafted.engine)
+
+
+def test_chat(drafted: LLM, plain: LLM) -> None:
+    messages = [{"role": "user", "content": "the sum of a and b?"}]
+    answer = plain.chat(messages, ASKED)
+    (by_hand,) = plain.generate("user: the sum of a and b?\nassistant:", ASKED)
+    assert answer.token_ids == by_hand.token_ids
+    assert "".join(d.text for d in drafted.chat_stream(messages, ASKED)) == answer.text
+    for bad, message in (([], "conversation is empty"), ([{"role": "user"}], "needs 'role' and 'content'")):
+        with pytest.raises(RequestError, match=message):
+            plain.chat(bad)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([[]], "prompt is empty"),
+        ("a b " * 400, "shorten the prompt"),
+        ([[5, 99999]], "outside"),
+        (["fine", ""], "prompt is empty"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(plain: LLM, prompt: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        plain.generate(prompt, ASKED)  # type: ignore[arg-type]
+    with pytest.raises(RequestError):
+        plain.stream(prompt if isinstance(prompt, str) else [], ASKED)
+    assert_nothing_left(plain.engine)
+
+
+def test_models_that_do_not_exist(folders: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no model at '/nowhere/at/all'"):
+        LLM("/nowhere/at/all")
+    with pytest.raises(ModelLoadError, match=r"config\.json is missing"):
+        LLM(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="no model at 'ngramm'"):
+        LLM(folders[0], draft="ngramm")
+
+
+def test_a_draft_with_another_vocabulary(folders: tuple[str, str], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_model(other)
+    tokenizer = other / "tokenizer.json"
+    text = tokenizer.read_text(encoding="utf-8")
+    assert text.count('"<|end|>"') == 2
+    tokenizer.write_text(text.replace('"<|end|>"', '"<|stop|>"'), encoding="utf-8")
+    with pytest.raises(VocabularyError, match=r"its token 0 is '<\|stop\|>', the target's is '<\|end\|>'"):
+        LLM(folders[0], draft=str(other))
+    smaller = tmp_path / "smaller"
+    write_model(smaller)
+    from lawkit import write_tokenizer
+
+    write_tokenizer(smaller, size=280)
+    with pytest.raises(VocabularyError, match="lacks the target's token 280"):
+        LLM(folders[0], draft=str(smaller))
+
+
+def test_padding_is_no_other_vocabulary(folders: tuple[str, str], tmp_path: Path, plain: LLM) -> None:
+    padded = tmp_path / "padded"
+    write_model(padded, noise=0.04, vocab_size=512)
+    llm = LLM(folders[0], draft=str(padded))
+    assert [c.text for c in llm.generate(PROMPTS, ASKED)] == [c.text for c in plain.generate(PROMPTS, ASKED)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"num_draft_tokens": 65}, ConfigError, r"must be a whole number in 0\.\.64, got 65"),
+        ({"num_draft_tokens": -1}, ConfigError, "got -1"),
+        ({"confidence": 1.5}, ConfigError, r"confidence must lie in 0\.\.1"),
+        ({"draft": "ngram", "draft_options": {"max_ngrm": 3}}, ConfigError, "did you mean 'max_ngram'"),
+        ({"draft": "ngram", "draft_options": {"max_ngram": "3"}}, ConfigError, "must be of type int"),
+        ({"draft": SpecConfig("draft_model")}, ConfigError, "needs a draft model; name one"),
+        ({"draft": SpecConfig("ngrm")}, RegistryError, "did you mean 'ngram'"),
+        ({"max_model_len": 100_000}, ConfigError, "above the model's own 256"),
+        ({"max_model_len": 1}, ConfigError, "at least 2"),
+        ({"num_blocks": 3}, ConfigError, "cannot hold one request of 256 tokens: raise it to 16"),
+        ({"kv_format": "int9"}, RegistryError, "did you mean 'int8'"),
+        ({"format": "bf61"}, RegistryError, "did you mean 'bf16'"),
+        ({"backend": "referenc"}, RegistryError, "did you mean 'reference'"),
+        ({"blocksize": 4}, ConfigError, "unknown setting 'blocksize'"),
+        ({"threads": 0}, ConfigError, "threads must be at least 1"),
+        ({"max_num_rows": 4}, ConfigError, "is below max_num_seqs"),
+    ],
+    ids=str,
+)
+def test_bad_settings(
+    folders: tuple[str, str], settings: dict[str, object], error: type[ForetokenError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(folders[0], **settings)  # type: ignore[arg-type]
+
+
+def test_make_config() -> None:
+    assert make_config() == EngineConfig()
+    assert make_config("none").spec == SpecConfig()
+    assert make_config("ngram", num_draft_tokens=7).spec == SpecConfig("ngram", num_draft_tokens=7)
+    assert make_config("org/small", confidence=0.3, draft_format="int8").spec == SpecConfig(
+        "draft_model", "org/small", "int8", confidence=0.3
+    )
+    made = make_config(None, block_size=32, num_blocks=9, kv_format="int8", max_num_rows=64, threads=2)
+    assert made == EngineConfig(max_num_rows=64, threads=2, cache=CacheConfig(32, 9, "int8"))
