@@ -3,8 +3,8 @@
 // Letters as in the Python package: T rows, K input width, O outputs, C hidden, H/Hk heads and KV heads, D head dimension.
 //
 // The law that every kernel obeys (docs: row-invariant arithmetic): the bits of a row's result depend on that row's
-// content and logical position alone. So each output is one sum in one fixed order, whatever tile computes it:
-// 16 lanes, each lane adding its terms in ascending order with a fused multiply-add, then the tree
+// content and logical position alone. So each output is one sum in one fixed order, whatever tile computes it: `linear`
+// has 8 lanes, all else 16; a lane adds its terms in ascending order with a fused multiply-add; then lanes fold in a tree,
 // l + (l+8), l + (l+4), l + (l+2), l + (l+1). All instruction sets keep to that order, so they give the same bits.
 
 #pragma once
@@ -24,12 +24,12 @@ struct fp16 {
 
 // out[T, O] = x[T, K] * w[O, K]^T + bias[O]
 struct LinearArgs {
-    const float* packed;  // x in tiles of `row_tile` rows, see `pack`
+    const float* packed;  // x in tiles of `tile` rows (the last may have fewer), each as `pack` wrote it
     const void* weight;
     const float* bias;  // or null
     float* out;         // [T, O], contiguous
     int64_t weight_stride;
-    int64_t rows, outputs, depth;
+    int64_t rows, outputs, depth, tile;
 };
 
 struct AttentionArgs {
@@ -51,7 +51,7 @@ struct AttentionTile {
 };
 
 constexpr int64_t lanes = 16;
-constexpr int64_t depth_step = 32;  // `linear` takes K in steps of two vectors, because bf16 comes in pairs
+constexpr int64_t depth_step = 16;  // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
 constexpr int64_t key_block = 64;   // attention sums keys in blocks of this many positions
 constexpr int64_t max_queries = 16; // query vectors (rows x heads of one KV head) in an attention tile
 constexpr int64_t max_dim = 512;    // of a head
@@ -62,11 +62,11 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
 
 struct Kernels {
     const char* name;
-    int64_t row_tile;  // rows of x that `linear` takes at once
+    int64_t row_tile;  // the most rows of x that `linear` takes at once
 
-    // Lay `rows` <= row_tile rows of x out for `linear`: for each step of 32 along K (zero-padded), the rows one after another.
+    // Lay `rows` <= row_tile rows of x out for `linear`: for each step of 16 along K (zero-padded), the rows one after another.
     void (*pack[3])(const float* x, int64_t x_stride, int64_t rows, int64_t depth, float* packed);
-    // Outputs [o_begin, o_end) of rows [t_begin, t_end); t_begin is a multiple of row_tile.
+    // Outputs [o_begin, o_end) of rows [t_begin, t_end); t_begin is a multiple of the tile.
     void (*linear[3])(const LinearArgs&, int64_t o_begin, int64_t o_end, int64_t t_begin, int64_t t_end);
 
     void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t rows, int64_t width, float* out);

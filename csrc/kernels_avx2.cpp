@@ -11,10 +11,11 @@
 namespace foretoken {
 namespace {  // this unit's own copy of every body: other units compile them with other instructions
 
+#include "unroll.h"
 #include "vec_avx2.h"
 
-#include "linear_body.h"
 #include "rows_body.h"
+#include "linear_body.h"
 #include "attention_body.h"
 #include "table_body.h"
 

@@ -87,24 +87,29 @@ void set_isa(const char* name) { chosen.store(find(name), std::memory_order_rela
 
 void linear(const float* x, int64_t x_stride, const void* weight, int64_t weight_stride, Format format, const float* bias,
             float* out, int64_t rows, int64_t outputs, int64_t depth) {
+    if (rows == 0) return;
     const Kernels& table = kernels();
     const int f = static_cast<int>(format);
-    const int64_t tile = table.row_tile, padded = round_up(depth, depth_step);
+    const int64_t padded = round_up(depth, depth_step);
+    // Few rows make tiles of even height (9 = 5 + 4): a tile of one row costs nearly what a tile of four does.
+    const int64_t full = table.row_tile, strip = 8 * full;
+    const int64_t few = (rows + full - 1) / full, tile = rows <= strip ? (rows + few - 1) / few : full;
     float* packed = scratch(0, rows * padded);
     by_rows((rows + tile - 1) / tile, tile * padded / 4, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin * tile; t < std::min(end * tile, rows); t += tile)
             table.pack[f](x + t * x_stride, x_stride, std::min(tile, rows - t), depth, packed + t * padded);
     });
 
-    const LinearArgs args{packed, weight, bias, out, weight_stride, rows, outputs, depth};
-    // Tasks of some 32 KB of weights, in multiples of 24 outputs (whole tiles for most row counts), and of 64 rows.
+    const LinearArgs args{packed, weight, bias, out, weight_stride, rows, outputs, depth, tile};
+    // A few tasks a thread, of at most 128 KB of weights, in multiples of 24 outputs (whole tiles for any row count).
     const int64_t row_bytes = std::max<int64_t>(1, depth * bytes_of(format));
-    const int64_t per_task = std::max<int64_t>(24, std::min<int64_t>(outputs / 2, 32 * 1024 / row_bytes) / 24 * 24);
-    const int64_t columns = (outputs + per_task - 1) / per_task;
-    const int64_t strips = (rows + 63) / 64;
+    const int64_t wanted = std::min<int64_t>(outputs / (4 * num_threads()), 128 * 1024 / row_bytes);
+    const int64_t columns_per_task = std::max<int64_t>(24, wanted / 24 * 24);
+    const int64_t columns = (outputs + columns_per_task - 1) / columns_per_task;
+    const int64_t rows_per_task = rows <= strip ? rows : strip, strips = (rows + rows_per_task - 1) / rows_per_task;
     run_tasks(columns * strips, outputs * depth * (3 + rows) > 4 * serial_cost, [&](int64_t i) {
-        const int64_t o = i % columns * per_task, t = i / columns * 64;
-        table.linear[f](args, o, std::min(outputs, o + per_task), t, std::min(rows, t + 64));
+        const int64_t o = i % columns * columns_per_task, t = i / columns * rows_per_task;
+        table.linear[f](args, o, std::min(outputs, o + columns_per_task), t, std::min(rows, t + rows_per_task));
     });
 }
 

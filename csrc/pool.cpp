@@ -70,6 +70,7 @@ class Pool {
         // The last job is done: nobody holds a claim on it any more, so its fields are free.
         task_.store(task, std::memory_order_relaxed);
         context_.store(context, std::memory_order_relaxed);
+        count_.store(count, std::memory_order_relaxed);
         mode_.store(float_mode(), std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
         const uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
@@ -96,11 +97,12 @@ class Pool {
         while ((ticket & 0xffffffffu) != 0) {
             const Task task = task_.load(std::memory_order_relaxed);
             const void* context = context_.load(std::memory_order_relaxed);
+            const int64_t count = count_.load(std::memory_order_relaxed);
             const uint32_t mode = mode_.load(std::memory_order_relaxed);
             if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire))
                 continue;
             set_float_mode(mode);
-            task(context, static_cast<int64_t>(ticket & 0xffffffffu) - 1);
+            task(context, count - static_cast<int64_t>(ticket & 0xffffffffu));
             done_.fetch_add(1, std::memory_order_release);
             worked = true;
             ticket = ticket_.load(std::memory_order_acquire);
@@ -132,6 +134,7 @@ class Pool {
     std::atomic<bool> stop_{false};
     std::atomic<Task> task_{nullptr};
     std::atomic<const void*> context_{nullptr};
+    std::atomic<int64_t> count_{0};
     std::atomic<uint32_t> mode_{0};
     alignas(64) std::atomic<uint64_t> ticket_{0};
     alignas(64) std::atomic<int64_t> done_{0};

@@ -4,8 +4,8 @@ struct V {
     __m256 lo, hi;
 };
 
-constexpr int row_tile = 4;
-constexpr int weight_tile[5] = {0, 4, 2, 2, 1};
+constexpr int row_tile = 6;
+constexpr int pair_tile[7] = {0, 4, 2, 1, 1, 1, 1};  // pairs of weight rows for 1..6 rows of x
 constexpr int query_registers = 5;
 
 inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -61,17 +61,41 @@ inline V keep(V a, int64_t begin, int64_t end, V other) {
     return {keep8(a.lo, b, e, other.lo), keep8(a.hi, b - 8, e - 8, other.hi)};
 }
 
-// 32 weights as two vectors, in the order that `pack` gives x: for bf16 even then odd elements, else first and second half.
-inline V first(const float* p) { return load(p); }
-inline V second(const float* p) { return load(p + 16); }
-inline V first(const fp16* p) { return load(p); }
-inline V second(const fp16* p) { return load(p + 16); }
-inline __m256 evens(const bf16* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(bits_at(p), 16)); }
-inline __m256 odds(const bf16* p) {
-    return _mm256_castsi256_ps(_mm256_and_si256(bits_at(p), _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+// `linear` keeps two rows of weights in a vector, 8 lanes each. 16 weights of each row make two vectors, in the order that
+// `pack` gives x: for bf16 even then odd elements, else first and second half.
+template <class W>
+struct RowPair {
+    const W *a, *b;
+    V first() const { return {widen8(a), widen8(b)}; }
+    V second() const { return {widen8(a + 8), widen8(b + 8)}; }
+    static __m256 widen8(const float* p) { return _mm256_loadu_ps(p); }
+    static __m256 widen8(const fp16* p) { return _mm256_cvtph_ps(half_at(p)); }
+};
+template <>
+struct RowPair<bf16> {
+    const bf16 *a, *b;
+    V first() const { return {evens(a), evens(b)}; }
+    V second() const { return {odds(a), odds(b)}; }
+    static __m256 evens(const bf16* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(bits_at(p), 16)); }
+    static __m256 odds(const bf16* p) {
+        return _mm256_castsi256_ps(_mm256_and_si256(bits_at(p), _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+};
+inline V load_twice(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p)}; }
+inline V evens_then_odds(V a) {
+    auto pick = [](__m256 even_odd) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(even_odd), 0xd8)); };
+    return {pick(_mm256_shuffle_ps(a.lo, a.hi, 0x88)), pick(_mm256_shuffle_ps(a.lo, a.hi, 0xdd))};
 }
-inline V first(const bf16* p) { return {evens(p), evens(p + 16)}; }
-inline V second(const bf16* p) { return {odds(p), odds(p + 16)}; }
+
+// Sums of the 8 lower and the 8 upper lanes of eight vectors: out[2 i] and out[2 i + 1] belong to vector i.
+inline void reduce_halves8(const V (&v)[8], float* out) {
+    auto fold = [](__m256 a) { return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)); };
+    unroll<4>([&](auto i) INLINE_LAMBDA {
+        __m128 s0 = fold(v[2 * i].lo), s1 = fold(v[2 * i].hi), s2 = fold(v[2 * i + 1].lo), s3 = fold(v[2 * i + 1].hi);
+        _MM_TRANSPOSE4_PS(s0, s1, s2, s3);
+        _mm_storeu_ps(out + 4 * i, _mm_add_ps(_mm_add_ps(s0, s2), _mm_add_ps(s1, s3)));
+    });
+}
 
 inline __m128 fold(V a) {
     __m256 s = _mm256_add_ps(a.lo, a.hi);
@@ -108,4 +132,10 @@ inline __m256 scale_by_power8(__m256 y, __m256 shifted) {
 }
 inline V scale_by_power(V y, V shifted) { return {scale_by_power8(y.lo, shifted.lo), scale_by_power8(y.hi, shifted.hi)}; }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Not the intrinsic: GCC takes a function that only prefetches for one without effect, and drops it.
+inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
+// sum += a * b. In assembly, because GCC otherwise moves accumulators between registers until some spill to memory.
+inline void accumulate(V& sum, V a, V b) {
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum.lo) : "x"(a.lo), "x"(b.lo));
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum.hi) : "x"(a.hi), "x"(b.hi));
+}

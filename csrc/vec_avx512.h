@@ -5,8 +5,8 @@ struct V {
 };
 
 constexpr int row_tile = 8;
-// Weight rows in a tile for 1..8 rows of x: accumulators, weights and one x must fit 32 registers.
-constexpr int weight_tile[9] = {0, 8, 8, 6, 5, 4, 4, 3, 3};
+// Pairs of weight rows in a tile for 1..8 rows of x: accumulators, weights and one x must fit 32 registers.
+constexpr int pair_tile[9] = {0, 4, 4, 4, 4, 3, 3, 3, 3};
 constexpr int query_registers = 24;  // accumulators of the value product
 
 inline V zero() { return {_mm512_setzero_ps()}; }
@@ -46,14 +46,49 @@ inline V keep(V a, int64_t begin, int64_t end, V other) {
     return {_mm512_mask_mov_ps(other.r, static_cast<__mmask16>(below & ~under), a.r)};
 }
 
-// 32 weights as two vectors, in the order that `pack` gives x: for bf16 even then odd elements, else first and second half.
-inline V first(const float* p) { return load(p); }
-inline V second(const float* p) { return load(p + 16); }
-inline V first(const fp16* p) { return load(p); }
-inline V second(const fp16* p) { return load(p + 16); }
-inline V first(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
-inline V second(const bf16* p) {
-    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+// `linear` keeps two rows of weights in a vector, 8 lanes each, because a sum then needs fewer folds. 16 weights of each
+// row make two vectors, in the order that `pack` gives x: for bf16 even then odd elements, else first and second half.
+inline __m512i two(const void* a, const void* b) {
+    __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(a)));
+    return _mm512_inserti64x4(low, _mm256_loadu_si256(static_cast<const __m256i*>(b)), 1);
+}
+template <class W>
+struct RowPair {
+    const W *a, *b;
+    V first() const { return widen(a, b); }
+    V second() const { return widen(a + 8, b + 8); }
+    static V widen(const float* a, const float* b) { return {_mm512_castsi512_ps(two(a, b))}; }
+    static V widen(const fp16* a, const fp16* b) {
+        __m256i low = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a)));
+        return {_mm512_cvtph_ps(_mm256_inserti128_si256(low, _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)), 1))};
+    }
+};
+template <>
+struct RowPair<bf16> {
+    __m512i pairs;
+    RowPair() = default;
+    RowPair(const bf16* a, const bf16* b) : pairs(two(a, b)) {}
+    V first() const { return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}; }
+    V second() const {
+        return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+    }
+};
+inline V load_twice(const float* p) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}; }
+inline V evens_then_odds(V a) {
+    return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15), a.r)};
+}
+
+// Sums of the 8 lower and the 8 upper lanes of eight vectors: out[2 i] and out[2 i + 1] belong to vector i.
+inline void reduce_halves8(const V (&v)[8], float* out) {
+    auto fold = [](__m512 a, __m512 b) INLINE_LAMBDA {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    __m512 a = fold(v[0].r, v[1].r), b = fold(v[2].r, v[3].r), c = fold(v[4].r, v[5].r), d = fold(v[6].r, v[7].r);
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_ps(c, d, 0x44), _mm512_shuffle_ps(c, d, 0xee));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x88), _mm512_shuffle_ps(ab, cd, 0xdd));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_ps(out, _mm512_permutexvar_ps(order, all));
 }
 
 inline float reduce_add(V a) {
@@ -87,4 +122,7 @@ inline V scale_by_power(V y, V shifted) {
     return {_mm512_mul_ps(_mm512_mul_ps(y.r, a), b)};
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Not the intrinsic: GCC takes a function that only prefetches for one without effect, and drops it.
+inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }
+// sum += a * b. In assembly, because GCC otherwise moves accumulators between registers until some spill to memory.
+inline void accumulate(V& sum, V a, V b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum.r) : "v"(a.r), "v"(b.r)); }

@@ -6,7 +6,7 @@ struct V {
 };
 
 constexpr int row_tile = 4;
-constexpr int weight_tile[5] = {0, 1, 1, 1, 1};
+constexpr int pair_tile[5] = {0, 1, 1, 1, 1};  // pairs of weight rows for 1..4 rows of x
 constexpr int query_registers = 4;
 
 template <class F>
@@ -82,17 +82,41 @@ inline V keep(const V& a, int64_t begin, int64_t end, const V& other) {
     return each([&](int i) { return i >= begin && i < end ? a.r[i] : other.r[i]; });
 }
 
-// 32 weights as two vectors, in the order that `pack` gives x: for bf16 even then odd elements, else first and second half.
-template <class T>
-inline V first(const T* p) {
-    return load(p);
+// `linear` keeps two rows of weights in a vector, 8 lanes each. 16 weights of each row make two vectors, in the order that
+// `pack` gives x: for bf16 even then odd elements, else first and second half.
+template <class W>
+struct RowPair {
+    const W *a, *b;
+    V first() const {
+        return each([this](int i) { return widen(i < 8 ? a[i] : b[i - 8]); });
+    }
+    V second() const {
+        return each([this](int i) { return widen(i < 8 ? a[i + 8] : b[i]); });
+    }
+};
+template <>
+struct RowPair<bf16> {
+    const bf16 *a, *b;
+    V first() const {
+        return each([this](int i) { return widen(i < 8 ? a[2 * i] : b[2 * i - 16]); });
+    }
+    V second() const {
+        return each([this](int i) { return widen(i < 8 ? a[2 * i + 1] : b[2 * i - 15]); });
+    }
+};
+inline V load_twice(const float* p) { return each([=](int i) { return p[i % 8]; }); }
+inline V evens_then_odds(const V& a) { return each([&](int i) { return a.r[i < 8 ? 2 * i : 2 * i - 15]; }); }
+
+// Sums of the 8 lower and the 8 upper lanes of eight vectors: out[2 i] and out[2 i + 1] belong to vector i.
+inline void reduce_halves8(const V (&v)[8], float* out) {
+    for (int i = 0; i < 16; i++) {
+        V s = v[i / 2];
+        float* half = s.r + i % 2 * 8;
+        for (int step = 4; step > 0; step /= 2)
+            for (int l = 0; l < step; l++) half[l] = half[l] + half[l + step];
+        out[i] = half[0];
+    }
 }
-template <class T>
-inline V second(const T* p) {
-    return load(p + 16);
-}
-inline V first(const bf16* p) { return each([=](int i) { return widen(p[2 * i]); }); }
-inline V second(const bf16* p) { return each([=](int i) { return widen(p[2 * i + 1]); }); }
 
 inline float reduce_add(const V& a) {
     V s = a;
@@ -124,3 +148,4 @@ inline V scale_by_power(const V& y, const V& shifted) {
 }
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void accumulate(V& sum, const V& a, const V& b) { sum = fma(a, b, sum); }  // sum += a * b

@@ -1,0 +1,18 @@
+// Loops written out at compile time, so that arrays of vectors live in registers. Included like linear_body.h.
+
+#define INLINE __attribute__((always_inline)) inline
+#define INLINE_LAMBDA __attribute__((always_inline))
+
+template <int I>
+struct Index {
+    constexpr operator int() const { return I; }
+};
+
+// f(0), f(1), ... f(N-1), each index a constant.
+template <int N, int I = 0, class F>
+INLINE void unroll(const F& f) {
+    if constexpr (I < N) {
+        f(Index<I>{});
+        unroll<N, I + 1>(f);
+    }
+}
