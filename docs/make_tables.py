@@ -71,12 +71,12 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 def table(name: str) -> str:
     """The newest run of one record file, a table for each workload, and where and when it was measured."""
-    path = RECORDS / f"{name}.jsonl"
-    if not path.exists():
-        return f"*No record yet: `foretoken {name}` with `--out benchmarks/results/{name}.jsonl` writes one.*"
     from foretoken.study import record, report
 
-    found = record.read(path)
+    path = RECORDS / f"{name}.jsonl"
+    found = record.read(path) if path.exists() else []
+    if not found:
+        return f"*No record yet: `foretoken {name} --out benchmarks/results/{name}.jsonl` writes one.*"
     newest = [r for r in found if r["run"] == found[-1]["run"]]
     parts = []
     for title, group in itertools.groupby(newest, key=lambda r: report.title(r["config"])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.drafter import parse_options
+from foretoken.study.record import SCHEMA
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -54,3 +56,30 @@ def test_the_drafter_of_the_extension_guide_works(tmp_path: Path) -> None:
     draft = drafter.propose(seqs, [4, 2])
     assert draft.nodes(0) == ([2, 3, 4, 2], [-1, 0, 1, 2])
     assert draft.nodes(1) == ([], [])
+
+
+def line(run: str, label: str, speedup: float) -> str:
+    """A record as `foretoken bench` writes it, with made-up numbers."""
+    config = {"model": "m", "num_parameters": 1_000_000, "format": "fp32", "batch_size": 1, "num_prompts": 2}
+    config |= {"temperature": 0.0, "top_p": 1.0, "seed": 1, "label": label, "draft": label}
+    record = {"schema": SCHEMA, "run": run, "time": run, "commit": "c0ffee", "config": config, "repetitions": [{}, {}]}
+    record |= {"machine": {"cpu": "a|b", "cores": 2, "threads": 2, "isa": "avx2"}, "tokens_per_s": 10.0}
+    record |= {name: {"median": 0.001} for name in ("latency_s", "ttft_s", "time_per_output_token_s", "time_split")}
+    record |= {"acceptance_rate": 0.5, "mean_acceptance_length": 2.5, "rollbacks": 7, "accepted_per_pos": [1]}
+    record |= {"speedup": speedup, "equals_plain": True, "overhead_ms_per_round": 0.25}
+    return json.dumps(record) + "\n"
+
+
+def test_a_table_shows_the_newest_run_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_tables, "RECORDS", tmp_path)
+    assert "No record yet" in make_tables.table("trial")
+    lines = [
+        line("2026-01-01", "ngram k=3", 1.11),
+        line("2026-01-02", "ngram k=3", 1.22),
+        line("2026-01-02", "x", 1.33),
+    ]
+    (tmp_path / "trial.jsonl").write_text("".join(lines))
+    text = make_tables.render("<!-- table:trial -->\nold\n<!-- end -->\n")
+    assert "1.22x" in text and "1.33x" in text and "1.11x" not in text and "old" not in text
+    assert "median of 2 runs, 2026-01-02, commit c0ffee" in text
+    assert make_tables.render(text) == text
