@@ -1,0 +1,63 @@
+"""Greedy tokens of the embedded target, stored: `python tests/golden/embedded.py --write` after new weights.
+
+Each entry of FORMATS is a number format of the weights and one of the cache. The file names the weights by their hash,
+so that tokens of older weights are recognized as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from foretoken import LLM, SamplingParams
+from foretoken.models.loader import resolve_model
+
+FILE = Path(__file__).with_name("embedded.json")
+FORMATS = [("bf16", "fp32"), ("bf16", "bf16"), ("int8", "int8")]
+PROMPTS = [
+    "What is the capital of France?",
+    "Tom has 3 boxes with 12 pencils each. He gives away 7 pencils. How many pencils are left?",
+    "Write a Python function that returns the largest number of a list.",
+    "Explain in two sentences what a river is.",
+    "I am looking for a cheap restaurant in the centre of town.",
+    "Once upon a time there was a fox who",
+    "List three things that plants need to grow.",
+]
+MAX_TOKENS = 64
+
+
+def weights_hash() -> str:
+    """SHA-256 of the embedded target's weights."""
+    return hashlib.sha256((resolve_model("embedded") / "model.safetensors").read_bytes()).hexdigest()
+
+
+def greedy(llm: LLM) -> list[list[int]]:
+    """Output tokens of every prompt, the end token included where there is one."""
+    prompts = [llm.tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]
+    return [list(c.token_ids) for c in llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))]
+
+
+def build(backend: str, weights: str, kv_format: str, model: str = "embedded", **settings: Any) -> LLM:
+    return LLM(model, backend=backend, format=weights, kv_format=kv_format, max_model_len=512, **settings)
+
+
+def write() -> None:
+    """Compute and store the tokens on the fastest backend; the tests then hold every backend to them."""
+    tokens = {}
+    for weights, kv_format in FORMATS:
+        llm = build("auto", weights, kv_format)
+        tokens[f"{weights}/{kv_format}"] = outputs = greedy(llm)
+        texts = "".join(f"\n  {llm.tokenizer.decode(ids)!r}" for ids in outputs)
+        print(f"{weights} weights, {kv_format} cache: {sum(map(len, outputs))} tokens{texts}")
+    lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in tokens.items())
+    FILE.write_text(f'{{\n  "weights": "{weights_hash()}",\n  "tokens": {{\n{lines}\n  }}\n}}\n')
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", required=True, help=f"write {FILE.name}")
+    parser.parse_args()
+    write()
