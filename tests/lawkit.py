@@ -140,8 +140,13 @@ def run(
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     done: dict[tuple[str, int], Completion] = {}
 
+    limit = sum((len(prompt) + p.max_tokens) * p.n for prompt, p in zip(prompts, each, strict=True)) * 4 + 10
+
     def drain() -> None:
+        nonlocal limit
         while engine.has_work:
+            limit -= 1
+            assert limit > 0, "the engine does not get on"
             for delta in engine.step():
                 if delta.completion is not None:
                     done[delta.request_id, delta.index] = delta.completion

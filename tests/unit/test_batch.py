@@ -1,0 +1,95 @@
+"""Batch: rows, positions, slots and masks of one pass, by example and against the definition."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from foretoken.batch import MAX_NODES, Rows, ancestor_masks, build_batch
+
+
+def test_ancestor_masks() -> None:
+    #      0     3
+    #     / \     \
+    #    1   2     4
+    masks, depths = ancestor_masks([-1, 0, 0, -1, 3])
+    assert masks == [0b00001, 0b00011, 0b00101, 0b01000, 0b11000]
+    assert depths == [0, 1, 1, 0, 1]
+    masks, depths = ancestor_masks(list(range(-1, 63)))
+    assert masks[-1] == 2**64 - 1
+    assert depths == list(range(64))
+
+
+def test_by_example() -> None:
+    """A chunk of a prompt, a decoding sequence with a tree, one without a draft."""
+    rows = [
+        Rows([10, 11, 12], 3, [], [], [5, 2], wants_logits=False),
+        Rows([20], 6, [21, 22, 23], [-1, 0, -1], [0, 7, 1], wants_logits=True),
+        Rows([30], 0, [], [], [3], wants_logits=True),
+    ]
+    batch = build_batch(rows, block_size=4)
+    assert (batch.num_rows, batch.num_seqs) == (8, 3)
+    assert batch.token_ids.tolist() == [10, 11, 12, 20, 21, 22, 23, 30]
+    assert batch.positions.tolist() == [3, 4, 5, 6, 7, 8, 7, 0], "a node's position is its depth, not its place"
+    assert batch.slots.tolist() == [5 * 4 + 3, 2 * 4, 2 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, 1 * 4, 1 * 4 + 1, 3 * 4]
+    assert batch.row_offsets.tolist() == [0, 3, 7, 8]
+    assert batch.num_pending.tolist() == [3, 1, 1]
+    assert batch.kv_lens.tolist() == [6, 7, 1]
+    assert batch.block_tables.tolist() == [[5, 2, 0], [0, 7, 1], [3, 0, 0]]
+    assert batch.tree_mask is not None
+    assert batch.tree_mask.tolist() == [0, 0, 0, 0, 0b001, 0b011, 0b100, 0]
+    assert batch.logit_rows.tolist() == [3, 4, 5, 6, 7]
+
+
+def test_types() -> None:
+    batch = build_batch([Rows([1], 0, [2], [-1], [0], True)], 4)
+    for name, tensor in vars(batch).items():
+        assert tensor.dtype == (torch.int64 if name == "tree_mask" else torch.int32)
+        assert tensor.is_contiguous()
+    assert build_batch([Rows([1], 0, [], [], [0], True)], 4).tree_mask is None
+
+
+def test_the_64th_node_uses_the_sign_bit() -> None:
+    parents = list(range(-1, MAX_NODES - 1))
+    batch = build_batch([Rows([1], 0, [2] * MAX_NODES, parents, list(range(5)), True)], 16)
+    assert batch.tree_mask is not None
+    assert batch.tree_mask[-1].item() == -1, "all 64 bits"
+    wide = build_batch([Rows([1], 0, [2] * MAX_NODES, [-1] * MAX_NODES, list(range(5)), True)], 16)
+    assert wide.tree_mask is not None
+    assert wide.tree_mask[-1].item() == -(2**63), "only its own bit"
+
+
+def test_random_against_the_definition() -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        size = rng.choice([1, 3, 16])
+        every, free = [], list(range(400))
+        rng.shuffle(free)
+        for _ in range(rng.randint(1, 5)):
+            num_pending, cached, n = rng.randint(1, 6), rng.randint(0, 20), rng.choice([0, 0, 5, 12])
+            parents = [rng.randint(-1, i - 1) for i in range(n)]
+            blocks = [free.pop() for _ in range(-(-(cached + num_pending + n) // size))]
+            tokens = [rng.randrange(99) for _ in range(num_pending + n)]
+            wants = n > 0 or rng.random() < 0.5
+            every.append(Rows(tokens[:num_pending], cached, tokens[num_pending:], parents, blocks, wants))
+        batch = build_batch(every, size)
+        assert len(set(batch.slots.tolist())) == batch.num_rows, "no two rows share a slot"
+        logit_rows = []
+        for b, r in enumerate(every):
+            first, known = int(batch.row_offsets[b]), r.num_cached + len(r.pending)
+            assert int(batch.kv_lens[b]) == known
+            for i, token in enumerate([*r.pending, *r.nodes]):
+                t, index, node = first + i, r.num_cached + i, i - len(r.pending)
+                assert int(batch.token_ids[t]) == token
+                assert int(batch.slots[t]) == r.blocks[index // size] * size + index % size
+                path, at = [], node
+                while node >= 0 and at >= 0:
+                    path.append(at)
+                    at = r.parents[at]
+                assert int(batch.positions[t]) == (index if node < 0 else known + len(path) - 1)
+                if batch.tree_mask is not None:
+                    assert int(batch.tree_mask[t]) == sum(1 << j for j in path)
+            if r.wants_logits:
+                logit_rows += range(first + len(r.pending) - 1, first + len(r.pending) + len(r.nodes))
+        assert batch.logit_rows.tolist() == logit_rows

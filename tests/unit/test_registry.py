@@ -1,0 +1,51 @@
+"""Shelves: the file name is the key, and nothing is imported before it is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from foretoken import registry
+from foretoken.errors import RegistryError
+
+
+def test_names() -> None:
+    assert {"ngram", "draft_model"} <= set(registry.names("drafters"))
+    assert {"fp32", "bf16", "fp16", "int8"} <= set(registry.names("formats"))
+    assert {"reference", "cpu"} <= set(registry.names("ops"))
+    for shelf in ("drafters", "formats", "ops"):
+        found = registry.names(shelf)
+        assert list(found) == sorted(found)
+        assert not {n for n in found if n.startswith("_")} | {"scheme", "base"} & set(found)
+
+
+def test_load() -> None:
+    assert registry.load("drafters", "ngram").__name__ == "foretoken.drafters.ngram"
+    assert registry.load("drafters", "ngram") is registry.load("drafters", "ngram")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("n-gram", "did you mean 'ngram'"), ("draftmodel", "did you mean 'draft_model'"), ("zzz", "there are: ")],
+)
+def test_an_unknown_name(name: str, hint: str) -> None:
+    with pytest.raises(RegistryError, match=f"no entry '{name}' in drafters") as caught:
+        registry.load("drafters", name)
+    assert hint in str(caught.value)
+    assert "draft_model" in str(caught.value), "it lists what there is"
+
+
+def test_furniture_is_no_entry() -> None:
+    for name in ("scheme", "_dense", "../ops/cpu", ""):
+        with pytest.raises(RegistryError):
+            registry.load("formats", name)
+
+
+def test_names_import_nothing() -> None:
+    code = (
+        "import sys; from foretoken import registry; registry.names('drafters'); "
+        "sys.exit('torch' in sys.modules or 'foretoken.drafters.ngram' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
