@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from foretoken.cli.options import EngineChoice, draft_choice, option, parse
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError
-from foretoken.request import SamplingParams
+from foretoken.request import Completion, Delta, SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.study.measure import Bench
-    from foretoken.study.workload import Workload
+    from foretoken.study.workload import Arm, Prompt, Workload
 
 KS = (3, 5, 7)
 SHOWN_TOKENS = 96
-TOKENS, MIN_TOKENS = 64, 8  # of one prompt: as many as time allows
+TOKENS, FEW_TOKENS = 64, 32  # of one prompt: as a rule, and at least in every round but a slow machine's only one
+MIN_TOKENS = 8
 REPEAT = 3
 PROMPTS = (3, 16)  # at least and at most so many prompts
 
@@ -44,6 +45,8 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError("the demo needs a draft model; name one with --draft, or leave --model out")
     from rich.console import Console
 
+    from foretoken.cli.bench import open_bench
+    from foretoken.engine.llm import make_config
     from foretoken.study import record, report
     from foretoken.study.workload import DEFAULT_PROMPTS, arms, read_prompts
 
@@ -52,92 +55,104 @@ def run(argv: Seq[str], prog: str) -> int:
         record.prepare(args.out)
     path = args.prompts or DEFAULT_PROMPTS
     prompts = read_prompts(path)
-    bench = _open(args, arms([SpecConfig("ngram"), _draft_spec(args)], KS))
-    encoded = [p.encode(bench.llm.tokenizer) for p in prompts]
-    shown = prompts[0]
-    console.rule("[bold]one answer, written with a draft model")
-    question = shown.text if shown.text is not None else shown.messages[-1]["content"]
-    console.print(f"[dim]prompt:[/] {question}", markup=True)
-    show_answer(bench, encoded[0], console)
-    console.rule("[bold]side by side")
-    num_prompts, num_tokens = _affordable(bench, encoded[0], args.seconds, len(prompts))
-    chosen = tuple(encoded[i * len(encoded) // num_prompts] for i in range(num_prompts))
-    run_id, here = record.now(), record.machine()
-    console.print(
-        f"[dim]{num_prompts} prompts of {path.name}, {num_tokens} tokens each, {REPEAT} rounds; all ways take turns on "
-        f"{here['cpu']}, {here['cores']} cores, {here['isa'] or 'no native kernels'}[/]\n"
-    )
+    drafting = make_config(draft_choice(args.draft, args.model)).spec
+    ways = arms([SpecConfig("ngram"), drafting], KS)
+    bench = open_bench(EngineChoice(args.model, {}), ways, [1], "auto", quiet=False)
+    same = show_both(bench, prompts[0], next(a for a in ways if a.spec.method == drafting.method), console)
+    run_id = record.now()
     everything: list[dict[str, Any]] = []
-    for params in (_params(0.0, num_tokens), _params(0.8, num_tokens)):
-        workload = _workload(path.name, chosen, params)
-        records = _measure(bench, workload, args, run_id, here)
-        console.print(report.table(records))
-        everything += records
-    console.print(report.LEGEND, style="dim")
-    console.print()
-    return conclude(everything, console)
+    console.rule("[bold]side by side")
+    for workload, repeat in plan(bench, path.name, prompts, args.seconds, console):
+        everything += _measure(bench, workload, repeat, args, run_id)
+        console.print(report.table(everything[-len(ways) :]))
+    console.print(report.LEGEND + "\n", style="dim")
+    return max(conclude(everything, console), 0 if same else 1)
 
 
-def _draft_spec(args: Args) -> SpecConfig:
-    from foretoken.engine.llm import make_config
+def show_both(bench: Bench, prompt: Prompt, drafting: Arm, console: Console) -> bool:
+    """Stream one greedy answer without and with a draft model; True if both are the same, as they must be."""
+    from rich.text import Text
 
-    return make_config(draft_choice(args.draft, args.model)).spec
+    from foretoken.cli.console import legend
+
+    question = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
+    tokens = prompt.encode(bench.llm.tokenizer)
+    console.print(Text("prompt: ", "dim") + Text(question))
+    for arm in (bench.arms[0], drafting):
+        for _ in _stream(bench, arm, tokens, 4):  # the first pass touches every weight: it would be slow for no reason
+            pass
+    console.rule("[bold]plain decoding: one pass of the model a token")
+    plain = show_answer(bench, bench.arms[0], tokens, console)
+    console.rule(f"[bold]speculative decoding: {drafting.label}")
+    guessed = show_answer(bench, drafting, tokens, console)
+    print(legend(sys.stdout, sys.stdout))
+    gain = plain.metrics.total_time / guessed.metrics.total_time
+    same = plain.token_ids == guessed.token_ids
+    verdict = "[green]the same text[/]" if same else "[bold red]ANOTHER TEXT[/]"
+    rounds = f"{guessed.metrics.spec.num_rounds} passes instead of {plain.metrics.spec.num_rounds}"
+    console.print(f"{verdict}, {rounds}, in {1 / gain:.0%} of the time\n")
+    return same
 
 
-def _open(args: Args, ways: Any) -> Bench:
-    from foretoken.cli.bench import open_bench
+def show_answer(bench: Bench, arm: Arm, prompt: tuple[int, ...], console: Console) -> Completion:
+    """Stream one greedy answer, its accepted draft tokens marked, and say what it took."""
+    from foretoken.cli.console import TextWriter, summary
 
-    return open_bench(EngineChoice(args.model, {}), ways, [1], "auto", quiet=False)
-
-
-def _params(temperature: float, max_tokens: int = TOKENS) -> SamplingParams:
-    # The end token is ignored so that every prompt brings the same number of tokens.
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.95, seed=1, ignore_eos=True)
-
-
-def _workload(name: str, prompts: tuple[tuple[int, ...], ...], params: SamplingParams) -> Workload:
-    from foretoken.study.workload import Workload
-
-    return Workload(name, prompts, params)
-
-
-def show_answer(bench: Bench, prompt: tuple[int, ...], console: Console) -> None:
-    """Stream one greedy answer with the first draft model, its accepted tokens marked."""
-    from foretoken.cli.console import TextWriter, legend, summary
-
-    bench.install(next(arm for arm in bench.arms if arm.spec.method != "ngram" and not arm.plain))
-    params = SamplingParams(max_tokens=SHOWN_TOKENS)
-    for delta in bench.llm.stream(prompt, SamplingParams(max_tokens=4)):  # warm: the first pass touches every weight
-        del delta
     writer = TextWriter(sys.stdout, bench.llm.tokenizer, show_draft=True)
-    console.print()
-    for delta in bench.llm.stream(prompt, params):
+    for delta in _stream(bench, arm, prompt, SHOWN_TOKENS):
         writer.write(delta)
         if delta.completion is not None:
             print("\n")
-            print(legend(sys.stdout, sys.stdout))
             console.print(summary(delta.completion.metrics), style="dim", soft_wrap=True)
-    console.print()
+            return delta.completion
+    raise AssertionError("a stream ends with its completion")
 
 
-def _affordable(bench: Bench, prompt: tuple[int, ...], seconds: float, available: int) -> tuple[int, int]:
-    """How many prompts, and tokens of each, fit into the time, from the speed of plain decoding here and now."""
+def _stream(bench: Bench, arm: Arm, prompt: tuple[int, ...], max_tokens: int) -> Iterator[Delta]:
+    bench.install(arm)
+    return bench.llm.stream(prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def plan(bench: Bench, name: str, prompts: Seq[Prompt], seconds: float, console: Console) -> list[tuple[Workload, int]]:
+    """Workloads, greedy and sampled, and how often to run them, that fit into the time here and now."""
+    from foretoken.study import record
     from foretoken.study.measure import Run, run_batch
+    from foretoken.study.workload import Workload
 
-    run_batch(bench.install(bench.arms[0]), [(prompt, _params(0.0))], trial := Run())
-    share = trial.tokens_per_s * seconds / (len(bench.arms) * REPEAT * 2)  # tokens for one run of one way to decode
+    tokens = prompts[0].encode(bench.llm.tokenizer)
+    run_batch(bench.install(bench.arms[0]), [(tokens, _params(0.0, TOKENS))], trial := Run())
+    num_prompts, num_tokens, repeat = affordable(trial.tokens_per_s * seconds / (2 * len(bench.arms)), len(prompts))
+    chosen = tuple(prompts[i * len(prompts) // num_prompts].encode(bench.llm.tokenizer) for i in range(num_prompts))
+    here = record.machine()
+    console.print(
+        f"{num_prompts} prompts of {name}, at most {num_tokens} tokens each, {repeat} round{'s' * (repeat > 1)}; all ways take turns on "
+        f"{here['cpu']}, {here['cores']} cores, {here['isa'] or 'no native kernels'}\n",
+        style="dim",
+    )
+    made = [Workload(name, chosen, _params(temperature, num_tokens)) for temperature in (0.0, 0.8)]
+    for workload in made:
+        bench.check(workload)
+    return [(workload, repeat) for workload in made]
+
+
+def affordable(budget: float, available: int) -> tuple[int, int, int]:
+    """Prompts, tokens of each and rounds for a budget of tokens for one way to decode; rounds are given up first."""
     low, high = (min(bound, available) for bound in PROMPTS)
-    num_prompts = max(low, min(high, int(share / TOKENS)))
-    return num_prompts, max(MIN_TOKENS, min(TOKENS, int(share / num_prompts)))
+    repeat = REPEAT if budget >= REPEAT * low * FEW_TOKENS else 1
+    num_prompts = max(low, min(high, int(budget / repeat / TOKENS)))
+    return num_prompts, max(MIN_TOKENS, min(TOKENS, int(budget / repeat / num_prompts))), repeat
 
 
-def _measure(bench: Bench, workload: Workload, args: Args, run_id: str, here: Any) -> list[dict[str, Any]]:
+def _params(temperature: float, max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.95, seed=1)
+
+
+def _measure(bench: Bench, workload: Workload, repeat: int, args: Args, run_id: str) -> list[dict[str, Any]]:
     from foretoken.cli.bench import run_with_progress
     from foretoken.study import record
 
-    bench.check(workload)
-    runs = run_with_progress(bench, workload, REPEAT, quiet=False)
-    records = record.make_records(bench, args.model, workload, runs, run_id, here)
+    runs = run_with_progress(bench, workload, repeat, quiet=False)
+    records = record.make_records(bench, args.model, workload, runs, run_id, record.machine())
     if args.out is not None:
         for line in records:
             record.append(args.out, line)
@@ -150,14 +165,12 @@ def conclude(records: Seq[dict[str, Any]], console: Console) -> int:
     differing = [r for r in guessed if not r["equals_plain"]]
     if differing:
         labels = ", ".join(r["config"]["label"] for r in differing)
-        console.print(
-            f"[bold red]The text differed from plain decoding's[/] with {labels}: that is a bug, please report it."
-        )
+        console.print(f"[bold red]The text differed from plain decoding's[/] with {labels}: a bug, please report it.")
         return 1
     best = max(guessed, key=lambda r: float(r["speedup"]))
     label, gain = best["config"]["label"], best["speedup"]
     console.print(
-        f"[bold green]The same text every time[/], token for token, greedy and sampled, in {len(guessed)} settings."
+        f"[bold green]The same text every time[/], token for token, greedy and sampled: {len(guessed)} settings."
     )
     if gain > 1:
         console.print(f"The fastest was [bold]{label}[/]: {gain:.2f} times the speed of plain decoding.")
@@ -165,5 +178,5 @@ def conclude(records: Seq[dict[str, Any]], console: Console) -> int:
         console.print(
             f"Nothing beat plain decoding here and now; the nearest was {label} at {gain:.2f} times its speed."
         )
-    console.print("[dim]Next: foretoken generate --show-draft 'Write a function that adds two numbers.' --chat[/]")
+    console.print("Next: foretoken chat --show-draft", style="dim")
     return 0

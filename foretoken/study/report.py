@@ -32,8 +32,8 @@ def chosen(params: SamplingParams) -> str:
     """How tokens are chosen, in a few words."""
     if params.greedy:
         return "greedy"
-    top = f", top-p {params.top_p:g}" if params.top_p != 1 else ""
-    return f"temperature {params.temperature:g}{top}, seed {params.seed}"
+    top = f" top-p {params.top_p:g}" if params.top_p != 1 else ""
+    return f"temperature {params.temperature:g}{top} seed {params.seed}"
 
 
 def title(config: Mapping[str, Any]) -> str:

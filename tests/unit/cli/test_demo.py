@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from foretoken.demo import conclude
+from foretoken.demo import affordable, conclude
 
 
 def made(label: str, speedup: float, same: bool = True) -> dict[str, Any]:
@@ -37,3 +37,13 @@ def test_a_text_that_differs_fails() -> None:
     code, text = said(made("plain", 1.0), made("a", 1.5), made("b", 1.7, same=False))
     assert code == 1
     assert "differed" in text and "b" in text
+
+
+def test_a_slow_machine_gives_up_rounds_before_tokens() -> None:
+    assert affordable(1e6, 24) == (16, 64, 3)
+    assert affordable(3 * 3 * 64, 24) == (3, 64, 3)
+    assert affordable(3 * 3 * 32, 24) == (3, 32, 3)
+    assert affordable(3 * 3 * 32 - 1, 24) == (4, 64, 1)
+    assert affordable(60, 24) == (3, 20, 1)
+    assert affordable(0, 24) == (3, 8, 1)
+    assert affordable(1e6, 2) == (2, 64, 3)

@@ -127,7 +127,7 @@ def test_table_rows(measured: Measured, pair_folders: tuple[Path, Path]) -> None
     assert report.cells(records[0])[-1] == ""
     assert report.cells(records[1])[-1] == "yes"
     assert report.cells({**records[1], "equals_plain": False})[-1] == "NO"
-    assert "temperature 0.7, seed 4" in report.title(records[0]["config"])
+    assert "temperature 0.7 seed 4" in report.title(records[0]["config"])
     assert all(str(pair_folders[0].parent) not in json.dumps(r) for r in records)
 
 
