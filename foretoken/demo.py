@@ -123,9 +123,9 @@ def plan(bench: Bench, name: str, prompts: Seq[Prompt], seconds: float, console:
     run_batch(bench.install(bench.arms[0]), [(tokens, _params(0.0, TOKENS))], trial := Run())
     num_prompts, num_tokens, repeat = affordable(trial.tokens_per_s * seconds / (2 * len(bench.arms)), len(prompts))
     chosen = tuple(prompts[i * len(prompts) // num_prompts].encode(bench.llm.tokenizer) for i in range(num_prompts))
-    here = record.machine()
+    here, rounds = record.machine(), f"{repeat} round{'s' * (repeat > 1)}"
     console.print(
-        f"{num_prompts} prompts of {name}, at most {num_tokens} tokens each, {repeat} round{'s' * (repeat > 1)}; all ways take turns on "
+        f"{num_prompts} prompts of {name}, at most {num_tokens} tokens each, {rounds}; all ways take turns on "
         f"{here['cpu']}, {here['cores']} cores, {here['isa'] or 'no native kernels'}\n",
         style="dim",
     )
