@@ -32,7 +32,7 @@ class Args:
 
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
     num_prompts: Annotated[int | None, option("N")] = None  # take so many, spread over the file; unset: all
-    drafts: tuple[str, ...] = ("ngram", "draft_model")  # ways to guess, as --draft of generate takes them
+    drafts: tuple[str, ...] = ("ngram", "auto")  # ways to guess, as generate's --draft: auto is the embedded draft
     ks: tuple[int, ...] = (3, 5, 7)  # draft lengths
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
     batch_sizes: tuple[int, ...] = (1,)  # prompts that run together

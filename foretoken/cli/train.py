@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,11 @@ def run(argv: Seq[str], prog: str) -> int:
     assert args.data is not None and args.out is not None
     from foretoken import train
 
-    result = train.run(recipe, data=args.data, out=args.out, resume=args.resume, quiet=args.json)
+    try:
+        result = train.run(recipe, data=args.data, out=args.out, resume=args.resume, quiet=args.json)
+    except KeyboardInterrupt:
+        print("stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        raise
     if args.json:
         print(
             json.dumps(

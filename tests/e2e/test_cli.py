@@ -361,6 +361,35 @@ def test_train_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
     assert (code, "no.toml" in err) == (2, True)
 
 
+def test_train_hands_over_and_reports(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foretoken import train
+
+    seen: dict[str, Any] = {}
+
+    def run(config: Path, **given: Any) -> train.TrainResult:
+        seen.update(given, config=config)
+        return train.TrainResult(tmp_path / "t", tmp_path / "d", tmp_path / "l.png", {"perplexity": 9.5})
+
+    (tmp_path / "r.toml").write_text("")
+    monkeypatch.setattr(train, "run", run)
+    argv = ["train", str(tmp_path / "r.toml"), "--data", str(tmp_path), "--out", str(tmp_path / "o"), "--resume"]
+    code, out, _ = cli(*argv, "--json", model=None)
+    assert code == 0
+    assert json.loads(out)["results"] == {"perplexity": 9.5}
+    expected = {"config": tmp_path / "r.toml", "data": tmp_path, "out": tmp_path / "o", "resume": True, "quiet": True}
+    assert seen == expected
+    _, out, _ = cli(*argv[:-1], model=None)
+    assert str(tmp_path / "d") in out and seen["resume"] is False and seen["quiet"] is False
+
+    def stopped(config: Path, **given: Any) -> train.TrainResult:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "run", stopped)
+    code, _, err = cli(*argv, model=None)
+    assert code == 130
+    assert "--resume" in err
+
+
 # --- interruptions ---
 
 
