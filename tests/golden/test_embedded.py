@@ -48,10 +48,15 @@ def test_stored_tokens_are_enough(golden):
 @every_backend
 @every_format
 def test_every_backend_gives_the_stored_tokens(weights, kv_format, backend, golden):
-    """Each stored token is the backend's own choice after those before it (law 1 makes one pass as good as many)."""
+    """Each stored token is the backend's own choice after those before it (law 1 makes one pass as good as many).
+
+    Where a backend has no kernel for the format, the reference's slow arithmetic has two prompts to do.
+    """
     model = load(folder("embedded"), backend, weights)
     tokenizer = Tokenizer.from_folder(folder("embedded"))
-    for text, tokens in zip(embedded.PROMPTS, golden[f"{weights}/{kv_format}"], strict=True):
+    slow = backend == "reference" or weights not in model.ops.backend.LINEAR_FORMATS
+    pairs = list(zip(embedded.PROMPTS, golden[f"{weights}/{kv_format}"], strict=True))
+    for text, tokens in pairs[: 2 if slow else None]:
         prompt = tokenizer.chat([{"role": "user", "content": text}])
         logits = all_logits(model, prompt + tokens[:-1], kv_format)[len(prompt) - 1 :]
         assert logits.argmax(-1).tolist() == tokens, REMEDY
