@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence as Seq
@@ -188,7 +189,9 @@ def parse(
         parts.append(("sampling", sampling_flags(given, left_out)))
     whole = make_dataclass("Arguments", parts)
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    read: Any = tyro.cli(whole, args=list(argv), prog=prog, description=command.__doc__, config=config)
+    read: Any = tyro.cli(
+        whole, args=list(argv), prog=prog, description=inspect.cleandoc(command.__doc__ or ""), config=config
+    )
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
     return Parsed(read.command, _engine(flags), params)

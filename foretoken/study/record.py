@@ -265,7 +265,10 @@ def prepare(path: Path) -> None:
     """Make sure that records can be written there, before anything is measured. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
         path.open("a", encoding="utf-8").close()
+        if new:
+            path.unlink()  # what fails later should leave nothing
     except OSError as error:
         raise ConfigError(f"cannot write records to {path} ({error.strerror}); choose another with --out") from None
 

@@ -26,8 +26,14 @@ LONG = 4000  # tokens: seconds of work, so that an interruption comes in the mid
 
 
 @pytest.fixture
-def cli(pair_folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(
+    pair_folders: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Cli:
     """Runs a command in this process on the tiny pair; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)  # `bench` writes into benchmarks/results where there is one
 
     def run(*argv: str, model: Path | None = pair_folders[0]) -> tuple[int, str, str]:
         chosen = ["--model", str(model)] if model is not None else []
