@@ -291,7 +291,9 @@ def test_a_folder_is_itself(folder, monkeypatch):
     assert resolve_model("~/model") == folder
 
 
-@pytest.mark.parametrize("name", ["nowhere", "./org/name", "/no/such/folder", "~/no-such", "~nobody-here/model", "a/b/c", "", "a\x00b"])
+@pytest.mark.parametrize(
+    "name", ["nowhere", "./org/name", "/no/such/folder", "~/no-such", "~nobody-here/model", "a/b/c", "", "a\x00b"]
+)
 def test_unknown_path(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
