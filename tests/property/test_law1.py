@@ -20,7 +20,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED}
 # alone or in a batch, rows of a pass (chunks of a prompt), block size, sampling
 SETTINGS = list(product((True, False), (16, 512), (16, 32), SAMPLING))
-NUM_PROMPTS, NUM_TOKENS = 50, 24
+NUM_PROMPTS, NUM_TOKENS = 50, 16
 
 
 def covering(place: int) -> list[tuple[bool, int, int, str]]:
@@ -29,7 +29,7 @@ def covering(place: int) -> list[tuple[bool, int, int, str]]:
 
 
 def prompts_of(pair: Pair) -> list[list[int]]:
-    """50 prompts of 1 to 100 tokens: text for the embedded pair, random tokens for the tiny one."""
+    """50 prompts of 1 to 60 tokens: text for the embedded pair, random tokens for the tiny one."""
     if pair.target.config.vocab_size < 1000:
         return random_prompts(NUM_PROMPTS)
     starts = (
@@ -41,7 +41,7 @@ def prompts_of(pair: Pair) -> list[list[int]]:
     )
     nouns = ("list", "train ticket", "number", "cat", "restaurant", "function", "river", "table", "price", "story")
     filler = "It is a long day, and the list of things to do is longer. First add the numbers, then sort them. "
-    every = [filler * (i % 3) + s.format(n) for i, (s, n) in enumerate(product(starts, nouns))]
+    every = [filler * (i % 5 // 3) + s.format(n) for i, (s, n) in enumerate(product(starts, nouns))]
     return [pair.tokenizer.encode(text) for text in every]
 
 
@@ -76,7 +76,8 @@ def check(
         tiny = pair.target.config.vocab_size < 1000
         assert rate is not None
         assert (0.3 if tiny else 0.03) < rate < 0.97
-        assert engine.metrics.num_rollbacks > 20
+        # Eight sequences and their new prompts leave hardly a row of 16 to drafts.
+        assert engine.metrics.num_rollbacks > (20 if alone or rows > 16 else 0)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -146,6 +147,15 @@ def test_sampling_features_do_not_notice_speculation(pair: Pair, feature: str) -
         engine = make_engine(pair, k=24, rows=256, drafter=drafter)
         assert outcome(run(engine, PROMPTS, asked)) == outcome(plain)
         assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_batch_of_all_features(pair: Pair, level: str) -> None:
+    """Neighbours that ask for something else change nothing."""
+    each = [params("greedy", **feature) for feature in FEATURES.values()]
+    prompts = random_prompts(len(each), seed=6)
+    alone = run(make_engine(pair), prompts, each, alone=True)
+    assert outcome(run(make_engine(pair, **LEVELS[level]), prompts, each)) == outcome(alone)
 
 
 def test_features_bite(pair: Pair) -> None:

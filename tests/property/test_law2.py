@@ -143,7 +143,7 @@ def exact(params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
 
 
 SHAPES = {
-    "chain": (SamplingParams(temperature=0.8, logit_bias={1: 0.7}), [honest, lying, adversarial], 3, 0),
+    "chain": (SamplingParams(temperature=0.8, logit_bias={1: 0.7}), [honest, lying, adversarial], 2, 0),
     "tree": (
         SamplingParams(temperature=1.2, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.4),
         [honest_tree, lying_tree, adversarial_tree],
