@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -83,3 +84,11 @@ def test_a_table_shows_the_newest_run_of_its_file(tmp_path: Path, monkeypatch: p
     assert "1.22x" in text and "1.33x" in text and "1.11x" not in text and "old" not in text
     assert "median of 2 runs, 2026-01-02, commit c0ffee" in text
     assert make_tables.render(text) == text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_python_of_a_page_runs(page: str) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
