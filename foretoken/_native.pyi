@@ -1,4 +1,4 @@
-"""Native CPU kernels (csrc/). Tensors are addresses (`data_ptr()`), strides count elements, formats are 0 fp32, 1 bf16, 2 fp16."""
+"""Native CPU kernels (csrc/). Tensors are addresses (`data_ptr()`), strides count elements; 0 fp32, 1 bf16, 2 fp16."""
 
 def linear(
     x: int,

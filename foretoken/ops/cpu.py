@@ -8,6 +8,8 @@ This layer checks shapes and types and passes addresses: a call costs a few micr
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,9 @@ _CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LINEAR_FORMATS = frozenset(_CODES)
 KV_FORMATS = frozenset(_CODES)
+_F32, _I32 = torch.float32, torch.int32
+_Weight = tuple[int, int, int, int, int]
+_weights: dict[int, _Weight] = {}  # by id of the QuantTensor, as long as it lives
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
 _NO_WINDOW = 1 << 40
 
@@ -58,25 +63,23 @@ def set_num_threads(threads: int) -> None:
 
 
 def _floats(x: Tensor) -> Tensor:
-    """`x` with its last dimensions packed; rows may be slices of wider ones. Raises TypeError unless float32 on the CPU."""
-    if x.dtype is not torch.float32 or not x.is_cpu:
-        raise TypeError(f"the cpu backend computes in float32 on the CPU, not in {x.dtype} on {x.device}")
-    strides = x.stride()
-    if strides[-1] == 1 and (len(strides) == 2 or strides[1] == x.shape[2]):
+    """`x` with its last dimensions packed; rows may be slices of wider ones. Raises TypeError unless float32."""
+    if x.dtype is not _F32:
+        raise TypeError(f"the cpu backend computes in float32, not in {x.dtype}")
+    if x.is_contiguous():
         return x
-    return x.contiguous()
+    strides = x.stride()
+    return x if strides[-1] == 1 and (len(strides) == 2 or strides[1] == x.shape[2]) else x.contiguous()
 
 
-def _vector(x: Tensor) -> Tensor:
-    """`x` [n], packed. Raises TypeError unless float32."""
-    if x.dtype is not torch.float32:
-        raise TypeError(f"norm weights and biases are float32 on the cpu backend, not {x.dtype}")
-    return x if x.stride(0) == 1 else x.contiguous()
+def _row_stride(x: Tensor) -> int:
+    """Elements from one row of `x` to the next."""
+    return x.stride()[0]
 
 
 def _ints(x: Tensor) -> Tensor:
     """`x` as contiguous int32."""
-    return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+    return x if x.dtype is _I32 and x.is_contiguous() else x.to(_I32).contiguous()
 
 
 def _fit(what: str, got: object, wanted: object) -> None:
@@ -84,71 +87,69 @@ def _fit(what: str, got: object, wanted: object) -> None:
         raise ValueError(f"{what}: {got} does not fit {wanted}")
 
 
-def _weight(w: QuantTensor) -> Tensor:
-    """The dense tensor of `w`, each row packed."""
+def _weight(w: QuantTensor) -> _Weight:
+    """Address, row stride, format code, O and K of a dense weight; looked up once, for it never moves."""
+    known = _weights.get(id(w))
+    if known is not None:
+        return known
     weight = w.parts["weight"]
-    if weight.dtype is not _DTYPES[w.format]:
-        raise TypeError(f"a weight in {w.format} cannot be stored as {weight.dtype}")
-    return weight if weight.stride(1) == 1 else weight.contiguous()
+    if weight.dtype is not _DTYPES[w.format] or not weight.is_cpu:
+        raise TypeError(f"a weight in {w.format} cannot be {weight.dtype} on {weight.device} here")
+    if weight.stride(1) != 1 or tuple(weight.shape) != w.shape:
+        raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
+    known = (weight.data_ptr(), weight.stride(0), _CODES[w.format], *w.shape)
+    weakref.finalize(w, _weights.pop, id(w), None)
+    _weights[id(w)] = known
+    return known
 
 
 def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
     """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]. Raises IndexError outside 0..V-1."""
-    ids, weight = _ints(token_ids), _weight(w)
-    vocabulary, width = w.shape
+    ids = _ints(token_ids)
+    weight, stride, code, vocabulary, width = _weight(w)
     rows = ids.shape[0]
-    out = torch.empty((rows, width), dtype=torch.float32)
-    _native.embedding(
-        ids.data_ptr(), weight.data_ptr(), weight.stride(0), _CODES[w.format], out.data_ptr(), rows, vocabulary, width
-    )
+    out = torch.empty(rows, width, dtype=_F32)
+    _native.embedding(ids.data_ptr(), weight, stride, code, out.data_ptr(), rows, vocabulary, width)
     return out
 
 
 def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] times w [O, K] transposed, plus bias [O]; returns [T, O]."""
-    x, weight = _floats(x), _weight(w)
-    rows, depth = x.shape
-    outputs = w.shape[0]
-    if depth != w.shape[1] or (bias is not None and bias.shape[0] != outputs):
-        raise ValueError(f"x {tuple(x.shape)} and bias do not fit a weight {w.shape}")
-    bias = bias if bias is None else _vector(bias)
-    out = torch.empty((rows, outputs), dtype=torch.float32)
-    _native.linear(
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        weight.stride(0),
-        _CODES[w.format],
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        rows,
-        outputs,
-        depth,
-    )
+    x = _floats(x)
+    weight, stride, code, outputs, depth = _weight(w)
+    rows, width = x.shape
+    if width != depth:
+        raise ValueError(f"x {tuple(x.shape)} does not fit a weight {w.shape}")
+    bias_at = 0
+    if bias is not None:
+        bias = _floats(bias)
+        _fit("bias", bias.shape[0], outputs)
+        bias_at = bias.data_ptr()
+    out = torch.empty(rows, outputs, dtype=_F32)
+    at = out.data_ptr()
+    _native.linear(x.data_ptr(), _row_stride(x), weight, stride, code, bias_at, at, rows, outputs, depth)
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, C] divided by its root mean square over C, times weight [C] (Zhang and Sennrich, 2019)."""
-    x, weight = _floats(x), _vector(weight)
+    x, weight = _floats(x), _floats(weight)
     rows, width = x.shape
     _fit("norm weight", weight.shape[0], width)
-    out = torch.empty((rows, width), dtype=torch.float32)
-    _native.rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), rows, width)
+    out = torch.empty(rows, width, dtype=_F32)
+    _native.rms_norm(x.data_ptr(), _row_stride(x), weight.data_ptr(), eps, out.data_ptr(), rows, width)
     return out
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines. IndexError beyond the table."""
-    x, positions, table = _floats(x), _ints(positions), _floats(table)
+    """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines. IndexError beyond it."""
+    x, positions, table = _floats(x), _ints(positions), table.contiguous()
     rows, heads, dim = x.shape
     _fit("rope table and positions", (table.shape[1], positions.shape[0]), (dim, rows))
-    if table.stride(0) != dim:
-        table = table.contiguous()
-    out = torch.empty((rows, heads, dim), dtype=torch.float32)
+    out = torch.empty(rows, heads, dim, dtype=_F32)
     _native.rope(
         x.data_ptr(),
-        x.stride(0),
+        _row_stride(x),
         positions.data_ptr(),
         table.data_ptr(),
         table.shape[0],
@@ -164,8 +165,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
     gate_up = _floats(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, width), dtype=torch.float32)
-    _native.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
+    out = torch.empty(rows, width, dtype=_F32)
+    _native.silu_mul(gate_up.data_ptr(), _row_stride(gate_up), out.data_ptr(), rows, width)
     return out
 
 
@@ -187,9 +188,9 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
     k_cache, v_cache, num_slots, width, code = _cache(layer)
     _native.store_kv(
         k.data_ptr(),
-        k.stride(0),
+        _row_stride(k),
         v.data_ptr(),
-        v.stride(0),
+        _row_stride(v),
         k_cache,
         v_cache,
         num_slots,
@@ -225,13 +226,12 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
     num_seqs, table_width = tables.shape
     if positions.shape[0] != rows or offsets.shape[0] != num_seqs + 1 or kv_lens.shape[0] != num_seqs:
         raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
-    if mask is not None:
-        if mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous():
-            raise ValueError("tree_mask must be contiguous int64 [T]")
-    out = torch.empty((rows, heads, dim), dtype=torch.float32)
+    if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
+        raise ValueError("tree_mask must be contiguous int64 [T]")
+    out = torch.empty(rows, heads, dim, dtype=_F32)
     _native.attention(
         q.data_ptr(),
-        q.stride(0),
+        _row_stride(q),
         k_cache,
         v_cache,
         code,
