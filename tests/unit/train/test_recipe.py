@@ -1,0 +1,70 @@
+"""A recipe with a mistake is refused before anything runs, and the message names the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foretoken.errors import ForetokenError
+from foretoken.train import run
+from foretoken.train.recipe import load_recipe
+
+
+def test_recipe_reads_every_value(recipe_path: Path) -> None:
+    recipe = load_recipe(recipe_path)
+    assert [s.domain for s in recipe.source] == ["sums", "talk", "prose"]
+    assert recipe.source[0].epochs == 1.5
+    assert recipe.target.shape.hidden_size == 32
+    assert recipe.draft.rollouts.new_tokens == 12
+
+
+def test_the_projects_own_recipe_is_valid() -> None:
+    recipe = load_recipe(Path(__file__).parents[3] / "recipes" / "embedded.toml")
+    names = {name for source in recipe.source for name in source.names}
+    assert names and not any(name.startswith(("sgd", "topical-chat")) for name in names), "share-alike sources stay out"
+    assert all(source.licence for source in recipe.source)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("hidden_size = 32", "hiden_size = 32", "did you mean 'hidden_size'"),
+        ("steps = 12", 'steps = "many"', "expected int"),
+        ("steps = 12", "steps = true", "expected int"),
+        ("steps = 12\n", "", "'steps' is missing"),
+        ("steps = 12", "steps = 0", "steps >= 1"),
+        ('kind = "chat"', 'kind = "chats"', "did you mean 'chat'"),
+        ('names = ["talk"]', "names = []", "needs 'file' and 'names'"),
+        ("num_kv_heads = 2", "num_kv_heads = 3", "multiple of num_kv_heads"),
+        ("head_dim = 8", "head_dim = 7", "must be even"),
+        ("vocab_size = 320\nsample", "vocab_size = 300\nsample", "must equal tokenizer.vocab_size"),
+        ("row_tokens = 64", "row_tokens = 1024", "exceeds shape.max_positions"),
+        ("seed = 3", "seed = = 3", "no valid TOML"),
+        ("warmup = 3", "warmup = 3\ndecay = 1.5", "decay must lie in 0..1"),
+    ],
+)
+def test_bad_recipe(recipe_path: Path, old: str, new: str, message: str) -> None:
+    text = recipe_path.read_text(encoding="utf-8")
+    assert old in text
+    recipe_path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ForetokenError, match=message):
+        load_recipe(recipe_path)
+
+
+def test_missing_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ForetokenError, match=r"no recipe at .*recipes/embedded\.toml"):
+        load_recipe(tmp_path / "none.toml")
+
+
+def test_missing_data_folder(recipe_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ForetokenError, match="--data"):
+        run(recipe_path, data=tmp_path / "nowhere", out=tmp_path / "out", quiet=True)
+
+
+def test_used_output_folder_needs_resume(recipe_path: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "something").write_text("old", encoding="utf-8")
+    with pytest.raises(ForetokenError, match="--resume"):
+        run(recipe_path, data=data, out=out, quiet=True)

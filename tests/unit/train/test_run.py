@@ -1,0 +1,83 @@
+"""A toy recipe from data to a pair that loads, in seconds; interrupted runs go on where they stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.train import pipeline, run
+from foretoken.train.checkpoint import read_tensors
+from foretoken.train.data import encode
+from foretoken.train.distill import PROMPT_BIT, draft_batch, training_prompts
+from foretoken.train.recipe import load_recipe
+from foretoken.train.trainer import Job, Log, train as real_train
+
+
+def test_toy_recipe_end_to_end(recipe_path: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run(recipe_path, data=data, out=out, quiet=True)
+    for folder in (result.target, result.draft):
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"):
+            assert (folder / name).stat().st_size > 0
+        assert all(t.dtype == torch.bfloat16 for t in read_tensors(folder / "model.safetensors")[0].values())
+    assert result.loss_plot.stat().st_size > 1000
+    assert set(result.results["perplexity"]["target"]) == {"sums", "talk", "prose"}
+    assert 0 <= result.results["acceptance"]["all"]["rate"] <= 1
+    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == result.results
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["step"] for row in lines if row["stage"] == "target"] == list(range(12))
+    card = (result.target / "README.md").read_text(encoding="utf-8")
+    assert "made up" in card and "12 steps" in card
+
+
+def test_finished_stages_are_skipped(
+    recipe_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    first = run(recipe_path, data=data, out=out, quiet=True)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a finished stage ran again")
+
+    monkeypatch.setattr(pipeline, "train", refuse)
+    assert run(recipe_path, data=data, out=out, resume=True, quiet=True).results == first.results
+
+
+def test_interrupted_run_equals_a_whole_one(
+    recipe_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(recipe_path, data=data, out=tmp_path / "whole", quiet=True)
+
+    def interrupted(job: Job, log: Log, *, quiet: bool) -> None:
+        real_train(job, log, quiet=quiet, stop_after=5)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe_path, data=data, out=tmp_path / "parts", quiet=True)
+    run(recipe_path, data=data, out=tmp_path / "parts", resume=True, quiet=True)
+    for model in ("target", "draft"):
+        whole, parts = (read_tensors(tmp_path / d / model / "model.safetensors")[0] for d in ("whole", "parts"))
+        assert all(torch.equal(whole[n], parts[n]) for n in whole)
+
+
+def test_prompts_for_the_draft_come_from_training_data_only(recipe_path: Path, data: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_path)
+    tokenizer = pipeline.tokenizer_stage(recipe, data, tmp_path)
+    held_out = [encode(tokenizer, d) for d in pipeline.corpus.held_out_documents(recipe, data)]
+    prompts = training_prompts(recipe, data, tokenizer)
+    assert len(prompts) > 10
+    assert not any(ids[: len(p)] == p for p in prompts for ids in held_out if len(p) > 12)
+
+
+def test_draft_batches_mix_corpus_and_rollouts(recipe_path: Path) -> None:
+    recipe = load_recipe(recipe_path)  # a quarter of 4 rows is corpus
+    rows, rollouts = torch.zeros(7, 65, dtype=torch.int32), torch.full((5, 65), PROMPT_BIT + 1, dtype=torch.int32)
+    batch = draft_batch(recipe, rollouts, rows)
+    for step in range(6):
+        marked = (batch(step) >= PROMPT_BIT).all(dim=1)
+        assert marked.shape == (4,) and int(marked.sum()) == 3
