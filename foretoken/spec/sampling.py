@@ -150,29 +150,32 @@ def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], F
     Ties at the border of top-k are kept; top-p keeps the smallest set, likeliest first, whose probability reaches it.
     """
     scaled = _scaled(row, params)
-    ids = (scaled > -np.inf).nonzero()[0]
-    values = scaled[ids]
-    if params.min_p > 0.0:
-        keep = values >= values.max() + np.log(params.min_p)
-        ids, values = ids[keep], values[keep]
-    if 0 < params.top_k < len(ids):
-        keep = values >= np.partition(values, -params.top_k)[-params.top_k]
-        ids, values = ids[keep], values[keep]
+    floor = np.log(params.min_p) if params.min_p > 0.0 else -np.inf  # the likeliest token lies at 0
+    if 0 < params.top_k < len(scaled):
+        floor = max(floor, np.partition(scaled, -params.top_k)[-params.top_k])
     if params.top_p < 1.0:
-        ids, values = _nucleus(ids, values, params.top_p)
-    return ids, values
+        weights = np.exp(scaled)
+        if floor > -np.inf:
+            weights[scaled < floor] = 0.0
+        ids = _nucleus(weights, params.top_p)
+    else:
+        ids = (scaled >= floor if floor > -np.inf else scaled > -np.inf).nonzero()[0]
+    return ids, scaled[ids]
 
 
-def _nucleus(ids: NDArray[np.int64], values: Floats, top_p: float) -> tuple[NDArray[np.int64], Floats]:
-    """The smallest set of likeliest tokens whose probability reaches top_p (Holtzman et al., 2020)."""
-    weights = np.exp(values - values.max())
+def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
+    """The smallest set of likeliest tokens whose share of the weights reaches top_p (Holtzman et al., 2020)."""
     total = weights.sum()
-    # Tokens below (1 - top_p) * total / n together cannot reach the border: leave them out of the sort.
-    likely = np.flatnonzero(weights > (1.0 - top_p) * total / len(weights))
+    # Few tokens need sorting: those above a bound stand first in the order, and if they reach top_p, the set is theirs.
+    # The last bound always does: the tokens below it have less than 1 - top_p together.
+    for count in (64, 1024, len(weights)):
+        likely = (weights > (1.0 - top_p) * total / count).nonzero()[0]
+        if weights[likely].sum() > top_p * total * (1.0 + 1e-9):
+            break
     order = likely[np.argsort(-weights[likely], kind="stable")]
     before = np.cumsum(weights[order]) - weights[order]
-    keep = np.sort(order[before < top_p * total])
-    return ids[keep], values[keep]
+    ids: NDArray[np.int64] = np.sort(order[before < top_p * total])
+    return ids
 
 
 def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> int:
