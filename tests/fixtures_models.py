@@ -209,9 +209,12 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 def oracle(folder: Path) -> Any:
     """The checkpoint as `transformers` runs it: float32, eager attention."""
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
     )
+    # It fills what is missing with fresh values and ignores what is too much: then it would be no oracle.
+    faults = {kind: found for kind, found in info.items() if found}
+    assert not faults, f"transformers reads the checkpoint otherwise: {faults}"
     return model.eval()
 
 
