@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantTensor
 
 
@@ -23,9 +24,11 @@ class Dense:
         return self.dtype
 
     def encode(self, weight: Tensor) -> QuantTensor:
-        return QuantTensor(
-            self.name, (weight.shape[0], weight.shape[1]), {"weight": weight.to(self.dtype).contiguous()}
-        )
+        stored = weight.to(self.dtype).contiguous()
+        if self.dtype == torch.float16 and weight.dtype != torch.float16 and not stored.isfinite().all():
+            largest = weight.abs().max().item()
+            raise ConfigError(f"a weight of size {largest:g} does not fit {self.name} (at most 65504); use bf16")
+        return QuantTensor(self.name, (weight.shape[0], weight.shape[1]), {"weight": stored})
 
     def decode(self, q: QuantTensor) -> Tensor:
         return q.parts["weight"].float()

@@ -23,6 +23,7 @@ from foretoken.ops import Ops
 
 EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft"}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_IGNORED = ["*/*", "consolidated*"]  # other layouts of the same weights: a second download of gigabytes
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
 
@@ -46,7 +47,7 @@ def resolve_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelLoadError(f"no folder {name!r} here, and the hub did not give it: {first}") from None

@@ -49,6 +49,12 @@ def test_fp16_is_ieee_half(value):
     assert through("fp16", value) == struct.unpack("<e", struct.pack("<e", value))[0]
 
 
+def test_a_weight_beyond_fp16_is_refused_instead_of_becoming_infinite():
+    scheme.get("fp16").encode(torch.tensor([[65504.0, -65504.0]]))
+    with pytest.raises(ConfigError, match=r"70000 does not fit fp16 \(at most 65504\); use bf16"):
+        scheme.get("fp16").encode(torch.tensor([[1.0, -70000.0]]))
+
+
 def test_cache_rows_are_the_same_floats():
     x = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0))
     for dtype, name in DENSE.items():

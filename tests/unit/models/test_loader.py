@@ -313,7 +313,9 @@ def test_an_empty_folder(tmp_path):
 
 
 def test_hub_id_downloads_no_code_and_no_pickle(folder, monkeypatch):
-    asked = {}
+    from huggingface_hub.utils import filter_repo_objects
+
+    asked: dict[str, Any] = {}
 
     def download(name: str, **options: object) -> str:
         asked.update(options, name=name)
@@ -322,7 +324,7 @@ def test_hub_id_downloads_no_code_and_no_pickle(folder, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_model("org/name") == folder
     assert asked["name"] == "org/name"
-    patterns = asked["allow_patterns"]
+    allowed, ignored = asked["allow_patterns"], asked["ignore_patterns"]
     for name, wanted in {
         "config.json": True,
         "tokenizer.json": True,
@@ -331,8 +333,10 @@ def test_hub_id_downloads_no_code_and_no_pickle(folder, monkeypatch):
         "modeling_evil.py": False,
         "pytorch_model.bin": False,
         "model.pth": False,
+        "consolidated.safetensors": False,
+        "original/model.safetensors": False,
     }.items():
-        assert any(Path(name).match(p) for p in patterns) is wanted, name
+        assert len(list(filter_repo_objects([name], allow_patterns=allowed, ignore_patterns=ignored))) == wanted, name
 
 
 class ConnectError(Exception):
