@@ -3,8 +3,8 @@
 // Letters as in the Python package: T rows, K input width, O outputs, C hidden, H/Hk heads and KV heads, D head dimension.
 //
 // The law that every kernel obeys (docs: row-invariant arithmetic): the bits of a row's result depend on that row's
-// content and logical position alone. So each output is one sum in one fixed order, whatever tile computes it: `linear`
-// has 8 lanes, all else 16; a lane adds its terms in ascending order with a fused multiply-add; then lanes fold in a tree,
+// content and logical position alone. So each output is one sum in one fixed order, whatever tile computes it: products
+// with weights and keys have 8 lanes, all else 16; a lane adds its terms in ascending order with a fused multiply-add; then lanes fold in a tree,
 // l + (l+8), l + (l+4), l + (l+2), l + (l+1). All instruction sets keep to that order, so they give the same bits.
 
 #pragma once
@@ -53,6 +53,7 @@ struct AttentionTile {
 constexpr int64_t lanes = 16;
 constexpr int64_t depth_step = 16;  // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
 constexpr int64_t key_block = 64;   // attention sums keys in blocks of this many positions
+constexpr int64_t score_stride = key_block + lanes;  // from one query's scores to the next one's
 constexpr int64_t max_queries = 16; // query vectors (rows x heads of one KV head) in an attention tile
 constexpr int64_t max_dim = 512;    // of a head
 
@@ -80,7 +81,7 @@ struct Kernels {
 };
 
 constexpr int64_t attention_scratch(int64_t dim) {
-    return max_queries * (3 * round_up(dim, lanes) + key_block);
+    return max_queries * (3 * round_up(dim, lanes) + score_stride);
 }
 
 const Kernels* kernels_portable();

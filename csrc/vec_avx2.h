@@ -6,7 +6,8 @@ struct V {
 
 constexpr int row_tile = 6;
 constexpr int pair_tile[7] = {0, 4, 2, 1, 1, 1, 1};  // pairs of weight rows for 1..6 rows of x
-constexpr int query_registers = 5;
+constexpr int query_registers = 4;  // accumulators of the value product
+constexpr int query_tile = 3;  // queries against four keys
 
 inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

@@ -7,7 +7,8 @@ struct V {
 constexpr int row_tile = 8;
 // Pairs of weight rows in a tile for 1..8 rows of x: accumulators, weights and one x must fit 32 registers.
 constexpr int pair_tile[9] = {0, 4, 4, 4, 4, 3, 3, 3, 3};
-constexpr int query_registers = 24;  // accumulators of the value product
+constexpr int query_registers = 16;  // accumulators of the value product
+constexpr int query_tile = 4;  // queries against four keys
 
 inline V zero() { return {_mm512_setzero_ps()}; }
 inline V set1(float x) { return {_mm512_set1_ps(x)}; }

@@ -8,6 +8,7 @@ struct V {
 constexpr int row_tile = 4;
 constexpr int pair_tile[5] = {0, 1, 1, 1, 1};  // pairs of weight rows for 1..4 rows of x
 constexpr int query_registers = 4;
+constexpr int query_tile = 4;
 
 template <class F>
 inline V each(F f) {
