@@ -1,0 +1,39 @@
+"""The instruction sets of the native backend that this CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from foretoken.ops import cpu
+
+if cpu.unavailable() is not None:
+    pytest.skip(f"the native backend: {cpu.unavailable()}", allow_module_level=True)
+
+from foretoken import _native
+
+
+@contextmanager
+def instructions(name: str) -> Iterator[None]:
+    """Compute with one instruction set; afterwards with the one from before."""
+    before = _native.isa()
+    _native.set_isa(name)
+    try:
+        yield
+    finally:
+        _native.set_isa(before)
+
+
+def here(name: str) -> bool:
+    """Whether this CPU has the instruction set."""
+    try:
+        with instructions(name):
+            return True
+    except ValueError:
+        return False
+
+
+ISAS = [name for name in ("portable", "avx2", "avx512") if here(name)]
+every_isa = pytest.mark.parametrize("isa", ISAS)

@@ -1,0 +1,190 @@
+"""The native backend under threads, forks and wrong arguments: no bit changes, nothing outside a tensor is touched."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import mmap
+import multiprocessing
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from fixtures_cpu import every_isa, instructions
+from fixtures_ops import Part, empty_layer, make_pass, randn, threads
+from torch import Tensor
+
+from foretoken.batch import Rows, build_batch
+from foretoken.errors import ConfigError
+from foretoken.formats import scheme
+from foretoken.formats.scheme import KVLayer, QuantTensor
+from foretoken.ops import cpu
+
+# --- threads ---
+
+
+def big_linear() -> tuple[Tensor, QuantTensor]:
+    return randn(9, 300), scheme.get("bf16").encode(randn(700, 300, seed=1))
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_threads_change_no_bit(count):
+    x, w = big_linear()
+    p = make_pass([Part(500, 1, [-1, 0, 1]), Part(0, 70)], heads=8, kv_heads=4, dim=32)
+    alone_linear, alone_attention = cpu.linear(x, w), cpu.attention(p.q, p.layer, p.batch, 0.2)
+    wide = 3 * randn(400, 400)
+    alone_silu = cpu.silu_mul(wide)
+    with threads(count):
+        for _ in range(20):
+            assert cpu.linear(x, w).equal(alone_linear)
+            assert cpu.attention(p.q, p.layer, p.batch, 0.2).equal(alone_attention)
+            assert cpu.silu_mul(wide).equal(alone_silu)
+
+
+def test_workers_take_the_callers_rounding_mode():
+    """Flushing of denormals belongs to a thread; who runs a task must not show."""
+    x, w = big_linear()
+    tiny = x * 1e-38
+    kept = cpu.linear(tiny, w)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        flushed = cpu.linear(tiny, w)
+        with threads(2):
+            assert all(cpu.linear(tiny, w).equal(flushed) for _ in range(20))
+    finally:
+        torch.set_flush_denormal(False)
+    with threads(2):
+        assert all(cpu.linear(tiny, w).equal(kept) for _ in range(20))
+    assert not kept.equal(flushed)
+
+
+def test_python_threads_may_call_at_once():
+    x, w = big_linear()
+    wanted = cpu.linear(x, w)
+    with threads(2), ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: cpu.linear(x, w).equal(wanted), range(200)))
+
+
+def test_a_forked_child_computes():
+    x, w = big_linear()
+    with threads(2):
+        wanted = cpu.linear(x, w)
+        child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not cpu.linear(x, w).equal(wanted)))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("count", [0, -1, 100_000])
+def test_number_of_threads_has_a_range(count):
+    with pytest.raises(ConfigError, match="threads must be 1 to"):
+        cpu.set_num_threads(count)
+
+
+# --- nothing is read or written outside the tensors ---
+
+
+def fenced(x: Tensor) -> Tensor:
+    """A copy of `x` that ends where readable memory ends: whoever reads on is killed. (Never freed: a few pages.)"""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = x.numel() * x.element_size()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    start = libc.mmap(None, pages + mmap.PAGESIZE, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    assert libc.mprotect(start + pages, mmap.PAGESIZE, 0) == 0
+    buffer = (ctypes.c_char * size).from_address(start + pages - size)
+    return torch.frombuffer(buffer, dtype=x.dtype).view(x.shape).copy_(x)
+
+
+@every_isa
+@pytest.mark.parametrize("name", sorted(cpu.LINEAR_FORMATS))
+@pytest.mark.parametrize(("T", "O", "K"), [(1, 1, 1), (1, 9, 33), (3, 7, 17), (8, 5, 15), (13, 25, 40)])
+def test_kernels_stay_inside(isa, name, T, O, K):  # noqa: E741
+    dense = scheme.get(name).encode(randn(O, K)).parts["weight"]
+    x, w = fenced(randn(T, K)), QuantTensor(name, (O, K), {"weight": fenced(dense)})
+    layer = KVLayer(name, fenced(dense.view(O, 1, 1, K)), fenced(dense.view(O, 1, 1, K)), None, None)
+    rows = [Rows([0], O - 1, [], [], range(O), True)]
+    with instructions(isa):
+        cpu.linear(x, w, fenced(randn(O)))
+        cpu.embedding(torch.tensor([O - 1]), w)
+        cpu.rms_norm(x, fenced(randn(K)), 1e-5)
+        cpu.silu_mul(fenced(randn(T, 2 * K)))
+        cpu.rope(fenced(randn(T, 1, 2 * K)), torch.zeros(T), fenced(randn(1, 2 * K)))
+        cpu.attention(fenced(randn(1, 1, K)), layer, build_batch(rows, 1), 0.3)
+        cpu.store_kv(x[:1, None], x[:1, None], layer, torch.tensor([O - 1]))
+
+
+def test_indices_outside_are_refused():
+    layer = empty_layer("fp32", 2, 4, 1, 8)
+    row = randn(1, 1, 8)
+    for slot in (-1, 8):
+        with pytest.raises(IndexError, match=f"slot {slot} is outside 0..7"):
+            cpu.store_kv(row, row, layer, torch.tensor([slot], dtype=torch.int32))
+        with pytest.raises(IndexError, match="slot"):
+            cpu.move_kv(layer, torch.tensor([0]), torch.tensor([slot]))
+    with pytest.raises(IndexError, match="token id 5"):
+        cpu.embedding(torch.tensor([5]), scheme.get("fp32").encode(randn(5, 4)))
+    with pytest.raises(IndexError, match="position 3"):
+        cpu.rope(row, torch.tensor([3]), randn(3, 8))
+
+
+def test_batches_that_contradict_themselves_are_refused():
+    p = make_pass([Part(20, 1, [-1, 0])])
+
+    def attend(**changes: Tensor) -> Tensor:
+        batch = copy.copy(p.batch)
+        for name, value in changes.items():
+            object.__setattr__(batch, name, value)
+        return cpu.attention(p.q, p.layer, batch, 0.3)
+
+    for block in (-1, 99):
+        with pytest.raises(IndexError, match=f"block {block} is outside"):
+            attend(block_tables=torch.full_like(p.batch.block_tables, block))
+    with pytest.raises(IndexError, match="block index"):
+        attend(block_tables=p.batch.block_tables[:, :2])
+    with pytest.raises(ValueError, match="does not fit its position"):
+        attend(tree_mask=torch.tensor([0, 1, 0]))
+    with pytest.raises(ValueError, match="does not fit its position"):
+        object.__setattr__(p.batch, "tree_mask", None)
+        attend()
+    with pytest.raises(IndexError, match="do not ascend"):
+        attend(row_offsets=torch.tensor([0, 9]))
+    with pytest.raises(ValueError, match="the batch 2 rows"):
+        attend(positions=p.batch.positions[:2])
+
+
+def test_tensors_of_another_shape_or_type_are_refused():
+    x, w = big_linear()
+    with pytest.raises(TypeError, match="float32"):
+        cpu.linear(x.double(), w)
+    with pytest.raises(ValueError, match="does not fit a weight"):
+        cpu.linear(x[:, :299], w)
+    with pytest.raises(ValueError, match="bias"):
+        cpu.linear(x, w, randn(699))
+    with pytest.raises(TypeError, match="cannot be"):
+        cpu.linear(x, QuantTensor("bf16", (700, 300), {"weight": randn(700, 300)}))
+    with pytest.raises(ValueError, match="norm weight"):
+        cpu.rms_norm(x, randn(299), 1e-5)
+    layer = empty_layer("fp32", 2, 4, 1, 8)
+    with pytest.raises(TypeError, match="contiguous"):
+        cpu.move_kv(KVLayer("fp32", layer.k[:, ::2], layer.v[:, ::2], None, None), torch.tensor([0]), torch.tensor([1]))
+    with pytest.raises(ValueError, match="does not fit a cache"):
+        cpu.attention(randn(1, 1, 9), layer, build_batch([], 4), 0.3)
+
+
+def test_a_copied_weight_is_found_at_its_own_place():
+    """Addresses are kept by object; a copy, or another tensor in a freed one's place, has its own."""
+    x, w = big_linear()
+    cpu.linear(x, w)
+    twin = copy.deepcopy(w)
+    twin.parts["weight"].zero_()
+    assert (cpu.linear(x, twin) == 0).all() and not (cpu.linear(x, w) == 0).all()
+    kept, key = len(cpu._weights), id(twin)
+    del twin
+    gc.collect()
+    assert len(cpu._weights) == kept - 1 and key not in cpu._weights
