@@ -33,6 +33,7 @@ def run(argv: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
+    """Measure and print, or append to the file named on the command line."""
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
     here = record.machine()
     for argv in (["--help"], *([name, "--help"] for name in COMMANDS)):
