@@ -43,10 +43,12 @@ def source_row(source: SourceSettings) -> str:
     return f"| {source.domain} | {names} | {source.epochs:g}{kept} | {source.licence} |"
 
 
-def data_section(recipe: Recipe) -> str:
+def data_section(recipe: Recipe, results: dict[str, Any]) -> str:
     """What was trained on, under which licence."""
     rows = "\n".join(source_row(s) for s in recipe.source)
-    return f"## Data\n\n| domain | source | times read | licence |\n| --- | --- | --- | --- |\n{rows}\n\n"
+    head = "| domain | source | times in a pass | licence |\n| --- | --- | --- | --- |"
+    read = f"The target read {results['passes']:g} passes over this mixture, in a seeded random order."
+    return f"## Data\n\n{head}\n{rows}\n\n{read}\n\n"
 
 
 def perplexity_section(table: dict[str, dict[str, float]]) -> str:
@@ -55,7 +57,8 @@ def perplexity_section(table: dict[str, dict[str, float]]) -> str:
         f"| {d} | {v['tokens']} | {v['perplexity']:.2f} | {v['bits_per_byte']:.3f} |" for d, v in table.items()
     )
     head = "| domain | tokens | perplexity a token | bits a byte |\n| --- | ---: | ---: | ---: |"
-    return f"## Held-out perplexity\n\nOn documents that no stage trained on:\n\n{head}\n{rows}\n\n"
+    about = "On documents that no stage trained on, the first tokens of each (a training row's worth):"
+    return f"## Held-out perplexity\n\n{about}\n\n{head}\n{rows}\n\n"
 
 
 def acceptance_section(results: dict[str, Any]) -> str:
@@ -67,7 +70,8 @@ def acceptance_section(results: dict[str, Any]) -> str:
         for d, v in results["acceptance"].items()
     )
     return (
-        f"## Acceptance\n\nGreedy, chains of {k} drafted tokens (what follows a rejected token counts as drafted), on "
+        f"## Acceptance\n\nGreedy, chains of {k} drafted tokens (what follows a rejected token counts as drafted; no "
+        "token is drafted past the text's end), on "
         f"{results['prompts']} held-out prompts (`prompts_heldout.jsonl`):\n\n{head}\n{rows}\n\n"
     )
 
@@ -81,6 +85,12 @@ def training_line(settings: ModelSettings | DraftSettings, done: dict[str, Any])
     )
 
 
+def limits_section(recipe: Recipe, settings: ModelSettings | DraftSettings) -> str:
+    """What not to expect, and the recipe's own note."""
+    limits = LIMITS.format(row_tokens=settings.train.row_tokens, max_positions=settings.shape.max_positions)
+    return limits + (f"\n{recipe.note.strip()}\n" if recipe.note else "")
+
+
 def target_card(recipe: Recipe, results: dict[str, Any]) -> str:
     """The target's README.md."""
     settings = recipe.target
@@ -91,10 +101,10 @@ def target_card(recipe: Recipe, results: dict[str, Any]) -> str:
         + f"\n\nMade by `foretoken train recipes/{recipe.name}.toml` (seed {recipe.seed}): "
         + training_line(settings, results["target"])
         + ".\n\n"
-        + data_section(recipe)
+        + data_section(recipe, results)
         + perplexity_section(results["perplexity"]["target"])
         + acceptance_section(results)
-        + LIMITS.format(row_tokens=settings.train.row_tokens, max_positions=settings.shape.max_positions)
+        + limits_section(recipe, settings)
     )
 
 
@@ -112,8 +122,8 @@ def draft_card(recipe: Recipe, results: dict[str, Any]) -> str:
         + f"continuations of {rollouts.num_prompts} prompts cut from the training data ({rollouts.greedy:.0%} greedy, "
         + f"the others sampled at temperature {rollouts.temperature:g}), where only the tokens that the target wrote "
         + "count. Embeddings start as the principal components of the target's.\n\n"
-        + data_section(recipe)
+        + data_section(recipe, results)
         + perplexity_section(results["perplexity"]["draft"])
         + acceptance_section(results)
-        + LIMITS.format(row_tokens=settings.train.row_tokens, max_positions=settings.shape.max_positions)
+        + limits_section(recipe, settings)
     )

@@ -65,6 +65,7 @@ def export_model(model: LlamaForTraining, folder: Path, ids: dict[str, int]) -> 
     weights = {n: p.detach().to(torch.bfloat16).contiguous() for n, p in model.named_parameters()}
     partial = folder / "model.partial"
     save_file(weights, str(partial), metadata={"format": "pt"})
+    partial.chmod(0o644)  # written as private, but made to be shared
     os.replace(partial, folder / "model.safetensors")
     config = model.shape.hf_config(begin_id=ids["begin_id"], end_id=ids["end_id"], pad_id=ids["pad_id"])
     generation = {

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from foretoken.train import data as corpus
 from foretoken.train.card import write_cards
+from foretoken.train.checkpoint import read_tensors
 from foretoken.train.data import Document
 from foretoken.train.evaluate import Acceptance, acceptance, perplexity
 from foretoken.train.model import LlamaForTraining
@@ -42,10 +43,12 @@ def measure(
         seed=0,
     )
     row_tokens = recipe.target.train.row_tokens
+    num_rows = read_tensors(out / "rows.safetensors")[0]["rows"].shape[0]
     results = {
         "recipe": recipe.name,
         "seed": recipe.seed,
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
+        "passes": round(recipe.target.train.steps * recipe.target.train.rows / num_rows, 3),
         "target": json.loads((out / "target.done.json").read_text(encoding="utf-8")),
         "draft": json.loads((out / "draft.done.json").read_text(encoding="utf-8")),
         "perplexity": {

@@ -101,6 +101,7 @@ class Recipe:
     draft: DraftSettings
     threads: int = 0  # 0: torch's default
     valid_file: str = "valid.jsonl.gz"
+    note: str = ""  # what the model cards should say besides
 
 
 def load_recipe(path: Path) -> Recipe:
