@@ -157,7 +157,10 @@ class SpecMetrics:
     num_rollbacks: int = 0  # rounds with at least one rejected token
 
     def update(self, num_draft: int, num_accepted: int) -> None:
-        """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept."""
+        """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.
+
+        The round counts whole, also where the text ends inside its accepted path.
+        """
         self.num_rounds += 1
         if num_draft == 0:
             return
