@@ -1,5 +1,4 @@
 """Shelf of drafters: one file, one way to guess. A module here defines `DRAFTER`, a class derived from Drafter.
 
-A drafter that needs no model is built as `DRAFTER(options)`; one that owns a model (`needs_model = True`) as
-`DRAFTER(options, runner)`.
+`DRAFTER.build(options, runner, vocab_size)` makes one; `runner` is None unless the class says `needs_model = True`.
 """

@@ -38,6 +38,13 @@ class DraftModelDrafter(Drafter):
         self.vocab_limit = runner.model.config.vocab_size  # tokens from here on are padding, or unknown to one model
         self._shadows: dict[int, Shadow] = {}
 
+    @classmethod
+    def build(cls, options: Drafter.Options, runner: ModelRunner | None, vocab_size: int) -> DraftModelDrafter:
+        assert isinstance(options, cls.Options) and runner is not None
+        drafter = cls(options, runner)
+        drafter.vocab_limit = min(vocab_size, drafter.vocab_limit)
+        return drafter
+
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together: one pass of the draft model a token."""
         chains: list[list[int]] = [[] for _ in seqs]
@@ -78,9 +85,10 @@ class DraftModelDrafter(Drafter):
 
     def _follow(self, seq: Sequence, num_rows: int) -> bool:
         """Bring the sequence's shadow up to date and reserve its rows; False if the draft model cannot serve it now."""
-        if len(seq) >= self.runner.model.max_model_len or max(seq.token_ids) >= self.vocab_limit:
-            return False
         shadow = self._shadows.get(seq.seq_id)
+        new = seq.token_ids[shadow.num_agreed if shadow is not None else 0 :]
+        if len(seq) >= self.runner.model.max_model_len or max(new, default=0) >= self.vocab_limit:
+            return False
         if shadow is None:
             shadow = self._shadows[seq.seq_id] = Shadow(seq, self.runner)
         shadow.follow(seq)

@@ -42,7 +42,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     if draft_class is not None:
         parse_options(draft_class, config.spec.options)  # a bad option should not wait for the weights
     draft_folder: Path | None = None
-    if draft_class is not None and getattr(draft_class, "needs_model", False):
+    if draft_class is not None and draft_class.needs_model:
         if config.spec.model is None:
             raise ConfigError(
                 f"drafter {config.spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft"
@@ -67,11 +67,8 @@ def assemble(
     drafter: Drafter = NoDrafter()
     if draft_class is not None:
         options = parse_options(draft_class, config.spec.options)
-        if draft is None:
-            drafter = draft_class(options)  # type: ignore[call-arg]
-        else:
-            drafter = draft_class(options, _runner(draft, config, num_blocks))  # type: ignore[call-arg]
-            drafter.vocab_limit = min(target.config.vocab_size, draft.config.vocab_size)  # type: ignore[attr-defined]
+        draft_runner = None if draft is None else _runner(draft, config, num_blocks)
+        drafter = draft_class.build(options, draft_runner, target.config.vocab_size)
     runner.captures = drafter.captures
     policy = make_policy(config.spec)
     drafter.policy = policy

@@ -78,8 +78,8 @@ def make_requests(engine: Engine, prompt: Prompt, params: SamplingParams, reques
     return [Request(request_id, token_ids, params, derive_seed(seed, i), i, text) for i in range(params.n)]
 
 
-class LLM:
-    """Generates text, blocking. `model` is a folder, a hub id or "embedded"; for the rest see `make_config`."""
+class _Front:
+    """What both doors have: the settings, the engine built from them, its tokenizer."""
 
     def __init__(
         self,
@@ -93,6 +93,13 @@ class LLM:
         self.engine = build_engine(model, self.config, progress)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
+
+
+class LLM(_Front):
+    """Generates text, blocking. `model` is a folder, a hub id or "embedded"; for the rest see `make_config`."""
+
+    def __init__(self, model: str = "embedded", draft: str | SpecConfig | None = None, **settings: Any) -> None:
+        super().__init__(model, draft, **settings)
         self._mail: dict[str, deque[Delta]] = {}  # request id -> deltas that its stream has not given out yet
 
     def generate(
@@ -158,24 +165,14 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return [items] if items and isinstance(items[0], int) else items
 
 
-class AsyncLLM:
+class AsyncLLM(_Front):
     """The same engine in a thread of its own: concurrent requests, streaming, cancellation.
 
     Use it as an async context manager, or call `close` at the end.
     """
 
-    def __init__(
-        self,
-        model: str = "embedded",
-        draft: str | SpecConfig | None = None,
-        *,
-        progress: Progress | None = None,
-        **settings: Any,
-    ) -> None:
-        self.config = make_config(draft, **settings)
-        self.engine = build_engine(model, self.config, progress)
-        self.tokenizer = self.engine.tokenizer
-        self._ids = itertools.count()
+    def __init__(self, model: str = "embedded", draft: str | SpecConfig | None = None, **settings: Any) -> None:
+        super().__init__(model, draft, **settings)
         self._inbox: list[Callable[[], object]] = []  # what the engine's thread does before its next step
         self._sinks: dict[str, Callable[[Delta | ForetokenError], None]] = {}
         self._wake = threading.Condition()

@@ -6,10 +6,12 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from foretoken.errors import ConfigError
+from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence
 from foretoken.spec.draft import Draft
 from foretoken.spec.length import FixedLength, LengthPolicy
@@ -30,8 +32,17 @@ class Drafter:
     class Options:
         """Knobs of one drafter; flags, JSON keys and docs rows derive from the fields."""
 
+    needs_model = False  # does it own a model, which `build` then gets in a runner of its own?
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
     policy: LengthPolicy = FixedLength(0)
+
+    def __init__(self, options: Any = None) -> None:
+        """`options` are the class's own Options, or None for the defaults."""
+
+    @classmethod
+    def build(cls, options: Options, runner: ModelRunner | None, vocab_size: int) -> Drafter:
+        """One for a target with `vocab_size` tokens; `runner` is the drafter's own model, if `needs_model`."""
+        return cls(options)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed."""

@@ -16,18 +16,18 @@ class Shadow:
         self.runner = runner
         self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed)
         self.seq.num_prompt = target.num_prompt
-        self._num_agreed = len(target)  # target tokens never change, so this prefix needs no second look
+        self.num_agreed = len(target)  # target tokens never change, so this prefix needs no second look
 
     def follow(self, target: Sequence) -> None:
         """Take over the target's tokens; cached rows beyond the common prefix are forgotten."""
         mine, its = self.seq.token_ids, target.token_ids
-        same = min(self._num_agreed, len(its))
+        same = min(self.num_agreed, len(its))
         while same < min(len(mine), len(its)) and mine[same] == its[same]:
             same += 1
         if same < len(mine):
             del mine[same:]
             self.seq.state = None  # penalty counts may hold a dropped token
         mine += its[same:]
-        self._num_agreed = len(its)
+        self.num_agreed = len(its)
         # At least one token stays pending: its logits are the next guess.
         self.runner.truncate(self.seq, min(same, len(mine) - 1))
