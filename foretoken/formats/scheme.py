@@ -18,11 +18,23 @@ from foretoken.errors import ConfigError
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """A weight [O, K] as one format stores it; `parts` are its tensors by name (dense formats: one, "weight")."""
+    """A weight [O, K] as one format stores it; `parts` are its tensors by name (dense formats: one, "weight").
+
+    `activations` says how rows of x enter the product: None as float32, "int8" quantized per token and group.
+    `layout` is "plain", the format's own, or the name of the backend that packed the tensors for its kernels.
+    """
 
     format: str
     shape: tuple[int, int]
     parts: Mapping[str, Tensor]
+    activations: str | None = None
+    layout: str = "plain"
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale; K where a row has one scale, or none."""
+        scales = self.parts.get("scales")
+        return self.shape[1] // scales.shape[1] if scales is not None and scales.ndim > 1 else self.shape[1]
 
     @property
     def nbytes(self) -> int:

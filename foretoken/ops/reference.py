@@ -53,11 +53,13 @@ def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
     return scheme.get(w.format).decode_rows(w, token_ids)
 
 
-def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] times w [O, K] transposed, plus bias [O]; returns [T, O]."""
+def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O]."""
     weight = scheme.get(w.format).decode(w)
     out = _by_row(lambda row: torch.mv(weight, row), x, w.shape[0])
-    return out if bias is None else out + bias
+    if bias is not None:
+        out = out + bias
+    return out if residual is None else residual + out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
