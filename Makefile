@@ -15,8 +15,13 @@ endif
 
 RECORDS ?= benchmarks/results
 
+# nanobind would not otherwise be told about Python's own blocks: leaks are not what these runs look for.
+SANITIZE_ENV = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1
+SANITIZE_TESTS ?= tests/unit/ops
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check bench docs clean build format lint types contracts
+.PHONY: help demo test test-full sanitize check bench docs clean build format lint types contracts
 
 help: ## this list
 	@printf 'foretoken: make <target>\n\n'
@@ -30,6 +35,14 @@ test: $(STAMP) ## set up, then run the tests
 
 test-full: $(STAMP) ## the tests and the slow ones
 	$(BIN)/python -m pytest -m ''
+
+sanitize: $(STAMP) ## the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DFORETOKEN_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCMAKE_BUILD_TYPE=Release > /dev/null
+	$(BIN)/ninja -C build/sanitize
+	@rm -rf build/sanitize/package && mkdir -p build/sanitize/package && cp -r foretoken build/sanitize/package/ && \
+	  rm -f build/sanitize/package/foretoken/_native*.so && cp build/sanitize/_native*.so build/sanitize/package/foretoken/
+	$(SANITIZE_ENV) PYTHONPATH=$(abspath build/sanitize/package) $(BIN)/python -m pytest -q -p no:cacheprovider $(SANITIZE_TESTS)
 
 check: lint types contracts test ## format, lint, types, import contracts, tests
 
