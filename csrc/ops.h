@@ -20,20 +20,4 @@ void silu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, in
 void embedding(const int32_t* token_ids, const void* weight, int64_t weight_stride, Format format, float* out, int64_t rows,
                int64_t vocabulary, int64_t width);
 
-// A layer of the cache: k and v [num_slots, width] with width = Hk * D.
-struct Cache {
-    void *k, *v;
-    int64_t num_slots, width;
-    Format format;
-};
-void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, const Cache& cache, const int32_t* slots,
-              int64_t rows);
-void move_kv(const Cache& cache, const int32_t* source, const int32_t* target, int64_t count);
-
-struct Sequences {
-    const int32_t *row_offsets, *kv_lens, *block_tables;
-    int64_t count, table_stride, rows;
-};
-void attention(const AttentionArgs& args, Format format, int64_t num_blocks, const Sequences& sequences);
-
 }  // namespace foretoken

@@ -1,4 +1,5 @@
-"""Native CPU kernels (csrc/). Tensors are addresses (`data_ptr()`), strides count elements; 0 fp32, 1 bf16, 2 fp16."""
+"""Native CPU kernels (csrc/). Tensors are addresses (`data_ptr()`), strides count elements; 0 fp32, 1 bf16, 2 fp16;
+of a cache also 3 int8, 4 fp8_e4m3, 5 fp8_e5m2, whose scales have addresses of their own (0 in dense formats)."""
 
 def linear(
     x: int,
@@ -45,8 +46,11 @@ def store_kv(
     v_stride: int,
     k_cache: int,
     v_cache: int,
+    k_scale: int,
+    v_scale: int,
     num_slots: int,
-    width: int,
+    kv_heads: int,
+    dim: int,
     format: int,
     slots: int,
     rows: int,
@@ -55,8 +59,11 @@ def store_kv(
 def move_kv(
     k_cache: int,
     v_cache: int,
+    k_scale: int,
+    v_scale: int,
     num_slots: int,
-    width: int,
+    kv_heads: int,
+    dim: int,
     format: int,
     source: int,
     target: int,
@@ -68,12 +75,14 @@ def attention(
     q_stride: int,
     k_cache: int,
     v_cache: int,
-    format: int,
-    num_blocks: int,
-    block_size: int,
-    heads: int,
+    k_scale: int,
+    v_scale: int,
+    num_slots: int,
     kv_heads: int,
     dim: int,
+    format: int,
+    block_size: int,
+    heads: int,
     positions: int,
     tree_mask: int,
     row_offsets: int,
