@@ -27,6 +27,20 @@ struct fp16 {
     uint16_t bits;
 };
 
+// Formats of the cache: the dense ones, and codes with a float32 scale for each token and head.
+enum class KvFormat : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, fp8_e4m3 = 4, fp8_e5m2 = 5 };
+constexpr int kv_formats = 6;
+
+struct int8 {
+    int8_t bits;
+};
+struct e4m3 {  // 4 exponent bits, 3 of mantissa; no infinity, NaN where all 7 bits are set
+    uint8_t bits;
+};
+struct e5m2 {  // the upper half of a half precision number
+    uint8_t bits;
+};
+
 // out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O]
 struct LinearArgs {
     const float* packed;  // x in tiles of `tile` rows (the last may have fewer), each as `pack` wrote it
@@ -42,6 +56,8 @@ struct AttentionArgs {
     const float* q;  // [T, H, D] with a row stride
     const void* k;   // [num_blocks, block_size, Hk, D], contiguous
     const void* v;
+    const float* k_scale;  // [num_blocks, block_size, Hk], contiguous; null for dense formats
+    const float* v_scale;
     float* out;                // [T, H, D], contiguous
     const int32_t* positions;  // [T]
     const int64_t* tree_mask;  // [T], or null
@@ -54,14 +70,17 @@ struct AttentionArgs {
 struct AttentionTile {
     const int32_t* block_table;
     int64_t kv_len, row_begin, row_count, kv_head, head_begin, head_count;
+    int64_t first_block, end_block;  // the blocks of `key_block` positions that some row sees
+    float* partial;  // results of the blocks, attention_partial floats each; null: merge each as it comes
 };
 
 constexpr int64_t lanes = 16;
-constexpr int64_t depth_step = 16;  // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
-constexpr int64_t key_block = 64;   // attention sums keys in blocks of this many positions
+constexpr int64_t depth_step = 16;   // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
+constexpr int64_t key_block = 256;   // attention sums keys in blocks of this many positions
 constexpr int64_t score_stride = key_block + lanes;  // from one query's scores to the next one's
-constexpr int64_t max_queries = 16; // query vectors (rows x heads of one KV head) in an attention tile
-constexpr int64_t max_dim = 512;    // of a head
+constexpr int64_t panel_keys = 64;   // keys or values that are widened at once, where many queries share them
+constexpr int64_t max_queries = 64;  // query vectors (rows x heads of one KV head) in an attention tile
+constexpr int64_t max_dim = 512;     // of a head
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
@@ -82,13 +101,20 @@ struct Kernels {
     void (*silu_mul)(const float* gate_up, int64_t stride, int64_t rows, int64_t width, float* out);
     void (*encode[3])(const float* x, int64_t count, void* codes);  // float32 -> format, to nearest even
     void (*decode[3])(const void* codes, int64_t count, float* x);
+    // One cached row [Hk, D] -> codes and, in formats that have them, a scale for each head.
+    void (*encode_kv[kv_formats])(const float* x, int64_t heads, int64_t dim, void* codes, float* scales);
+    // Blocks [block_begin, block_end) of a tile. Without `partial` these must be all, and the result goes to `out`.
     // `scratch` holds attention_scratch(dim) floats, aligned to 64 bytes.
-    void (*attention[3])(const AttentionArgs&, const AttentionTile&, float* scratch);
+    void (*attention[kv_formats])(const AttentionArgs&, const AttentionTile&, int64_t block_begin, int64_t block_end,
+                                  float* scratch);
+    // Merge the partial results of all blocks of a tile into `out`.
+    void (*attention_merge)(const AttentionArgs&, const AttentionTile&, float* scratch);
 };
 
 constexpr int64_t attention_scratch(int64_t dim) {
-    return max_queries * (3 * round_up(dim, lanes) + score_stride);
+    return (3 * max_queries + panel_keys) * round_up(dim, lanes) + max_queries * score_stride + 2 * score_stride;
 }
+constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + round_up(dim, lanes)); }
 
 const Kernels* kernels_portable();
 #if defined(__x86_64__)  // elsewhere these units are not built

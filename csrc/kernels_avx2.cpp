@@ -2,6 +2,8 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "kernels.h"
 
 // GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
@@ -16,6 +18,8 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 
 #include "rows_body.h"
 #include "linear_body.h"
+#include "codes_body.h"
+#include "scores_body.h"
 #include "attention_body.h"
 #include "table_body.h"
 

@@ -1,5 +1,7 @@
 // The kernels for any processor.
 
+#include <type_traits>
+
 #include "kernels.h"
 
 namespace foretoken {
@@ -10,6 +12,8 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 
 #include "rows_body.h"
 #include "linear_body.h"
+#include "codes_body.h"
+#include "scores_body.h"
 #include "attention_body.h"
 #include "table_body.h"
 

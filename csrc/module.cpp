@@ -8,6 +8,7 @@
 
 #include <string>
 
+#include "attention.h"
 #include "linear.h"
 #include "module_plan.h"
 #include "ops.h"
@@ -60,34 +61,43 @@ void py_embedding(uintptr_t token_ids, const Weight& weight, uintptr_t out, int6
     embedding(at<const int32_t>(token_ids), weight, at<float>(out), rows);
 }
 
-void py_rope_store(uintptr_t qkv, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim, uintptr_t q_norm, uintptr_t k_norm,
-                   float eps, uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t slots, uintptr_t k_cache,
-                   uintptr_t v_cache, int64_t num_slots, int64_t width, int format, uintptr_t q_out, int64_t rows) {
-    const Cache cache{at<void>(k_cache), at<void>(v_cache), num_slots, width, static_cast<Format>(format)};
+Cache cache_at(uintptr_t k, uintptr_t v, uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim,
+               int format) {
+    return {at<void>(k), at<void>(v), at<float>(k_scale), at<float>(v_scale), num_slots, kv_heads, dim,
+            static_cast<KvFormat>(format)};
+}
+
+void py_rope_store(uintptr_t qkv, int64_t stride, int64_t heads, uintptr_t q_norm, uintptr_t k_norm, float eps,
+                   uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t slots, uintptr_t k_cache, uintptr_t v_cache,
+                   uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim, int format,
+                   uintptr_t q_out, int64_t rows) {
     rope_store({at<const float>(qkv), stride, heads, kv_heads, dim, at<const float>(q_norm), at<const float>(k_norm), eps,
                 at<const int32_t>(positions), at<const float>(table), table_rows, at<const int32_t>(slots)},
-               cache, at<float>(q_out), rows);
+               cache_at(k_cache, v_cache, k_scale, v_scale, num_slots, kv_heads, dim, format), at<float>(q_out), rows);
 }
 
 void py_store_kv(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t k_cache, uintptr_t v_cache,
-                 int64_t num_slots, int64_t width, int format, uintptr_t slots, int64_t rows) {
-    const Cache cache{at<void>(k_cache), at<void>(v_cache), num_slots, width, static_cast<Format>(format)};
+                 uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim, int format,
+                 uintptr_t slots, int64_t rows) {
+    const Cache cache = cache_at(k_cache, v_cache, k_scale, v_scale, num_slots, kv_heads, dim, format);
     store_kv(at<const float>(k), k_stride, at<const float>(v), v_stride, cache, at<const int32_t>(slots), rows);
 }
 
-void py_move_kv(uintptr_t k_cache, uintptr_t v_cache, int64_t num_slots, int64_t width, int format, uintptr_t source,
-                uintptr_t target, int64_t count) {
-    const Cache cache{at<void>(k_cache), at<void>(v_cache), num_slots, width, static_cast<Format>(format)};
+void py_move_kv(uintptr_t k_cache, uintptr_t v_cache, uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads,
+                int64_t dim, int format, uintptr_t source, uintptr_t target, int64_t count) {
+    const Cache cache = cache_at(k_cache, v_cache, k_scale, v_scale, num_slots, kv_heads, dim, format);
     move_kv(cache, at<const int32_t>(source), at<const int32_t>(target), count);
 }
 
-void py_attention(uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_cache, int format, int64_t num_blocks,
-                  int64_t block_size, int64_t heads, int64_t kv_heads, int64_t dim, uintptr_t positions, uintptr_t tree_mask,
-                  uintptr_t row_offsets, uintptr_t kv_lens, uintptr_t block_tables, int64_t table_stride, int64_t num_seqs,
-                  int64_t rows, float scale, int64_t window, uintptr_t out) {
+void py_attention(uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_cache, uintptr_t k_scale, uintptr_t v_scale,
+                  int64_t num_slots, int64_t kv_heads, int64_t dim, int format, int64_t block_size, int64_t heads,
+                  uintptr_t positions, uintptr_t tree_mask, uintptr_t row_offsets, uintptr_t kv_lens, uintptr_t block_tables,
+                  int64_t table_stride, int64_t num_seqs, int64_t rows, float scale, int64_t window, uintptr_t out) {
     const AttentionArgs args{at<const float>(q),
                              at<const void>(k_cache),
                              at<const void>(v_cache),
+                             at<const float>(k_scale),
+                             at<const float>(v_scale),
                              at<float>(out),
                              at<const int32_t>(positions),
                              at<const int64_t>(tree_mask),
@@ -100,7 +110,7 @@ void py_attention(uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_
                              scale};
     const Sequences sequences{at<const int32_t>(row_offsets), at<const int32_t>(kv_lens), at<const int32_t>(block_tables),
                               num_seqs, table_stride, rows};
-    attention(args, static_cast<Format>(format), num_blocks, sequences);
+    attention(args, static_cast<KvFormat>(format), num_slots / block_size, sequences);
 }
 
 std::string build_info() {

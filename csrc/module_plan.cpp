@@ -51,12 +51,19 @@ void record_linear(Plan& plan, int kind, uintptr_t x, int64_t x_stride, uintptr_
     });
 }
 
-void record_rope_store(Plan& plan, uintptr_t qkv, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim, uintptr_t q_norm,
-                       uintptr_t k_norm, float eps, uintptr_t, uintptr_t table, int64_t table_rows, uintptr_t, uintptr_t k_cache,
-                       uintptr_t v_cache, int64_t num_slots, int64_t width, int format, uintptr_t q_out, int64_t) {
-    const Cache cache{at<void>(k_cache), at<void>(v_cache), num_slots, width, static_cast<Format>(format)};
+Cache cache_at(uintptr_t k, uintptr_t v, uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim,
+               int format) {
+    return {at<void>(k), at<void>(v), at<float>(k_scale), at<float>(v_scale), num_slots, kv_heads, dim,
+            static_cast<KvFormat>(format)};
+}
+
+void record_rope_store(Plan& plan, uintptr_t qkv, int64_t stride, int64_t heads, uintptr_t q_norm, uintptr_t k_norm, float eps,
+                       uintptr_t, uintptr_t table, int64_t table_rows, uintptr_t, uintptr_t k_cache, uintptr_t v_cache,
+                       uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim, int format,
+                       uintptr_t q_out, int64_t) {
+    const Cache cache = cache_at(k_cache, v_cache, k_scale, v_scale, num_slots, kv_heads, dim, format);
     RopeStore args{at<const float>(qkv), stride, heads, kv_heads, dim, at<const float>(q_norm), at<const float>(k_norm), eps,
-                         nullptr, at<const float>(table), table_rows, nullptr};
+                   nullptr, at<const float>(table), table_rows, nullptr};
     plan.add("rope_store", [args, cache, q_out](const Pass& p) mutable {
         args.positions = p.positions;
         args.slots = p.slots;
@@ -64,16 +71,17 @@ void record_rope_store(Plan& plan, uintptr_t qkv, int64_t stride, int64_t heads,
     });
 }
 
-void record_attention(Plan& plan, uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_cache, int format,
-                      int64_t num_blocks, int64_t block_size, int64_t heads, int64_t kv_heads, int64_t dim, uintptr_t, uintptr_t,
-                      uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, float scale, int64_t window, uintptr_t out) {
-    AttentionArgs args{at<const float>(q), at<const void>(k_cache), at<const void>(v_cache), at<float>(out), nullptr, nullptr,
-                             q_stride,           heads,                   kv_heads,                dim,            block_size,
-                             window,             scale};
-    plan.add("attention", [args, format, num_blocks](const Pass& p) mutable {
+void record_attention(Plan& plan, uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_cache, uintptr_t k_scale,
+                      uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim, int format, int64_t block_size,
+                      int64_t heads, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, int64_t, float scale,
+                      int64_t window, uintptr_t out) {
+    AttentionArgs args{at<const float>(q), at<const void>(k_cache), at<const void>(v_cache), at<const float>(k_scale),
+                       at<const float>(v_scale), at<float>(out), nullptr, nullptr, q_stride, heads, kv_heads, dim, block_size,
+                       window, scale};
+    plan.add("attention", [args, format, num_slots](const Pass& p) mutable {
         args.positions = p.positions;
         args.tree_mask = p.tree_mask;
-        attention(args, static_cast<Format>(format), num_blocks,
+        attention(args, static_cast<KvFormat>(format), num_slots / args.block_size,
                   {p.row_offsets, p.kv_lens, p.block_tables, p.num_seqs, p.table_stride, p.rows});
     });
 }

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "attention.h"
 #include "kernels.h"
 
 namespace foretoken {
@@ -15,14 +16,6 @@ void rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, 
 void rope(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t table_rows, float* out,
           int64_t rows, int64_t heads, int64_t dim);
 void silu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, int64_t width);
-// A layer of the cache: k and v [num_slots, width] with width = Hk * D.
-struct Cache {
-    void *k, *v;
-    int64_t num_slots, width;
-    Format format;
-};
-void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, const Cache& cache, const int32_t* slots,
-              int64_t rows);
 // q, k and v side by side in the rows of `qkv`: q and k are normed by head (where norms are given) and rotated; k and v
 // go to the cache, q to q_out [T, H, D]. Bit for bit rms_norm, rope and store_kv, one after another.
 struct RopeStore {
@@ -36,13 +29,5 @@ struct RopeStore {
     const int32_t* slots;
 };
 void rope_store(const RopeStore& args, const Cache& cache, float* q_out, int64_t rows);
-
-void move_kv(const Cache& cache, const int32_t* source, const int32_t* target, int64_t count);
-
-struct Sequences {
-    const int32_t *row_offsets, *kv_lens, *block_tables;
-    int64_t count, table_stride, rows;
-};
-void attention(const AttentionArgs& args, Format format, int64_t num_blocks, const Sequences& sequences);
 
 }  // namespace foretoken

@@ -6,8 +6,9 @@ struct V {
 
 constexpr int row_tile = 6;
 constexpr int pair_tile[7] = {0, 4, 2, 1, 1, 1, 1};  // pairs of weight rows for 1..6 rows of x
-constexpr int query_registers = 4;  // accumulators of the value product
-constexpr int query_tile = 3;  // queries against four keys
+constexpr int query_tile = 3;  // queries in a tile of scores or of values
+constexpr int key_pairs[4] = {0, 4, 2, 2};  // pairs of keys for 1..3 queries
+constexpr int value_columns[4] = {0, 2, 2, 1};  // vectors of columns for 1..3 queries
 
 inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -26,6 +27,20 @@ inline __m256 widen(__m128i bf) { return _mm256_castsi256_ps(_mm256_slli_epi32(_
 inline V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline V load(const bf16* p) { return {widen(half_at(p)), widen(half_at(p + 8))}; }
 inline V load(const fp16* p) { return {_mm256_cvtph_ps(half_at(p)), _mm256_cvtph_ps(half_at(p + 8))}; }
+
+inline __m128i quarter_at(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+inline __m256 widen_int8(__m128i codes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)); }
+inline __m256 widen_e5m2(__m128i codes) { return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes)); }
+// One bit to the right a code is a half with an exponent too small by 8; all bits set would not be NaN yet.
+inline __m256 widen_e4m3(__m128i codes) {
+    const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), codes);
+    const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(high, _mm_set1_epi16(0x7f00)), _mm_set1_epi16(0x7f00));
+    const __m128i half = _mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16(static_cast<int16_t>(0xbfff)));
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(half, nan)), _mm256_set1_ps(256.0f));
+}
+inline V load(const int8* p) { return {widen_int8(quarter_at(p)), widen_int8(quarter_at(p + 8))}; }
+inline V load(const e5m2* p) { return {widen_e5m2(quarter_at(p)), widen_e5m2(quarter_at(p + 8))}; }
+inline V load(const e4m3* p) { return {widen_e4m3(quarter_at(p)), widen_e4m3(quarter_at(p + 8))}; }
 
 inline __m256i round_bf16(__m256 a) {
     __m256i bits = _mm256_castps_si256(a);
@@ -71,6 +86,9 @@ struct RowPair {
     V second() const { return {widen8(a + 8), widen8(b + 8)}; }
     static __m256 widen8(const float* p) { return _mm256_loadu_ps(p); }
     static __m256 widen8(const fp16* p) { return _mm256_cvtph_ps(half_at(p)); }
+    static __m256 widen8(const int8* p) { return widen_int8(quarter_at(p)); }
+    static __m256 widen8(const e5m2* p) { return widen_e5m2(quarter_at(p)); }
+    static __m256 widen8(const e4m3* p) { return widen_e4m3(quarter_at(p)); }
 };
 template <>
 struct RowPair<bf16> {

@@ -7,8 +7,9 @@ struct V {
 constexpr int row_tile = 8;
 // Pairs of weight rows in a tile for 1..8 rows of x: accumulators, weights and one x must fit 32 registers.
 constexpr int pair_tile[9] = {0, 4, 4, 4, 4, 3, 3, 3, 3};
-constexpr int query_registers = 16;  // accumulators of the value product
-constexpr int query_tile = 4;  // queries against four keys
+constexpr int query_tile = 4;  // queries in a tile of scores or of values
+constexpr int key_pairs[5] = {0, 8, 4, 4, 4};  // pairs of keys for 1..4 queries
+constexpr int value_columns[5] = {0, 4, 4, 4, 4};  // vectors of columns for 1..4 queries
 
 inline V zero() { return {_mm512_setzero_ps()}; }
 inline V set1(float x) { return {_mm512_set1_ps(x)}; }
@@ -26,6 +27,21 @@ inline V load(const bf16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 inline V load(const fp16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+
+inline __m128i sixteen_at(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline V widen_int8(__m128i codes) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))}; }
+// Of words whose upper byte is a code.
+inline V widen_e5m2(__m256i high) { return {_mm512_cvtph_ps(high)}; }
+// One bit to the right a code is a half with an exponent too small by 8; all bits set would not be NaN yet.
+inline V widen_e4m3(__m256i high) {
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(high, _mm256_set1_epi16(0x7f00)), _mm256_set1_epi16(0x7f00));
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+    return {_mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(half, nan)), _mm512_set1_ps(256.0f))};
+}
+inline __m256i to_high(const void* p) { return _mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen_at(p)), 8); }
+inline V load(const int8* p) { return widen_int8(sixteen_at(p)); }
+inline V load(const e5m2* p) { return widen_e5m2(to_high(p)); }
+inline V load(const e4m3* p) { return widen_e4m3(to_high(p)); }
 
 inline void store(float* p, V a) { _mm512_storeu_ps(p, a.r); }
 inline void store(bf16* p, V a) {
@@ -74,6 +90,36 @@ struct RowPair<bf16> {
         return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
     }
 };
+// Eight codes of each row.
+inline __m128i eights(const void* a, const void* b) {
+    const __m128i low = _mm_loadl_epi64(static_cast<const __m128i*>(a));
+    return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(low), static_cast<const __m64*>(b)));
+}
+template <>
+struct RowPair<int8> {
+    const int8 *a, *b;
+    V first() const { return widen_int8(eights(a, b)); }
+    V second() const { return widen_int8(eights(a + 8, b + 8)); }
+};
+inline __m256i sixteens(const void* a, const void* b) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen_at(a)), sixteen_at(b), 1);
+}
+template <>
+struct RowPair<e5m2> {
+    __m256i codes;
+    RowPair() = default;
+    RowPair(const e5m2* a, const e5m2* b) : codes(sixteens(a, b)) {}
+    V first() const { return widen_e5m2(_mm256_unpacklo_epi8(_mm256_setzero_si256(), codes)); }
+    V second() const { return widen_e5m2(_mm256_unpackhi_epi8(_mm256_setzero_si256(), codes)); }
+};
+template <>
+struct RowPair<e4m3> {
+    __m256i codes;
+    RowPair() = default;
+    RowPair(const e4m3* a, const e4m3* b) : codes(sixteens(a, b)) {}
+    V first() const { return widen_e4m3(_mm256_unpacklo_epi8(_mm256_setzero_si256(), codes)); }
+    V second() const { return widen_e4m3(_mm256_unpackhi_epi8(_mm256_setzero_si256(), codes)); }
+};
 inline V load_twice(const float* p) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}; }
 inline V evens_then_odds(V a) {
     return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15), a.r)};
@@ -112,15 +158,9 @@ inline void reduce_add4(V a, V b, V c, V d, float* out) {
 
 inline float reduce_max(V a) { return _mm512_reduce_max_ps(a.r); }
 
-// y * 2^n for the n in the low bits of shifted = n + 1.5 * 2^23. Two factors, so that the ends of the range come out right.
+// y * 2^n for shifted = n + 1.5 * 2^23.
 inline V scale_by_power(V y, V shifted) {
-    __m512i n = _mm512_sub_epi32(_mm512_castps_si512(shifted.r), _mm512_set1_epi32(0x4b400000));
-    __m512i half = _mm512_srai_epi32(n, 1);
-    __m512i rest = _mm512_sub_epi32(n, half);
-    __m512i one = _mm512_set1_epi32(127);
-    __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(half, one), 23));
-    __m512 b = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(rest, one), 23));
-    return {_mm512_mul_ps(_mm512_mul_ps(y.r, a), b)};
+    return {_mm512_scalef_ps(y.r, _mm512_sub_ps(shifted.r, _mm512_set1_ps(12582912.0f)))};
 }
 
 // Not the intrinsic: GCC takes a function that only prefetches for one without effect, and drops it.

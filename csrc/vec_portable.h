@@ -7,8 +7,9 @@ struct V {
 
 constexpr int row_tile = 4;
 constexpr int pair_tile[5] = {0, 1, 1, 1, 1};  // pairs of weight rows for 1..4 rows of x
-constexpr int query_registers = 4;
-constexpr int query_tile = 4;
+constexpr int query_tile = 4;  // queries in a tile of scores or of values
+constexpr int key_pairs[5] = {0, 4, 2, 2, 2};  // pairs of keys for 1..4 queries
+constexpr int value_columns[5] = {0, 4, 2, 1, 1};  // vectors of columns for 1..4 queries
 
 template <class F>
 inline V each(F f) {
@@ -37,6 +38,14 @@ inline float widen(fp16 x) {
     if (exponent != 0) return from_bits(sign | (exponent + 112) << 23 | fraction << 13);
     float tiny = static_cast<float>(fraction) * 0x1p-24f;  // zero or subnormal: exact
     return from_bits(sign | to_bits(tiny));
+}
+inline float widen(int8 x) { return static_cast<float>(x.bits); }
+inline float widen(e5m2 x) { return widen(fp16{static_cast<uint16_t>(x.bits << 8)}); }
+inline float widen(e4m3 x) {
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80u) << 24, magnitude = x.bits & 0x7fu;
+    if (magnitude == 0x7f) return from_bits(sign | 0x7fc00000u);
+    if (magnitude >= 8) return from_bits(sign | ((magnitude << 20) + (120u << 23)));
+    return from_bits(sign | to_bits(static_cast<float>(magnitude) * 0x1p-9f));  // zero or subnormal: exact
 }
 
 inline void narrow(float x, float* out) { *out = x; }

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from fixtures_kv import kv_oracle
 from torch import Tensor
 
 from foretoken import ops
 from foretoken.batch import Batch, Rows, ancestor_masks, build_batch
-from foretoken.formats import scheme
 from foretoken.formats.scheme import KVLayer
-from foretoken.kvcache.cache import KVCache
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -60,11 +59,15 @@ class Pass:
 
 def empty_layer(name: str, num_blocks: int, block_size: int, kv_heads: int, dim: int) -> KVLayer:
     """A cache of NaN: whoever reads a row that was never written, or belongs to nobody, gives itself away."""
-    layer = KVCache(1, num_blocks, block_size, kv_heads, dim, name).layer(0)
-    for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale):
-        if tensor is not None:
-            tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
-    return layer
+    fmt, shape = kv_oracle(name), (num_blocks, block_size, kv_heads, dim)
+
+    def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
+
+    k, v = (poison(shape, fmt.kv_dtype) for _ in range(2))
+    if not fmt.scaled:
+        return KVLayer(name, k, v, None, None)
+    return KVLayer(name, k, v, poison(shape[:3], torch.float32), poison(shape[:3], torch.float32))
 
 
 def flat(layer: KVLayer) -> list[Tensor]:
@@ -100,7 +103,7 @@ def make_pass(
         rows.append(Rows([0] * p.pending, p.cached, [0] * len(p.parents), p.parents, blocks, True))
     batch = build_batch(rows, block_size)
     layer = empty_layer(kv_format, sum(needed) + 3, block_size, kv_heads, dim)
-    fmt = scheme.kv_format(kv_format)
+    fmt = kv_oracle(kv_format)
     slots = torch.tensor([s for row in slot_lists(parts, batch, block_size) for s in row])
     tensors = flat(layer)
     for i in range(2):
@@ -124,7 +127,7 @@ def visible(part: Part, row: int) -> tuple[list[int], int]:
 
 def exact_attention(p: Pass, scale: float, window: int | None = None) -> Tensor:
     """The same by one masked softmax over all stored rows, in float64: [T, H, D]."""
-    fmt = scheme.kv_format(p.layer.format)
+    fmt = kv_oracle(p.layer.format)
     tensors = flat(p.layer)
     out = []
     row = 0

@@ -33,7 +33,16 @@ row_invariant = True
 _CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LINEAR_FORMATS = frozenset(_CODES)
-KV_FORMATS = frozenset(_CODES)
+_KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
+    "fp32": (0, torch.float32),
+    "bf16": (1, torch.bfloat16),
+    "fp16": (2, torch.float16),
+    "int8": (3, torch.int8),
+    "fp8_e4m3": (4, torch.uint8),
+    "fp8_e5m2": (5, torch.uint8),
+}
+_SCALED = frozenset({"int8", "fp8_e4m3", "fp8_e5m2"})
+KV_FORMATS = frozenset(_KV)
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
@@ -266,35 +275,35 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def _cache(layer: KVLayer) -> tuple[int, int, int, int, int]:
-    """Addresses of k and v, number of slots, elements a slot, format code."""
-    k, v = layer.k, layer.v
-    dtype = _DTYPES[layer.format]
+def _cache(layer: KVLayer) -> tuple[int, int, int, int, int, int, int, int]:
+    """Addresses of k, v and their scales (0 without), number of slots, KV heads, head dim, format code."""
+    k, v, k_scale, v_scale = layer.k, layer.v, layer.k_scale, layer.v_scale
+    code, dtype = _KV[layer.format]
     if k.dtype is not dtype or v.dtype is not dtype or not k.is_contiguous() or not v.is_contiguous():
         raise TypeError(f"a KV cache in {layer.format} must be contiguous {dtype} tensors")
+    _fit("v", v.shape, k.shape)
     num_blocks, block_size, kv_heads, dim = k.shape
-    return k.data_ptr(), v.data_ptr(), num_blocks * block_size, kv_heads * dim, _CODES[layer.format]
+    scales = (0, 0)
+    if layer.format in _SCALED:
+        for scale in (k_scale, v_scale):
+            if scale is None or scale.dtype is not _F32 or not scale.is_contiguous():
+                raise TypeError(f"scales of a KV cache in {layer.format} must be contiguous float32 tensors")
+            _fit("scales", scale.shape, k.shape[:3])
+        assert k_scale is not None and v_scale is not None
+        scales = k_scale.data_ptr(), v_scale.data_ptr()
+    return k.data_ptr(), v.data_ptr(), *scales, num_blocks * block_size, kv_heads, dim, code
 
 
 def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
-    """Encode k, v [T, Hk, D] into the cache rows slots [T], rounding to nearest even. IndexError outside the cache."""
+    """Encode k, v [T, Hk, D] into the cache rows slots [T], rounding to nearest even. IndexError outside the cache.
+
+    Scales are those of the row and head alone: the formats' `encode_kv` says which.
+    """
     k, v, slots = _floats(k), _floats(v), _ints(slots)
     _fit("k", k.shape, (slots.shape[0], *layer.k.shape[2:]))
     _fit("v", v.shape, k.shape)
-    k_cache, v_cache, num_slots, width, code = _cache(layer)
-    _native.store_kv(
-        k.data_ptr(),
-        _row_stride(k),
-        v.data_ptr(),
-        _row_stride(v),
-        k_cache,
-        v_cache,
-        num_slots,
-        width,
-        code,
-        slots.data_ptr(),
-        k.shape[0],
-    )
+    k_at, v_at, slots_at = k.data_ptr(), v.data_ptr(), slots.data_ptr()
+    _native.store_kv(k_at, _row_stride(k), v_at, _row_stride(v), *_cache(layer), slots_at, k.shape[0])
 
 
 def rope_store(
@@ -327,8 +336,6 @@ def rope_store(
         qkv.data_ptr(),
         _row_stride(qkv),
         heads,
-        kv_heads,
-        dim,
         q_norm_at,
         k_norm_at,
         eps,
@@ -359,9 +366,8 @@ def attention(
     """
     q = _floats(q)
     rows, heads, dim = q.shape
-    num_blocks, block_size, kv_heads, _ = layer.k.shape
-    k_cache, v_cache, _, width, code = _cache(layer)
-    if width != kv_heads * dim or heads % kv_heads or dim > _MAX_DIM:
+    _, block_size, kv_heads, depth = layer.k.shape
+    if depth != dim or heads % kv_heads or dim > _MAX_DIM:
         raise ValueError(
             f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)} (head dim at most {_MAX_DIM})"
         )
@@ -376,14 +382,9 @@ def attention(
     on.calls.attention(
         q.data_ptr(),
         _row_stride(q),
-        k_cache,
-        v_cache,
-        code,
-        num_blocks,
+        *_cache(layer),
         block_size,
         heads,
-        kv_heads,
-        dim,
         positions.data_ptr(),
         0 if mask is None else mask.data_ptr(),
         offsets.data_ptr(),

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from fixtures_cpu import ISAS, every_isa, instructions
-from fixtures_ops import Part, Pass, alone, empty_layer, exact_attention, flat, make_pass, randn
+from fixtures_ops import randn
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
@@ -23,21 +23,6 @@ from foretoken.ops import cpu
 
 EPS = 2.0**-24  # half a unit in the last place of 1: one rounding
 formats = st.sampled_from(sorted(cpu.LINEAR_FORMATS))
-
-
-@st.composite
-def passes(draw: st.DrawFn) -> tuple[Pass, int | None]:
-    """A random pass: chains, trees, chunks, odd head dims, any block size; and a window."""
-    parts = []
-    for _ in range(draw(st.integers(1, 3))):
-        pending = draw(st.integers(1, 20))
-        nodes = draw(st.integers(0, 12) | st.just(64)) if pending < 3 else 0
-        parents = [draw(st.integers(-1, i - 1)) if nodes < 64 else i - 1 - i % 3 for i in range(nodes)]
-        parts.append(Part(draw(st.integers(0, 140)), pending, [max(-1, p) for p in parents]))
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 17]))
-    dim, block_size = draw(st.sampled_from([2, 10, 16, 32, 33, 80, 128])), draw(st.sampled_from([1, 5, 16, 64]))
-    made = make_pass(parts, draw(formats), kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99)))
-    return made, draw(st.none() | st.integers(1, 100))
 
 
 # --- values, and the same bits from every instruction set ---
@@ -59,24 +44,6 @@ def test_linear_is_right_and_its_bits_belong_to_the_row(isa, T, O, K, name, bias
             assert cpu.linear(x[t : t + 1].clone(), q, bias).equal(got[t : t + 1])
     with instructions("portable"):
         assert cpu.linear(x, q, bias).equal(got)
-
-
-@every_isa
-@given(drawn=passes())
-@settings(max_examples=40)
-def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
-    p, window = drawn
-    scale = p.q.shape[2] ** -0.5
-    with instructions(isa):
-        got = cpu.attention(p.q, p.layer, p.batch, scale, window)
-        assert (got.double() - exact_attention(p, scale, window)).abs().max() < 1e-5
-        for b, part in enumerate(p.parts):
-            row = (7 * b + 3) % (part.pending + len(part.parents))
-            single = alone(p, b, row, 3)
-            lonely = cpu.attention(single.q, single.layer, single.batch, scale, window)
-            assert lonely[0].equal(got[int(p.batch.row_offsets[b]) + row])
-    with instructions("portable"):
-        assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
 
 
 @every_isa
@@ -110,43 +77,12 @@ def test_exponential_errs_by_few_units(isa):
 
 
 @every_isa
-@pytest.mark.parametrize("name", sorted(cpu.KV_FORMATS))
-def test_stored_numbers_round_to_nearest_even(isa, name):
-    bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 11, 2, 21), generator=torch.Generator().manual_seed(0))
-    halves = torch.arange(1 << 11).reshape(-1, 2, 1) * 4096 + torch.tensor([0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000])
-    x = torch.cat([bits.flatten(), (halves << 3).flatten()]).to(torch.int32).view(torch.float32)
-    x = torch.cat([x, x.new_tensor([65519.0, 65520.0, 2.0**-24, 2.0**-25, 0.0, -0.0])])
-    x = torch.cat([x, x.new_zeros(-len(x) % 42)]).view(-1, 2, 21)
-    layer = empty_layer(name, len(x), 1, 2, 21)
-    with instructions(isa):
-        cpu.store_kv(x, x.flip(0), layer, torch.arange(len(x), dtype=torch.int32))
-        codes = QuantTensor(name, (len(x), 42), {"weight": flat(layer)[0].view(len(x), 42)})
-        read = cpu.embedding(torch.arange(len(x), dtype=torch.int32), codes)
-    for got, wanted in ((flat(layer)[0], x), (flat(layer)[1], x.flip(0))):
-        torch.testing.assert_close(got, wanted.to(got.dtype), rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(read, flat(layer)[0].float().view(len(x), 42), rtol=0, atol=0, equal_nan=True)
-
-
-@every_isa
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_every_code_is_read_as_torch_reads_it(isa, name):
     codes = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(cpu._DTYPES[name]).view(256, 256)
     with instructions(isa):
         got = cpu.embedding(torch.arange(256, dtype=torch.int32), QuantTensor(name, (256, 256), {"weight": codes}))
     torch.testing.assert_close(got, codes.float(), rtol=0, atol=0, equal_nan=True)
-
-
-@every_isa
-def test_a_key_that_a_row_does_not_see_cannot_touch_it(isa):
-    """The rows of a chunk share tiles; a NaN in one must stay out of the rows before it."""
-    p = make_pass([Part(3, 12)], block_size=16)
-    slot = int(p.batch.slots[9])
-    with instructions(isa):
-        clean = cpu.attention(p.q, p.layer, p.batch, 0.3)
-        for rows in flat(p.layer):
-            rows[slot] = float("nan")
-        got = cpu.attention(p.q, p.layer, p.batch, 0.3)
-    assert got[:9].equal(clean[:9]) and got[9:].isnan().all()
 
 
 # --- the choice of an instruction set ---

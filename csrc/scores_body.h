@@ -1,0 +1,196 @@
+// The two products of attention: queries with keys, weights with values. Included like linear_body.h.
+//
+// Keys and values come either as they are stored, widened in registers as often as they are used, or as panels: up to
+// `panel_keys` of them widened once, for tiles with many queries. Both give the same bits.
+
+template <class T>
+constexpr bool scaled = false;
+template <>
+constexpr bool scaled<int8> = true;
+template <>
+constexpr bool scaled<e4m3> = true;
+template <>
+constexpr bool scaled<e5m2> = true;
+
+constexpr int64_t rows_ahead = 16;  // keys or values fetched before their turn: they lie apart, no hardware guesses them
+
+template <class T>
+INLINE void prefetch_row(const T* row, int64_t dim) {
+    const char* p = reinterpret_cast<const char*>(row);
+    for (int64_t i = 0; i < dim * static_cast<int64_t>(sizeof(T)); i += 64) prefetch(p + i);
+    prefetch(p + dim * static_cast<int64_t>(sizeof(T)) - 1);  // a row may begin inside a line
+}
+
+// Rows of keys or of values as they are stored: `count` of them, and then `count_ahead` more to fetch early.
+template <class T>
+struct Stored {
+    using Type = T;
+    using Pair = RowPair<T>;
+    const T* const* rows;
+    int64_t count, count_ahead, dim;
+
+    const T* row(int64_t j) const { return rows[j < count ? j : count - 1]; }
+    INLINE void fetch(int64_t j) const {
+        if (j + rows_ahead < count + count_ahead) prefetch_row(rows[j + rows_ahead], dim);
+    }
+    int64_t whole() const { return dim / depth_step * depth_step; }
+    Pair pair(int64_t j, int64_t d) const { return {row(j) + d, row(j + 1) + d}; }
+    Stored from(int64_t j) const { return {rows + j, count - j, count_ahead, dim}; }
+    V part(int64_t j, int64_t d) const { return load(rows[j] + d); }
+    V part_n(int64_t j, int64_t d) const { return load_n(rows[j] + d, dim - d); }
+};
+
+// Pairs of widened keys: for each step along D, the two vectors of RowPair. Zero-padded.
+struct KeyPanel {
+    using Type = float;
+    struct Pair {
+        const float* at;
+        V first() const { return load(at); }
+        V second() const { return load(at + lanes); }
+    };
+    const float* at;
+    int64_t padded;
+
+    INLINE void fetch(int64_t) const {}
+    int64_t whole() const { return padded; }
+    Pair pair(int64_t j, int64_t d) const { return {at + j * padded + 2 * d}; }
+    KeyPanel from(int64_t j) const { return {at + j * padded, padded}; }  // j is even
+};
+
+// Widened values, rows of `padded` floats.
+struct ValuePanel {
+    const float* at;
+    int64_t padded;
+
+    INLINE void fetch(int64_t) const {}
+    ValuePanel from(int64_t j) const { return {at + j * padded, padded}; }
+    V part(int64_t j, int64_t d) const { return load(at + j * padded + d); }
+    V part_n(int64_t j, int64_t d) const { return part(j, d); }
+};
+
+template <class T>
+void widen_keys(const Stored<T>& keys, int64_t padded, float* panel) {
+    T ends[2][depth_step] = {};
+    const int64_t whole = keys.whole(), rest = keys.dim - whole;
+    for (int64_t j = 0; j < keys.count; j += 2, panel += 2 * padded) {
+        keys.fetch(j);
+        keys.fetch(j + 1);
+        for (int64_t d = 0; d < whole; d += depth_step) {
+            const RowPair<T> pair = keys.pair(j, d);
+            store(panel + 2 * d, pair.first());
+            store(panel + 2 * d + lanes, pair.second());
+        }
+        if (rest == 0) continue;
+        for (int64_t i = 0; i < rest; i++) ends[0][i] = keys.row(j)[whole + i], ends[1][i] = keys.row(j + 1)[whole + i];
+        const RowPair<T> pair{ends[0], ends[1]};
+        store(panel + 2 * whole, pair.first());
+        store(panel + 2 * whole + lanes, pair.second());
+    }
+}
+
+template <class T>
+void widen_values(const Stored<T>& values, int64_t padded, float* panel) {
+    for (int64_t j = 0; j < values.count; j++, panel += padded) {
+        values.fetch(j);
+        for (int64_t d = 0; d < padded; d += lanes) store(panel + d, values.part_n(j, d));
+    }
+}
+
+// Q queries against 2P keys, two of which share a vector as two rows of weights do in `linear`; scores[query][key].
+template <int Q, int P, class Keys>
+INLINE void score_tile(const float* q, int64_t q_stride, const Keys& keys, int64_t dim, float* scores) {
+    constexpr int count = Q * P, eights = (count + 7) / 8;
+    V sums[eights * 8];  // query * P + pair of keys
+    unroll<eights * 8>([&](auto i) INLINE_LAMBDA { sums[i] = zero(); });
+    auto multiply = [&](const float* x, const typename Keys::Pair(&pairs)[P]) INLINE_LAMBDA {
+        V part[P];
+        unroll<P>([&](auto p) INLINE_LAMBDA { part[p] = pairs[p].first(); });
+        unroll<Q>([&](auto c) INLINE_LAMBDA {
+            const V xc = load_twice(x + c * q_stride);
+            unroll<P>([&](auto p) INLINE_LAMBDA { accumulate(sums[c * P + p], part[p], xc); });
+        });
+        unroll<P>([&](auto p) INLINE_LAMBDA { part[p] = pairs[p].second(); });
+        unroll<Q>([&](auto c) INLINE_LAMBDA {
+            const V xc = load_twice(x + c * q_stride + depth_step / 2);
+            unroll<P>([&](auto p) INLINE_LAMBDA { accumulate(sums[c * P + p], part[p], xc); });
+        });
+    };
+    const int64_t whole = keys.whole();
+    for (int64_t d = 0; d < whole; d += depth_step) {
+        typename Keys::Pair pairs[P];
+        unroll<P>([&](auto p) INLINE_LAMBDA { pairs[p] = keys.pair(2 * p, d); });
+        multiply(q + d, pairs);
+    }
+    if constexpr (!std::is_same_v<Keys, KeyPanel>) {
+        if (whole < dim) {
+            typename Keys::Type padded[2 * P][depth_step] = {};
+            for (int i = 0; i < 2 * P; i++)
+                for (int64_t j = whole; j < dim; j++) padded[i][j - whole] = keys.row(i)[j];
+            typename Keys::Pair pairs[P];
+            unroll<P>([&](auto p) INLINE_LAMBDA { pairs[p] = {padded[2 * p], padded[2 * p + 1]}; });
+            multiply(q + whole, pairs);
+        }
+    }
+    float totals[eights * 16];  // the two keys of sum c * P + p stand side by side
+    unroll<eights>([&](auto i) INLINE_LAMBDA {
+        V eight[8];
+        unroll<8>([&](auto k) INLINE_LAMBDA { eight[k] = sums[8 * i + k]; });
+        reduce_halves8(eight, totals + 16 * i);
+    });
+    unroll<Q>([&](auto c) INLINE_LAMBDA {
+        __builtin_memcpy(scores + c * score_stride, totals + c * 2 * P, 2 * P * sizeof(float));
+    });
+}
+
+// Q queries against `num_keys` keys. A row of scores has room for a tile's keys beyond the last.
+template <int Q, class Keys>
+INLINE void score_strip(const float* q, int64_t q_stride, const Keys& keys, int64_t num_keys, int64_t dim, bool fetch,
+                        float* scores) {
+    constexpr int P = key_pairs[Q];
+    for (int64_t j = 0; j < num_keys; j += 2 * P) {
+        if (fetch) unroll<2 * P>([&](auto i) INLINE_LAMBDA { keys.fetch(j + i); });
+        score_tile<Q, P>(q, q_stride, keys.from(j), dim, scores + j);
+    }
+}
+
+// f(Index<Q>{}) with Q = count, 1 <= count <= query_tile.
+template <int Q = query_tile, class F>
+INLINE void with_count(int64_t count, const F& f) {
+    if constexpr (Q > 1) {
+        if (count < Q) return with_count<Q - 1>(count, f);
+    }
+    f(Index<Q>{});
+}
+
+// C vectors of columns of Q queries: out[query] += sum over keys, ascending, of weight[query][key] * value[key].
+template <int Q, int C, bool Whole, class Values>
+INLINE void add_values_tile(const float* weights, const Values& values, int64_t num_keys, float* out, int64_t out_stride,
+                            int64_t d, bool fetch) {
+    V sums[Q * C];
+    unroll<Q * C>([&](auto i) INLINE_LAMBDA { sums[i] = load(out + i / C * out_stride + i % C * lanes); });
+    for (int64_t j = 0; j < num_keys; j++) {
+        if (fetch) values.fetch(j);
+        V v[C];
+        unroll<C>([&](auto c) INLINE_LAMBDA { v[c] = Whole ? values.part(j, d + c * lanes) : values.part_n(j, d + c * lanes); });
+        unroll<Q>([&](auto q) INLINE_LAMBDA {
+            const V e = set1(weights[q * score_stride + j]);
+            unroll<C>([&](auto c) INLINE_LAMBDA { accumulate(sums[q * C + c], e, v[c]); });
+        });
+    }
+    unroll<Q * C>([&](auto i) INLINE_LAMBDA { store(out + i / C * out_stride + i % C * lanes, sums[i]); });
+}
+
+template <class Values>
+void add_values(const float* weights, int64_t count, const Values& values, int64_t num_keys, int64_t dim, float* out,
+                int64_t out_stride, bool fetch) {
+    if (num_keys <= 0) return;
+    with_count(count, [&](auto queries) INLINE_LAMBDA {
+        constexpr int Q = queries, C = value_columns[Q];
+        int64_t d = 0;
+        for (; d + C * lanes <= dim; d += C * lanes)
+            add_values_tile<Q, C, true>(weights, values, num_keys, out + d, out_stride, d, fetch && d == 0);
+        for (; d + lanes <= dim; d += lanes)
+            add_values_tile<Q, 1, true>(weights, values, num_keys, out + d, out_stride, d, fetch && d == 0);
+        if (d < dim) add_values_tile<Q, 1, false>(weights, values, num_keys, out + d, out_stride, d, fetch && d == 0);
+    });
+}

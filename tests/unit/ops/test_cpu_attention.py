@@ -1,0 +1,249 @@
+"""The cache in the native backend: what is stored and read, attention; the same bits from every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fixtures_cpu import every_isa, instructions
+from fixtures_kv import FP8, KV_FORMATS, LARGEST, kv_oracle
+from fixtures_ops import Part, Pass, alone, empty_layer, exact_attention, flat, make_pass, randn, threads
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from foretoken.batch import Rows, build_batch
+from foretoken.formats.scheme import KVLayer, QuantTensor
+from foretoken.ops import cpu
+
+every_kv_format = pytest.mark.parametrize("name", KV_FORMATS)
+every_scaled_format = pytest.mark.parametrize("name", sorted(LARGEST))
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> tuple[Pass, int | None]:
+    """A random pass: chains, trees, chunks, odd head dims, any block size; and a window."""
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        pending = draw(st.integers(1, 20))
+        nodes = draw(st.integers(0, 12) | st.just(64)) if pending < 3 else 0
+        parents = [draw(st.integers(-1, i - 1)) if nodes < 64 else i - 1 - i % 3 for i in range(nodes)]
+        parts.append(Part(draw(st.integers(0, 140) | st.integers(240, 560)), pending, [max(-1, p) for p in parents]))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 17]))
+    dim, block_size = draw(st.sampled_from([2, 10, 16, 32, 33, 80, 128])), draw(st.sampled_from([1, 5, 16, 64]))
+    made = make_pass(
+        parts, draw(st.sampled_from(KV_FORMATS)), kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99))
+    )
+    return made, draw(st.none() | st.integers(1, 400))
+
+
+# --- what is stored ---
+
+
+@every_isa
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+def test_stored_numbers_round_to_nearest_even(isa, name):
+    bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 11, 2, 21), generator=torch.Generator().manual_seed(0))
+    halves = torch.arange(1 << 11).reshape(-1, 2, 1) * 4096 + torch.tensor([0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000])
+    x = torch.cat([bits.flatten(), (halves << 3).flatten()]).to(torch.int32).view(torch.float32)
+    x = torch.cat([x, x.new_tensor([65519.0, 65520.0, 2.0**-24, 2.0**-25, 0.0, -0.0])])
+    x = torch.cat([x, x.new_zeros(-len(x) % 42)]).view(-1, 2, 21)
+    layer = empty_layer(name, len(x), 1, 2, 21)
+    with instructions(isa):
+        cpu.store_kv(x, x.flip(0), layer, torch.arange(len(x), dtype=torch.int32))
+        codes = QuantTensor(name, (len(x), 42), {"weight": flat(layer)[0].view(len(x), 42)})
+        read = cpu.embedding(torch.arange(len(x), dtype=torch.int32), codes)
+    for got, wanted in ((flat(layer)[0], x), (flat(layer)[1], x.flip(0))):
+        torch.testing.assert_close(got, wanted.to(got.dtype), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(read, flat(layer)[0].float().view(len(x), 42), rtol=0, atol=0, equal_nan=True)
+
+
+def stored(name: str, x: Tensor) -> list[Tensor]:
+    """Codes and scales of k = x and v = x reversed, rows [T, Hk, D], after store_kv into shuffled slots."""
+    layer = empty_layer(name, len(x), 1, *x.shape[1:])
+    slots = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    cpu.store_kv(x, x.flip(0), layer, slots)
+    return [t[slots] for t in flat(layer)]
+
+
+def check_stored(name: str, x: Tensor) -> None:
+    got, fmt = stored(name, x), kv_oracle(name)
+    wanted = [*zip(fmt.encode_kv(x), fmt.encode_kv(x.flip(0)), strict=True)]
+    for mine, theirs in zip(got, [t for pair in wanted for t in pair if t is not None], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@every_isa
+@every_scaled_format
+@given(
+    T=st.integers(1, 9),
+    heads=st.integers(1, 3),
+    dim=st.integers(1, 70),
+    size=st.integers(-38, 38),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40)
+def test_codes_and_scales_are_those_of_the_format(isa, name, T, heads, dim, size, seed):
+    with instructions(isa):
+        check_stored(name, randn(T, heads, dim, seed=seed) * 10.0**size)
+
+
+@every_isa
+@every_scaled_format
+def test_every_step_of_a_code_rounds_to_nearest_even(isa, name):
+    """Codes' values, the middles between neighbours (ties), and the floats beside these, for both signs."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    plain = codes.view(FP8[name]).float() if name in FP8 else codes.view(torch.int8).float()
+    levels = plain[plain.isfinite() & (plain.abs() <= LARGEST[name])].unique()
+    middles = (levels[1:] + levels[:-1]) / 2
+    points = torch.cat([levels, middles])
+    points = torch.cat([points, points.nextafter(torch.tensor(1e9)), points.nextafter(torch.tensor(-1e9))])
+    points = points.clamp(-LARGEST[name], LARGEST[name])
+    rows = torch.full((len(points), 1, 2), LARGEST[name])  # the scale is 1: points are codes
+    rows[:, 0, 1] = points
+    with instructions(isa):
+        check_stored(name, rows)
+
+
+@every_isa
+@every_scaled_format
+def test_extreme_rows(isa, name):
+    """Zeros, denormals, the smallest and largest floats, NaN and infinity: poison stays in its own row and head."""
+    tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
+    rows = torch.tensor(
+        [[0.0, -0.0], [tiny, -tiny], [2.0**-126, tiny], [2.0**-100, tiny], [2.0**-101, 1e-40], [huge, -huge]]
+    )
+    bad = torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0], [-torch.inf, torch.nan]])
+    x = torch.cat([rows, bad])
+    x = torch.stack([x, torch.ones_like(x)], dim=1)  # [T, 2, 2]: a plain head beside each
+    x = torch.cat([x, randn(len(x), 2, 19)], dim=2)
+    x[:3, 0, 2:] = 0.0
+    with instructions(isa):
+        check_stored(name, x)
+        codes, _, scales, _ = stored(name, x)
+    assert scales[6:, 0].isnan().all() and (codes[6:, 0] == 0).all()
+    assert scales[:, 1].isfinite().all() and scales[:6, 0].isfinite().all()
+
+
+@every_scaled_format
+def test_rows_move_with_their_scales(name):
+    layer = make_pass([Part(0, 20)], name).layer
+    wanted = [t.clone() for t in flat(layer)]
+    for tensor in wanted:
+        tensor[[2, 3]] = tensor[[3, 9]]
+    cpu.move_kv(layer, torch.tensor([3, 9]), torch.tensor([2, 3]))
+    for tensor, moved in zip(flat(layer), wanted, strict=True):
+        assert tensor.view(torch.uint8).equal(moved.view(torch.uint8))  # NaN is not equal to itself
+
+
+# --- what is read ---
+
+
+@every_isa
+@pytest.mark.parametrize("name", [*sorted(FP8), "int8", "bf16", "fp16"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_every_code_is_read_as_torch_reads_it(isa, name, queries):
+    """One key, so weight 1: the result is the value; and its key times a query that picks one element is the score."""
+    dtype = kv_oracle(name).kv_dtype
+    codes = torch.arange(256, dtype=torch.uint8)
+    if dtype.itemsize == 2:
+        codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    codes = codes.view(dtype).view(-1, 1, 1, 32)
+    ones = torch.ones(codes.shape[:3]) if name in LARGEST else None
+    layer = KVLayer(name, torch.zeros_like(codes), codes, ones, ones)
+    exact = kv_oracle(name).decode_kv(codes.view(-1, 32), None)
+    parts = [Rows([0], 0, [], [], [b], True) for b in range(len(codes))]
+    with instructions(isa):
+        got = cpu.attention(torch.ones(len(codes), queries, 32), layer, build_batch(parts, 1), 1.0)
+    for h in range(queries):
+        torch.testing.assert_close(got[:, h], exact, rtol=0, atol=0, equal_nan=True)
+
+
+@every_isa
+@pytest.mark.parametrize("name", sorted(LARGEST))
+@pytest.mark.parametrize("queries", [1, 5])
+def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
+    """Two keys, one of zeros: the other's share is the logistic function of its score."""
+    codes = torch.arange(256, dtype=torch.uint8).view(kv_oracle(name).kv_dtype)
+    exact = kv_oracle(name).decode_kv(codes, None).double()
+    keys = torch.zeros(256, 2, 1, 17, dtype=codes.dtype)
+    keys[torch.arange(256), 0, 0, torch.arange(256) % 17] = codes
+    values = torch.zeros(256, 2, 1, 17)
+    values[:, 0] = 1.0
+    value_codes, value_scales = kv_oracle(name).encode_kv(values.view(512, 1, 17))
+    assert value_scales is not None
+    scale = 4.0 / LARGEST[name]
+    layer = KVLayer(
+        name, keys, value_codes.view(256, 2, 1, 17), torch.full((256, 2, 1), scale), value_scales.view(256, 2, 1)
+    )
+    parts = [Rows([0], 1, [], [], [b], True) for b in range(256)]
+    with instructions(isa):
+        got = cpu.attention(torch.ones(256, queries, 17), layer, build_batch(parts, 2), 1.0)
+    share = torch.where(exact == torch.inf, torch.nan, (exact * scale).sigmoid())  # infinity less infinity
+    wanted = share[:, None, None].expand(256, queries, 17)
+    torch.testing.assert_close(got.double(), wanted, rtol=3e-6, atol=0, equal_nan=True)
+
+
+# --- attention ---
+
+
+@every_isa
+@given(drawn=passes())
+@settings(max_examples=60)
+def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
+    p, window = drawn
+    scale = p.q.shape[2] ** -0.5
+    with instructions(isa):
+        got = cpu.attention(p.q, p.layer, p.batch, scale, window)
+        assert (got.double() - exact_attention(p, scale, window)).abs().max() < 1e-5
+        for b, part in enumerate(p.parts):
+            row = (7 * b + 3) % (part.pending + len(part.parents))
+            single = alone(p, b, row, 3)
+            lonely = cpu.attention(single.q, single.layer, single.batch, scale, window)
+            assert lonely[0].equal(got[int(p.batch.row_offsets[b]) + row])
+        with threads(2):
+            assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+    with instructions("portable"):
+        assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+
+
+@every_isa
+@every_kv_format
+def test_one_row_over_a_long_context(isa, name):
+    """32k keys: the same bits from one thread, which walks all blocks, and from several, which share them."""
+    p = make_pass([Part(32767, 1)], name, heads=3, kv_heads=1, dim=16, block_size=16)
+    with instructions(isa):
+        alone_bits = cpu.attention(p.q, p.layer, p.batch, 0.4)
+        for count in (2, 3):
+            with threads(count):
+                assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(alone_bits)
+    assert (alone_bits.double() - exact_attention(p, 0.4)).abs().max() < 1e-5
+    with instructions("portable"):
+        assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(alone_bits)
+
+
+@pytest.mark.parametrize("window", [None, 300, 1])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_blocks_are_shared_among_threads_without_a_trace(count, window):
+    """A chain, a tree across the border of a block, a chunk of a prompt and a short sequence, in few tiles."""
+    parts = [Part(1500, 1, [-1, 0, 1]), Part(510, 2, [-1, -1, 0, 0, 3, 1]), Part(700, 9), Part(3, 1)]
+    for some in (parts[:1], parts[1:2], parts[2:3], parts):
+        p = make_pass(some, "int8", heads=2, kv_heads=1, dim=32, block_size=16)
+        walked = cpu.attention(p.q, p.layer, p.batch, 0.2, window)
+        assert (walked.double() - exact_attention(p, 0.2, window)).abs().max() < 1e-5
+        with threads(count):
+            assert all(cpu.attention(p.q, p.layer, p.batch, 0.2, window).equal(walked) for _ in range(5))
+
+
+@every_isa
+@every_kv_format
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_key_that_a_row_does_not_see_cannot_touch_it(isa, name, group):
+    """The rows of a chunk share tiles; a NaN in one must stay out of the rows before it."""
+    p = make_pass([Part(3, 12)], name, heads=2 * group, block_size=16)
+    slot = int(p.batch.slots[9])
+    with instructions(isa):
+        clean = cpu.attention(p.q, p.layer, p.batch, 0.3)
+        for rows in flat(p.layer):
+            if rows.is_floating_point():
+                rows[slot] = float("nan")
+        got = cpu.attention(p.q, p.layer, p.batch, 0.3)
+    assert got[:9].equal(clean[:9]) and got[9:].isnan().all()
