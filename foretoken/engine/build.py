@@ -14,8 +14,9 @@ from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.llama import Llama
-from foretoken.models.loader import Progress, load_model, resolve_model
+from foretoken.models.loader import load_model, resolve_model
 from foretoken.models.runner import ModelRunner
+from foretoken.models.weights import Progress
 from foretoken.spec.drafter import Drafter, NoDrafter, parse_options
 from foretoken.spec.length import make_policy
 from foretoken.tokenizer import Tokenizer
