@@ -227,7 +227,7 @@ def oracle_logits(folder: Path, token_ids: Seq[int]) -> Tensor:
 
 
 def load(folder: Path, backend: str = "reference", weights: str = "auto") -> Llama:
-    return load_model(folder, ops.resolve(backend), QuantScheme(weights))
+    return load_model(folder, ops.resolve(backend), QuantScheme.parse(weights))
 
 
 def make_runner(model: Llama, block_size: int = 16, num_blocks: int = 64, kv_format: str = "fp32") -> ModelRunner:
@@ -273,4 +273,4 @@ def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> L
             return tensors[tensor_name][start:stop]
 
     chosen = ops.resolve(backend)
-    return Llama(config, read_weights(config, InMemory(), QuantScheme(weights), chosen), chosen)
+    return Llama(config, read_weights(config, InMemory(), QuantScheme.parse(weights), chosen), chosen)

@@ -51,11 +51,13 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
         draft_folder = resolve_model(config.spec.model)
         check_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
     num_blocks = _num_blocks(config, shape, max_len)
-    target = load_model(folder, backend, QuantScheme(config.format), max_len, config.device, progress)
+    target = load_model(folder, backend, QuantScheme.parse(config.format), max_len, config.device, progress)
     draft: Llama | None = None
     if draft_folder is not None:
         draft_len = min(max_len, read_config(draft_folder).max_model_len)
-        draft = load_model(draft_folder, backend, QuantScheme(config.spec.format), draft_len, config.device, progress)
+        draft = load_model(
+            draft_folder, backend, QuantScheme.parse(config.spec.format), draft_len, config.device, progress
+        )
     return assemble(config, tokenizer, num_blocks, target, draft)
 
 
