@@ -13,7 +13,12 @@
 
 namespace foretoken {
 
-enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2 };
+// The dense formats come first: they index the tables of kernels below.
+enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, int4 = 4, nf4 = 5, fp8_e4m3 = 6, fp8_e5m2 = 7 };
+
+constexpr int64_t bytes_of(Format format) {  // of one number of a dense format
+    return format == Format::fp32 ? 4 : 2;
+}
 
 struct bf16 {
     uint16_t bits;
@@ -22,12 +27,13 @@ struct fp16 {
     uint16_t bits;
 };
 
-// out[T, O] = x[T, K] * w[O, K]^T + bias[O]
+// out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O]
 struct LinearArgs {
     const float* packed;  // x in tiles of `tile` rows (the last may have fewer), each as `pack` wrote it
     const void* weight;
-    const float* bias;  // or null
-    float* out;         // [T, O], contiguous
+    const float* bias;      // or null
+    const float* residual;  // [T, O], contiguous, or null; may be `out`
+    float* out;             // [T, O], contiguous
     int64_t weight_stride;
     int64_t rows, outputs, depth, tile;
 };

@@ -80,15 +80,20 @@ void linear_tile(const LinearArgs& a, const float* x, int64_t t, int64_t o, int6
     });
     const float* both = totals[0];
     float* out = a.out + t * a.outputs + o;
-    if (o + 2 * P <= o_end && a.bias == nullptr) {
+    if (o + 2 * P <= o_end && a.bias == nullptr && a.residual == nullptr) {
         unroll<M>([&](auto m) INLINE_LAMBDA {
             unroll<P>([&](auto p) INLINE_LAMBDA { __builtin_memcpy(out + m * a.outputs + 2 * p, both + 2 * (p * M + m), 8); });
         });
         return;
     }
+    const float* residual = a.residual ? a.residual + t * a.outputs + o : nullptr;
     for (int m = 0; m < M; m++)
-        for (int64_t r = 0; r < 2 * P && o + r < o_end; r++)
-            out[m * a.outputs + r] = both[2 * (r / 2 * M + m) + r % 2] + (a.bias ? a.bias[o + r] : 0.0f);
+        for (int64_t r = 0; r < 2 * P && o + r < o_end; r++) {
+            float sum = both[2 * (r / 2 * M + m) + r % 2];
+            if (a.bias) sum += a.bias[o + r];
+            if (residual) sum = residual[m * a.outputs + r] + sum;
+            out[m * a.outputs + r] = sum;
+        }
 }
 
 template <int M, class W>

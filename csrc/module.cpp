@@ -8,6 +8,7 @@
 
 #include <string>
 
+#include "linear.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -21,10 +22,23 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-void py_linear(uintptr_t x, int64_t x_stride, uintptr_t weight, int64_t weight_stride, int format, uintptr_t bias, uintptr_t out,
-               int64_t rows, int64_t outputs, int64_t depth) {
-    linear(at<const float>(x), x_stride, at<const void>(weight), weight_stride, static_cast<Format>(format), at<const float>(bias),
-           at<float>(out), rows, outputs, depth);
+void py_weight(Weight* self, int format, bool integer_rows, int64_t outputs, int64_t depth, int64_t group, int64_t stride,
+               uintptr_t codes, uintptr_t scales, int scale_format, uintptr_t zeros) {
+    new (self) Weight{static_cast<Format>(format), integer_rows,         outputs,
+                      depth,                       group,                stride,
+                      at<const void>(codes),       at<const void>(scales), static_cast<Format>(scale_format),
+                      at<const uint8_t>(zeros)};
+}
+
+void py_linear(int kind, uintptr_t x, int64_t x_stride, uintptr_t norm_weight, float eps, uintptr_t index, int64_t index_limit,
+               const Weight& weight, uintptr_t bias, uintptr_t residual, uintptr_t out, int64_t rows) {
+    linear({{static_cast<RowSource::Kind>(kind), at<const float>(x), x_stride, at<const float>(norm_weight), eps,
+             at<const int32_t>(index), index_limit},
+            &weight,
+            at<const float>(bias),
+            at<const float>(residual),
+            at<float>(out),
+            rows});
 }
 
 void py_rms_norm(uintptr_t x, int64_t x_stride, uintptr_t weight, float eps, uintptr_t out, int64_t rows, int64_t width) {
@@ -41,10 +55,17 @@ void py_silu_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, int64_t rows,
     silu_mul(at<const float>(gate_up), stride, at<float>(out), rows, width);
 }
 
-void py_embedding(uintptr_t token_ids, uintptr_t weight, int64_t weight_stride, int format, uintptr_t out, int64_t rows,
-                  int64_t vocabulary, int64_t width) {
-    embedding(at<const int32_t>(token_ids), at<const void>(weight), weight_stride, static_cast<Format>(format), at<float>(out),
-              rows, vocabulary, width);
+void py_embedding(uintptr_t token_ids, const Weight& weight, uintptr_t out, int64_t rows) {
+    embedding(at<const int32_t>(token_ids), weight, at<float>(out), rows);
+}
+
+void py_rope_store(uintptr_t qkv, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim, uintptr_t q_norm, uintptr_t k_norm,
+                   float eps, uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t slots, uintptr_t k_cache,
+                   uintptr_t v_cache, int64_t num_slots, int64_t width, int format, uintptr_t q_out, int64_t rows) {
+    const Cache cache{at<void>(k_cache), at<void>(v_cache), num_slots, width, static_cast<Format>(format)};
+    rope_store({at<const float>(qkv), stride, heads, kv_heads, dim, at<const float>(q_norm), at<const float>(k_norm), eps,
+                at<const int32_t>(positions), at<const float>(table), table_rows, at<const int32_t>(slots)},
+               cache, at<float>(q_out), rows);
 }
 
 void py_store_kv(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t k_cache, uintptr_t v_cache,
@@ -95,7 +116,9 @@ std::string build_info() {
 NB_MODULE(_native, m) {
     using namespace foretoken;
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+    nb::class_<Weight>(m, "Weight").def("__init__", &py_weight);
     m.def("linear", &py_linear, unlocked);
+    m.def("rope_store", &py_rope_store, unlocked);
     m.def("rms_norm", &py_rms_norm, unlocked);
     m.def("rope", &py_rope, unlocked);
     m.def("silu_mul", &py_silu_mul, unlocked);

@@ -10,12 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "pool.h"
+#include "tasks.h"
 
 namespace foretoken {
 namespace {
-
-constexpr int64_t serial_cost = 24 * 1024;  // multiplications (or as much work) below which waking a thread costs more
 
 std::atomic<const Kernels*> chosen{nullptr};
 
@@ -44,33 +42,6 @@ const Kernels* find(const std::string& name) {
     throw std::invalid_argument("unknown instruction set '" + name + "'; choose auto, avx512, avx2 or portable");
 }
 
-// Memory of this thread that only grows, aligned to 64 bytes.
-float* scratch(int slot, int64_t floats) {
-    thread_local std::vector<float> buffers[2];
-    std::vector<float>& buffer = buffers[slot];
-    if (static_cast<int64_t>(buffer.size()) < floats + 16) buffer.resize(floats + floats / 2 + 16);
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) & ~uintptr_t{63});
-}
-
-int64_t bytes_of(Format format) { return format == Format::fp32 ? 4 : 2; }
-
-// Cut `rows` rows into tasks of about `serial_cost` each and run f(begin, end).
-template <class F>
-void by_rows(int64_t rows, int64_t cost_per_row, const F& f) {
-    const int64_t per_task = std::max<int64_t>(1, serial_cost / std::max<int64_t>(1, cost_per_row));
-    const int64_t tasks = (rows + per_task - 1) / per_task;
-    run_tasks(tasks, tasks > 1, [&](int64_t i) { f(i * per_task, std::min(rows, (i + 1) * per_task)); });
-}
-
-[[noreturn]] void out_of_range(const char* what, int64_t value, int64_t limit) {
-    throw std::out_of_range(std::string(what) + " " + std::to_string(value) + " is outside 0.." + std::to_string(limit - 1));
-}
-
-void check(const char* what, const int32_t* values, int64_t count, int64_t limit) {
-    for (int64_t i = 0; i < count; i++)
-        if (values[i] < 0 || values[i] >= limit) out_of_range(what, values[i], limit);
-}
-
 }  // namespace
 
 const Kernels& kernels() {
@@ -84,34 +55,6 @@ const Kernels& kernels() {
 }
 
 void set_isa(const char* name) { chosen.store(find(name), std::memory_order_relaxed); }
-
-void linear(const float* x, int64_t x_stride, const void* weight, int64_t weight_stride, Format format, const float* bias,
-            float* out, int64_t rows, int64_t outputs, int64_t depth) {
-    if (rows == 0) return;
-    const Kernels& table = kernels();
-    const int f = static_cast<int>(format);
-    const int64_t padded = round_up(depth, depth_step);
-    // Few rows make tiles of even height (9 = 5 + 4): a tile of one row costs nearly what a tile of four does.
-    const int64_t full = table.row_tile, strip = 8 * full;
-    const int64_t few = (rows + full - 1) / full, tile = rows <= strip ? (rows + few - 1) / few : full;
-    float* packed = scratch(0, rows * padded);
-    by_rows((rows + tile - 1) / tile, tile * padded / 4, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin * tile; t < std::min(end * tile, rows); t += tile)
-            table.pack[f](x + t * x_stride, x_stride, std::min(tile, rows - t), depth, packed + t * padded);
-    });
-
-    const LinearArgs args{packed, weight, bias, out, weight_stride, rows, outputs, depth, tile};
-    // A few tasks a thread, of at most 128 KB of weights, in multiples of 24 outputs (whole tiles for any row count).
-    const int64_t row_bytes = std::max<int64_t>(1, depth * bytes_of(format));
-    const int64_t wanted = std::min<int64_t>(outputs / (4 * num_threads()), 128 * 1024 / row_bytes);
-    const int64_t columns_per_task = std::max<int64_t>(24, wanted / 24 * 24);
-    const int64_t columns = (outputs + columns_per_task - 1) / columns_per_task;
-    const int64_t rows_per_task = rows <= strip ? rows : strip, strips = (rows + rows_per_task - 1) / rows_per_task;
-    run_tasks(columns * strips, outputs * depth * (3 + rows) > 4 * serial_cost, [&](int64_t i) {
-        const int64_t o = i % columns * columns_per_task, t = i / columns * rows_per_task;
-        table.linear[f](args, o, std::min(outputs, o + columns_per_task), t, std::min(rows, t + rows_per_task));
-    });
-}
 
 void rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, float* out, int64_t rows, int64_t width) {
     const Kernels& table = kernels();
@@ -135,15 +78,6 @@ void silu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, in
     by_rows(rows, 4 * width, [&](int64_t begin, int64_t end) {
         table.silu_mul(gate_up + begin * stride, stride, end - begin, width, out + begin * width);
     });
-}
-
-void embedding(const int32_t* token_ids, const void* weight, int64_t weight_stride, Format format, float* out, int64_t rows,
-               int64_t vocabulary, int64_t width) {
-    check("token id", token_ids, rows, vocabulary);
-    const Kernels& table = kernels();
-    const char* base = static_cast<const char*>(weight);
-    for (int64_t t = 0; t < rows; t++)
-        table.decode[static_cast<int>(format)](base + token_ids[t] * weight_stride * bytes_of(format), width, out + t * width);
 }
 
 void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, const Cache& cache, const int32_t* slots,
@@ -220,7 +154,7 @@ void attention(const AttentionArgs& args, Format format, int64_t num_blocks, con
     }
     const auto kernel = kernels().attention[static_cast<int>(format)];
     run_tasks(static_cast<int64_t>(tiles.size()), cost > 4 * serial_cost,
-              [&](int64_t i) { kernel(args, tiles[i], scratch(1, attention_scratch(args.dim))); });
+              [&](int64_t i) { kernel(args, tiles[i], scratch(attention_area, attention_scratch(args.dim))); });
 }
 
 }  // namespace foretoken

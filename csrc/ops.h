@@ -11,15 +11,10 @@ namespace foretoken {
 const Kernels& kernels();
 void set_isa(const char* name);
 
-void linear(const float* x, int64_t x_stride, const void* weight, int64_t weight_stride, Format format, const float* bias,
-            float* out, int64_t rows, int64_t outputs, int64_t depth);
 void rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, float* out, int64_t rows, int64_t width);
 void rope(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t table_rows, float* out,
           int64_t rows, int64_t heads, int64_t dim);
 void silu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, int64_t width);
-void embedding(const int32_t* token_ids, const void* weight, int64_t weight_stride, Format format, float* out, int64_t rows,
-               int64_t vocabulary, int64_t width);
-
 // A layer of the cache: k and v [num_slots, width] with width = Hk * D.
 struct Cache {
     void *k, *v;
@@ -28,6 +23,20 @@ struct Cache {
 };
 void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, const Cache& cache, const int32_t* slots,
               int64_t rows);
+// q, k and v side by side in the rows of `qkv`: q and k are normed by head (where norms are given) and rotated; k and v
+// go to the cache, q to q_out [T, H, D]. Bit for bit rms_norm, rope and store_kv, one after another.
+struct RopeStore {
+    const float* qkv;
+    int64_t stride, heads, kv_heads, dim;
+    const float *q_norm, *k_norm;  // [D] or null
+    float eps;
+    const int32_t* positions;
+    const float* table;
+    int64_t table_rows;
+    const int32_t* slots;
+};
+void rope_store(const RopeStore& args, const Cache& cache, float* q_out, int64_t rows);
+
 void move_kv(const Cache& cache, const int32_t* source, const int32_t* target, int64_t count);
 
 struct Sequences {

@@ -1,16 +1,58 @@
-"""Native CPU kernels (csrc/). Tensors are addresses (`data_ptr()`), strides count elements; 0 fp32, 1 bf16, 2 fp16."""
+"""Native CPU kernels (csrc/). Tensors are addresses (`data_ptr()`), strides count elements; formats as enum Format."""
+
+class Weight:
+    """A weight [O, K] by address: dense (rows of `stride` elements) or packed, with scales and zero points."""
+
+    def __init__(
+        self,
+        format: int,
+        integer_rows: bool,
+        outputs: int,
+        depth: int,
+        group: int,
+        stride: int,
+        codes: int,
+        scales: int,
+        scale_format: int,
+        zeros: int,
+        /,
+    ) -> None: ...
 
 def linear(
+    kind: int,
     x: int,
     x_stride: int,
-    weight: int,
-    weight_stride: int,
-    format: int,
+    norm_weight: int,
+    eps: float,
+    index: int,
+    index_limit: int,
+    weight: Weight,
     bias: int,
+    residual: int,
     out: int,
     rows: int,
-    outputs: int,
-    depth: int,
+    /,
+) -> None: ...
+def rope_store(
+    qkv: int,
+    stride: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    q_norm: int,
+    k_norm: int,
+    eps: float,
+    positions: int,
+    table: int,
+    table_rows: int,
+    slots: int,
+    k_cache: int,
+    v_cache: int,
+    num_slots: int,
+    width: int,
+    format: int,
+    q_out: int,
+    rows: int,
     /,
 ) -> None: ...
 def rms_norm(x: int, x_stride: int, weight: int, eps: float, out: int, rows: int, width: int, /) -> None: ...
@@ -27,17 +69,7 @@ def rope(
     /,
 ) -> None: ...
 def silu_mul(gate_up: int, stride: int, out: int, rows: int, width: int, /) -> None: ...
-def embedding(
-    token_ids: int,
-    weight: int,
-    weight_stride: int,
-    format: int,
-    out: int,
-    rows: int,
-    vocabulary: int,
-    width: int,
-    /,
-) -> None: ...
+def embedding(token_ids: int, weight: Weight, out: int, rows: int, /) -> None: ...
 def store_kv(
     k: int,
     k_stride: int,

@@ -30,31 +30,24 @@ class Llama:
         Returns logits float32 [R, V] of `batch.logit_rows`, and, if `captures` names layers, what leaves those layers
         for every row, side by side: float32 [T, len(captures) * C].
         """
-        ops, w = self.ops, self.weights
+        ops, w, eps = self.ops, self.weights, self.config.rms_eps
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
-            x = x + self._attention(i, layer, ops.rms_norm(x, layer.input_norm, self.config.rms_eps), batch, cache)
-            x = x + self._mlp(layer, ops.rms_norm(x, layer.post_norm, self.config.rms_eps))
+            x = self._attention(i, layer, x, batch, cache)
+            gate_up = ops.norm_linear(x, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias)  # [T, 2 I]
+            x = ops.silu_linear(gate_up, layer.down, layer.down_bias, residual=x)
             if i in captures:
                 kept[i] = x
-        rows = x.index_select(0, batch.logit_rows)  # [R, C]
-        logits = ops.linear(ops.rms_norm(rows, w.norm, self.config.rms_eps), w.lm_head)
+        logits = ops.norm_linear(x, w.norm, eps, w.lm_head, rows=batch.logit_rows)
         return logits, torch.cat([kept[i] for i in captures], dim=1) if captures else None
 
     def _attention(self, i: int, w: LayerWeights, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        """x [T, C] plus what attention adds to it."""
         ops, c = self.ops, self.config
-        num_q, num_kv, dim = c.num_heads, c.num_kv_heads, c.head_dim
-        qkv = ops.linear(x, w.qkv, w.qkv_bias).view(-1, num_q + 2 * num_kv, dim)  # [T, H + 2 Hk, D]
-        q, k, v = qkv[:, :num_q], qkv[:, num_q : num_q + num_kv], qkv[:, num_q + num_kv :]
-        if w.q_norm is not None and w.k_norm is not None:
-            q = ops.rms_norm(q.reshape(-1, dim), w.q_norm, c.rms_eps).view(-1, num_q, dim)
-            k = ops.rms_norm(k.reshape(-1, dim), w.k_norm, c.rms_eps).view(-1, num_kv, dim)
-        q, k = ops.rope(q, batch.positions, self.rope), ops.rope(k, batch.positions, self.rope)
         kv = cache.layer(i)
-        ops.store_kv(k, v, kv, batch.slots)
-        out = ops.attention(q, kv, batch, dim**-0.5, c.windows[i])  # [T, H, D]
-        return ops.linear(out.reshape(-1, num_q * dim), w.o, w.o_bias)
-
-    def _mlp(self, w: LayerWeights, x: Tensor) -> Tensor:
-        return self.ops.linear(self.ops.silu_mul(self.ops.linear(x, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+        qkv = ops.norm_linear(x, w.input_norm, c.rms_eps, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
+        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+        q = ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, c.rms_eps)  # [T, H, D]
+        out = ops.attention(q, kv, batch, c.head_dim**-0.5, c.windows[i])  # [T, H, D]
+        return ops.linear(out.view(-1, c.num_heads * c.head_dim), w.o, w.o_bias, residual=x)

@@ -100,7 +100,7 @@ class _Reader:
         progress: Progress | None,
     ) -> None:
         self.config, self.source, self.quant, self.device = config, source, quant, device
-        self.pack: Callable[[QuantTensor], QuantTensor] = getattr(ops, "pack", lambda w: w)
+        self.pack = ops.pack
         self.shapes = expected_shapes(config)
         self.progress = progress
         self.total = sum(torch.Size(s).numel() for s in self.shapes.values())

@@ -4,13 +4,14 @@ Letters: T rows of a pass, B sequences, N draft nodes, R rows whose logits are w
 heads, D head dimension, V vocabulary, O x K weight, G group, P positions.
 
 A backend is a module that defines any subset of the ops in `reference.py`, which is the specification, and declares
-`row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`. What it lacks falls through to the reference.
+`row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`. What it lacks falls through to the reference. Where
+its kernels want weights in a layout of their own it has `pack`, `unpack`, `concat`, `ROWS_PER_PACK` and `serves`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from functools import cache
 from types import ModuleType
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from foretoken import registry
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
+from foretoken.formats import scheme
 from foretoken.formats.scheme import KVLayer, QuantTensor
 from foretoken.ops import reference
 
@@ -32,17 +34,27 @@ def _say_once(text: str) -> None:
 
 
 class Ops:
-    """The ops of one backend, the reference behind it. Signatures and shapes are those of `ops/reference.py`."""
+    """The ops of one backend, the reference behind it. Signatures and shapes are those of `ops/reference.py`.
+
+    The fused ops (`norm_linear`, `silu_linear`, `rope_store`) are compositions of the others; a backend may have them
+    as one call, with the same bits.
+    """
 
     def __init__(self, backend: ModuleType) -> None:
         self.backend = backend
         self.name = backend.__name__.rsplit(".", 1)[-1]
         self.row_invariant: bool = backend.row_invariant and reference.row_invariant
-        self._embedding: Callable[[Tensor, QuantTensor], Tensor] = getattr(backend, "embedding", reference.embedding)
         self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._pick("rms_norm")
         self.rope: Callable[[Tensor, Tensor, Tensor], Tensor] = self._pick("rope")
         self.silu_mul: Callable[[Tensor], Tensor] = self._pick("silu_mul")
-        self._linear: Callable[[Tensor, QuantTensor, Tensor | None], Tensor] = self._pick("linear")
+        self._serves: Callable[[QuantTensor], bool] = getattr(
+            backend, "serves", lambda w: w.format in backend.LINEAR_FORMATS
+        )
+        self._linear: Callable[..., Tensor] = self._pick("linear")
+        self._embedding: Callable[..., Tensor] = getattr(backend, "embedding", reference.embedding)
+        self._norm_linear: Callable[..., Tensor] | None = getattr(backend, "norm_linear", None)
+        self._silu_linear: Callable[..., Tensor] | None = getattr(backend, "silu_linear", None)
+        self._rope_store: Callable[..., Tensor] | None = getattr(backend, "rope_store", None)
 
     def _pick(self, op: str) -> Callable[..., Tensor]:
         chosen = getattr(self.backend, op, None)
@@ -52,19 +64,68 @@ class Ops:
         picked: Callable[..., Tensor] = chosen
         return picked
 
+    # --- weights ---
+
+    def pack(self, w: QuantTensor) -> QuantTensor:
+        """`w` as this backend's kernels want it; itself where they take it as it is, or not at all."""
+        packing: Callable[[QuantTensor], QuantTensor] | None = getattr(self.backend, "pack", None)
+        return w if packing is None else packing(w)
+
+    def unpack(self, w: QuantTensor) -> QuantTensor:
+        """The inverse of pack: the format's own layout."""
+        if w.layout == "plain":
+            return w
+        unpacked: QuantTensor = self.backend.unpack(w)
+        return unpacked
+
+    def concat(self, parts: Seq[QuantTensor]) -> QuantTensor:
+        """Packed weights as one, along O; each but the last must have a multiple of `ROWS_PER_PACK` outputs."""
+        if parts[0].layout == "plain":
+            return scheme.get(parts[0].format).concat(list(parts))
+        joined: QuantTensor = self.backend.concat(parts)
+        return joined
+
     def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
         """Rows token_ids [T] of an embedding [V, C]; returns float32 [T, C]."""
-        known = w.format in self.backend.LINEAR_FORMATS
-        return (self._embedding if known else reference.embedding)(token_ids, w)
+        if self._serves(w):
+            return self._embedding(token_ids, w)
+        return reference.embedding(token_ids, self.unpack(w))
 
-    def linear(self, x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K] times w [O, K] transposed, plus bias [O]."""
-        if w.format in self.backend.LINEAR_FORMATS:
-            return self._linear(x, w, bias)
+    # --- products ---
+
+    def linear(self, x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O]."""
+        if self._serves(w):
+            return self._linear(x, w, bias, residual)
         _say_once(
-            f"no {self.name!r} kernel for weights in {w.format!r}; using the reference (slow; see `foretoken info`)"
+            f"no {self.name!r} kernel for weights in {w.format!r} (group {w.group}); using the reference "
+            "(slow; see `foretoken info`)"
         )
-        return reference.linear(x, w, bias)
+        return reference.linear(x, self.unpack(w), bias, residual)
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: QuantTensor,
+        bias: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """linear of rms_norm(x), of the rows `rows` int32 [R] of x [T, K] where given."""
+        if self._norm_linear is not None and self._serves(w):
+            return self._norm_linear(x, norm, eps, w, bias, rows)
+        return self.linear(self.rms_norm(x if rows is None else x.index_select(0, rows), norm, eps), w, bias)
+
+    def silu_linear(
+        self, gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """linear of silu_mul(gate_up [T, 2 K])."""
+        if self._silu_linear is not None and self._serves(w):
+            return self._silu_linear(gate_up, w, bias, residual)
+        return self.linear(self.silu_mul(gate_up), w, bias, residual)
+
+    # --- cache ---
 
     def _kv(self, op: str, layer: KVLayer) -> Callable[..., Tensor]:
         if layer.format in self.backend.KV_FORMATS:
@@ -72,6 +133,31 @@ class Ops:
         _say_once(f"no {self.name!r} kernel for a KV cache in {layer.format!r}; using the reference (slow)")
         picked: Callable[..., Tensor] = getattr(reference, op)
         return picked
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        heads: int,
+        layer: KVLayer,
+        batch: Batch,
+        table: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v, return q [T, H, D].
+
+        q and k are normed by head first where `norms` (q's [D], k's [D]) are given.
+        """
+        if self._rope_store is not None and layer.format in self.backend.KV_FORMATS:
+            return self._rope_store(qkv, heads, layer, batch, table, norms, eps)
+        kv_heads, dim = layer.k.shape[2:]
+        split = qkv.view(-1, heads + 2 * kv_heads, dim)  # [T, H + 2 Hk, D]
+        q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+        if norms is not None:
+            q = self.rms_norm(q.reshape(-1, dim), norms[0], eps).view(-1, heads, dim)
+            k = self.rms_norm(k.reshape(-1, dim), norms[1], eps).view(-1, kv_heads, dim)
+        self.store_kv(self.rope(k, batch.positions, table), v, layer, batch.slots)
+        return self.rope(q, batch.positions, table)
 
     def store_kv(self, k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
         """Encode k, v [T, Hk, D] into the cache rows slots [T]."""

@@ -32,8 +32,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LINEAR_FORMATS = frozenset(_CODES)
 KV_FORMATS = frozenset(_CODES)
 _F32, _I32 = torch.float32, torch.int32
-_Weight = tuple[int, int, int, int, int]
-_weights: dict[int, _Weight] = {}  # by id of the QuantTensor, as long as it lives
+_weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
 _NO_WINDOW = 1 << 40
 
@@ -87,48 +86,109 @@ def _fit(what: str, got: object, wanted: object) -> None:
         raise ValueError(f"{what}: {got} does not fit {wanted}")
 
 
-def _weight(w: QuantTensor) -> _Weight:
-    """Address, row stride, format code, O and K of a dense weight; looked up once, for it never moves."""
+def _weight(w: QuantTensor) -> _native.Weight:
+    """The native description of a weight; made once, for its tensors never move."""
     known = _weights.get(id(w))
     if known is not None:
         return known
+    made = _dense_weight(w)
+    weakref.finalize(w, _weights.pop, id(w), None)
+    _weights[id(w)] = made
+    return made
+
+
+def serves(w: QuantTensor) -> bool:
+    """Whether a kernel takes this weight as it is stored."""
+    return w.layout == "cpu" or w.format in _DTYPES
+
+
+def _dense_weight(w: QuantTensor) -> _native.Weight:
     weight = w.parts["weight"]
     if weight.dtype is not _DTYPES[w.format] or not weight.is_cpu:
         raise TypeError(f"a weight in {w.format} cannot be {weight.dtype} on {weight.device} here")
     if weight.stride(1) != 1 or tuple(weight.shape) != w.shape:
         raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
-    known = (weight.data_ptr(), weight.stride(0), _CODES[w.format], *w.shape)
-    weakref.finalize(w, _weights.pop, id(w), None)
-    _weights[id(w)] = known
-    return known
+    outputs, depth = w.shape
+    return _native.Weight(_CODES[w.format], False, outputs, depth, depth, weight.stride(0), weight.data_ptr(), 0, 0, 0)
 
 
 def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
     """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]. Raises IndexError outside 0..V-1."""
     ids = _ints(token_ids)
-    weight, stride, code, vocabulary, width = _weight(w)
     rows = ids.shape[0]
-    out = torch.empty(rows, width, dtype=_F32)
-    _native.embedding(ids.data_ptr(), weight, stride, code, out.data_ptr(), rows, vocabulary, width)
+    out = torch.empty(rows, w.shape[1], dtype=_F32)
+    _native.embedding(ids.data_ptr(), _weight(w), out.data_ptr(), rows)
     return out
 
 
-def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] times w [O, K] transposed, plus bias [O]; returns [T, O]."""
+_PLAIN, _NORM, _SILU = 0, 1, 2  # RowSource::Kind in csrc/linear.h
+
+
+def _product(
+    kind: int,
+    x: Tensor,
+    w: QuantTensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    index: Tensor | None = None,
+) -> Tensor:
     x = _floats(x)
-    weight, stride, code, outputs, depth = _weight(w)
-    rows, width = x.shape
-    if width != depth:
+    handle = _weight(w)
+    outputs, depth = w.shape
+    if x.shape[1] != (2 * depth if kind == _SILU else depth):
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight {w.shape}")
-    bias_at = 0
+    rows = x.shape[0]
+    index_at = norm_at = bias_at = residual_at = 0
+    if index is not None:
+        index = _ints(index)
+        rows, index_at = index.shape[0], index.data_ptr()
+    if norm is not None:
+        norm = _floats(norm)
+        _fit("norm weight", norm.shape[0], depth)
+        norm_at = norm.data_ptr()
     if bias is not None:
         bias = _floats(bias)
         _fit("bias", bias.shape[0], outputs)
         bias_at = bias.data_ptr()
+    if residual is not None:
+        if residual.dtype is not _F32 or not residual.is_contiguous() or residual.shape != (rows, outputs):
+            raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(rows, outputs)}")
+        residual_at = residual.data_ptr()
     out = torch.empty(rows, outputs, dtype=_F32)
-    at = out.data_ptr()
-    _native.linear(x.data_ptr(), _row_stride(x), weight, stride, code, bias_at, at, rows, outputs, depth)
+    _native.linear(
+        kind,
+        x.data_ptr(),
+        _row_stride(x),
+        norm_at,
+        eps,
+        index_at,
+        x.shape[0],
+        handle,
+        bias_at,
+        residual_at,
+        out.data_ptr(),
+        rows,
+    )
     return out
+
+
+def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O]."""
+    return _product(_PLAIN, x, w, bias, residual)
+
+
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, w: QuantTensor, bias: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """linear(rms_norm(x, norm, eps), w, bias), of the rows `rows` [R] of x [T, K] if given; bit for bit the same."""
+    return _product(_NORM, x, w, bias, norm=norm, eps=eps, index=rows)
+
+
+def silu_linear(gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """linear(silu_mul(gate_up [T, 2 K]), w, bias, residual); bit for bit the same."""
+    return _product(_SILU, gate_up, w, bias, residual)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -199,6 +259,51 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
         slots.data_ptr(),
         k.shape[0],
     )
+
+
+def rope_store(
+    qkv: Tensor,
+    heads: int,
+    layer: KVLayer,
+    batch: Batch,
+    table: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
+
+    With `norms` q and k are normed by head first. Bit for bit rms_norm, rope and store_kv. Raises as these do.
+    """
+    qkv, positions, slots = _floats(qkv), _ints(batch.positions), _ints(batch.slots)
+    kv_heads, dim = layer.k.shape[2:]
+    rows = qkv.shape[0]
+    _fit("qkv", qkv.shape[1], (heads + 2 * kv_heads) * dim)
+    _fit("rope table, positions and slots", (table.shape[1], positions.shape[0], slots.shape[0]), (dim, rows, rows))
+    q_norm_at = k_norm_at = 0
+    if norms is not None:
+        q_norm, k_norm = _floats(norms[0]), _floats(norms[1])
+        _fit("norm weights", (q_norm.shape[0], k_norm.shape[0]), (dim, dim))
+        q_norm_at, k_norm_at = q_norm.data_ptr(), k_norm.data_ptr()
+    table = table.contiguous()
+    out = torch.empty(rows, heads, dim, dtype=_F32)
+    _native.rope_store(
+        qkv.data_ptr(),
+        _row_stride(qkv),
+        heads,
+        kv_heads,
+        dim,
+        q_norm_at,
+        k_norm_at,
+        eps,
+        positions.data_ptr(),
+        table.data_ptr(),
+        table.shape[0],
+        slots.data_ptr(),
+        *_cache(layer),
+        out.data_ptr(),
+        rows,
+    )
+    return out
 
 
 def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:

@@ -164,7 +164,7 @@ def test_what_a_backend_lacks_falls_through_said_once(caplog):
 def test_what_a_backend_has_is_used_for_its_formats_only():
     calls = []
 
-    def linear(x, w, bias=None):
+    def linear(x, w, bias=None, residual=None):
         calls.append(w.format)
         return reference.linear(x, w, bias)
 

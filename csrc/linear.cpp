@@ -1,0 +1,59 @@
+// Which family of kernels serves a weight, and the rows that all of them start from.
+
+#include "linear.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "ops.h"
+#include "tasks.h"
+
+namespace foretoken {
+
+RowView prepare_rows(const RowSource& s, int64_t depth, int64_t begin, int64_t end, float* buffer) {
+    if (s.kind == RowSource::plain && s.index == nullptr) return {s.x + begin * s.stride, s.stride};
+    const Kernels& table = kernels();
+    for (int64_t t = begin; t < end; t++) {
+        const float* x = s.x + (s.index ? s.index[t] : t) * s.stride;
+        float* out = buffer + (t - begin) * depth;
+        if (s.kind == RowSource::norm)
+            table.rms_norm(x, s.stride, s.norm_weight, s.eps, 1, depth, out);
+        else if (s.kind == RowSource::silu)
+            table.silu_mul(x, s.stride, 1, depth, out);
+        else
+            std::memcpy(out, x, static_cast<size_t>(depth) * sizeof(float));
+    }
+    return {buffer, depth};
+}
+
+void linear(const Product& product) {
+    if (product.rows == 0) return;
+    if (product.source.index != nullptr)
+        check("row", product.source.index, product.rows, product.source.index_limit);
+    switch (product.weight->format) {
+        case Format::fp32:
+        case Format::bf16:
+        case Format::fp16:
+            return linear_dense(product);
+        default:
+            throw std::invalid_argument("no native kernel for this weight");
+    }
+}
+
+void embedding(const int32_t* token_ids, const Weight& w, float* out, int64_t rows) {
+    check("token id", token_ids, rows, w.outputs);
+    switch (w.format) {
+        case Format::fp32:
+        case Format::bf16:
+        case Format::fp16: {
+            const auto decode = kernels().decode[static_cast<int>(w.format)];
+            const char* base = static_cast<const char*>(w.codes);
+            for (int64_t t = 0; t < rows; t++) decode(base + token_ids[t] * w.stride * bytes_of(w.format), w.depth, out + t * w.depth);
+            return;
+        }
+        default:
+            throw std::invalid_argument("no native kernel for this embedding");
+    }
+}
+
+}  // namespace foretoken

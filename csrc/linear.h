@@ -1,0 +1,63 @@
+// Linear layers: where the rows come from, how the weight is stored, what is added at the end.
+//
+// linear() is one op with three parts. The rows of x are prepared (gathered, normed, or gated as SwiGLU does), laid out for
+// the kernel (and quantized where the weight asks for it), multiplied, and bias and residual are added: each part exactly as
+// the separate ops compute it, so that fusing them changes no bit.
+
+#pragma once
+
+#include "kernels.h"
+
+namespace foretoken {
+
+// A weight [O, K] in any format. Dense formats have rows of `stride` elements in `codes`; the others are packed as pack.h says.
+struct Weight {
+    Format format;
+    bool integer_rows;  // quantize the rows of x to int8 before the product
+    int64_t outputs, depth;
+    int64_t group;   // columns that share a scale; `depth` where a row has one
+    int64_t stride;  // dense formats only
+    const void* codes;
+    const void* scales;       // null for dense formats
+    Format scale_format;      // fp32, bf16 or fp16
+    const uint8_t* zeros;     // or null: the middle of the range
+};
+
+// Rows of x: as they are, or rms_norm(x) (then `norm` is its weight [K]), or silu_mul(x) (then x has 2 K columns).
+struct RowSource {
+    enum Kind : int { plain = 0, norm = 1, silu = 2 } kind;
+    const float* x;
+    int64_t stride;
+    const float* norm_weight;
+    float eps;
+    const int32_t* index;  // row i of the product comes from row index[i] of x; null: from row i
+    int64_t index_limit;   // rows of x that index may name
+};
+
+struct Product {
+    RowSource source;
+    const Weight* weight;
+    const float* bias;      // [O] or null
+    const float* residual;  // [rows, O], contiguous, or null; may be `out` itself
+    float* out;             // [rows, O], contiguous
+    int64_t rows;
+};
+
+// Raises std::out_of_range for an index outside x, std::invalid_argument for a weight that no kernel serves.
+void linear(const Product& product);
+
+// Rows token_ids [T] of an embedding [V, C], as float32 [T, C]. Raises std::out_of_range.
+void embedding(const int32_t* token_ids, const Weight& weight, float* out, int64_t rows);
+
+// Rows [begin, end) of the source as floats: where they lie, and how far apart. Those that are computed go to `buffer`
+// [end - begin, K].
+struct RowView {
+    const float* x;
+    int64_t stride;
+};
+RowView prepare_rows(const RowSource& source, int64_t depth, int64_t begin, int64_t end, float* buffer);
+
+// The families of kernels; each in a file of its own.
+void linear_dense(const Product& product);
+
+}  // namespace foretoken
