@@ -217,6 +217,11 @@ class QuantScheme:
         """Name of the format that a matrix of that stored type takes."""
         return DENSE.get(dtype, "fp32") if self.weights == "auto" else self.weights
 
+    def dense_for(self, dtype: torch.dtype) -> str:
+        """Dense format nearest to it: its own, or where it quantizes, that of the stored type."""
+        name = self.format_for(dtype)
+        return name if name in DENSE.values() else DENSE.get(dtype, "fp32")
+
     def args(self, width: int) -> QuantArgs:
         """How rows of `width` values are stored. Raises ConfigError where the group does not divide them."""
         if self.weights == "auto":

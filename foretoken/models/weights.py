@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
 from foretoken.models.layers import LayerWeights, ModelWeights
@@ -69,6 +70,24 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def weight_bytes(config: ModelConfig, source: Source, quant: QuantScheme) -> int:
+    """Bytes that all weights will take, padded as kernels pad them (a little more than what plain codes take).
+
+    Raises ConfigError naming the first tensor whose rows the scheme's group does not divide.
+    """
+    total = 0
+    for name, shape in expected_shapes(config).items():
+        if len(shape) == 1:
+            total += shape[0] * 4
+            continue
+        try:
+            bits = quant.bits_per_weight(shape[1], source.dtype(name))
+        except ConfigError as error:
+            raise ConfigError(f"tensor {name} {list(shape)} cannot be stored as {quant}: {error}") from None
+        total += int(-(-shape[0] // ROWS) * ROWS * shape[1] * bits / 8)
+    return total
+
+
 def read_weights(
     config: ModelConfig,
     source: Source,
@@ -79,14 +98,15 @@ def read_weights(
 ) -> ModelWeights:
     """All weights of a model, matrices stored by `quant` and packed for `ops`, norms and biases float32.
 
-    `progress(done, total)` counts values.
+    `progress(done, total)` counts values. Raises ConfigError, before any is read, as `weight_bytes` does.
     """
+    weight_bytes(config, source, quant)
     reader = _Reader(config, source, quant, ops, device, progress)
     embedding = reader.stack(["model.embed_tokens"])
     layers = tuple(reader.layer(i) for i in range(config.num_layers))
     norm = reader.vector("model.norm.weight")
     head = embedding if config.tied_embeddings else reader.stack(["lm_head"])
-    return ModelWeights(embedding, layers, norm, head)
+    return ModelWeights(embedding, layers, norm, head, quant.dense_for(source.dtype("model.embed_tokens.weight")))
 
 
 class _Reader:
