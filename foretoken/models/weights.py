@@ -22,7 +22,7 @@ from foretoken.models.layers import LayerWeights, ModelWeights
 from foretoken.ops import Ops
 
 Progress = Callable[[int, int], None]
-CHUNK = 4 << 20  # values of a matrix that are floats at one time
+CHUNK = 1 << 20  # values of a matrix that are floats at one time: few, so that they stay in the processor's cache
 ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of so many rows
 _HUGE = 2 << 20  # bytes of a huge page
 
@@ -169,7 +169,8 @@ class _Reader:
         whole: QuantTensor | None = None
         for start in range(0, height, step):
             count = min(step, height - start)
-            chunk = torch.cat([r.to(self.device, dtype) for r in self._rows(names, start, start + count)])
+            rows = [r.to(self.device, dtype) for r in self._rows(names, start, start + count)]
+            chunk = rows[0] if len(rows) == 1 else torch.cat(rows)
             piece = self.pack(self.quant.encode(chunk))
             self._tick(chunk.numel())
             if count == height:
