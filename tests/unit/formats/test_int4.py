@@ -84,19 +84,3 @@ def test_checkpoint_layout_is_that_of_compressed_tensors():
     assert config["format"] == "pack-quantized"
     weights = config["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 128, False)
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_agreement_with_compressed_tensors(symmetric):
-    """Their library reads our tensors as the same values."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors.quantized_compressors.pack_quantized import unpack_from_int32
-
-    q = INT4.encode(torch.randn(16, 256, generator=torch.Generator().manual_seed(1)), QuantArgs(64, symmetric))
-    tensors = INT4.checkpoint("x", q)
-    codes = unpack_from_int32(tensors["x.weight_packed"], 4, torch.Size(q.shape)).float()
-    zeros = torch.zeros(16, 4)
-    if not symmetric:
-        zeros = unpack_from_int32(tensors["x.weight_zero_point"], 4, torch.Size((16, 4)), packed_dim=0).float()
-    values = (codes.view(16, 4, 64) - zeros[..., None]) * tensors["x.weight_scale"].float()[..., None]
-    assert values.flatten(1).equal(INT4.decode(q))
