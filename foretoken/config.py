@@ -17,7 +17,7 @@ class CacheConfig:
 
     block_size: int = 16
     num_blocks: int | None = None
-    format: str = "auto"  # auto: bf16 or fp16 where the model's weights are, else fp32
+    format: str = "auto"  # auto: bf16 or fp16 where the weights (or the checkpoint's) are, else fp32
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 1024:

@@ -65,7 +65,7 @@ def load_llm(choice: EngineChoice, quiet: bool = False) -> LLM:
     with progress(f"loading {choice.model}", quiet) as bar:
 
         def report(done: int, total: int) -> None:
-            bar.update(bar.tasks[0].id, completed=done, total=total)
+            bar.update(bar.tasks[0].id, completed=done // 10**6, total=total // 10**6, note="million weights")
 
         return LLM(choice.model, progress=report, **choice.settings)
 

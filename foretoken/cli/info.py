@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from foretoken.cli.options import option, parse
 
+WIDTH = 4096  # values in a row of the weights whose size is told
+
 
 @dataclass(frozen=True)
 class Args:
@@ -42,6 +44,7 @@ def collect() -> dict[str, Any]:
         "machine": record.machine(),
         "backends": {name: _backend(name) for name in registry.names("ops")},
         "formats": {name: _format(name) for name in registry.names("formats")},
+        "presets": _presets(),
         "drafters": {name: _drafter(name) for name in registry.names("drafters")},
         "models": {name: _model(name) for name in ("embedded", "embedded-draft")},
     }
@@ -64,7 +67,19 @@ def _format(name: str) -> dict[str, Any]:
     from foretoken.formats import scheme
     from foretoken.registry import load
 
-    return {"what": _first_line(load("formats", name).__doc__), "kv_cache": scheme.get(name).kv_dtype is not None}
+    fmt = scheme.get(name)
+    return {
+        "what": _first_line(load("formats", name).__doc__),
+        "bits_per_weight": round(fmt.bits_per_weight(WIDTH, scheme.own_args(fmt.groups, WIDTH)), 3),
+        "kv_cache": fmt.kv_dtype is not None,
+    }
+
+
+def _presets() -> dict[str, Any]:
+    """The names that --format takes besides the shelf's, with the formats of weights and activations."""
+    from foretoken.formats.scheme import PRESETS
+
+    return {n: {"weights": w, "activations": a or "float32"} for n, (w, a) in PRESETS.items()}
 
 
 def _drafter(name: str) -> dict[str, Any]:
@@ -147,8 +162,16 @@ def _print(found: Mapping[str, Any]) -> None:
     )
     show(
         "formats",
-        ("name", "what", "KV cache"),
-        [(n, f["what"], "yes" if f["kv_cache"] else "no") for n, f in found["formats"].items()],
+        ("name", "what", "bits per weight", "KV cache"),
+        [
+            (n, f["what"], f"{f['bits_per_weight']:g}", "yes" if f["kv_cache"] else "no")
+            for n, f in found["formats"].items()
+        ],
+    )
+    show(
+        "more names for --format (int8 and int4 also with -g32, -g64, -g128, int4 with -asym)",
+        ("name", "weights", "activations"),
+        [(n, p["weights"], p["activations"]) for n, p in found["presets"].items()],
     )
     show(
         "drafters",

@@ -48,8 +48,9 @@ CHOICE_HELP = {
 ENGINE_HELP = {
     "num_draft_tokens": "the most tokens that a round may guess, 0..64",
     "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
-    "draft_format": "number format of the draft model's weights",
-    "format": "number format of the target's weights; auto keeps the checkpoint's",
+    "draft_format": "number format of the draft model's weights, as --format",
+    "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
+    "(see `foretoken info`)",
     "kv_format": "number format of the KV cache; auto follows the weights",
     "backend": "who computes: cpu, reference, ...; auto takes the fastest that runs here",
     "device": "cpu, cuda, cuda:1, ...",

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from foretoken import ops, registry
 from foretoken.config import EngineConfig
 from foretoken.engine.engine import Engine
+from foretoken.engine.memory import demand, kv_format, plan_blocks
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import ConfigError, VocabularyError
 from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.cache import KVCache
-from foretoken.models.config import ModelConfig, read_config
+from foretoken.models.config import read_config
 from foretoken.models.llama import Llama
-from foretoken.models.loader import Progress, load_model, resolve_model
+from foretoken.models.loader import load_model, resolve_model
 from foretoken.models.runner import ModelRunner
+from foretoken.models.weights import Progress
 from foretoken.spec.drafter import Drafter, NoDrafter, parse_options
 from foretoken.spec.length import make_policy
 from foretoken.tokenizer import Tokenizer
-
-log = logging.getLogger("foretoken")
-CACHE_SHARE = 0.3  # of the memory available at start: the most that a cache of unstated size takes
 
 
 def build_engine(model: str, config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -32,6 +30,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     if config.threads is not None:
         ops.set_num_threads(config.threads)
     backend = ops.resolve(config.backend, config.device)
+    quant, draft_quant = QuantScheme.parse(config.format), QuantScheme.parse(config.spec.format)
     folder = resolve_model(model)
     shape = read_config(folder)
     max_len = config.max_model_len or shape.max_model_len
@@ -49,12 +48,15 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
             )
         draft_folder = resolve_model(config.spec.model)
         check_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
-    num_blocks = _num_blocks(config, shape, max_len)
-    target = load_model(folder, backend, QuantScheme(config.format), max_len, config.device, progress)
+    demands = [demand(folder, quant, config)]
+    if draft_folder is not None:
+        demands.append(demand(draft_folder, draft_quant, config))
+    num_blocks = plan_blocks(config, max_len, demands)
+    target = load_model(folder, backend, quant, max_len, config.device, progress)
     draft: Llama | None = None
     if draft_folder is not None:
         draft_len = min(max_len, read_config(draft_folder).max_model_len)
-        draft = load_model(draft_folder, backend, QuantScheme(config.spec.format), draft_len, config.device, progress)
+        draft = load_model(draft_folder, backend, draft_quant, draft_len, config.device, progress)
     return assemble(config, tokenizer, num_blocks, target, draft)
 
 
@@ -92,50 +94,10 @@ def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:
         config.cache.block_size,
         c.num_kv_heads,
         c.head_dim,
-        kv_format_for(model, config),
+        kv_format(model.weights.dense, config),
         config.device,
     )
     return ModelRunner(model, cache)
-
-
-def kv_format_for(model: Llama, config: EngineConfig) -> str:
-    """Storage format of the cache: as asked, or the model's own half precision, or fp32."""
-    if config.cache.format != "auto":
-        return config.cache.format
-    stored = model.weights.embedding.format
-    return stored if stored in ("bf16", "fp16") else "fp32"
-
-
-def _num_blocks(config: EngineConfig, shape: ModelConfig, max_len: int) -> int:
-    """Blocks of the cache: as asked, else what `max_num_seqs` longest requests need, within a share of the memory."""
-    size = config.cache.block_size
-    longest = -(-max_len // size)
-    if config.cache.num_blocks is not None:
-        if config.cache.num_blocks < longest:
-            raise ConfigError(
-                f"num_blocks {config.cache.num_blocks} of {size} tokens cannot hold one request of {max_len} tokens: "
-                f"raise it to {longest}, or lower max_model_len to {config.cache.num_blocks * size}"
-            )
-        return config.cache.num_blocks
-    block_bytes = 2 * shape.num_layers * size * shape.num_kv_heads * shape.head_dim * 4
-    available = available_memory()
-    if longest * block_bytes > available:
-        raise ConfigError(
-            f"the cache of one request of {max_len} tokens takes {longest * block_bytes / 2**30:.1f} GiB, and "
-            f"{available / 2**30:.1f} GiB are free: lower max_model_len"
-        )
-    return max(longest, min(longest * config.max_num_seqs, int(available * CACHE_SHARE / block_bytes)))
-
-
-def available_memory() -> int:
-    """Bytes of memory that can be taken without swapping (Linux), or a careful guess elsewhere."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 * 2**30
 
 
 def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

@@ -32,12 +32,16 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """All weights of a model; with tied embeddings `lm_head` is `embedding`."""
+    """All weights of a model; with tied embeddings `lm_head` is `embedding`.
+
+    `dense` is the weights' format, or, where they are quantized, the checkpoint's: what an unstated cache follows.
+    """
 
     embedding: QuantTensor  # [V, C]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [C]
     lm_head: QuantTensor  # [V, C]
+    dense: str = "fp32"
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from foretoken.formats.scheme import KVLayer, QuantTensor
 
 row_invariant = True
 LINEAR_FORMATS = frozenset(registry.names("formats"))
-KV_FORMATS = LINEAR_FORMATS
+KV_FORMATS = frozenset(name for name in LINEAR_FORMATS if scheme.get(name).kv_dtype is not None)
 
 
 def unavailable() -> str | None:
@@ -54,12 +55,59 @@ def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
 
 
 def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O]."""
-    weight = scheme.get(w.format).decode(w)
-    out = _by_row(lambda row: torch.mv(weight, row), x, w.shape[0])
+    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+
+    Where the weight asks for int8 activations, the rows of x are quantized first (`scheme.quantize_rows`).
+    """
+    if w.activations is None:
+        weight = scheme.get(w.format).decode(w)
+        out = _by_row(lambda row: torch.mv(weight, row), x, w.shape[0])
+    else:
+        out = _integer_product(x, w)
     if bias is not None:
         out = out + bias
     return out if residual is None else residual + out
+
+
+def _integer_product(x: Tensor, w: QuantTensor) -> Tensor:
+    """x [T, K], quantized by row and group, times w [O, K] transposed.
+
+    f = 0; for each group, ascending: f = fma(float(sum of integer products), scale of w * scale of x, f). The sums are
+    exact (float64 holds them) and all else is element by element, so that a row's company cannot change its bits.
+    """
+    assert w.activations == "int8", w.activations
+    num_groups = w.shape[1] // w.group
+    scales = w.parts["scales"].float().T.contiguous()  # [K / G, O]
+    # Under scales of one, the values are the integers themselves.
+    unscaled = replace(w, parts={**w.parts, "scales": torch.ones_like(w.parts["scales"])})
+    codes, row_scales = scheme.quantize_rows(x, w.group)
+    rows = codes.double().view(-1, num_groups, w.group, 1)  # [T, K / G, G, 1]
+    out = torch.zeros(x.shape[0], w.shape[0], device=x.device)
+    for start in range(0, w.shape[0], 4096):  # of the outputs, to bound the memory
+        part = slice(start, min(start + 4096, w.shape[0]))
+        index = torch.arange(part.start, part.stop, device=x.device)
+        integers = scheme.get(w.format).decode_rows(unscaled, index).double().view(-1, num_groups, w.group)
+        integers = integers.transpose(0, 1).contiguous()  # [K / G, O, G]
+        for t in range(x.shape[0]):
+            sums = torch.bmm(integers, rows[t]).squeeze(-1).float()  # [K / G, O]
+            for g in range(num_groups):
+                out[t, part] = _fma(sums[g], scales[g, part] * row_scales[t, g], out[t, part])
+    return out
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32, rounded once.
+
+    In float64 the product is exact and the sum rounded to odd (to the neighbour with the last bit set, where it is not
+    exact), so that rounding it again to float32 is as good as rounding once (Boldo and Melquiond, 2008).
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    up = torch.full_like(total, torch.inf).copysign(error)
+    even = (total.view(torch.int64) & 1) == 0
+    return torch.where((error != 0) & even, torch.nextafter(total, up), total).float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from fixtures_models import (
     VARIANTS,
     all_logits,
+    backends,
     load,
     prompt,
     random_tensors,
@@ -23,10 +26,13 @@ from fixtures_models import (
 )
 from safetensors.torch import save_file
 
-from foretoken.errors import ForetokenError, ModelLoadError
-from foretoken.models import loader
+from foretoken.errors import ConfigError, ForetokenError, ModelLoadError
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models import loader, weights as weights_module
+from foretoken.models.checkpoint import Checkpoint, SafetensorsFile
 from foretoken.models.config import parse_config
-from foretoken.models.loader import Checkpoint, resolve_model
+from foretoken.models.loader import resolve_model
+from foretoken.models.weights import expected_shapes, read_weights, weight_bytes
 
 
 @pytest.fixture
@@ -376,29 +382,226 @@ def test_a_hub_that_does_not_answer(number, monkeypatch):
     assert "folder" in text
 
 
-def test_progress_counts_every_tensor(folder):
+def test_progress_counts_every_value(folder):
     seen: list[tuple[int, int]] = []
     from foretoken import ops
 
     loader.load_model(folder, ops.resolve("reference"), progress=lambda done, total: seen.append((done, total)))
-    total = len(read_tensors(folder))
-    assert seen == [(i + 1, total) for i in range(total)]
+    total = sum(t.numel() for t in read_tensors(folder).values())
+    assert {t for _, t in seen} == {total} and seen[-1] == (total, total)
+    assert [d for d, _ in seen] == sorted({d for d, _ in seen})
 
 
-def test_checkpoint_closes_its_files_after_an_error(sharded, monkeypatch):
-    """The shards opened before the missing one are closed."""
-    opened = []
-    real = loader._open
-
-    def spy(path: Path) -> object:
-        opened.append(real(path))
-        return opened[-1]
-
-    monkeypatch.setattr(loader, "_open", spy)
+def test_checkpoint_closes_its_files(sharded, monkeypatch):
+    """After use, and after an error: the shards opened before the missing one are closed."""
+    closed = []
+    real = SafetensorsFile.close
+    monkeypatch.setattr(SafetensorsFile, "close", lambda self: (closed.append(self.path.name), real(self)))
+    with Checkpoint(sharded):
+        assert not closed
+    assert len(closed) == 3
     (sharded / "model-00003-of-00003.safetensors").unlink()
     with pytest.raises(ModelLoadError), Checkpoint(sharded):
         pass
-    assert len(opened) == 2
-    for file in opened:
-        with pytest.raises(Exception, match="closed"):
-            file.keys()
+    assert len(closed) == 5
+
+
+# --- headers, read by ourselves ---
+
+
+def header_file(folder: Path, entries: object, data: bytes = b"") -> None:
+    text = json.dumps(entries).encode() if not isinstance(entries, bytes) else entries
+    weights(folder).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def entry(begin: int, end: int, **changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]} | changes
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"a": entry(0, 8), "b": entry(4, 12)},
+        {"a": entry(0, 8), "b": entry(0, 8)},
+        {"a": entry(0, 4), "b": entry(8, 12)},
+        {"a": entry(4, 12)},
+        {"a": entry(0, 8)},
+        {"a": entry(0, 16)},
+        {"a": entry(0, 12, shape=[4])},
+        {"a": entry(0, 12, shape=[2**40, 2**40])},
+        {"a": entry(0, 12, shape=[-3])},
+        {"a": entry(0, 12, shape=[3.0])},
+        {"a": entry(0, 12, shape=[True, 3])},
+        {"a": entry(0, 12, shape=3)},
+        {"a": entry(0, 12, dtype="F33")},
+        {"a": entry(0, 12, dtype=["F32"])},
+        {"a": entry(0, 12, data_offsets=[12, 0])},
+        {"a": entry(0, 12, data_offsets=[0, 12, 12])},
+        {"a": entry(0, 12, data_offsets=["0", "12"])},
+        {"a": [0, 12]},
+        b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}',
+        b"\xff{}",
+        b"[" * 100_000,
+        b'{"a":1e999}',
+    ],
+    ids=lambda e: str(e)[:60],
+)
+def test_headers_that_contradict_the_file(entries, folder):
+    header_file(folder, entries, bytes(12))
+    refused(folder, str(weights(folder)), "not a sound safetensors file", "download it again")
+
+
+def test_headers_of_any_length_are_not_read_into_memory(folder, monkeypatch):
+    with weights(folder).open("wb") as file:
+        file.write(struct.pack("<Q", 2**31) + b"{")
+        file.truncate(2**31 + 100)  # sparse: as long as it says
+    monkeypatch.setattr(SafetensorsFile, "read", lambda *a: pytest.fail("read the header"))
+    refused(folder, "header of 2147483648 bytes")
+
+
+def test_a_file_cut_while_it_is_read(folder):
+    from foretoken import ops
+
+    with Checkpoint(folder) as checkpoint:
+        weights(folder).write_bytes(weights(folder).read_bytes()[:-5000])
+        with pytest.raises(ModelLoadError, match=r"ends before byte .* was it changed"):
+            read_weights(parse_config(VARIANTS["llama3.2"].raw), checkpoint, QuantScheme(), ops.resolve("reference"))
+
+
+# --- weights quantized while they are read ---
+
+FORMATS = ["bf16", "w8a8", "w8a16-g32", "w4a8", "w4a16-asym", "nf4", "fp8"]
+
+
+def matrices(model: Any) -> list[Any]:
+    w = model.weights
+    return [w.embedding, w.lm_head, *(getattr(layer, n) for layer in w.layers for n in ("qkv", "o", "gate_up", "down"))]
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("name", FORMATS)
+def test_chunks_make_what_whole_tensors_make(name, backend, tmp_path, monkeypatch):
+    """Chunks of 32 rows, across the borders of stacked tensors, against the same in one go."""
+    from foretoken import ops
+
+    small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "head_dim": 24, "num_hidden_layers": 1}
+    raw = {**VARIANTS["qwen2"].raw, **small}  # q, k, v of 96, 48 and 48 rows
+    write_config(tmp_path, raw)
+    save_file(random_tensors(parse_config(raw)), tmp_path / "model.safetensors")
+    whole = load(tmp_path, backend, name)
+    monkeypatch.setattr(weights_module, "CHUNK", 1)
+    parts = load(tmp_path, backend, name)
+    chosen = ops.resolve(backend)
+    for a, b in zip(matrices(whole), matrices(parts), strict=True):
+        assert (a.format, a.shape, a.activations, a.layout) == (b.format, b.shape, b.activations, b.layout)
+        plain = [chosen.unpack(w).parts for w in (a, b)]
+        assert plain[0].keys() == plain[1].keys()
+        assert all(plain[0][p].equal(plain[1][p]) for p in plain[0])
+        assert all(t.is_contiguous() for t in b.parts.values())
+    assert all_logits(whole, prompt(9)).equal(all_logits(parts, prompt(9)))
+
+
+def test_tied_embeddings_are_one_tensor(folder):
+    for name in ("auto", "w4a8"):
+        w = load(folder, weights=name).weights
+        assert w.lm_head is w.embedding
+
+
+def test_stacked_tensors_of_two_types(folder):
+    """Half of a stacked weight in bf16, half in fp16: together they need float32."""
+    tensors = read_tensors(folder)
+    tensors = {n: t.half() if "gate_proj" in n else t.bfloat16() for n, t in tensors.items()}
+    rewrite(folder, tensors)
+    w = load(folder).weights
+    assert {x.format for x in (w.embedding, w.layers[0].qkv, w.layers[0].down)} == {"bf16"}
+    assert w.layers[0].gate_up.format == "fp32"
+    stacked = [tensors[f"model.layers.0.mlp.{n}_proj.weight"].float() for n in ("gate", "up")]
+    assert w.layers[0].gate_up.parts["weight"].equal(torch.cat(stacked))
+
+
+def test_a_group_that_does_not_divide_is_refused_before_any_weight_is_read(folder, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "rows", lambda *a: pytest.fail("read a weight"))
+    monkeypatch.setattr(Checkpoint, "tensor", lambda *a: pytest.fail("read a weight"))
+    with pytest.raises(ConfigError) as caught:
+        load(folder, weights="w4a8-g32")
+    for word in ("model.embed_tokens.weight [97, 48]", "w4a8-g32", "groups of 32 do not divide", "48", "leave the"):
+        assert word in str(caught.value)
+
+
+def test_damage_is_found_in_any_chunk(folder, monkeypatch):
+    monkeypatch.setattr(weights_module, "CHUNK", 1)
+    tensors = read_tensors(folder)
+    tensors[SOME][70, 3] = torch.nan
+    rewrite(folder, tensors)
+    with pytest.raises(ModelLoadError, match=f"tensor {SOME} in model.safetensors holds NaN"):
+        load(folder, weights="w4a8")
+
+
+def test_the_cache_follows_the_checkpoint(tmp_path):
+    """`dense`: the weights' own format, or the stored one where they are quantized."""
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        folder = write_checkpoint(tmp_path / name, VARIANTS["llama3.2"], dtype=dtype)
+        assert load(folder).weights.dense == load(folder, weights="w4a8").weights.dense == name
+        assert load(folder, weights="fp32").weights.dense == "fp32"
+
+
+@pytest.mark.parametrize("name", ["auto", *FORMATS])
+def test_the_size_told_before_is_about_what_is_taken(name, folder):
+    config = parse_config(VARIANTS["llama3.2"].raw)
+    quant = QuantScheme.parse(name) if "g32" not in name else QuantScheme.parse("w8a16")
+    with Checkpoint(folder) as checkpoint:
+        told = weight_bytes(config, checkpoint, quant)
+    w = load(folder, weights=str(quant)).weights
+    kept = {id(x): x for x in matrices(SimpleNamespace(weights=w))}.values()
+    # The reference keeps 4-bit codes in bytes; rows are padded to 32.
+    taken = sum(x.nbytes - (x.parts["codes"].nbytes / 2 if x.format in ("int4", "nf4") else 0) for x in kept)
+    assert taken <= told <= 1.4 * taken + 4000
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from foretoken import ops
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.loader import load_model
+
+def kib(field):
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(field))
+
+ops.set_num_threads(1)
+quant = QuantScheme.parse(sys.argv[2])
+import torch
+quant.encode(torch.randn(64, 512))  # what the first call of each op allocates
+before = kib("VmRSS")
+model = load_model(Path(sys.argv[1]), ops.resolve(sys.argv[3]), quant, 16)
+w = model.weights
+parts = [w.embedding, *(getattr(x, n) for x in w.layers for n in ("qkv", "o", "gate_up", "down"))]
+print(kib("VmHWM") - before, sum(p.nbytes for p in parts) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with Linux' /proc")
+def test_memory_while_loading_is_that_of_the_codes(tmp_path):
+    """Half a gigabyte of bf16 into int4: no float copy, no plain codes of all, no pages of the file stay in memory."""
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32768, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    raw = {**VARIANTS["llama2"].raw, **shape, **heads}
+    write_config(tmp_path, raw)
+    names = expected_shapes(parse_config(raw))
+    noise = torch.randn(2**22).bfloat16().view(torch.uint8).numpy().tobytes()
+    entries: dict[str, Any] = {}
+    at = 0
+    for name, dims in names.items():
+        size = 2 * torch.Size(dims).numel()
+        entries[name] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [at, at + size]}
+        at += size
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        text = json.dumps(entries).encode()
+        file.write(struct.pack("<Q", len(text)) + text)
+        for done in range(0, at, len(noise)):
+            file.write(noise[: at - done])
+    run = [sys.executable, "-c", MEASURE, str(tmp_path), "w4a8", "auto"]
+    out = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    growth, codes = (int(x) * 1024 for x in out)
+    assert at > 480e6
+    assert growth < codes + 64e6, f"grew by {growth / 1e6:.0f} MB for {codes / 1e6:.0f} MB of codes"

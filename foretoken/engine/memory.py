@@ -1,0 +1,94 @@
+"""Memory before it is spent: what weights and cache will take, and whether it is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from foretoken.config import EngineConfig
+from foretoken.errors import ConfigError
+from foretoken.formats import scheme
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.checkpoint import Checkpoint
+from foretoken.models.config import ModelConfig, read_config
+from foretoken.models.weights import weight_bytes
+
+CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one model will take: bytes of its weights as `quant` stores them, and of one block of its cache."""
+
+    quant: QuantScheme
+    weights: int
+    block: int
+
+
+def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
+    """Read the headers of a checkpoint: sound, and what it will take.
+
+    Raises ModelLoadError for tensors that do not fit config.json, ConfigError for groups that do not divide them.
+    """
+    shape = read_config(folder)
+    with Checkpoint(folder) as checkpoint:
+        checkpoint.check(shape)
+        weights = weight_bytes(shape, checkpoint, quant)
+        dense = quant.dense_for(checkpoint.dtype("model.embed_tokens.weight"))
+    return Demand(quant, weights, block_bytes(shape, kv_format(dense, config), config.cache.block_size))
+
+
+def kv_format(dense: str, config: EngineConfig) -> str:
+    """Storage format of the cache: as asked, or half precision where weights (`ModelWeights.dense`) are, or fp32."""
+    if config.cache.format != "auto":
+        return config.cache.format
+    return dense if dense in ("bf16", "fp16") else "fp32"
+
+
+def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
+    """Bytes of one block of keys and values of all layers, scales included."""
+    codes, scales = scheme.kv_format(name).encode_kv(torch.zeros(1, 1, shape.head_dim))
+    row = codes.nbytes + (0 if scales is None else scales.nbytes)
+    return 2 * shape.num_layers * block_size * shape.num_kv_heads * row
+
+
+def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> int:
+    """Blocks of each model's cache: as asked, else what `max_num_seqs` longest requests need, within a share.
+
+    Raises ConfigError where a longest request, or the weights beside it, find no room.
+    """
+    size, count = config.cache.block_size, config.cache.num_blocks
+    longest = -(-max_len // size)
+    if count is not None and count < longest:
+        raise ConfigError(
+            f"num_blocks {count} of {size} tokens cannot hold one request of {max_len} tokens: "
+            f"raise it to {longest}, or lower max_model_len to {count * size}"
+        )
+    weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
+    free = available_memory()
+    cache = (longest if count is None else count) * block
+    if weights + cache > free:
+        formats = " and ".join(str(d.quant) for d in demands)
+        remedies = ["a smaller --format (w4a8 takes a quarter of bf16)"] if weights > cache else []
+        remedies += ["lower max_model_len" if count is None else "lower num_blocks"]
+        what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
+        raise ConfigError(
+            f"weights in {formats} take {weights / 2**30:.1f} GiB, {what} {cache / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free: {', or '.join(remedies)}"
+        )
+    if count is not None:
+        return count
+    return max(longest, min(longest * config.max_num_seqs, int((free - weights) * CACHE_SHARE / block)))
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be taken without swapping (Linux), or a careful guess elsewhere."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 * 2**30

@@ -1,0 +1,131 @@
+"""Names of schemes, what they choose, what they refuse; activations by row and group."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from foretoken.errors import ConfigError, RegistryError
+from foretoken.formats.scheme import QuantArgs, QuantScheme, quantize_rows
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("auto", QuantScheme()),
+        ("bf16", QuantScheme("bf16")),
+        ("int8", QuantScheme("int8")),
+        ("w8a16", QuantScheme("int8")),
+        ("w8a8", QuantScheme("int8", activations="int8")),
+        ("w8a8-g64", QuantScheme("int8", 64, activations="int8")),
+        ("W4A8", QuantScheme("int4", activations="int8")),
+        ("w4a16-g32", QuantScheme("int4", 32)),
+        ("w4a8-g128-asym", QuantScheme("int4", 128, False, "int8")),
+        (" w4a16-asym ", QuantScheme("int4", None, False)),
+        ("int4-g64", QuantScheme("int4", 64)),
+        ("nf4", QuantScheme("nf4")),
+        ("fp8", QuantScheme("fp8_e4m3")),
+        ("fp8_e5m2", QuantScheme("fp8_e5m2")),
+    ],
+)
+def test_names(text, expected):
+    found = QuantScheme.parse(text)
+    assert found == expected
+    assert QuantScheme.parse(str(found)) == found
+
+
+def test_names_are_canonical():
+    assert [str(QuantScheme.parse(t)) for t in ("int8", "int4-g32-asym", "fp8", "auto", "w4a8-g64")] == [
+        "w8a16", "w4a16-g32-asym", "fp8_e4m3", "auto", "w4a8-g64",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("w4a9", "w4a8"), ("w8a", "w8a8"), ("fp8_e4m33", "fp8_e4m3"), ("nf-4", "nf4"), ("w4a8g128", "w4a8")],
+)
+def test_unknown_names_suggest_the_near_one(text, near):
+    with pytest.raises(RegistryError, match=f"no format '{text}'; did you mean '{near}'"):
+        QuantScheme.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("w4a8-g48", "no groups of 32, 64, 128 like 48"),
+        ("w4a8-g0", "no groups of 32, 64, 128 like 0"),
+        ("bf16-g32", "no groups at all"),
+        ("fp8-g64", "no groups at all"),
+        ("w8a8-asym", "no zero points; leave out -asym, or take w4a8"),
+        ("nf4-asym", "no zero points"),
+    ],
+)
+def test_what_a_format_has_not(text, words):
+    with pytest.raises(ConfigError, match=words):
+        QuantScheme.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations"), [("nf4", "int8"), ("bf16", "int8"), ("int8", "fp8"), ("auto", "int8")]
+)
+def test_activations_go_with_integers(weights, activations):
+    with pytest.raises(ConfigError, match="take int8 activations"):
+        QuantScheme(weights, activations=activations)
+
+
+@pytest.mark.parametrize("text", ["", "-g32", "-asym", "w4a8-g", "w4a8-asym-g32", "w4a8-g-32", "w4a8\n-g32", "\0"])
+def test_nonsense(text):
+    with pytest.raises(RegistryError, match="no format"):
+        QuantScheme.parse(text)
+
+
+def test_groups_are_chosen_by_width():
+    scheme = QuantScheme.parse("w4a8")
+    assert [scheme.args(k).group for k in (4096, 14336, 192, 32, 100)] == [128, 128, 64, 32, None]
+    assert QuantScheme.parse("w8a8").args(4096) == QuantArgs(None)
+    assert QuantScheme.parse("w4a8-g32-asym").args(4096) == QuantArgs(32, False)
+    with pytest.raises(ConfigError, match=r"groups of 128 do not divide its rows of 192 values; take -g64"):
+        QuantScheme.parse("w4a8-g128").args(192)
+    with pytest.raises(ConfigError, match=r"groups of 32 do not divide its rows of 72 values; leave the group out"):
+        QuantScheme.parse("w8a8-g32").args(72)
+
+
+def test_activations_are_written_on_the_weight():
+    assert QuantScheme.parse("w8a8").encode(torch.ones(1, 8)).activations == "int8"
+    assert QuantScheme.parse("w4a16").encode(torch.ones(1, 8)).activations is None
+    assert QuantScheme().encode(torch.ones(1, 8, dtype=torch.bfloat16)).format == "bf16"
+
+
+# --- int8 rows: the specification, again, in plain Python ---
+
+
+def row_by_hand(x: list[float]) -> tuple[list[int], float]:
+    f32 = lambda v: torch.tensor(v, dtype=torch.float32).item()  # noqa: E731
+    a = max(abs(v) for v in x)
+    if any(math.isnan(v) for v in x) or math.isinf(a):
+        return [0] * len(x), math.nan
+    if a < 2.0**-100:
+        return [0] * len(x), 0.0
+    inverse = f32(127.0 / a)  # correctly rounded: both are float32, the quotient is rounded twice without harm
+    return [max(-127, min(127, round(f32(v * inverse)))) for v in x], f32(a / 127.0)
+
+
+@given(st.lists(st.floats(width=32), min_size=8, max_size=8), st.sampled_from([None, 2, 4]))
+def test_rows_of_int8(values, group):
+    codes, scales = quantize_rows(torch.tensor([values]), group)
+    size = group or 8
+    for g in range(8 // size):
+        wanted, scale = row_by_hand(torch.tensor(values).tolist()[g * size : (g + 1) * size])
+        assert codes[0, g * size : (g + 1) * size].tolist() == wanted
+        assert scales[0, g].item() == scale or (math.isnan(scale) and scales[0, g].isnan())
+
+
+def test_rows_of_int8_by_example():
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5], [math.nan, 1, 1, 1], [-math.inf, 1, 1, 1], [2.0**-101, 0, 0, 0]])
+    codes, scales = quantize_rows(x)
+    assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]  # halves go to even
+    assert scales[[0, 3]].tolist() == [[1.0], [0.0]] and scales[1:3].isnan().all()
+    assert quantize_rows(torch.zeros(0, 3, 8))[0].shape == (0, 3, 8)
