@@ -8,7 +8,7 @@
 namespace foretoken {
 namespace {
 
-constexpr int width = 64;
+constexpr int width = 32;
 
 // Values that the compiler cannot know.
 template <class T>
@@ -18,21 +18,21 @@ T opaque(T value) {
 }
 
 float run_int8(int64_t rounds) {
-    int8_t a[width], b[width];
-    int32_t sum[width] = {};
-    for (int i = 0; i < width; i++) a[i] = opaque<int8_t>(3), b[i] = opaque<int8_t>(-2);
+    int8_t x[width];
+    uint32_t sum[width] = {};  // unsigned: a long run wraps
+    for (int i = 0; i < width; i++) x[i] = opaque<int8_t>(-3);
     for (int64_t r = 0; r < rounds; r++) {
-        for (int i = 0; i < width; i++) sum[i] += a[i] * b[i];
-        a[r % width] ^= 1;
+        const int weight = static_cast<uint8_t>(r);
+        for (int i = 0; i < width; i++) sum[i] += static_cast<uint32_t>(weight * x[i]);
     }
     float all = 0;
-    for (int32_t s : sum) all += static_cast<float>(s);
+    for (uint32_t s : sum) all += static_cast<float>(s);
     return all;
 }
 
 float run_fp32(int64_t rounds) {
     float sum[width] = {};
-    const float a = opaque(0.999f), b = opaque(1e-3f);
+    const float a = opaque(0.5f), b = opaque(0.25f);
     for (int64_t r = 0; r < rounds; r++)
         for (int i = 0; i < width; i++) {
 #ifdef __FP_FAST_FMAF
