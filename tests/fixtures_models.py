@@ -20,8 +20,9 @@ from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.config import ModelConfig, parse_config
 from foretoken.models.llama import Llama
-from foretoken.models.loader import expected_shapes, load_model
+from foretoken.models.loader import load_model
 from foretoken.models.runner import ModelRunner
+from foretoken.models.weights import expected_shapes, read_weights
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.draft import Draft
 
@@ -226,7 +227,7 @@ def oracle_logits(folder: Path, token_ids: Seq[int]) -> Tensor:
 
 
 def load(folder: Path, backend: str = "reference", weights: str = "auto") -> Llama:
-    return load_model(folder, ops.resolve(backend), QuantScheme(weights))
+    return load_model(folder, ops.resolve(backend), QuantScheme.parse(weights))
 
 
 def make_runner(model: Llama, block_size: int = 16, num_blocks: int = 64, kv_format: str = "fp32") -> ModelRunner:
@@ -258,14 +259,18 @@ def feed(runner: ModelRunner, seq: Sequence, count: int) -> Tensor:
 @cache
 def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> Llama:
     """A random model, without files: what a test takes that needs any model."""
-    from foretoken.models import loader
-
     config = parse_config(VARIANTS[name].raw)
     tensors = random_tensors(config)
 
     class InMemory:
+        def dtype(self, tensor_name: str) -> torch.dtype:
+            return tensors[tensor_name].dtype
+
         def tensor(self, tensor_name: str) -> Tensor:
             return tensors[tensor_name]
 
-    read: Any = loader._read_weights
-    return Llama(config, read(config, InMemory(), QuantScheme(weights), "cpu", None), ops.resolve(backend))
+        def rows(self, tensor_name: str, start: int, stop: int) -> Tensor:
+            return tensors[tensor_name][start:stop]
+
+    chosen = ops.resolve(backend)
+    return Llama(config, read_weights(config, InMemory(), QuantScheme.parse(weights), chosen), chosen)

@@ -20,7 +20,8 @@ from foretoken.engine.build import assemble
 from foretoken.engine.engine import Engine
 from foretoken.models.config import parse_config
 from foretoken.models.llama import Llama
-from foretoken.models.loader import expected_shapes, load_model
+from foretoken.models.loader import load_model
+from foretoken.models.weights import expected_shapes
 from foretoken.request import Completion, Request, SamplingParams, Sequence
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter

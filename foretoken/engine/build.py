@@ -14,8 +14,9 @@ from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.llama import Llama
-from foretoken.models.loader import Progress, load_model, resolve_model
+from foretoken.models.loader import load_model, resolve_model
 from foretoken.models.runner import ModelRunner
+from foretoken.models.weights import Progress
 from foretoken.spec.drafter import Drafter, NoDrafter, parse_options
 from foretoken.spec.length import make_policy
 from foretoken.tokenizer import Tokenizer
@@ -50,11 +51,13 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
         draft_folder = resolve_model(config.spec.model)
         check_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
     num_blocks = _num_blocks(config, shape, max_len)
-    target = load_model(folder, backend, QuantScheme(config.format), max_len, config.device, progress)
+    target = load_model(folder, backend, QuantScheme.parse(config.format), max_len, config.device, progress)
     draft: Llama | None = None
     if draft_folder is not None:
         draft_len = min(max_len, read_config(draft_folder).max_model_len)
-        draft = load_model(draft_folder, backend, QuantScheme(config.spec.format), draft_len, config.device, progress)
+        draft = load_model(
+            draft_folder, backend, QuantScheme.parse(config.spec.format), draft_len, config.device, progress
+        )
     return assemble(config, tokenizer, num_blocks, target, draft)
 
 

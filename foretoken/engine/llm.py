@@ -17,7 +17,7 @@ from foretoken.config import CacheConfig, EngineConfig, SpecConfig
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, ForetokenError, RequestError
-from foretoken.models.loader import Progress
+from foretoken.models.weights import Progress
 from foretoken.request import Completion, Delta, FinishReason, Request, SamplingParams
 from foretoken.spec.sampling import derive_seed
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.formats.scheme import QuantTensor
+from foretoken.formats._coded import plain
+from foretoken.formats.scheme import QuantArgs, QuantTensor
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,17 @@ class Dense:
 
     name: str
     dtype: torch.dtype
+    options: frozenset[str] = frozenset()
+    groups: tuple[int, ...] = ()
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
         return self.dtype
 
-    def encode(self, weight: Tensor) -> QuantTensor:
+    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
+        return self.dtype.itemsize * 8
+
+    def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         stored = weight.to(self.dtype).contiguous()
         if self.dtype == torch.float16 and weight.dtype != torch.float16 and not stored.isfinite().all():
             largest = weight.abs().max().item()
@@ -31,13 +37,13 @@ class Dense:
         return QuantTensor(self.name, (weight.shape[0], weight.shape[1]), {"weight": stored})
 
     def decode(self, q: QuantTensor) -> Tensor:
-        return q.parts["weight"].float()
+        return plain(q).parts["weight"].float()
 
     def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
-        return q.parts["weight"].index_select(0, index).float()
+        return plain(q).parts["weight"].index_select(0, index).float()
 
     def concat(self, parts: list[QuantTensor]) -> QuantTensor:
-        weight = torch.cat([q.parts["weight"] for q in parts])
+        weight = torch.cat([plain(q).parts["weight"] for q in parts])
         return QuantTensor(self.name, (weight.shape[0], weight.shape[1]), {"weight": weight})
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -47,10 +53,10 @@ class Dense:
         return codes.float()
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        return {f"{name}.weight": q.parts["weight"]}
+        return {f"{name}.weight": plain(q).parts["weight"]}
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
         return self.encode(tensors[f"{name}.weight"])
 
-    def config(self) -> dict[str, object]:
+    def config(self, q: QuantTensor) -> dict[str, object]:
         return {}  # a dense checkpoint has no quantization_config

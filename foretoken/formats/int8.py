@@ -1,4 +1,4 @@
-"""Format int8: symmetric 8-bit integers; weights with a scale per channel, KV rows with one per token and head."""
+"""Format int8: symmetric 8-bit integers; weights with a scale per channel or group, KV rows one per token and head."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from foretoken.formats.scheme import QuantTensor
+from foretoken.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped, part, plain
+from foretoken.formats.scheme import QuantArgs, QuantTensor, quantize_rows
 
 
-class Int8:
-    """Codes in -127..127, scale = absmax / 127 of the row: all scales are per row."""
+class Int8(Coded):
+    """Codes in -127..127; scales are absmax / 127 of a row (float32), or of a group (bfloat16)."""
 
-    kv_dtype: torch.dtype | None = torch.int8
+    name = "int8"
+    bits = 8
+    kv_dtype = torch.int8
+    options = frozenset({"group", "activations"})
 
-    def encode(self, weight: Tensor) -> QuantTensor:
-        codes, scales = _codes(weight)  # [O, K], [O]
-        return QuantTensor("int8", (weight.shape[0], weight.shape[1]), {"codes": codes, "scales": scales})
+    def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
+        if args.group is None:
+            return self.stored(*quantize_rows(weight))
+        x = grouped(weight, args.group)
+        scales = bf16_scales(x.abs().amax(-1), 127.0)
+        codes = divided(x, scales).round_().clamp_(-127, 127).to(torch.int8)
+        return self.stored(codes, scales)
 
-    def decode(self, q: QuantTensor) -> Tensor:
-        return q.parts["codes"].float() * q.parts["scales"][:, None]
-
-    def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
-        codes, scales = (q.parts[p].index_select(0, index) for p in ("codes", "scales"))
-        return codes.float() * scales[:, None]
-
-    def concat(self, parts: list[QuantTensor]) -> QuantTensor:
-        codes, scales = (torch.cat([q.parts[p] for q in parts]) for p in ("codes", "scales"))
-        return QuantTensor("int8", (codes.shape[0], codes.shape[1]), {"codes": codes, "scales": scales})
+    def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
+        return codes.float()
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _codes(x)  # the scale is per row: a rejected draft must leave no trace
+        codes, scales = quantize_rows(x)  # the scale is per row: a rejected draft must leave no trace
+        return codes, scales.squeeze(-1)
 
     def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         assert scales is not None
@@ -39,31 +40,14 @@ class Int8:
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         """Tensors in compressed-tensors' int-quantized layout."""
-        return {f"{name}.weight": q.parts["codes"], f"{name}.weight_scale": q.parts["scales"][:, None]}
+        return {f"{name}.weight": plain(q).parts["codes"], f"{name}.weight_scale": q.parts["scales"]}
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        codes, scales = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"].float().reshape(-1)
-        return QuantTensor("int8", (codes.shape[0], codes.shape[1]), {"codes": codes, "scales": scales})
+        codes, scales = part(name, "weight", tensors), part(name, "weight_scale", tensors)
+        return self.stored(codes, scales.view(codes.shape[0], -1))
 
-    def config(self) -> dict[str, object]:
-        """`quantization_config` of a compressed-tensors checkpoint (weights only)."""
-        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": "int-quantized"}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "int-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": ["lm_head"],
-        }
-
-
-def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 and scales float32 (last dimension dropped) of x, rounded to nearest."""
-    x = x.float()
-    scales = x.abs().amax(-1) / 127.0
-    safe = torch.where(scales > 0, scales, torch.ones_like(scales))  # an all-zero row has codes 0 under any scale
-    return (x / safe[..., None]).round().clamp(-127, 127).to(torch.int8), safe
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        return compressed_tensors("int-quantized", q, 8, "int")
 
 
 FORMAT = Int8()

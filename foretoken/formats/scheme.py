@@ -1,33 +1,59 @@
-"""How numbers are stored: QuantTensor (a weight), KVLayer (a layer of the cache), QuantScheme (a choice).
+"""How numbers are stored: QuantTensor (a weight), KVLayer (a layer of the cache), QuantScheme (a choice for a model).
 
 A module on this shelf holds one `FORMAT`, an object that has what `Format` below lists.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from foretoken import registry
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, RegistryError
+
+DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+GROUPS = (32, 64, 128)  # values of a row that may share a scale, besides the whole row
+SMALLEST = 2.0**-100  # rows whose absmax is below are zeros: 127 / absmax would near the end of float32
+
+
+@dataclass(frozen=True)
+class QuantArgs:
+    """How a format is to store a weight: `group` values along K share a scale (None: a row has one); zero points?"""
+
+    group: int | None = None
+    symmetric: bool = True
 
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """A weight [O, K] as one format stores it; `parts` are its tensors by name (dense formats: one, "weight")."""
+    """A weight [O, K] as one format stores it; `parts` are its tensors by name (dense formats: one, "weight").
+
+    `activations` "int8": rows of x are quantized before the product (`quantize_rows`, in the weight's groups); None: x
+    stays float32. `layout` "plain" is the format's own, any other one a backend's (`ops.pack`, `ops.unpack`).
+    """
 
     format: str
     shape: tuple[int, int]
     parts: Mapping[str, Tensor]
+    activations: str | None = None
+    layout: str = "plain"
 
     @property
     def nbytes(self) -> int:
         """Bytes that the stored tensors take."""
         return sum(t.numel() * t.element_size() for t in self.parts.values())
+
+    @property
+    def group(self) -> int:
+        """Values of a row that share a scale: K over the number of scales (K for dense formats)."""
+        scales = self.parts.get("scales")
+        return self.shape[1] if scales is None else self.shape[1] // scales.shape[1]
 
 
 @dataclass(frozen=True)
@@ -45,14 +71,25 @@ class KVLayer:
 
 
 class Format(Protocol):
-    """A number format, for weights and, where `kv_dtype` is not None, for the cache."""
+    """A number format, for weights and, where `kv_dtype` is not None, for the cache. Parts of a weight lead with O."""
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
         """Storage type of cached rows; None if the format does not serve the cache."""
 
-    def encode(self, weight: Tensor) -> QuantTensor:
-        """Store weight [O, K], rounded to nearest."""
+    @property
+    def options(self) -> frozenset[str]:
+        """What a scheme may ask of it: "group", "asymmetric", "activations"."""
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Groups that are tried in turn where a scheme asks for none; where none divides K, a row has one scale."""
+
+    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
+        """Bits that a weight takes, scales and zero points included, in rows of `width`; a kernel's packing pads."""
+
+    def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
+        """Store weight [O, K], rounded to nearest; args None: `own_args`. Raises ConfigError where it cannot."""
 
     def decode(self, q: QuantTensor) -> Tensor:
         """The stored values, float32 [O, K]."""
@@ -73,15 +110,20 @@ class Format(Protocol):
         """The tensors of layer `name` as a checkpoint stores them."""
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """The inverse of checkpoint."""
+        """The inverse of checkpoint (a checkpoint says nothing of activations: they are None)."""
 
-    def config(self) -> dict[str, object]:
-        """The `quantization_config` that vLLM reads; empty for dense formats."""
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        """The `quantization_config` that vLLM reads, for a model of weights like `q`; empty for dense formats."""
 
 
 def get(name: str) -> Format:
     """The format of that name. Raises RegistryError with the nearest name."""
     return cast(Format, registry.load("formats", name).FORMAT)
+
+
+def own_args(groups: tuple[int, ...], width: int) -> QuantArgs:
+    """What a format with these `groups` takes for rows of `width` values when nothing is asked of it."""
+    return QuantArgs(next((g for g in groups if width % g == 0), None))
 
 
 def kv_format(name: str) -> Format:
@@ -92,16 +134,104 @@ def kv_format(name: str) -> Format:
     return found
 
 
-DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """Codes int8 [..., K] and scales float32 [..., K / G] of rows x [..., K]: what int8 is for activations and cache.
+
+    Of each row and group (None: the row): a = max |x|; scale = a / 127, code = x * (127 / a) rounded to nearest even.
+    Below 2^-100, a counts as 0 (scale 0, codes 0); NaN or infinity make the scale NaN and the codes 0.
+    """
+    size = group or x.shape[-1]
+    x = x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    a = x.abs().amax(-1, keepdim=True)
+    usable = a.isfinite() & (a >= SMALLEST)
+    codes = torch.where(usable, (x * (127.0 / a)).round_().clamp_(-127, 127), 0.0).to(torch.int8)
+    scales = torch.where(usable, a / 127.0, torch.where(a.isfinite(), 0.0, torch.nan))
+    return codes.flatten(-2), scales.squeeze(-1)
+
+
+# Names for what is asked for most: bits of weights and activations (16: activations stay float32).
+PRESETS: dict[str, tuple[str, str | None]] = {
+    "w8a8": ("int8", "int8"),
+    "w8a16": ("int8", None),
+    "w4a8": ("int4", "int8"),
+    "w4a16": ("int4", None),
+    "fp8": ("fp8_e4m3", None),
+}
+_NAME = re.compile(r"(?P<base>.*?)(?:-g(?P<group>\d+))?(?P<asymmetric>-asym)?")
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """Which format a model's weights take. `auto` keeps what the checkpoint stores; norms and biases stay float32."""
+    """How a model's matrices are stored and multiplied; norms and biases stay float32.
+
+    `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
+    (None: the format's choice for each K). `activations`: "int8" or None (see QuantTensor). Raises ConfigError for
+    what the format has not, RegistryError for an unknown one.
+    """
 
     weights: str = "auto"
+    group: int | None = None
+    symmetric: bool = True
+    activations: str | None = None
+
+    def __post_init__(self) -> None:
+        options = frozenset[str]() if self.weights == "auto" else get(self.weights).options
+        if self.group is not None and ("group" not in options or self.group not in GROUPS):
+            allowed = f"of {', '.join(map(str, GROUPS))}" if "group" in options else "at all"
+            raise ConfigError(f"format {self.weights!r} has no groups {allowed} like {self.group}; leave out the group")
+        if not self.symmetric and "asymmetric" not in options:
+            raise ConfigError(f"format {self.weights!r} has no zero points; leave out -asym, or take w4a8 or w4a16")
+        if self.activations is not None and (self.activations != "int8" or "activations" not in options):
+            raise ConfigError(
+                f"weights in {self.weights!r} take no activations in {self.activations!r}: only int8 and int4 weights "
+                "take int8 activations (w8a8, w4a8)"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> QuantScheme:
+        """The scheme of that name: a format's, w8a8, w8a16, w4a8, w4a16 or fp8, with -g32|-g64|-g128 and -asym.
+
+        Raises RegistryError with the nearest name, ConfigError for what the format has not.
+        """
+        found = _NAME.fullmatch(text.strip().lower())
+        base = found["base"] if found else text
+        known = [*PRESETS, *registry.names("formats"), "auto"]
+        if found is None or base not in known:
+            near = difflib.get_close_matches(base, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise RegistryError(
+                f"no format {text!r}{hint} (there are: {', '.join(known)}; int4 and int8 also with -g32, -g64, -g128, "
+                "int4 with -asym)"
+            )
+        weights, activations = PRESETS.get(base, (base, None))
+        group = None if found["group"] is None else int(found["group"])
+        return cls(weights, group, found["asymmetric"] is None, activations)
+
+    def __str__(self) -> str:
+        """The name that `parse` reads."""
+        names = {value: name for name, value in PRESETS.items() if value[0] != "fp8_e4m3"}
+        base = names.get((self.weights, self.activations), self.weights)
+        return f"{base}{f'-g{self.group}' if self.group else ''}{'' if self.symmetric else '-asym'}"
+
+    def format_for(self, dtype: torch.dtype) -> str:
+        """Name of the format that a matrix of that stored type takes."""
+        return DENSE.get(dtype, "fp32") if self.weights == "auto" else self.weights
+
+    def args(self, width: int) -> QuantArgs:
+        """How rows of `width` values are stored. Raises ConfigError where the group does not divide them."""
+        if self.weights == "auto":
+            return QuantArgs()
+        if self.group is not None and width % self.group:
+            fitting = [str(g) for g in GROUPS if width % g == 0]
+            other = f"take -g{fitting[-1]}, or leave the group out" if fitting else "leave the group out"
+            raise ConfigError(f"groups of {self.group} do not divide its rows of {width} values; {other}")
+        return QuantArgs(self.group or own_args(get(self.weights).groups, width).group, self.symmetric)
+
+    def bits_per_weight(self, width: int, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Bits that a weight of a matrix with rows of `width` takes, stored as `dtype` in the checkpoint."""
+        return get(self.format_for(dtype)).bits_per_weight(width, self.args(width))
 
     def encode(self, weight: Tensor) -> QuantTensor:
-        """Store a dense weight [O, K] by this scheme."""
-        name = DENSE.get(weight.dtype, "fp32") if self.weights == "auto" else self.weights
-        return get(name).encode(weight)
+        """Store a dense weight [O, K] by this scheme. Raises ConfigError as `args` does."""
+        q = get(self.format_for(weight.dtype)).encode(weight, self.args(weight.shape[1]))
+        return replace(q, activations=self.activations)

@@ -1,0 +1,81 @@
+"""Format int4: 4-bit integers in groups of 32, 64 or 128 weights along K, symmetric or with zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from foretoken.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped, part, plain
+from foretoken.formats.scheme import QuantArgs, QuantTensor
+
+ZERO = 8  # the code of 0 where there are no zero points
+
+
+class Int4(Coded):
+    """Codes 0..15; value = (code - zero) * scale, the scale bfloat16.
+
+    Symmetric: zero = 8, scale = absmax / 7.5: of both signs, one half step is lost at the end. With zero points: the
+    group's range, stretched to contain 0, falls on 0..15.
+    """
+
+    name = "int4"
+    bits = 4
+    options = frozenset({"group", "asymmetric", "activations"})
+    groups = (128, 64, 32)
+
+    def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
+        x = grouped(weight, args.group)
+        low, high = x.aminmax(dim=-1)  # [O, K / G]
+        if args.symmetric:
+            scales = bf16_scales(torch.maximum(high, -low), 7.5)
+            return self.stored(divided(x, scales).round_().clamp_(-8, 7).add_(ZERO).to(torch.uint8), scales)
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        scales = bf16_scales(high / 15 - low / 15, 1.0)  # high - low might overflow
+        zeros = divided(-low[..., None], scales).round_().clamp_(0, 15)
+        codes = divided(x, scales).round_().add_(zeros).clamp_(0, 15).to(torch.uint8)
+        return self.stored(codes, scales, zeros.squeeze(-1).to(torch.uint8))
+
+    def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
+        return codes.float() - (float(ZERO) if zeros is None else zeros.float())
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """Tensors in compressed-tensors' pack-quantized layout: eight codes an int32, the first in its lowest bits."""
+        parts = plain(q).parts
+        tensors = {
+            f"{name}.weight_packed": pack_int32(parts["codes"]),
+            f"{name}.weight_scale": parts["scales"],
+            f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
+        }
+        if "zeros" in parts:  # packed along O
+            tensors[f"{name}.weight_zero_point"] = pack_int32(parts["zeros"].T).T.contiguous()
+        return tensors
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        shape = part(name, "weight_shape", tensors)
+        height, width = (int(n) for n in shape)
+        codes = unpack_int32(part(name, "weight_packed", tensors), width)
+        zeros = tensors.get(f"{name}.weight_zero_point")
+        if zeros is not None:
+            zeros = unpack_int32(zeros.T, height).T.contiguous()
+        return self.stored(codes, part(name, "weight_scale", tensors).view(height, -1), zeros)
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        return compressed_tensors("pack-quantized", q, 4, "int")
+
+
+def pack_int32(codes: Tensor) -> Tensor:
+    """Codes uint8 0..15 [N, W] as int32 [N, ceil(W / 8)], padded with zeros."""
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).view(codes.shape[0], -1, 8).long()
+    packed = (padded << torch.arange(0, 32, 4)).sum(-1)  # 0..2^32 - 1
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def unpack_int32(packed: Tensor, width: int) -> Tensor:
+    """The inverse: codes uint8 [N, width]."""
+    codes = (packed[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+    return codes.flatten(1)[:, :width].to(torch.uint8)
+
+
+FORMAT = Int4()

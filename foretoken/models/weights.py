@@ -1,0 +1,196 @@
+"""From a source of tensors to a model's weights: names and shapes, and the stream that stores them in a format.
+
+A matrix is read, encoded and packed in chunks of rows, straight into its final memory: neither its float copy nor its
+plain codes are ever whole in memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.models.config import ModelConfig
+from foretoken.models.layers import LayerWeights, ModelWeights
+from foretoken.ops import Ops
+
+Progress = Callable[[int, int], None]
+CHUNK = 4 << 20  # values of a matrix that are floats at one time
+ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of so many rows
+_HUGE = 2 << 20  # bytes of a huge page
+
+
+class Source(Protocol):
+    """Where weights come from: a checkpoint, or noise."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a stored tensor."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, finite."""
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of a matrix, finite, in memory of their own."""
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this config must hold, by Hugging Face name, with its shape."""
+    hidden, dim, inter = config.hidden_size, config.head_dim, config.intermediate_size
+    q_width, kv_width = config.num_heads * dim, config.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for i in range(config.num_layers):
+        attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        linears = {
+            f"{attn}.q_proj": (q_width, hidden, config.qkv_bias),
+            f"{attn}.k_proj": (kv_width, hidden, config.qkv_bias),
+            f"{attn}.v_proj": (kv_width, hidden, config.qkv_bias),
+            f"{attn}.o_proj": (hidden, q_width, config.o_bias),
+            f"{mlp}.gate_proj": (inter, hidden, config.mlp_bias),
+            f"{mlp}.up_proj": (inter, hidden, config.mlp_bias),
+            f"{mlp}.down_proj": (hidden, inter, config.mlp_bias),
+        }
+        for name, (out, width, bias) in linears.items():
+            shapes[f"{name}.weight"] = (out, width)
+            if bias:
+                shapes[f"{name}.bias"] = (out,)
+        if config.qk_norm:
+            shapes[f"{attn}.q_norm.weight"] = shapes[f"{attn}.k_norm.weight"] = (dim,)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{i}.{norm}.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def read_weights(
+    config: ModelConfig,
+    source: Source,
+    quant: QuantScheme,
+    ops: Ops,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> ModelWeights:
+    """All weights of a model, matrices stored by `quant` and packed for `ops`, norms and biases float32.
+
+    `progress(done, total)` counts values.
+    """
+    reader = _Reader(config, source, quant, ops, device, progress)
+    embedding = reader.stack(["model.embed_tokens"])
+    layers = tuple(reader.layer(i) for i in range(config.num_layers))
+    norm = reader.vector("model.norm.weight")
+    head = embedding if config.tied_embeddings else reader.stack(["lm_head"])
+    return ModelWeights(embedding, layers, norm, head)
+
+
+class _Reader:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        quant: QuantScheme,
+        ops: Ops,
+        device: str,
+        progress: Progress | None,
+    ) -> None:
+        self.config, self.source, self.quant, self.device = config, source, quant, device
+        self.pack: Callable[[QuantTensor], QuantTensor] = getattr(ops, "pack", lambda w: w)
+        self.shapes = expected_shapes(config)
+        self.progress = progress
+        self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
+        self.done = 0
+
+    def _tick(self, values: int) -> None:
+        self.done += values
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    def vector(self, name: str) -> Tensor:
+        value = self.source.tensor(name).to(self.device).float()
+        self._tick(value.numel())
+        return value
+
+    def biases(self, names: Seq[str], present: bool) -> Tensor | None:
+        return torch.cat([self.vector(f"{n}.bias") for n in names]) if present else None
+
+    def layer(self, i: int) -> LayerWeights:
+        c, at = self.config, f"model.layers.{i}"
+        qkv = [f"{at}.self_attn.{n}_proj" for n in "qkv"]
+        o, down = [f"{at}.self_attn.o_proj"], [f"{at}.mlp.down_proj"]
+        gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
+        return LayerWeights(
+            input_norm=self.vector(f"{at}.input_layernorm.weight"),
+            qkv=self.stack(qkv),
+            qkv_bias=self.biases(qkv, c.qkv_bias),
+            q_norm=self.vector(f"{at}.self_attn.q_norm.weight") if c.qk_norm else None,
+            k_norm=self.vector(f"{at}.self_attn.k_norm.weight") if c.qk_norm else None,
+            o=self.stack(o),
+            o_bias=self.biases(o, c.o_bias),
+            post_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
+            gate_up=self.stack(gate_up),
+            gate_up_bias=self.biases(gate_up, c.mlp_bias),
+            down=self.stack(down),
+            down_bias=self.biases(down, c.mlp_bias),
+        )
+
+    def stack(self, layers: Seq[str]) -> QuantTensor:
+        """The weights of some linear layers as one, along O, chunk by chunk."""
+        names = [f"{n}.weight" for n in layers]
+        height, width = sum(self.shapes[n][0] for n in names), self.shapes[names[0]][1]
+        dtypes = {self.source.dtype(n) for n in names}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        step = max(ROWS, CHUNK // width // ROWS * ROWS)
+        whole: QuantTensor | None = None
+        for start in range(0, height, step):
+            count = min(step, height - start)
+            chunk = torch.cat([r.to(self.device, dtype) for r in self._rows(names, start, start + count)])
+            piece = self.pack(self.quant.encode(chunk))
+            self._tick(chunk.numel())
+            if count == height:
+                return piece
+            if whole is None:  # sized by the first chunk, which is full
+                whole = _room(piece, height)
+            for part, tensor in piece.parts.items():
+                first = start * tensor.shape[0] // count if count == step else whole.parts[part].shape[0] - len(tensor)
+                whole.parts[part][first : first + len(tensor)] = tensor
+        assert whole is not None
+        return whole
+
+    def _rows(self, names: Seq[str], start: int, stop: int) -> Iterator[Tensor]:
+        """Rows start..stop-1 of the stacked matrices."""
+        first = 0
+        for name in names:
+            height = self.shapes[name][0]
+            begin, end = max(start - first, 0), min(stop - first, height)
+            if begin < end:
+                yield self.source.rows(name, begin, end)
+            first += height
+
+
+def _room(piece: QuantTensor, height: int) -> QuantTensor:
+    """Memory for a whole weight of `height` rows like `piece`, a chunk of it: a part's first dimension goes with O."""
+
+    def room(part: Tensor) -> Tensor:
+        unit = piece.shape[0] // part.shape[0]  # rows of the weight in one of the part: 1, or a packed tile's
+        return empty((-(-height // unit), *part.shape[1:]), part.dtype, part.device)
+
+    parts = {name: room(part) for name, part in piece.parts.items()}
+    return replace(piece, shape=(height, piece.shape[1]), parts=parts)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for weights; on huge pages where the system gives them (fewer address look-ups while weights stream)."""
+    count = torch.Size(shape).numel()
+    size = count * dtype.itemsize
+    if device.type != "cpu" or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size)
+    with suppress(OSError):  # a kernel without them: the memory serves as it is
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
