@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,10 +46,11 @@ class Limits:
 
     def merged(self, other: Limits) -> Limits:
         """The better of two measurements of one machine."""
-        rates = {name: (*self.rates.get(name, ()), *other.rates.get(name, ())) for name in {**self.rates, **other.rates}}
-        return replace(self, rates=rates, **_best(rates))
+        names = self.rates.keys() | other.rates.keys()
+        rates = {name: (*self.rates.get(name, ()), *other.rates.get(name, ())) for name in sorted(names)}
+        return from_rates(self.threads, rates, self.instructions, self.source)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Plain data for a record."""
         return {
             "threads": self.threads,
@@ -62,17 +64,23 @@ class Limits:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Limits:
+    def from_dict(cls, data: Mapping[str, Any]) -> Limits:
         """The inverse of as_dict. Raises KeyError or TypeError for other data."""
-        raw: Mapping[str, list[float]] = data["repetitions"]  # type: ignore[assignment]
-        rates = {name: tuple(values) for name, values in raw.items()}
-        instructions: Mapping[str, str] = data["instructions"]  # type: ignore[assignment]
-        threads: int = data["threads"]  # type: ignore[assignment]
-        return cls(threads, instructions=instructions, rates=rates, source=str(data["source"]), **_best(rates))
+        rates = {name: tuple(values) for name, values in data["repetitions"].items()}
+        return from_rates(data["threads"], rates, data["instructions"], data["source"])
 
 
-def _best(rates: Mapping[str, tuple[float, ...]]) -> dict[str, float | None]:
-    return {name: max(rates[name]) if rates.get(name) else None for name in ("read", *KINDS)}
+def from_rates(
+    threads: int, rates: Mapping[str, tuple[float, ...]], instructions: Mapping[str, str], source: str
+) -> Limits:
+    """Limits whose values are the best of `rates`: "read" and "fp32", and "int8" and "bf16" where there are any."""
+
+    def best(kind: str) -> float | None:
+        return max(rates[kind]) if kind in rates else None
+
+    return Limits(
+        threads, max(rates["read"]), best("int8"), max(rates["fp32"]), best("bf16"), instructions, rates, source
+    )
 
 
 def measure_limits(threads: int, repeats: int = REPEATS) -> Limits:
@@ -88,7 +96,7 @@ def measure_limits(threads: int, repeats: int = REPEATS) -> Limits:
         instruction, found = _native.peak_rates(kind, SECONDS, repeats)
         if found:
             instructions[kind], rates[kind] = instruction, tuple(found)
-    return Limits(threads, instructions=instructions, rates=rates, source="native", **_best(rates))  # type: ignore[arg-type]
+    return from_rates(threads, rates, instructions, "native")
 
 
 def _torch_limits(threads: int, repeats: int, size: int) -> Limits:
@@ -100,8 +108,7 @@ def _torch_limits(threads: int, repeats: int, size: int) -> Limits:
         "read": _torch_rates(memory.sum, float(size), repeats),
         "fp32": _torch_rates(lambda: a @ b, 2.0 * side**3, repeats),
     }
-    instructions = {"fp32": "PyTorch's matrix product"}
-    return Limits(threads, instructions=instructions, rates=rates, source="torch", **_best(rates))  # type: ignore[arg-type]
+    return from_rates(threads, rates, {"fp32": "PyTorch's matrix product"}, "torch")
 
 
 def _torch_rates(job: Callable[[], object], work: float, repeats: int) -> tuple[float, ...]:
