@@ -61,12 +61,12 @@ class Grid:
         if not self.seconds > 0:
             raise ConfigError(f"seconds must be above 0, got {self.seconds:g}")
 
-    def passes(self, config: ModelConfig) -> tuple[list[Pass], list[Pass]]:
+    def passes(self, config: ModelConfig, role: str = "model") -> tuple[list[Pass], list[Pass]]:
         """Chains, and then prompts and batches. Raises ConfigError where the model's context is too short."""
         longest = self.contexts[-1] + self.rows[-1]
         if longest > config.max_model_len:
             raise ConfigError(
-                f"a context of {self.contexts[-1]} and {self.rows[-1]} rows are beyond the model's "
+                f"a context of {self.contexts[-1]} and {self.rows[-1]} rows are beyond the {role}'s "
                 f"{config.max_model_len} tokens; lower the context to {config.max_model_len - self.rows[-1]} or less"
             )
         rows = sorted({1, *self.rows})

@@ -25,6 +25,8 @@ from foretoken.study.passes import Pass, Subject, Work, cache_bytes
 from foretoken.study.shapes import get_shape, shape_as_dict
 
 MIN_REPEATS = 3
+OVERDRAFT = 3.0  # times the budget: where passes are so slow, one run of each must do
+SLOW = 1.0  # seconds
 CURVE_SHARE = 0.7  # of the time budget; the rest is for prompts and batches
 LOADING_BYTES = 512 << 20  # what loading holds besides the weights, generously
 
@@ -44,6 +46,11 @@ class Candidate:
     samples: dict[Pass, list[float]] = field(default_factory=dict)  # seconds
     work: dict[Pass, Work] = field(default_factory=dict)
     stored: Stored | None = None
+
+    def seconds(self, job: Pass) -> float:
+        """Time one pass."""
+        assert self.subject is not None
+        return self.subject.seconds(job)
 
 
 class Profiler:
@@ -69,7 +76,7 @@ class Profiler:
         self.peak_memory = 0
 
     def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
-        chains, others = self.grid.passes(config)
+        chains, others = self.grid.passes(config, role)
         quant = QuantScheme.parse(format)
         kv_format = kv_format_of(quant, self.grid.kv_format)
         size = weight_bytes(config, quant, folder) + cache_bytes(config, kv_format, chains + others)
@@ -157,22 +164,24 @@ class Profiler:
         )
 
     def _rounds(self, visits: list[tuple[Candidate, Pass]], seconds: float, stage: str, tell: Report) -> None:
-        """Every pass in turn, round after round, until the budget is spent; the first round only warms up."""
-        if not visits:
-            return
+        """Every pass in turn, round after round, until the budget is spent."""
         for i, (x, job) in enumerate(visits):
             tell(f"{stage}, warm-up", i, len(visits))
-            _seconds(x, job)
+            took = x.seconds(job)
+            if took > SLOW:  # what a warm-up gains does not show in it, and a second run would be dear
+                x.samples[job] = [took]
         start = time.perf_counter()
         for done in range(self.grid.repeats):
             spent = time.perf_counter() - start
-            if done >= MIN_REPEATS and spent * (done + 1) / done > seconds:
+            least = MIN_REPEATS if spent < OVERDRAFT * seconds else 1
+            enough = all(len(x.samples.get(job, ())) >= least for x, job in visits)
+            if not visits or enough and spent * (done + 1) / max(done, 1) > seconds:
                 break
             expected = max(spent, min(seconds, spent / done * self.grid.repeats) if done else seconds)
             for i in range(len(visits)):
                 x, job = visits[(i + done) % len(visits)]  # who begins rotates
                 tell(stage, min(time.perf_counter() - start, expected), expected)
-                took = _seconds(x, job)
+                took = x.seconds(job)
                 x.samples.setdefault(job, []).append(took)
 
     def _describe(self, x: Candidate) -> None:
@@ -235,7 +244,8 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
                 costs.append(Cost(*names, job.context, job.rows, **timing))
                 if job == x.chains[0]:
                     bandwidth = memory_ms / ms
-        stored.append(replace(x.stored, bandwidth_share=bandwidth))
+        peak = x.stored.peak if getattr(limits, x.stored.peak) is not None else "fp32"
+        stored.append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
     return {"costs": tuple(costs), "prefill": tuple(prefill), "batch": tuple(batch), "stored": tuple(stored)}
 
 
@@ -251,11 +261,6 @@ def quantile(values: Seq[float], share: float) -> float:
 def _checkpoint(model: str) -> tuple[ModelConfig, Path]:
     folder = resolve_model(model)
     return read_config(folder), folder
-
-
-def _seconds(x: Candidate, job: Pass) -> float:
-    assert x.subject is not None
-    return x.subject.seconds(job)
 
 
 @contextmanager
