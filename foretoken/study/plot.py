@@ -12,7 +12,8 @@ from foretoken.study.costs import Cost, Profile
 # Distinct without colour vision too (after Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLES = ("-", "--", ":", "-.")  # contexts
+STYLES = ("-", "--", "-.", (0, (8, 2)))  # contexts
+LIMIT = (0, (1, 1.4))  # dotted
 SUFFIXES = (".png", ".svg")
 
 
@@ -36,15 +37,16 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context(
-        {"font.size": 9, "svg.hashsalt": "foretoken", "axes.spines.top": False, "axes.spines.right": False}
-    ):
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6))
+    settings = {"font.size": 9, "svg.hashsalt": "foretoken", "axes.spines.top": False, "axes.spines.right": False}
+    with pyplot.rc_context(settings):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6))
         _c_panel(left, profile)
         _ms_panel(right, profile)
-        figure.suptitle(_title(profile), fontsize=11, x=0.01, ha="left", weight="bold")
-        figure.text(0.01, 0.005, _footnote(profile), fontsize=7.5, color="0.35")
-        figure.tight_layout(rect=(0, 0.03, 1, 0.97))
+        figure.text(0.012, 0.945, _title(profile), fontsize=12, weight="bold")
+        figure.text(0.012, 0.02, _footnote(profile), fontsize=7.5, color="0.35")
+        figure.subplots_adjust(left=0.055, right=0.82, bottom=0.175, top=0.85, wspace=0.19)
+        handles, labels = right.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.825, 0.86), frameon=False)
         for one in paths:
             figure.savefig(one, dpi=150, metadata={"Date": None} if one.suffix == ".svg" else None)
         pyplot.close(figure)
@@ -61,19 +63,21 @@ def _curves(profile: Profile) -> list[tuple[str, int, int, int, list[Cost]]]:
     return found
 
 
-def _draw(
-    panel: Any, profile: Profile, y: Callable[[Cost], float], spread: Callable[[Cost], float] | None = None
-) -> None:
+def _draw(panel: Any, profile: Profile, y: Callable[[Cost], float]) -> None:
     several = len({x.context for x in profile.costs}) > 1
     for name, i, context, j, points in _curves(profile):
         rows = [p.rows for p in points]
-        colour = COLOURS[i % len(COLOURS)]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         label = f"{name}, {context} cached" if several else name
-        style: dict[str, Any] = {"color": colour, "linestyle": STYLES[j % len(STYLES)]}
-        panel.plot(rows, [y(p) for p in points], marker=MARKERS[i % len(MARKERS)], markersize=5, label=label, **style)
-        scale = [y(p) / p.ms for p in points]
-        low, high = ([x * s for x, s in zip(v, scale)] for v in ([p.p10 for p in points], [p.p90 for p in points]))
-        panel.fill_between(rows, low, high, color=colour, alpha=0.12, linewidth=0)
+        line = {"color": colour, "linestyle": STYLES[j % len(STYLES)], "marker": marker, "markersize": 5}
+        panel.plot(rows, [y(p) for p in points], label=label, **line)
+        if j == 0:  # the bands of other contexts would hide the lines
+            low, high = ([y(p) * v / p.ms for p, v in zip(points, values, strict=True)] for values in _spread(points))
+            panel.fill_between(rows, low, high, color=colour, alpha=0.13, linewidth=0)
+
+
+def _spread(points: Seq[Cost]) -> tuple[list[float], list[float]]:
+    return [p.p10 for p in points], [p.p90 for p in points]
 
 
 def _row_axis(panel: Any, profile: Profile) -> None:
@@ -87,17 +91,18 @@ def _row_axis(panel: Any, profile: Profile) -> None:
 
 def _c_panel(panel: Any, profile: Profile) -> None:
     _draw(panel, profile, lambda p: p.c)
-    panel.axhline(1.0, color="0.5", linewidth=0.8)
     rows = sorted({x.rows for x in profile.costs})
-    top = max((x.c for x in profile.costs), default=1.0)
+    top = max(1.15 * max((x.c for x in profile.costs), default=1.0), 1.6)
+    panel.axhline(1.0, color="0.5", linewidth=0.8)
     # Where M rows cost as much as M passes of one: beyond this line, speculation cannot win.
-    panel.plot([1, top * 1.15], [1, top * 1.15], color="0.7", linewidth=0.8, linestyle=(0, (1, 2)), label="c = M")
-    panel.set_xlim(rows[0] * 0.93, rows[-1] * 1.08)
-    panel.set_ylim(0, max(top * 1.15, 1.5))
+    fine = [m for m in _fine(rows) if m <= top]
+    panel.plot(fine, fine, color="0.6", linewidth=0.8, linestyle=LIMIT)
+    if fine[-1] > 1:
+        panel.annotate("c = M", (fine[-1], fine[-1]), (4, -6), textcoords="offset points", color="0.4", fontsize=8)
+    panel.set_ylim(0, top)
     _row_axis(panel, profile)
     panel.set_ylabel("c(M): time against one row")
     panel.set_title("What checking a draft costs", loc="left")
-    panel.legend(frameon=False)
 
 
 def _ms_panel(panel: Any, profile: Profile) -> None:
@@ -105,23 +110,16 @@ def _ms_panel(panel: Any, profile: Profile) -> None:
     for _, i, _, j, points in _curves(profile):
         if j:
             continue  # the limit of the first context stands for all
-        fine = _fine([p.rows for p in points])
         first, last = points[0], points[-1]
+        fine = _fine([p.rows for p in points])
         limit = [max(_line(first, last, "memory_ms", m), _line(first, last, "compute_ms", m)) for m in fine]
-        panel.plot(fine, limit, color=COLOURS[i % len(COLOURS)], linewidth=1.0, linestyle=(0, (4, 3)), alpha=0.8)
-    panel.plot(
-        [],
-        [],
-        color="0.4",
-        linewidth=1.0,
-        linestyle=(0, (4, 3)),
-        label="machine's limit:\nmax(bytes / bandwidth,\nM x ops / peak)",
-    )
+        panel.plot(fine, limit, color=COLOURS[i % len(COLOURS)], linewidth=1.4, linestyle=LIMIT)
+    text = "limit of the machine:\nmax(bytes / bandwidth,\nM x operations / peak)"
+    panel.plot([], [], color="0.35", linewidth=1.4, linestyle=LIMIT, label=text)
     _row_axis(panel, profile)
     panel.set_ylim(bottom=0)
     panel.set_ylabel("milliseconds a pass")
     panel.set_title("Milliseconds, and the least that the machine allows", loc="left")
-    panel.legend(frameon=False)
 
 
 def _fine(rows: Seq[int]) -> list[float]:

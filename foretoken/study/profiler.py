@@ -25,7 +25,8 @@ from foretoken.study.passes import Pass, Subject, Work, cache_bytes
 from foretoken.study.shapes import get_shape, shape_as_dict
 
 MIN_REPEATS = 3
-OVERDRAFT = 3.0  # times the budget: where passes are so slow, one run of each must do
+OVERDRAFT = 3.0  # times the budget, or so many seconds if that is more: where passes are so slow, one run must do
+PATIENCE = 30.0
 SLOW = 1.0  # seconds
 CURVE_SHARE = 0.7  # of the time budget; the rest is for prompts and batches
 LOADING_BYTES = 512 << 20  # what loading holds besides the weights, generously
@@ -173,7 +174,7 @@ class Profiler:
         start = time.perf_counter()
         for done in range(self.grid.repeats):
             spent = time.perf_counter() - start
-            least = MIN_REPEATS if spent < OVERDRAFT * seconds else 1
+            least = MIN_REPEATS if spent < max(OVERDRAFT * seconds, PATIENCE) else 1
             enough = all(len(x.samples.get(job, ())) >= least for x, job in visits)
             if not visits or enough and spent * (done + 1) / max(done, 1) > seconds:
                 break
