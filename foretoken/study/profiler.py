@@ -73,6 +73,7 @@ class Profiler:
             config, folder = _checkpoint(grid.draft) if own else (get_shape(grid.draft), None)
             self.candidates += [self._candidate("draft", config, folder, f) for f in grid.draft_formats]
         self.interleaved = self._fits_together()
+        self.machine: dict[str, object] = {}
         self.limits: Limits | None = None
         self.peak_memory = 0
 
@@ -100,6 +101,7 @@ class Profiler:
         tell: Report = report or (lambda stage, done, total: None)
         threads = self.grid.threads or record.native_threads()
         ops.set_num_threads(threads)
+        self.machine = record.machine()  # its load before ours
         tell("machine limits", 0, 1)
         self.limits = measure_limits(threads)
         groups = [self.candidates] if self.interleaved else [[x] for x in self.candidates]
@@ -176,7 +178,7 @@ class Profiler:
             spent = time.perf_counter() - start
             least = MIN_REPEATS if spent < max(OVERDRAFT * seconds, PATIENCE) else 1
             enough = all(len(x.samples.get(job, ())) >= least for x, job in visits)
-            if not visits or enough and spent * (done + 1) / max(done, 1) > seconds:
+            if not visits or (enough and spent * (done + 1) / max(done, 1) > seconds):
                 break
             expected = max(spent, min(seconds, spent / done * self.grid.repeats) if done else seconds)
             for i in range(len(visits)):
@@ -198,7 +200,7 @@ class Profiler:
         assert self.limits is not None
         shared: dict[str, Any] = {
             "limits": self.limits,
-            "machine": record.machine(),
+            "machine": self.machine,
             "threads": threads,
             "backend": self.ops.name,
             "interleaved": self.interleaved,

@@ -62,7 +62,7 @@ def test_everything_is_measured(backend: str) -> None:
         one = next(y for y in found.costs if (y.format, y.context, y.rows) == (x.format, x.context, 1))
         assert x.c == x.ms / one.ms and x.repeats == 3
         assert 0 < x.p10 <= x.ms <= x.p90
-        assert 0 < x.memory_ms and 0 < x.compute_ms
+        assert x.memory_ms > 0 and x.compute_ms > 0
     assert [(x.format, x.tokens) for x in found.prefill] == [("bf16", 24), ("w8a8", 24)]
     assert [(x.format, x.batch_size, x.context) for x in found.batch] == [("bf16", 2, 8), ("w8a8", 2, 8)]
     dense, integer = found.stored
@@ -75,7 +75,7 @@ def test_everything_is_measured(backend: str) -> None:
 def test_json_and_back(tmp_path: Path) -> None:
     found = profile("tiny", draft="tiny", **SMALL)
     data = found.as_dict()
-    assert list(data)[0] == "schema" and data["schema"] == "foretoken.profile/1"
+    assert next(iter(data)) == "schema" and data["schema"] == "foretoken.profile/1"
     assert {"machine", "limits", "shape", "costs", "prefill", "batch", "threads", "commit", "date"} <= set(data)
     assert {"format", "kv_format", "context", "rows", "ms", "c", "p10", "p90", "repeats"} <= set(data["costs"][0])
     path = tmp_path / "p.json"
@@ -87,7 +87,7 @@ def test_json_and_back(tmp_path: Path) -> None:
         path.write_text(json.dumps(broken))
         with pytest.raises(ConfigError, match="profile"):
             read_profile(path)
-    with pytest.raises(ConfigError, match="lacks 'costs'.*foretoken profile"):
+    with pytest.raises(ConfigError, match=r"lacks 'costs'.*foretoken profile"):
         record.check({k: v for k, v in data.items() if k != "costs"})
 
 
