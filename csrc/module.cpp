@@ -4,11 +4,16 @@
 // no PyTorch headers and a call costs little. The GIL is released while a kernel runs.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "attention.h"
+#include "limits.h"
 #include "linear.h"
 #include "module_plan.h"
 #include "ops.h"
@@ -113,6 +118,11 @@ void py_attention(uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_
     attention(args, static_cast<KvFormat>(format), num_slots / block_size, sequences);
 }
 
+std::pair<std::string, std::vector<double>> py_peak_rates(const std::string& kind, double seconds, int repeats) {
+    Peak peak = peak_rates(kind, seconds, repeats);
+    return {std::move(peak.instruction), std::move(peak.rates)};
+}
+
 std::string build_info() {
 #if defined(__x86_64__)
     return "compiler " __VERSION__ "; instruction sets avx512 avx2 portable";
@@ -143,5 +153,7 @@ NB_MODULE(_native, m) {
     m.def("num_threads", &num_threads, "Threads that a call may use.");
     m.def("set_num_threads", &set_num_threads, "Let a call use this many threads.");
     m.def("available_cores", &available_cores, "Physical cores that this process may use.");
+    m.def("read_rates", &read_rates, unlocked, "Bytes a second of passes over this much memory, by all threads.");
+    m.def("peak_rates", &py_peak_rates, unlocked, "The CPU's best instruction for int8, fp32 or bf16, and its operations a second.");
     m.def("build_info", &build_info, "The compiler and the instruction sets that this module was built for.");
 }

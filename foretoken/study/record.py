@@ -21,6 +21,7 @@ from foretoken import registry
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
 from foretoken.models.loader import resolve_model
+from foretoken.study.costs import SCHEMA as PROFILE_SCHEMA
 from foretoken.study.measure import Bench, Run
 from foretoken.study.workload import Arm, Workload, spec_as_dict
 
@@ -46,6 +47,26 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "equals_plain": (bool,),
     "time_split": (dict,),
     "overhead_ms_per_round": (float,),
+}
+
+
+# What another command writes: its schema, the command, and its fields.
+PROFILE_FIELDS: dict[str, tuple[type, ...]] = {
+    "schema": (str,),
+    "date": (str,),
+    "commit": (str,),
+    "machine": (dict,),
+    "threads": (int,),
+    "backend": (str,),
+    "limits": (dict,),
+    "interleaved": (bool,),
+    "interrupted": (bool,),
+    "shape": (dict,),
+    "stored": (list,),
+    "costs": (list,),
+    "prefill": (list,),
+    "batch": (list,),
+    "draft": (dict, type(None)),
 }
 
 
@@ -252,17 +273,20 @@ def spread(values: Seq[float]) -> dict[str, float | None]:
 
 def check(record: Mapping[str, object]) -> None:
     """Raise ConfigError naming the first field that is missing or of a wrong type."""
-    for name, kinds in FIELDS.items():
+    command, fields = "bench", FIELDS
+    if record.get("schema") == PROFILE_SCHEMA:
+        command, fields = "profile", PROFILE_FIELDS
+    for name, kinds in fields.items():
         if name not in record:
-            raise ConfigError(f"the record lacks {name!r}; it was not written by `foretoken bench`")
+            raise ConfigError(f"the record lacks {name!r}; it was not written by `foretoken {command}`")
         if not isinstance(record[name], kinds):
-            raise ConfigError(f"the record's {name!r} is {record[name]!r}; it was not written by `foretoken bench`")
-    if record["schema"] != SCHEMA:
+            raise ConfigError(f"the record's {name!r} is {record[name]!r}; it was not written by `foretoken {command}`")
+    if record["schema"] not in (SCHEMA, PROFILE_SCHEMA):
         raise ConfigError(f"the record has schema {record['schema']!r}, this version reads {SCHEMA!r}")
 
 
-def prepare(path: Path) -> None:
-    """Make sure that records can be written there, before anything is measured. Raises ConfigError."""
+def prepare(path: Path, flag: str = "--out") -> None:
+    """Make sure that records can be written there, before anything is measured. Raises ConfigError naming the flag."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
@@ -270,7 +294,7 @@ def prepare(path: Path) -> None:
         if new:
             path.unlink()  # what fails later should leave nothing
     except OSError as error:
-        raise ConfigError(f"cannot write records to {path} ({error.strerror}); choose another with --out") from None
+        raise ConfigError(f"cannot write records to {path} ({error.strerror}); choose another with {flag}") from None
 
 
 def append(path: Path, record: Mapping[str, object]) -> None:

@@ -1,0 +1,121 @@
+"""The machine's limits: how fast it reads memory and multiplies, measured with the threads that the kernels use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from foretoken import registry
+from foretoken.engine.memory import available_memory
+
+BYTES = 256 << 20  # far beyond the caches
+REPEATS = 8
+SECONDS = 0.02  # of one repetition of an arithmetic loop
+KINDS = ("int8", "fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes a second (`read`) and operations a second (the rest; a multiplication and an addition are two).
+
+    Each is the best of its repetitions, because a disturbance only ever takes away; `rates` keeps them all. A kind is
+    None where the CPU has no instruction for it. `instructions` says what was used, `source` who measured: "native", or
+    "torch" where the native module is missing.
+    """
+
+    threads: int
+    read: float
+    int8: float | None
+    fp32: float
+    bf16: float | None
+    instructions: Mapping[str, str]
+    rates: Mapping[str, tuple[float, ...]]
+    source: str
+
+    def peak(self, kind: str) -> float:
+        """Operations a second of products of that kind: "int8", or "bf16" or "fp32", the float one that applies.
+
+        Without integer or bf16 instructions, float32 ones do the work.
+        """
+        found: float | None = {"int8": self.int8, "bf16": self.bf16, "fp32": self.fp32}[kind]
+        return self.fp32 if found is None else found
+
+    def merged(self, other: Limits) -> Limits:
+        """The better of two measurements of one machine."""
+        names = self.rates.keys() | other.rates.keys()
+        rates = {name: (*self.rates.get(name, ()), *other.rates.get(name, ())) for name in sorted(names)}
+        return from_rates(self.threads, rates, self.instructions, self.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for a record."""
+        return {
+            "threads": self.threads,
+            "read_bytes_per_s": self.read,
+            "int8_ops_per_s": self.int8,
+            "fp32_ops_per_s": self.fp32,
+            "bf16_ops_per_s": self.bf16,
+            "instructions": dict(self.instructions),
+            "source": self.source,
+            "repetitions": {name: list(rates) for name, rates in self.rates.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Limits:
+        """The inverse of as_dict. Raises KeyError or TypeError for other data."""
+        rates = {name: tuple(values) for name, values in data["repetitions"].items()}
+        return from_rates(data["threads"], rates, data["instructions"], data["source"])
+
+
+def from_rates(
+    threads: int, rates: Mapping[str, tuple[float, ...]], instructions: Mapping[str, str], source: str
+) -> Limits:
+    """Limits whose values are the best of `rates`: "read" and "fp32", and "int8" and "bf16" where there are any."""
+
+    def best(kind: str) -> float | None:
+        return max(rates[kind]) if kind in rates else None
+
+    return Limits(
+        threads, max(rates["read"]), best("int8"), max(rates["fp32"]), best("bf16"), instructions, rates, source
+    )
+
+
+def measure_limits(threads: int, repeats: int = REPEATS) -> Limits:
+    """Measure this machine with `threads` threads, which the backends must be set to already. Takes about a second."""
+    size = min(BYTES, available_memory() // 8)
+    if "cpu" not in registry.names("ops") or registry.load("ops", "cpu").unavailable() is not None:
+        return _torch_limits(threads, repeats, size)
+    from foretoken import _native
+
+    rates = {"read": tuple(_native.read_rates(size, 2 * repeats))}
+    instructions: dict[str, str] = {}
+    for kind in KINDS:
+        instruction, found = _native.peak_rates(kind, SECONDS, repeats)
+        if found:
+            instructions[kind], rates[kind] = instruction, tuple(found)
+    return from_rates(threads, rates, instructions, "native")
+
+
+def _torch_limits(threads: int, repeats: int, size: int) -> Limits:
+    """What PyTorch reaches: its reduction reads, its matrix product multiplies."""
+    memory = torch.ones(size // 4)
+    side = 512
+    a, b = torch.randn(side, side), torch.randn(side, side)
+    rates = {
+        "read": _torch_rates(memory.sum, float(size), repeats),
+        "fp32": _torch_rates(lambda: a @ b, 2.0 * side**3, repeats),
+    }
+    return from_rates(threads, rates, {"fp32": "PyTorch's matrix product"}, "torch")
+
+
+def _torch_rates(job: Callable[[], object], work: float, repeats: int) -> tuple[float, ...]:
+    job()
+    rates = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        job()
+        rates.append(work / (time.perf_counter() - start))
+    return tuple(rates)

@@ -1,0 +1,98 @@
+"""`foretoken profile` as a user meets it, on a tiny shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.cli import EXIT_INTERRUPTED, main
+from foretoken.study import limits, record, shapes
+from foretoken.study.passes import Pass, Subject
+
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+QUICK = "--context 8 --prefill-tokens 16 --batch-sizes 2 --repeats 3 --seconds 0.01 --rows 1,2"
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
+    monkeypatch.setattr(limits, "BYTES", 1 << 20)
+    monkeypatch.setattr(limits, "SECONDS", 1e-4)
+
+
+def run(words: str) -> int:
+    return main(["profile", *words.split()])
+
+
+def test_tables_files_and_record(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run(f"--shape tiny --formats bf16,w8a8 {QUICK} --json p.json --plot p.png --record") == 0
+    out, err = capsys.readouterr()
+    for word in ("tiny", "bf16", "w8a8", "M=1", "M=2", "GB/s", "prefill 16", "batch 2"):
+        assert word in out, word
+    for name in ("p.json", "p.png", "p.svg", "profile.jsonl"):
+        assert name in err.replace("\n", "")
+    data = json.loads(Path("p.json").read_text())
+    assert [(x["format"], x["rows"]) for x in data["costs"]] == [("bf16", 1), ("bf16", 2), ("w8a8", 1), ("w8a8", 2)]
+    assert record.read(Path("benchmarks/results/profile.jsonl")) == [data]
+    assert Path("p.png").stat().st_size and Path("p.svg").stat().st_size
+
+
+def test_json_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"--shape tiny {QUICK} --json -") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["costs"][0]["c"] == 1.0 and data["threads"] >= 1
+
+
+def test_an_interruption_writes_what_there_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = Subject.seconds
+
+    def stops_at_the_prompt(self: Subject, job: Pass) -> float:
+        if job.kind == "prefill":
+            raise KeyboardInterrupt
+        return seconds(self, job)
+
+    monkeypatch.setattr(Subject, "seconds", stops_at_the_prompt)
+    assert run(f"--shape tiny {QUICK} --json p.json") == EXIT_INTERRUPTED
+    data = json.loads(Path("p.json").read_text())
+    assert data["interrupted"] is True and len(data["costs"]) == 2 and data["prefill"] == []
+    assert "kept" in capsys.readouterr().err
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--list") == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in shapes.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--shape tinny", "no shape 'tinny'"),
+        ("", "either a shape"),
+        ("--shape tiny --rows 1,x", "--rows takes whole numbers"),
+        ("--shape tiny --plot p.pdf", "not as '.pdf'"),
+        ("--shape tiny --json .", "is a folder"),
+        ("--shape tiny --json /proc/none/p.json", "choose another with --json"),
+    ],
+)
+def test_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 2
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err
