@@ -50,16 +50,16 @@ void add_tiles(const AttentionArgs& a, const Sequences& s, int64_t b, std::vecto
     const int64_t group = a.heads / a.kv_heads, heads_per_tile = std::min(group, max_queries);
     const int64_t rows_per_tile = std::min(rows_of_a_tile, max_queries / heads_per_tile);
     const int64_t end = s.row_offsets[b + 1];
-    for (int64_t t = s.row_offsets[b]; t < end; t += rows_per_tile) {
-        AttentionTile tile{s.block_tables + b * s.table_stride, s.kv_lens[b], t, std::min(rows_per_tile, end - t), 0, 0, 0, 0, 0, nullptr};
-        const auto [least, most] = std::minmax_element(a.positions + t, a.positions + t + tile.row_count);
-        tile.first_block = std::max<int64_t>(0, *least - a.window + 1) / key_block;
-        tile.end_block = *most / key_block + 1;
-        for (int64_t head = 0; head < a.heads; head += tile.head_count) {
-            tile.kv_head = head / group;
-            tile.head_begin = head;
-            tile.head_count = std::min(heads_per_tile, (tile.kv_head + 1) * group - head);
-            tiles.push_back(tile);
+    // Heads first: the keys and values of one KV head stay in a core's cache while tile after tile reads them.
+    for (int64_t head = 0, heads; head < a.heads; head += heads) {
+        const int64_t kv_head = head / group;
+        heads = std::min(heads_per_tile, (kv_head + 1) * group - head);
+        for (int64_t t = s.row_offsets[b]; t < end; t += rows_per_tile) {
+            const int64_t rows = std::min(rows_per_tile, end - t);
+            const auto [least, most] = std::minmax_element(a.positions + t, a.positions + t + rows);
+            const int64_t first = std::max<int64_t>(0, *least - a.window + 1) / key_block, last = *most / key_block;
+            tiles.push_back({s.block_tables + b * s.table_stride, s.kv_lens[b], t, rows, kv_head, head, heads, first, last + 1,
+                             nullptr});
         }
     }
 }

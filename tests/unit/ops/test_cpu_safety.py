@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from fixtures_cpu import every_isa, instructions
+from fixtures_kv import LARGEST, kv_oracle
 from fixtures_ops import Part, empty_layer, make_pass, randn, threads
 from torch import Tensor
 
@@ -119,6 +120,23 @@ def test_kernels_stay_inside(isa, name, T, O, K):  # noqa: E741
         cpu.store_kv(x[:1, None], x[:1, None], layer, torch.tensor([O - 1]))
 
 
+@every_isa
+@pytest.mark.parametrize("name", sorted(LARGEST))
+@pytest.mark.parametrize(
+    ("slots", "D", "group"), [(1, 1, 1), (9, 33, 1), (7, 17, 5), (5, 15, 2), (25, 40, 4), (19, 64, 9)]
+)
+def test_scaled_caches_are_not_left(isa, name, slots, D, group):
+    codes, scales = (fenced(t) for t in kv_oracle(name).encode_kv(randn(slots, 1, D)) if t is not None)
+    layer = KVLayer(
+        name, *(codes.view(slots, 1, 1, D) for _ in range(2)), *(scales.view(slots, 1, 1) for _ in range(2))
+    )
+    for pending in {1, min(slots, 3), slots}:
+        batch = build_batch([Rows([0] * pending, slots - pending, [], [], range(slots), True)], 1)
+        with instructions(isa):
+            cpu.attention(fenced(randn(pending, group, D)), layer, batch, 0.3)
+            cpu.store_kv(*(fenced(randn(1, 1, D)) for _ in range(2)), layer, torch.tensor([slots - 1]))
+
+
 def test_indices_outside_are_refused():
     layer = empty_layer("fp32", 2, 4, 1, 8)
     row = randn(1, 1, 8)
@@ -173,6 +191,12 @@ def test_tensors_of_another_shape_or_type_are_refused():
     layer = empty_layer("fp32", 2, 4, 1, 8)
     with pytest.raises(TypeError, match="contiguous"):
         cpu.move_kv(KVLayer("fp32", layer.k[:, ::2], layer.v[:, ::2], None, None), torch.tensor([0]), torch.tensor([1]))
+    coded = empty_layer("int8", 2, 4, 1, 8)
+    with pytest.raises(TypeError, match="scales of a KV cache in int8"):
+        cpu.store_kv(randn(1, 1, 8), randn(1, 1, 8), KVLayer("int8", coded.k, coded.v, None, None), torch.tensor([0]))
+    with pytest.raises(ValueError, match="scales"):
+        short = KVLayer("int8", coded.k, coded.v, coded.k_scale, torch.ones(2, 3, 1))
+        cpu.move_kv(short, torch.tensor([0]), torch.tensor([1]))
     with pytest.raises(ValueError, match="does not fit a cache"):
         cpu.attention(randn(1, 1, 9), layer, build_batch([], 4), 0.3)
 
