@@ -16,6 +16,7 @@
 #include "limits.h"
 #include "linear.h"
 #include "module_plan.h"
+#include "module_sampling.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -148,6 +149,7 @@ NB_MODULE(_native, m) {
     m.def("move_kv", &py_move_kv, unlocked);
     m.def("attention", &py_attention, unlocked);
     bind_plan(m);
+    bind_sampling(m);
     m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
     m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512, avx2, portable.");
     m.def("num_threads", &num_threads, "Threads that a call may use.");

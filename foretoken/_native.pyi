@@ -128,6 +128,19 @@ def attention(
     out: int,
     /,
 ) -> None: ...
+def choose(
+    logits: int,
+    wide: bool,
+    vocab: int,
+    greedy: bool,
+    temperature: float,
+    floor: float,
+    top_k: int,
+    top_p: float,
+    key: int,
+    /,
+) -> int: ...
+def probability(logits: int, wide: bool, vocab: int, temperature: float, token: int, /) -> float: ...
 def isa() -> str: ...
 def set_isa(name: str, /) -> None: ...
 def num_threads() -> int: ...

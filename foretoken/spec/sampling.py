@@ -5,6 +5,9 @@ is Gumbel noise (Gumbel, 1954; Maddison et al., 2014) from a counter-based gener
 id). The generator is SplitMix64 (Steele, Lea and Flood, 2014), whose i-th output is a hash of (key, i).
 
 All of it works one row at a time, in float64 for probabilities, so that a row's choice cannot depend on its company.
+
+The NumPy code here is the specification. Where the native module is built, csrc/sampling.cpp does the passes over whole
+rows: the same choices, but where candidates tie to the last bits of an exponential or a logarithm.
 """
 
 from __future__ import annotations
@@ -18,6 +21,13 @@ from numpy.typing import NDArray
 
 from foretoken.request import SamplingParams, Sequence, TokenLogprob
 
+try:
+    from foretoken import _native
+except ImportError:
+    HAS_NATIVE = False
+else:
+    HAS_NATIVE = True
+
 Floats = NDArray[np.float64]
 FAILED = -1  # no token can be chosen: logits are not finite, or every token is ruled out
 
@@ -26,6 +36,7 @@ _MASK = 2**64 - 1
 _ONE, _STEP, _FACTOR_1, _FACTOR_2, _S11, _S27, _S30, _S31 = (
     np.uint64(x) for x in (1, _GOLDEN, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 11, 27, 30, 31)
 )
+_BELOW_ONE = 1.0 - 2.0**-53
 _COLDEST = 1e-200  # under so low a temperature only the best is left; it keeps the quotient of any two logits finite
 
 
@@ -41,9 +52,14 @@ def derive_seed(seed: int, index: int) -> int:
     return seed if index == 0 else _mix((seed + index * _GOLDEN) & _MASK) >> 1
 
 
+def noise_key(seed: int, position: int) -> int:
+    """The generator's stream at a position: its i-th output, from 1 on, is the noise of token i - 1."""
+    return _mix(_mix(seed & _MASK) ^ ((position * 0xD1342543DE82EF95 + 1) & _MASK))
+
+
 def gumbel_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> Floats:
     """Standard Gumbel noise float64 [n] for these tokens: a function of (seed, position, token id) and nothing else."""
-    key = np.uint64(_mix(_mix(seed & _MASK) ^ ((position * 0xD1342543DE82EF95 + 1) & _MASK)))
+    key = np.uint64(noise_key(seed, position))
     z = token_ids.astype(np.uint64)  # arrays of integers wrap around without a warning
     z += _ONE
     z *= _STEP
@@ -56,7 +72,8 @@ def gumbel_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> Floa
     z >>= _S11
     noise: Floats = z.astype(np.float64)
     noise += 0.5
-    noise *= 2.0**-53  # in (0, 1), never 0 or 1
+    noise *= 2.0**-53
+    np.minimum(noise, _BELOW_ONE, out=noise)  # in (0, 1), never 0 or 1: the largest sum would round up
     for _ in range(2):
         np.log(noise, out=noise)
         np.negative(noise, out=noise)
@@ -137,11 +154,21 @@ def plain_greedy(seq: Sequence) -> bool:
     return seq.params.greedy and not _needs_adjusting(seq, 0)
 
 
+def _divisor(params: SamplingParams) -> float:
+    """The temperature, 1 for greedy."""
+    return max(params.temperature, _COLDEST) if params.temperature else 1.0
+
+
 def _scaled(row: Floats, params: SamplingParams) -> Floats:
     """The row shifted to a maximum of 0, then divided by the temperature (1 for greedy)."""
     scaled: Floats = row - row.max()
-    scaled /= max(params.temperature, _COLDEST) if params.temperature else 1.0
+    scaled /= _divisor(params)
     return scaled
+
+
+def _floor(params: SamplingParams) -> float:
+    """Scaled logits below it fall to min-p: the likeliest token lies at 0."""
+    return float(np.log(params.min_p)) if params.min_p > 0.0 else -np.inf
 
 
 def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], Floats]:
@@ -150,7 +177,7 @@ def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], F
     Ties at the border of top-k are kept; top-p keeps the smallest set, likeliest first, whose probability reaches it.
     """
     scaled = _scaled(row, params)
-    floor = np.log(params.min_p) if params.min_p > 0.0 else -np.inf  # the likeliest token lies at 0
+    floor = _floor(params)
     if 0 < params.top_k < len(scaled):
         floor = max(floor, np.partition(scaled, -params.top_k)[-params.top_k])
     if params.top_p < 1.0:
@@ -167,7 +194,7 @@ def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
     """The smallest set of likeliest tokens whose share of the weights reaches top_p (Holtzman et al., 2020)."""
     total = weights.sum()
     # Tokens below the bound have less than 1 - top_p together: they stand behind the border, and need no sorting.
-    likely = weights[weights > (1.0 - top_p) * total / len(weights)]
+    likely = weights[weights >= (1.0 - top_p) * total / len(weights)]
     falling = np.sort(likely)[::-1]  # values alone sort several times faster than indices
     reached = np.cumsum(falling[:-1])  # weight of the tokens before the second, the third, ...
     count = 1 + np.count_nonzero(reached < top_p * total)
@@ -181,20 +208,54 @@ def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
 
 def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> int:
     """The token after the sequence's known tokens and `path`, from logits float32 [V] there; FAILED if none."""
-    row = adjust(logits, seq, path, eos_token_ids) if _needs_adjusting(seq, len(path)) else logits.astype(np.float64)
+    adjusted = _needs_adjusting(seq, len(path))
+    row = adjust(logits, seq, path, eos_token_ids) if adjusted else logits
+    chosen = native_choice if HAS_NATIVE else numpy_choice
+    return chosen(row, seq.params, seq.seed, len(seq) + len(path))
+
+
+def numpy_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
+    """The token chosen from a row [V] of adjusted logits: the specification."""
+    row = row.astype(np.float64)
     best = int(row.argmax())  # the first of equals
     if not np.isfinite(row[best]):
         return FAILED
-    if seq.params.greedy:
+    if params.greedy:
         return best
-    ids, values = survivors(row, seq.params)
-    noise = gumbel_noise(seq.seed, len(seq) + len(path), ids)
+    ids, values = survivors(row, params)
+    noise = gumbel_noise(seed, position, ids)
     return int(ids[(values + noise).argmax()])
+
+
+def native_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
+    """numpy_choice in C++: float32 or float64 [V], some hundred times faster on a large vocabulary."""
+    row = np.ascontiguousarray(row)
+    if params.greedy:
+        return _native.choose(row.ctypes.data, row.dtype == np.float64, len(row), True, 1.0, -np.inf, 0, 1.0, 0)
+    return _native.choose(
+        row.ctypes.data,
+        row.dtype == np.float64,
+        len(row),
+        False,
+        _divisor(params),
+        _floor(params),
+        params.top_k,
+        params.top_p,
+        noise_key(seed, position),
+    )
 
 
 def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:
     """Probability of `token` there, at the request's temperature (1 for greedy): what a draft's confidence means."""
-    row = _scaled(logits.astype(np.float64), seq.params)
+    if HAS_NATIVE:
+        row = np.ascontiguousarray(logits)
+        return _native.probability(row.ctypes.data, row.dtype == np.float64, len(row), _divisor(seq.params), token)
+    return numpy_probability(logits, seq.params, token)
+
+
+def numpy_probability(logits: NDArray[np.float32], params: SamplingParams, token: int) -> float:
+    """The meaning of `probability`."""
+    row = _scaled(logits.astype(np.float64), params)
     return float(np.exp(row[token]) / np.exp(row).sum())
 
 

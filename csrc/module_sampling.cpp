@@ -1,0 +1,27 @@
+#include "module_sampling.h"
+
+#include "sampling.h"
+
+namespace nb = nanobind;
+
+namespace foretoken {
+namespace {
+
+int64_t py_choose(uintptr_t logits, bool wide, int64_t vocab, bool greedy, double temperature, double floor, int64_t top_k,
+                  double top_p, uint64_t key) {
+    return choose({reinterpret_cast<const void*>(logits), wide, vocab, temperature, floor, top_k, top_p, key}, greedy);
+}
+
+double py_probability(uintptr_t logits, bool wide, int64_t vocab, double temperature, int64_t token) {
+    return probability({reinterpret_cast<const void*>(logits), wide, vocab, temperature, 0.0, 0, 1.0, 0}, token);
+}
+
+}  // namespace
+
+void bind_sampling(nb::module_& m) {
+    const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+    m.def("choose", &py_choose, unlocked, "The token chosen from a row of logits, or -1.");
+    m.def("probability", &py_probability, unlocked, "Probability of a token at a temperature.");
+}
+
+}  // namespace foretoken

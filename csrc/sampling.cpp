@@ -1,0 +1,252 @@
+// choose and probability: what lies above the loops of sampling_body.h, the same for every instruction set.
+//
+// A row of 128k logits is read once for the maxima of its chunks; after that most chunks are passed over by a bound:
+// - top-k: the k-th largest chunk maximum bounds the k-th largest logit from below;
+// - top-p: tokens below (1 - p) of the mean weight stand behind the border; the others are counted in buckets by weight;
+// - noise: its bits bound it from above, so that logarithms are taken only of tokens that may yet win.
+
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "ops.h"
+
+namespace foretoken {
+namespace {
+
+#include "sampling_body.h"
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+const SamplingLoops& loops() {
+#if defined(__x86_64__)
+    const char* isa = "portable";
+    try {
+        isa = kernels().name;
+    } catch (const std::invalid_argument&) {  // FORETOKEN_ISA names none: the backend says so, and sampling needs none
+    }
+    if (std::strcmp(isa, "avx512") == 0) return *sampling_avx512();
+    if (std::strcmp(isa, "avx2") == 0) return *sampling_avx2();
+#endif
+    return *sampling_portable();
+}
+
+template <class X>
+struct Row {
+    const X* logits;
+    int64_t vocab;
+    double temperature, max;
+    std::vector<double> maxima;  // of the chunks
+
+    explicit Row(const SamplingArgs& args)
+        : logits(static_cast<const X*>(args.logits)), vocab(args.vocab), temperature(args.temperature),
+          maxima((args.vocab + sampling_chunk - 1) / sampling_chunk) {
+        loops().maxima[args.wide](logits, vocab, maxima.data());
+        max = -infinity;
+        for (const double m : maxima) max = m <= max ? max : m;  // a NaN stays or is overtaken; is_finite looks for it
+    }
+    bool is_finite() const {
+        for (const double m : maxima)
+            if (m != m) return false;
+        return max > -infinity && max < infinity;
+    }
+    double scaled(double x) const { return (x - max) / temperature; }
+
+    // f(token, scaled logit) for every token whose scaled logit is at `floor` or above and not -infinity, in order.
+    template <class F>
+    void for_each(double floor, F f) const {
+        for (size_t c = 0; c < maxima.size(); ++c) {
+            if (!keeps(scaled(maxima[c]), floor)) continue;
+            for (int64_t t = c * sampling_chunk; t < end_of(c); ++t) {
+                const double value = scaled(logits[t]);
+                if (keeps(value, floor)) f(t, value);
+            }
+        }
+    }
+    static bool keeps(double value, double floor) { return value >= floor && value > -infinity; }
+    int64_t end_of(size_t chunk) const { return std::min<int64_t>(vocab, (chunk + 1) * sampling_chunk); }
+
+    int64_t first_best() const {
+        const size_t chunk = std::find(maxima.begin(), maxima.end(), max) - maxima.begin();
+        int64_t t = chunk * sampling_chunk;
+        while (static_cast<double>(logits[t]) != max) ++t;
+        return t;
+    }
+};
+
+// The k-th largest scaled logit. Scaling keeps the order, so that it is the scaled k-th largest logit.
+template <class X>
+double kth_largest(const Row<X>& row, int64_t k) {
+    double bound = -infinity;  // not above the k-th largest: k chunks have a logit that reaches it
+    if (k <= static_cast<int64_t>(row.maxima.size())) {
+        std::vector<double> sorted = row.maxima;
+        std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<>());
+        bound = sorted[k - 1];
+    }
+    std::vector<double> best;
+    for (size_t c = 0; c < row.maxima.size(); ++c) {
+        if (row.maxima[c] < bound) continue;
+        for (int64_t t = c * sampling_chunk; t < row.end_of(c); ++t)
+            if (row.logits[t] >= bound) best.push_back(row.logits[t]);
+    }
+    std::nth_element(best.begin(), best.begin() + (k - 1), best.end(), std::greater<>());
+    return row.scaled(best[k - 1]);
+}
+
+// Looks for the largest scaled logit plus Gumbel noise; of equals the first token wins.
+class NoisySearch {
+public:
+    explicit NoisySearch(uint64_t key) : key_(key) {}
+
+    void consider(int64_t token, double value) {
+        const uint64_t z = splitmix(key_, token);
+        const int zeros = ~z == 0 ? 64 : __builtin_clzll(~z);
+        if (value + bound(zeros) < score_) return;
+        const double score = value + gumbel(z);
+        if (score > score_ || (score == score_ && token < token_)) score_ = score, token_ = token;
+    }
+
+    // May a token of these, none with a larger value, still win? `loops` look at their noise together.
+    bool may_hold_winner(double value, int64_t first, int64_t count) const {
+        const double missing = (score_ - value) / log_2 - 2.0;
+        int zeros = missing > most_zeros ? most_zeros : missing > 0.0 ? static_cast<int>(missing) : 0;
+        while (zeros <= most_zeros && value + bound(zeros) < score_) ++zeros;
+        if (zeros > most_zeros) return false;
+        return zeros == 0 || loops_.rarest(key_, first, count) < uint64_t{1} << (64 - zeros);
+    }
+
+    int64_t token() const { return token_; }
+
+private:
+    static constexpr double log_2 = 0.6931471805599453;
+    static constexpr int most_zeros = 52;
+
+    static double gumbel(uint64_t z) {
+        const double u = (static_cast<double>(z >> 11) + 0.5) * 0x1p-53;
+        return -std::log(-std::log(std::min(u, 1.0 - 0x1p-53)));
+    }
+
+    // No noise lies above it whose w = ~z has so many leading zeros. For w >= 2^(63 - zeros), and u <= ((z >> 11) + 1) 2^-53 also
+    // after rounding, 1 - u >= (w >> 11) 2^-53 >= 2^-(zeros + 1); beyond 52 zeros u's own limit says 1 - u >= 2^-53. As
+    // -log(u) >= 1 - u, the noise is at most -log(1 - u) <= (zeros + 1) log 2. What two logarithms err by, below 1e-13, is a
+    // small part of the margin; and sums round in order, so value + noise <= value + bound holds for the rounded sums too.
+    static double bound(int zeros) { return (std::min(zeros, most_zeros) + 1) * log_2 + 1e-9; }
+
+    const SamplingLoops& loops_ = loops();
+    uint64_t key_;
+    int64_t token_ = -1;
+    double score_ = -infinity;
+};
+
+template <class X>
+int64_t draw(const Row<X>& row, double floor, uint64_t key, int64_t best) {
+    NoisySearch search(key);
+    search.consider(best, 0.0);  // a good score at the start rules most others out
+    for (size_t c = 0; c < row.maxima.size(); ++c) {
+        const double most = row.scaled(row.maxima[c]);
+        const int64_t first = c * sampling_chunk;
+        if (!row.keeps(most, floor) || !search.may_hold_winner(most, first, row.end_of(c) - first)) continue;
+        for (int64_t t = first; t < row.end_of(c); ++t) {
+            const double value = row.scaled(row.logits[t]);
+            if (row.keeps(value, floor)) search.consider(t, value);
+        }
+    }
+    return search.token();
+}
+
+struct Candidate {
+    int64_t token;
+    double value, weight;
+};
+
+// Where the nucleus ends: tokens above the border are in, and of those at the border the first `num_equal`.
+struct Border {
+    double weight;
+    int64_t num_equal;
+};
+
+// Weights lie in (0, 1]. Their buckets, 32 to a power of two, are walked from the top; only the one that holds the border
+// is sorted.
+Border nucleus(const std::vector<Candidate>& likely, double target) {
+    const auto bucket_of = [](double weight) {
+        int64_t bits, one;
+        const double unit = 1.0;
+        std::memcpy(&bits, &weight, 8);
+        std::memcpy(&one, &unit, 8);
+        return static_cast<size_t>(std::max<int64_t>(0, one - bits) >> 47);
+    };
+    std::vector<double> sums;
+    for (const Candidate& c : likely) {
+        const size_t bucket = bucket_of(c.weight);
+        if (bucket >= sums.size()) sums.resize(bucket + 1);
+        sums[bucket] += c.weight;
+    }
+    double reached = 0.0;
+    size_t last = 0;
+    while (last + 1 < sums.size() && reached + sums[last] < target) reached += sums[last++];
+    std::vector<double> falling;
+    for (const Candidate& c : likely)
+        if (bucket_of(c.weight) == last) falling.push_back(c.weight);
+    std::sort(falling.begin(), falling.end(), std::greater<>());
+    size_t count = 0;
+    while (count < falling.size() && (count == 0 || reached < target)) reached += falling[count++];
+    const double weight = falling[count - 1];
+    const auto above = std::lower_bound(falling.begin(), falling.end(), weight, std::greater<>()) - falling.begin();
+    return {weight, static_cast<int64_t>(count) - above};
+}
+
+template <class X>
+int64_t draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double floor) {
+    const double total = loops().weigh[args.wide](row.logits, row.vocab, row.maxima.data(), row.max, row.temperature, floor);
+    const double bound = (1.0 - args.top_p) * total / static_cast<double>(row.vocab);
+    std::vector<Candidate> likely;
+    // The floor here is a bound in logarithms with a margin; the weights decide.
+    row.for_each(std::max(floor, std::log(bound) - 1e-9), [&](int64_t token, double value) {
+        const double weight = exp_falling(value);
+        if (weight >= bound) likely.push_back({token, value, weight});
+    });
+    Border border = nucleus(likely, args.top_p * total);
+    NoisySearch search(args.key);
+    for (const Candidate& c : likely)
+        if (c.weight > border.weight || (c.weight == border.weight && border.num_equal-- > 0)) search.consider(c.token, c.value);
+    return search.token();
+}
+
+template <class X>
+int64_t choose_from(const SamplingArgs& args, bool greedy) {
+    const Row<X> row(args);
+    if (!row.is_finite()) return -1;
+    const int64_t best = row.first_best();
+    if (greedy) return best;
+    double floor = args.floor;
+    if (args.top_k > 0 && args.top_k < args.vocab) floor = std::max(floor, kth_largest(row, args.top_k));
+    return args.top_p < 1.0 ? draw_from_nucleus(row, args, floor) : draw(row, floor, args.key, best);
+}
+
+template <class X>
+double probability_in(const SamplingArgs& args, int64_t token) {
+    const Row<X> row(args);
+    if (!row.is_finite()) return std::numeric_limits<double>::quiet_NaN();
+    const double total = loops().weigh[args.wide](row.logits, row.vocab, row.maxima.data(), row.max, row.temperature, -infinity);
+    return exp_falling(row.scaled(row.logits[token])) / total;
+}
+
+}  // namespace
+
+int64_t choose(const SamplingArgs& args, bool greedy) {
+    if (args.vocab < 1) throw std::invalid_argument("a row of logits must hold at least one token");
+    return args.wide ? choose_from<double>(args, greedy) : choose_from<float>(args, greedy);
+}
+
+double probability(const SamplingArgs& args, int64_t token) {
+    if (token < 0 || token >= args.vocab) throw std::out_of_range("the token lies outside the row of logits");
+    return args.wide ? probability_in<double>(args, token) : probability_in<float>(args, token);
+}
+
+}  // namespace foretoken

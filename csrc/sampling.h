@@ -1,0 +1,45 @@
+// Coupled sampling over one row of logits: the native form of foretoken/spec/sampling.py, which is the specification.
+
+#pragma once
+
+#include <cstdint>
+
+namespace foretoken {
+
+struct SamplingArgs {
+    const void* logits;  // [V], contiguous
+    bool wide;           // float64 instead of float32
+    int64_t vocab;
+    double temperature;  // above 0; 1 for greedy
+    double floor;        // scaled logits below it are out (the logarithm of min-p); -infinity: all may stay
+    int64_t top_k;       // 0 or less, or V and more: off
+    double top_p;        // 1: off
+    uint64_t key;        // of the noise: sampling.py's noise_key(seed, position)
+};
+
+// The chosen token, or -1 if the largest logit is no finite number, or one is NaN.
+int64_t choose(const SamplingArgs& args, bool greedy);
+
+// Probability of `token` at the temperature; floor, top-k, top-p and noise play no part.
+double probability(const SamplingArgs& args, int64_t token);
+
+constexpr int64_t sampling_chunk = 64;  // tokens that are looked at, or passed over, together
+
+// The passes over whole rows, built once per instruction set. All give the same bits: a maximum and integers have no
+// rounding, and the sum has 8 lanes whatever the width of a register.
+struct SamplingLoops {
+    // The largest logit of each chunk, NaN where the chunk holds one. [0]: float32, [1]: float64.
+    void (*maxima[2])(const void* logits, int64_t vocab, double* maxima);
+    // Sum of exp((x - max) / temperature) over the logits that lie at `floor` or above, once scaled.
+    double (*weigh[2])(const void* logits, int64_t vocab, const double* maxima, double max, double temperature, double floor);
+    // The least ~z over `count` tokens from `first` on, z being the generator's output: below it lies no noise's bound.
+    uint64_t (*rarest)(uint64_t key, int64_t first, int64_t count);
+};
+
+const SamplingLoops* sampling_portable();
+#if defined(__x86_64__)
+const SamplingLoops* sampling_avx2();
+const SamplingLoops* sampling_avx512();
+#endif
+
+}  // namespace foretoken
