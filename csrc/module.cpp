@@ -9,6 +9,7 @@
 #include <string>
 
 #include "linear.h"
+#include "module_plan.h"
 #include "ops.h"
 #include "pack.h"
 #include "pool.h"
@@ -144,6 +145,7 @@ NB_MODULE(_native, m) {
     m.def("store_kv", &py_store_kv, unlocked);
     m.def("move_kv", &py_move_kv, unlocked);
     m.def("attention", &py_attention, unlocked);
+    bind_plan(m);
     m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
     m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512vnni, avx512, avx2, portable.");
     m.def("num_threads", &num_threads, "Threads that a call may use.");

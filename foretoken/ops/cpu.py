@@ -8,11 +8,10 @@ This layer checks shapes and types and passes addresses: a call costs a few micr
 
 from __future__ import annotations
 
-import math
-import mmap
 import weakref
-from collections.abc import Sequence as Seq
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch import Tensor
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import KVLayer, QuantTensor
+from foretoken.ops import _packed
 
 try:
     from foretoken import _native
@@ -33,14 +33,10 @@ else:
 row_invariant = True
 _CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_PACKED = {("int8", "int8"): 3, ("int4", "int8"): 4}  # (format, activations) that packed kernels serve: enum Format
-_NIBBLES = frozenset({"int4", "nf4"})
-LINEAR_FORMATS = frozenset(_CODES) | {name for name, _ in _PACKED}
+LINEAR_FORMATS = frozenset(_CODES) | {name for name, _ in _packed.SERVED}
 KV_FORMATS = frozenset(_CODES)
-ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
-_MAX_DEPTH = 1 << 17  # sums of a group's codes stay exact in 32 bits
-_UNSERVED = -1
-_HUGE = 1 << 21  # bytes of a huge page
+ROWS_PER_PACK = _packed.ROWS_PER_PACK
+pack, unpack, concat = _packed.pack, _packed.unpack, _packed.concat
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
@@ -69,6 +65,28 @@ def set_num_threads(threads: int) -> None:
         _native.set_num_threads(threads)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+class Target(NamedTuple):
+    """Where ops go: `calls` has the native functions, or a Plan that records them; `empty` makes room for results."""
+
+    calls: Any
+    empty: Callable[..., Tensor]
+
+
+def native_plan() -> _native.Plan:
+    """An empty plan: a Target's `calls` that records."""
+    return _native.Plan()
+
+
+def replayer(forward: Any, ops: Any) -> Any:
+    """`forward(ops, batch, cache, captures)` through recorded plans (ops/_replay.py); the same bits, less Python."""
+    from foretoken.ops._replay import Replay
+
+    return Replay(forward, ops)
+
+
+_NOW = Target(None if _missing else _native, partial(torch.empty, dtype=torch.float32))
 
 
 def _floats(x: Tensor) -> Tensor:
@@ -101,7 +119,7 @@ def _weight(w: QuantTensor) -> _native.Weight:
     known = _weights.get(id(w))
     if known is not None:
         return known
-    made = _dense_weight(w) if w.layout == "plain" else _packed_weight(w)
+    made = _dense_weight(w) if w.layout == "plain" else _packed.describe(w)
     weakref.finalize(w, _weights.pop, id(w), None)
     _weights[id(w)] = made
     return made
@@ -109,7 +127,7 @@ def _weight(w: QuantTensor) -> _native.Weight:
 
 def serves(w: QuantTensor) -> bool:
     """Whether a kernel takes this weight as it is stored."""
-    return w.format in _DTYPES if w.layout == "plain" else (w.format, w.activations) in _PACKED
+    return w.format in _DTYPES if w.layout == "plain" else (w.format, w.activations) in _packed.SERVED
 
 
 def _dense_weight(w: QuantTensor) -> _native.Weight:
@@ -122,140 +140,12 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
     return _native.Weight(_CODES[w.format], False, outputs, depth, depth, weight.stride(0), weight.data_ptr(), 0, 0, 0)
 
 
-# --- packed weights (csrc/pack.h) ---
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty tensor, aligned to a cache line; on huge pages, where the system gives them, if it is large."""
-    size = math.prod(shape) * dtype.itemsize
-    if size < 2 * _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` as long as a tensor lives in it
-    start = -whole.data_ptr() % _HUGE
-    return whole[start : start + size].view(dtype).view(shape)
-
-
-def _sizes(w: QuantTensor) -> tuple[int, int, int, int]:
-    """Blocks of outputs, padded depth, groups of a row, columns that a step of 128 bytes holds."""
-    return (
-        -(-w.shape[0] // ROWS_PER_PACK),
-        -(-w.shape[1] // 8) * 8,
-        w.shape[1] // w.group,
-        8 if w.format in _NIBBLES else 4,
-    )
-
-
-def _by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
-    """x [O, K/G] as [O/32, K/G, 32], filled up with `fill`."""
-    padded = _allocate((blocks, x.shape[1], ROWS_PER_PACK), x.dtype).fill_(fill)
-    whole = x.shape[0] // ROWS_PER_PACK
-    padded[:whole] = x[: whole * ROWS_PER_PACK].view(whole, ROWS_PER_PACK, x.shape[1]).transpose(1, 2)
-    padded[whole:, :, : x.shape[0] % ROWS_PER_PACK] = x[whole * ROWS_PER_PACK :].T
-    return padded
-
-
-def pack(w: QuantTensor) -> QuantTensor:
-    """`w` in blocks of 32 outputs as the kernels read it; itself where they take it as it is, or not at all."""
-    depth = w.shape[1]
-    if w.layout != "plain" or (w.format, w.activations) not in _PACKED or depth > _MAX_DEPTH or 0 in w.shape:
-        return w
-    if (w.group != depth and w.group % 32) or depth % w.group:
-        return w
-    blocks, padded, groups, columns = _sizes(w)
-    codes, zeros = w.parts["codes"].contiguous(), w.parts.get("zeros")
-    if codes.element_size() != 1 or not codes.is_cpu or tuple(codes.shape) != w.shape:
-        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
-    zeros = None if zeros is None else zeros.to(torch.uint8).reshape(-1, groups).contiguous()
-    packed = _allocate((blocks, padded // columns, 2, 16, 4), torch.uint8)
-    _native.pack_codes(
-        codes.data_ptr(),
-        packed.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        *w.shape,
-        groups,
-        depth,
-        columns == 8,
-    )
-    parts = {"codes": packed, "scales": _by_block(w.parts["scales"].reshape(-1, groups), blocks, 0)}
-    if zeros is not None:
-        parts["zeros"] = _by_block(zeros, blocks, 0)
-    return replace(w, parts=parts, layout="cpu")
-
-
-def unpack(w: QuantTensor) -> QuantTensor:
-    """The inverse of pack."""
-    _packed_weight(w)  # for its checks
-    columns = _sizes(w)[3]
-    codes = torch.empty(w.shape, dtype=torch.uint8 if columns == 8 else torch.int8)
-    _native.unpack_codes(w.parts["codes"].data_ptr(), codes.data_ptr(), *w.shape, columns == 8)
-    parts = {"codes": codes}
-    for name in w.parts.keys() - {"codes"}:
-        parts[name] = w.parts[name].transpose(1, 2).flatten(0, 1)[: w.shape[0]].contiguous()
-    return replace(w, parts=parts, layout="plain")
-
-
-def concat(parts: Seq[QuantTensor]) -> QuantTensor:
-    """Packed weights as one, along O. Raises ValueError unless all but the last have a multiple of 32 outputs."""
-    first = parts[0]
-    for w in parts:
-        _fit(
-            "format and row",
-            (w.format, w.layout, w.activations, w.shape[1], w.group),
-            (first.format, first.layout, first.activations, first.shape[1], first.group),
-        )
-    if any(w.shape[0] % ROWS_PER_PACK for w in parts[:-1]):
-        raise ValueError(
-            f"packed weights of {[w.shape[0] for w in parts]} outputs cannot be joined; join them before pack"
-        )
-    joined = {}
-    for name, part in first.parts.items():
-        pieces = [w.parts[name] for w in parts]
-        out = _allocate((sum(p.shape[0] for p in pieces), *part.shape[1:]), part.dtype)
-        joined[name] = torch.cat(pieces, out=out)
-    return replace(first, shape=(sum(w.shape[0] for w in parts), first.shape[1]), parts=joined)
-
-
-def _packed_weight(w: QuantTensor) -> _native.Weight:
-    """Raises ValueError where the tensors are not those that pack makes: a kernel would read outside them."""
-    (outputs, depth), codes, scales = w.shape, w.parts["codes"], w.parts["scales"]
-    blocks, padded, groups, columns = _sizes(w)
-    zeros = w.parts.get("zeros")
-    wanted = {"codes": (blocks, padded // columns, 2, 16, 4), "scales": (blocks, groups, ROWS_PER_PACK)}
-    if zeros is not None:
-        wanted["zeros"] = wanted["scales"]
-    for name, shape in wanted.items():
-        part = w.parts[name]
-        if tuple(part.shape) != shape or not part.is_contiguous() or not part.is_cpu:
-            raise ValueError(
-                f"{name} {tuple(part.shape)} of a packed weight {w.shape} in {w.format} must be {shape}; pack it again"
-            )
-    scale_format = next((n for n, dtype in _DTYPES.items() if scales.dtype is dtype), None)
-    if scale_format is None or codes.dtype is not torch.uint8 or (zeros is not None and zeros.dtype is not torch.uint8):
-        raise TypeError(f"a packed weight in {w.format} has codes {codes.dtype}, scales {scales.dtype}; pack it again")
-    if groups == 0 or depth % groups or depth > _MAX_DEPTH or (groups > 1 and w.group % 32):
-        raise ValueError(f"no kernel takes a packed weight {w.shape} with {groups} groups; pack it again")
-    return _native.Weight(
-        _PACKED.get((w.format, w.activations), _UNSERVED),
-        w.activations == "int8",
-        outputs,
-        depth,
-        w.group,
-        0,
-        codes.data_ptr(),
-        scales.data_ptr(),
-        _CODES[scale_format],
-        0 if zeros is None else zeros.data_ptr(),
-    )
-
-
-def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
+def embedding(token_ids: Tensor, w: QuantTensor, on: Target = _NOW) -> Tensor:
     """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]. Raises IndexError outside 0..V-1."""
     ids = _ints(token_ids)
     rows = ids.shape[0]
-    out = torch.empty(rows, w.shape[1], dtype=_F32)
-    _native.embedding(ids.data_ptr(), _weight(w), out.data_ptr(), rows)
+    out = on.empty(rows, w.shape[1])
+    on.calls.embedding(ids.data_ptr(), _weight(w), out.data_ptr(), rows)
     return out
 
 
@@ -271,6 +161,7 @@ def _product(
     norm: Tensor | None = None,
     eps: float = 0.0,
     index: Tensor | None = None,
+    on: Target = _NOW,
 ) -> Tensor:
     x = _floats(x)
     handle = _weight(w)
@@ -294,8 +185,8 @@ def _product(
         if residual.dtype is not _F32 or not residual.is_contiguous() or residual.shape != (rows, outputs):
             raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(rows, outputs)}")
         residual_at = residual.data_ptr()
-    out = torch.empty(rows, outputs, dtype=_F32)
-    _native.linear(
+    out = on.empty(rows, outputs)
+    on.calls.linear(
         kind,
         x.data_ptr(),
         _row_stride(x),
@@ -312,21 +203,31 @@ def _product(
     return out
 
 
-def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
+) -> Tensor:
     """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O]."""
-    return _product(_PLAIN, x, w, bias, residual)
+    return _product(_PLAIN, x, w, bias, residual, on=on)
 
 
 def norm_linear(
-    x: Tensor, norm: Tensor, eps: float, w: QuantTensor, bias: Tensor | None = None, rows: Tensor | None = None
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    w: QuantTensor,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+    on: Target = _NOW,
 ) -> Tensor:
     """linear(rms_norm(x, norm, eps), w, bias), of the rows `rows` [R] of x [T, K] if given; bit for bit the same."""
-    return _product(_NORM, x, w, bias, norm=norm, eps=eps, index=rows)
+    return _product(_NORM, x, w, bias, norm=norm, eps=eps, index=rows, on=on)
 
 
-def silu_linear(gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def silu_linear(
+    gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
+) -> Tensor:
     """linear(silu_mul(gate_up [T, 2 K]), w, bias, residual); bit for bit the same."""
-    return _product(_SILU, gate_up, w, bias, residual)
+    return _product(_SILU, gate_up, w, bias, residual, on=on)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -407,6 +308,7 @@ def rope_store(
     table: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    on: Target = _NOW,
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
 
@@ -423,8 +325,8 @@ def rope_store(
         _fit("norm weights", (q_norm.shape[0], k_norm.shape[0]), (dim, dim))
         q_norm_at, k_norm_at = q_norm.data_ptr(), k_norm.data_ptr()
     table = table.contiguous()
-    out = torch.empty(rows, heads, dim, dtype=_F32)
-    _native.rope_store(
+    out = on.empty(rows, heads, dim)
+    on.calls.rope_store(
         qkv.data_ptr(),
         _row_stride(qkv),
         heads,
@@ -451,7 +353,9 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
     _native.move_kv(*_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
 
 
-def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+def attention(
+    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None, on: Target = _NOW
+) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
     Raises IndexError or ValueError for offsets, blocks, positions or masks that contradict each other.
@@ -471,8 +375,8 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
         raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
     if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
         raise ValueError("tree_mask must be contiguous int64 [T]")
-    out = torch.empty(rows, heads, dim, dtype=_F32)
-    _native.attention(
+    out = on.empty(rows, heads, dim)
+    on.calls.attention(
         q.data_ptr(),
         _row_stride(q),
         k_cache,

@@ -18,14 +18,14 @@ from foretoken.ops import cpu, resolve
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def weight(  # noqa: PLR0913
+def weight(
     name: str,
-    O: int,
+    O: int,  # noqa: E741
     K: int,
     G: int,
     zeros: bool = False,
     dtype: torch.dtype = torch.float32,
-    seed: int = 0,  # noqa: E741
+    seed: int = 0,
 ) -> QuantTensor:
     """A weight of random codes, the extreme ones among them."""
     rng = torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ def quantized(x: np.ndarray) -> tuple[np.ndarray, np.float32]:
 
 
 def rounded_once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """fma of float32: the product is exact in float64; a wider sum is rounded to odd before it is rounded to float32."""
+    """fma of float32: the product is exact in float64, and the sum is rounded to odd before it is rounded to float32."""
     product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = product + c
     back = total - product
