@@ -52,6 +52,24 @@ struct LinearArgs {
     int64_t rows, outputs, depth, tile;
 };
 
+// out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O], w packed as pack.h says, x as codes int8. In tile i, of M <=
+// `tile` rows, x lies as [K/32][M][32] (zero-padded), its scales as [K/G][M], and the integers that sums start from,
+// -zero * (sum of the group's codes), as [K/G][M]; where the weight has zero points, `starts` leaves them out.
+struct IntegerArgs {
+    const uint8_t* codes;  // [O/32][K/8][2][16][4] nibbles, or [O/32][K/4][2][16][4] bytes
+    bool nibbles;
+    const void* scales;  // [O/32][K/G][32]
+    Format scale_format;
+    const uint8_t* zeros;  // [O/32][K/G][32] or null
+    const int8_t* x;
+    const float* x_scales;
+    const int32_t* starts;
+    const float* bias;      // [O] or null
+    const float* residual;  // [T, O], contiguous, or null; may be `out`
+    float* out;             // [T, O], contiguous
+    int64_t rows, outputs, depth, group, tile;  // depth and group rounded up to 8
+};
+
 struct AttentionArgs {
     const float* q;  // [T, H, D] with a row stride
     const void* k;   // [num_blocks, block_size, Hk, D], contiguous
@@ -76,6 +94,9 @@ struct AttentionTile {
 
 constexpr int64_t lanes = 16;
 constexpr int64_t depth_step = 16;   // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
+constexpr int64_t block_outputs = 32;  // packed weights come in blocks of 32 outputs
+constexpr int64_t code_step = 32;      // codes of x come in pieces of 32 along K
+constexpr int64_t integer_span = 512;  // columns that many tiles of rows share before the next ones (groups stay whole)
 constexpr int64_t key_block = 256;   // attention sums keys in blocks of this many positions
 constexpr int64_t score_stride = key_block + lanes;  // from one query's scores to the next one's
 constexpr int64_t panel_keys = 64;   // keys or values that are widened at once, where many queries share them
@@ -94,6 +115,14 @@ struct Kernels {
     void (*pack[3])(const float* x, int64_t x_stride, int64_t rows, int64_t depth, float* packed);
     // Outputs [o_begin, o_end) of rows [t_begin, t_end); t_begin is a multiple of the tile.
     void (*linear[3])(const LinearArgs&, int64_t o_begin, int64_t o_end, int64_t t_begin, int64_t t_end);
+
+    int64_t integer_tile;  // the most rows of a tile of `integer`
+    // Quantize a row of x by groups of `group` columns; piece i of 32 codes goes to codes + i * piece_stride. For each group a
+    // scale and -sum * middle, `stride` apart.
+    void (*quantize)(const float* x, int64_t depth, int64_t group, int32_t middle, int8_t* codes, int64_t piece_stride,
+                     float* scales, int32_t* starts, int64_t stride);
+    // Outputs of the blocks [begin, end), all rows. `scratch` holds integer_scratch(rows, group) floats.
+    void (*integer)(const IntegerArgs&, int64_t begin, int64_t end, float* scratch);
 
     void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t rows, int64_t width, float* out);
     void (*rope)(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
@@ -116,10 +145,15 @@ constexpr int64_t attention_scratch(int64_t dim) {
 }
 constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + round_up(dim, lanes)); }
 
+constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all rows; bytes of one span of weights
+    return rows * block_outputs + (group > integer_span ? group : integer_span) * block_outputs / 4;
+}
+
 const Kernels* kernels_portable();
 #if defined(__x86_64__)  // elsewhere these units are not built
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
+const Kernels* kernels_avx512vnni();
 #endif
 
 }  // namespace foretoken

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "ops.h"
+#include "pack.h"
 #include "tasks.h"
 
 namespace foretoken {
@@ -35,6 +36,10 @@ void linear(const Product& product) {
         case Format::bf16:
         case Format::fp16:
             return linear_dense(product);
+        case Format::int8:
+        case Format::int4:
+            if (product.weight->integer_rows) return linear_integer(product);
+            [[fallthrough]];
         default:
             throw std::invalid_argument("no native kernel for this weight");
     }
@@ -51,6 +56,11 @@ void embedding(const int32_t* token_ids, const Weight& w, float* out, int64_t ro
             for (int64_t t = 0; t < rows; t++) decode(base + token_ids[t] * w.stride * bytes_of(w.format), w.depth, out + t * w.depth);
             return;
         }
+        case Format::int8:
+        case Format::int4:
+            return by_rows(rows, w.depth, [&](int64_t begin, int64_t end) {
+                for (int64_t t = begin; t < end; t++) decode_packed_row(w, token_ids[t], out + t * w.depth);
+            });
         default:
             throw std::invalid_argument("no native kernel for this embedding");
     }

@@ -59,5 +59,6 @@ RowView prepare_rows(const RowSource& source, int64_t depth, int64_t begin, int6
 
 // The families of kernels; each in a file of its own.
 void linear_dense(const Product& product);
+void linear_integer(const Product& product);  // packed int4 or int8, rows quantized
 
 }  // namespace foretoken

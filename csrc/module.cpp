@@ -18,6 +18,7 @@
 #include "module_plan.h"
 #include "module_sampling.h"
 #include "ops.h"
+#include "pack.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -73,6 +74,21 @@ Cache cache_at(uintptr_t k, uintptr_t v, uintptr_t k_scale, uintptr_t v_scale, i
             static_cast<KvFormat>(format)};
 }
 
+PackArgs pack_args(uintptr_t plain, uintptr_t packed, uintptr_t zeros, int64_t outputs, int64_t depth, int64_t groups, int64_t stride,
+                   bool nibbles) {
+    return {at<const uint8_t>(plain), at<uint8_t>(packed), at<const uint8_t>(zeros), outputs, depth, groups, stride, nibbles,
+            static_cast<uint8_t>(nibbles ? 8 : 0)};
+}
+
+void py_pack_codes(uintptr_t plain, uintptr_t packed, uintptr_t zeros, int64_t outputs, int64_t depth, int64_t groups, int64_t stride,
+                   bool nibbles) {
+    pack_codes(pack_args(plain, packed, zeros, outputs, depth, groups, stride, nibbles));
+}
+
+void py_unpack_codes(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t depth, bool nibbles) {
+    unpack_codes(pack_args(0, packed, 0, outputs, depth, 1, depth, nibbles), at<uint8_t>(plain));
+}
+
 void py_rope_store(uintptr_t qkv, int64_t stride, int64_t heads, uintptr_t q_norm, uintptr_t k_norm, float eps,
                    uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t slots, uintptr_t k_cache, uintptr_t v_cache,
                    uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim, int format,
@@ -126,7 +142,7 @@ std::pair<std::string, std::vector<double>> py_peak_rates(const std::string& kin
 
 std::string build_info() {
 #if defined(__x86_64__)
-    return "compiler " __VERSION__ "; instruction sets avx512 avx2 portable";
+    return "compiler " __VERSION__ "; instruction sets avx512vnni avx512 avx2 portable";
 #else
     return "compiler " __VERSION__ "; instruction sets portable";
 #endif
@@ -140,6 +156,8 @@ NB_MODULE(_native, m) {
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Weight>(m, "Weight").def("__init__", &py_weight);
     m.def("linear", &py_linear, unlocked);
+    m.def("pack_codes", &py_pack_codes, unlocked);
+    m.def("unpack_codes", &py_unpack_codes, unlocked);
     m.def("rope_store", &py_rope_store, unlocked);
     m.def("rms_norm", &py_rms_norm, unlocked);
     m.def("rope", &py_rope, unlocked);
@@ -151,7 +169,7 @@ NB_MODULE(_native, m) {
     bind_plan(m);
     bind_sampling(m);
     m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
-    m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512, avx2, portable.");
+    m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512vnni, avx512, avx2, portable.");
     m.def("num_threads", &num_threads, "Threads that a call may use.");
     m.def("set_num_threads", &set_num_threads, "Let a call use this many threads.");
     m.def("available_cores", &available_cores, "Physical cores that this process may use.");

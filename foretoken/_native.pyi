@@ -33,6 +33,10 @@ def linear(
     rows: int,
     /,
 ) -> None: ...
+def pack_codes(
+    plain: int, packed: int, zeros: int, outputs: int, depth: int, groups: int, stride: int, nibbles: bool, /
+) -> None: ...
+def unpack_codes(packed: int, plain: int, outputs: int, depth: int, nibbles: bool, /) -> None: ...
 def rope_store(
     qkv: int,
     stride: int,

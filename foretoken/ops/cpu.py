@@ -1,7 +1,7 @@
 """The native CPU backend: C++ kernels for AVX-512, AVX2 and any other processor, chosen when the first one runs.
 
 All instruction sets and all numbers of threads give the same bits (csrc/kernels.h says in which order sums run). The
-environment variable FORETOKEN_ISA forces `avx512`, `avx2` or `portable`.
+environment variable FORETOKEN_ISA forces `avx512vnni`, `avx512`, `avx2` or `portable`.
 
 This layer checks shapes and types and passes addresses: a call costs a few microseconds, which small models feel.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import KVLayer, QuantTensor
+from foretoken.ops import _packed
 
 try:
     from foretoken import _native
@@ -32,7 +33,7 @@ else:
 row_invariant = True
 _CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LINEAR_FORMATS = frozenset(_CODES)
+LINEAR_FORMATS = frozenset(_CODES) | {name for name, _ in _packed.SERVED}
 _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
     "fp32": (0, torch.float32),
     "bf16": (1, torch.bfloat16),
@@ -43,6 +44,8 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
 }
 _SCALED = frozenset({"int8", "fp8_e4m3", "fp8_e5m2"})
 KV_FORMATS = frozenset(_KV)
+ROWS_PER_PACK = _packed.ROWS_PER_PACK
+pack, unpack, concat = _packed.pack, _packed.unpack, _packed.concat
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
@@ -61,7 +64,7 @@ def unavailable() -> str | None:
 
 
 def isa() -> str:
-    """The instruction set in use: avx512, avx2 or portable."""
+    """The instruction set in use: avx512vnni, avx512, avx2 or portable."""
     return _native.isa()
 
 
@@ -125,7 +128,7 @@ def _weight(w: QuantTensor) -> _native.Weight:
     known = _weights.get(id(w))
     if known is not None:
         return known
-    made = _dense_weight(w)
+    made = _dense_weight(w) if w.layout == "plain" else _packed.describe(w)
     weakref.finalize(w, _weights.pop, id(w), None)
     _weights[id(w)] = made
     return made
@@ -133,7 +136,7 @@ def _weight(w: QuantTensor) -> _native.Weight:
 
 def serves(w: QuantTensor) -> bool:
     """Whether a kernel takes this weight as it is stored."""
-    return w.layout == "cpu" or w.format in _DTYPES
+    return w.format in _DTYPES if w.layout == "plain" else (w.format, w.activations) in _packed.SERVED
 
 
 def _dense_weight(w: QuantTensor) -> _native.Weight:
