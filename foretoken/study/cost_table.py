@@ -9,8 +9,8 @@ from rich.table import Table
 from foretoken.study.costs import Profile
 
 LEGEND = (
-    "ms: median of one pass over M new tokens; c(M): against one token. share of bandwidth: least time to read the "
-    "bytes, over the time taken at M = 1. share of peak: least time for the arithmetic, over the time taken."
+    "ms: median of one pass over M new tokens; c(M): against one token. read share: least time to read the "
+    "bytes, over the time taken at M = 1. peak share: least time for the arithmetic, over the time taken."
 )
 
 
@@ -60,9 +60,11 @@ def format_table(profile: Profile) -> Table:
     """A row for each format: sizes, shares of the limits, prefill and batch decode."""
     sizes = sorted({x.batch_size for x in profile.batch})
     prompt = next((x.tokens for x in profile.prefill), None)
-    heads = ["format", "weights", "read a token", "share of bandwidth", "load peak"]
-    heads += [f"prefill {prompt}, tokens/s", "share of peak"] if prompt else []
-    table = _table(f"{profile.shape['name']}: formats", *heads, *(f"batch {size}, tokens/s" for size in sizes))
+    heads = ["format", "weights", "read a token", "read share", "load peak"]
+    heads += [f"prefill {prompt}", "peak share"] if prompt else []
+    table = _table(
+        f"{profile.shape['name']}: formats; prefill and batch in tokens/s", *heads, *(f"batch {size}" for size in sizes)
+    )
     prefill = {x.format: x for x in profile.prefill}
     batch = {(x.format, x.batch_size): x for x in profile.batch}
     for x in profile.stored:

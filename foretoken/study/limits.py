@@ -12,7 +12,7 @@ import torch
 from foretoken import registry
 from foretoken.engine.memory import available_memory
 
-BYTES = 256 << 20  # far beyond the caches
+BYTES = 512 << 20  # far beyond the caches
 REPEATS = 8
 SECONDS = 0.02  # of one repetition of an arithmetic loop
 KINDS = ("int8", "fp32", "bf16")

@@ -37,7 +37,12 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings = {"font.size": 9, "svg.hashsalt": "foretoken", "axes.spines.top": False, "axes.spines.right": False}
+    settings: dict[Any, Any] = {
+        "font.size": 9,
+        "svg.hashsalt": "foretoken",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     with pyplot.rc_context(settings):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6))
         _c_panel(left, profile)
