@@ -18,6 +18,7 @@ from foretoken.config import CacheConfig, EngineConfig, SpecConfig
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.engine.build import assemble
 from foretoken.engine.engine import Engine
+from foretoken.formats.scheme import QuantScheme
 from foretoken.models.config import parse_config
 from foretoken.models.llama import Llama
 from foretoken.models.loader import load_model
@@ -99,9 +100,9 @@ def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any)
     write_tokenizer(folder)
 
 
-def load_pair(target: Path, draft: Path, backend: str = "auto") -> Pair:
-    chosen = ops.resolve(backend)
-    return Pair(load_model(target, chosen), load_model(draft, chosen), Tokenizer.from_folder(target))
+def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "auto") -> Pair:
+    chosen, quant = ops.resolve(backend), QuantScheme.parse(weights)
+    return Pair(load_model(target, chosen, quant), load_model(draft, chosen, quant), Tokenizer.from_folder(target))
 
 
 def make_engine(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
-from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
+from lawkit import SAMPLED, Pair, TreeDrafter, knowing, load_pair, make_engine, random_prompts, run, texts
 
 from foretoken.models.loader import resolve_model
 from foretoken.request import Completion, SamplingParams
@@ -196,7 +197,7 @@ def test_preemption_leaves_no_trace(pair: Pair, level: str, sampling: str) -> No
     assert sum(c.metrics.num_preemptions for c in completions) == engine.scheduler.num_preemptions
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_cache_formats(pair: Pair, kv: str) -> None:
     for sampling in SAMPLING:
         plain = texts(run(make_engine(pair, kv=kv), PROMPTS, params(sampling), alone=True))
@@ -219,3 +220,23 @@ def test_reference_backend(reference_pair: Pair, sampling: str) -> None:
     engine = make_engine(reference_pair, k=16, drafter=tree)
     assert texts(run(engine, prompts, asked)) == plain
     assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("backend", "weights"),
+    [*product(["auto"], ["w8a8", "w4a8", "w4a8-asym", "w4a16", "nf4", "fp8"]), ("reference", "w4a8-asym")],
+)
+def test_weight_formats(pair_folders: tuple[Path, Path], backend: str, weights: str) -> None:
+    """Quantized weights, and activations quantized by row: speculation and company change no token."""
+    quantized = load_pair(*pair_folders, backend=backend, weights=weights)
+    prompts = random_prompts(5, seed=9, longest=20)
+    for sampling in SAMPLING:
+        asked = params(sampling, max_tokens=10)
+        plain = texts(run(make_engine(quantized), prompts, asked, alone=True))
+        for level in ({}, *LEVELS.values()):
+            engine = make_engine(quantized, **{**level, "rows": 12, "block": 4})
+            assert texts(run(engine, prompts, asked)) == plain, (level, sampling)
+        tree = TreeDrafter(knowing(prompts, plain), quantized.target.config.vocab_size)
+        engine = make_engine(quantized, k=16, drafter=tree)
+        assert texts(run(engine, prompts, asked)) == plain
+        assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens

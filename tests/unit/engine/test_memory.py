@@ -1,0 +1,115 @@
+"""What weights and caches take is counted, in their formats, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures_models import VARIANTS, write_checkpoint
+from lawkit import write_model
+
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.engine import build, memory
+from foretoken.engine.memory import Demand, available_memory, block_bytes, demand, plan_blocks
+from foretoken.errors import ConfigError, RegistryError
+from foretoken.formats.scheme import QuantScheme
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.config import parse_config
+
+MIB = 2**20
+SHAPE = parse_config(VARIANTS["llama3"].raw)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: int(count))
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"])
+def test_block_bytes_are_those_of_the_cache(name):
+    cache = KVCache(SHAPE.num_layers, 7, 16, SHAPE.num_kv_heads, SHAPE.head_dim, name)
+    assert block_bytes(SHAPE, name, 16) * 7 == cache.nbytes
+
+
+def test_weights_are_counted_in_the_chosen_format(tmp_path):
+    folder = write_checkpoint(tmp_path / "m", VARIANTS["llama3"], dtype=torch.bfloat16)
+    sizes = {n: demand(folder, QuantScheme.parse(n), EngineConfig()) for n in ("auto", "fp32", "w8a8", "w4a8")}
+    matrices = SHAPE.num_parameters
+    for name, per_weight in (("auto", 2), ("fp32", 4), ("w8a8", 1), ("w4a8", 0.5)):
+        assert (
+            matrices * per_weight <= sizes[name].weights <= 1.6 * matrices * per_weight + 4000
+        )  # tiny shapes: padding
+    half = block_bytes(SHAPE, "bf16", 16)
+    assert {n: s.block for n, s in sizes.items()} == {"auto": half, "fp32": 2 * half, "w8a8": half, "w4a8": half}
+    asked = EngineConfig(cache=CacheConfig(format="int8", block_size=4))
+    assert demand(folder, QuantScheme(), asked).block == block_bytes(SHAPE, "int8", 4)
+
+
+def test_the_cache_takes_a_share_of_what_the_weights_leave(monkeypatch):
+    config = EngineConfig(max_num_seqs=8)
+    model = Demand(QuantScheme(), 400 * MIB, MIB)
+    free(monkeypatch, 1000 * MIB)
+    assert plan_blocks(config, 160, [model]) == 80  # room for all: 8 requests of 10 blocks
+    assert plan_blocks(config, 1600, [model]) == 180  # 0.3 of 600 MiB
+    assert plan_blocks(config, 1600, [model, Demand(QuantScheme(), 200 * MIB, MIB)]) == 100  # one request, at least
+    assert plan_blocks(config, 480, [model, Demand(QuantScheme(), 200 * MIB, MIB)]) == 60  # 0.3 of 400, for two caches
+
+
+def test_what_does_not_fit_is_refused_with_the_sizes(monkeypatch):
+    free(monkeypatch, 3 * 2**30)
+    model = Demand(QuantScheme.parse("bf16"), 4 * 2**30, MIB)
+    with pytest.raises(ConfigError) as caught:
+        plan_blocks(EngineConfig(), 1600, [model])
+    for word in ("weights in bf16 take 4.0 GiB", "one request of 1600 tokens 0.1", "3.0 GiB are free", "w4a8"):
+        assert word in str(caught.value)
+    small = Demand(QuantScheme.parse("w4a8"), 2**30, MIB)
+    with pytest.raises(ConfigError, match=r"cache of one request of 65536 tokens 4\.0 GiB.*: lower max_model_len$"):
+        plan_blocks(EngineConfig(), 65536, [small])
+    with pytest.raises(ConfigError, match=r"5000 blocks of cache 4\.9 GiB.*: lower num_blocks$"):
+        plan_blocks(EngineConfig(cache=CacheConfig(num_blocks=5000)), 160, [small])
+    with pytest.raises(ConfigError, match=r"weights in w4a8 and bf16 take 5\.0 GiB"):
+        plan_blocks(EngineConfig(), 160, [small, model])
+    with pytest.raises(ConfigError, match=r"num_blocks 9 .* cannot hold one request of 160 tokens: raise it to 10"):
+        plan_blocks(EngineConfig(cache=CacheConfig(num_blocks=9)), 160, [small])
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[str, str]:
+    write_model(tmp_path / "target")
+    write_model(tmp_path / "draft")
+    return str(tmp_path / "target"), str(tmp_path / "draft")
+
+
+def no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "load_model", lambda *a: pytest.fail("weights were loaded"))
+
+
+def test_too_little_memory_is_said_before_the_load(folders, monkeypatch):
+    """The draft counts: without it there is room."""
+    target, draft = folders
+    config = EngineConfig(max_model_len=32, max_num_seqs=1, format="fp32")
+    need = demand(Path(target), QuantScheme.parse("fp32"), config)
+    free(monkeypatch, need.weights + 2 * need.block)
+    build.build_engine(target, config)
+    no_load(monkeypatch)
+    both = EngineConfig(
+        max_model_len=32, max_num_seqs=1, format="fp32", spec=SpecConfig("draft_model", draft, format="w4a8")
+    )
+    with pytest.raises(ConfigError, match=r"weights in fp32 and w4a8 take"):
+        build.build_engine(target, both)
+
+
+def test_groups_and_names_are_checked_before_the_load(folders, monkeypatch):
+    target, draft = folders
+    no_load(monkeypatch)
+    with pytest.raises(ConfigError, match=r"tensor model.layers.0.mlp.down_proj.weight \[32, 48\] .* w8a8-g32"):
+        build.build_engine(target, EngineConfig(format="w8a8-g32"))
+    spec = SpecConfig("draft_model", draft, format="w4a16-g64")
+    with pytest.raises(ConfigError, match=r"tensor model.embed_tokens.weight .* w4a16-g64"):
+        build.build_engine(target, EngineConfig(spec=spec))
+    with pytest.raises(RegistryError, match="did you mean 'w4a8'"):
+        build.build_engine(target, EngineConfig(format="w4a88"))
+
+
+def test_memory_of_this_machine():
+    assert 2**20 < available_memory() < 2**50

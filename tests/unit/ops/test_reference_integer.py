@@ -1,0 +1,104 @@
+"""The integer product of the reference against the same in plain Python and exact fractions."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from foretoken.formats import scheme
+from foretoken.formats.scheme import QuantScheme, quantize_rows
+from foretoken.ops import reference
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def nearest_float(exact: Fraction) -> float:
+    """Exact value rounded once to float32, ties to even (infinite beyond the range)."""
+    if exact == 0:
+        return 0.0
+    size = abs(exact)
+    exponent = max(math.floor(math.log2(size)) if size > Fraction(1, 2**1000) else -149, -126) - 23
+    while size >= Fraction(2) ** (exponent + 24):
+        exponent += 1
+    while exponent > -149 and size < Fraction(2) ** (exponent + 23):
+        exponent -= 1
+    unit = Fraction(2) ** exponent
+    rounded = round(size / unit) * unit  # Python rounds halves to even
+    value = math.inf if rounded >= Fraction(2) ** 128 else float(rounded)
+    return math.copysign(value, exact)
+
+
+def bits(value: float) -> bytes:
+    return struct.pack("<f", value) if math.isfinite(value) else str(value).encode()
+
+
+@given(floats, floats, floats)
+def test_fma_rounds_once(a, b, c):
+    got = reference._fma(*(torch.tensor([v]) for v in (a, b, c))).item()
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    assert got == nearest_float(exact)  # as numbers: the sign of zero is not looked at
+
+
+@given(
+    st.integers(2**23, 2**24 - 1), st.integers(2**23, 2**24 - 1), st.integers(2**23, 2**24 - 1), st.integers(-60, 60)
+)
+def test_fma_with_factors_of_all_digits(a, b, c, place):
+    a, b, c = float(a), float(b), c * 2.0**place
+    got = reference._fma(*(torch.tensor([v]) for v in (a, b, c))).item()
+    assert got == nearest_float(Fraction(a) * Fraction(b) + Fraction(c))
+
+
+def test_fma_is_better_than_rounding_twice():
+    """2^-24 - 2^-70 added to 1 + 2^-23 stays below a tie; in a double it has become the tie, which goes up."""
+    a, b, c = (torch.tensor([v]) for v in (2.0**-12 * (1 + 2.0**-23), 2.0**-12 * (1 - 2.0**-23), 1 + 2.0**-23))
+    assert (a.double() * b.double() + c.double()).float().item() == 1 + 2.0**-22
+    assert reference._fma(a, b, c).item() == 1 + 2.0**-23
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_fma_of_no_numbers(value):
+    x = torch.tensor([value])
+    for args in ((x, torch.ones(1), torch.ones(1)), (torch.ones(1), torch.ones(1), x)):
+        got = reference._fma(*args)
+        assert got.isnan().item() if math.isnan(value) else got.equal(x)
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g64-asym"])
+def test_the_product_in_plain_python(name):
+    generator = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(3, 128, generator=generator), torch.randn(5, 128, generator=generator)
+    bias, residual = torch.randn(5, generator=generator), torch.randn(3, 5, generator=generator)
+    w = QuantScheme.parse(name).encode(weight)
+    got = reference.linear(x, w, bias, residual)
+    group = w.group
+    codes, row_scales = quantize_rows(x, group)
+    zeros = w.parts.get("zeros")
+    middle = 8 if w.format == "int4" else 0
+    f32 = lambda v: torch.tensor(v, dtype=torch.float32).item()  # noqa: E731
+    for t in range(3):
+        for o in range(5):
+            f = 0.0
+            for g in range(128 // group):
+                zero = middle if zeros is None else int(zeros[o, g])
+                columns = range(g * group, (g + 1) * group)
+                total = sum((int(w.parts["codes"][o, k]) - zero) * int(codes[t, k]) for k in columns)
+                scale = f32(w.parts["scales"][o, g].item() * row_scales[t, g].item())
+                f = nearest_float(Fraction(f32(total)) * Fraction(scale) + Fraction(f))
+            assert got[t, o].item() == f32(f32(f + bias[o].item()) + residual[t, o].item())
+
+
+def test_outputs_in_blocks(monkeypatch):
+    """More outputs than are held at a time; int8 rows beyond float32's whole numbers."""
+    codes = torch.full((4100, 2048), 127, dtype=torch.int8)
+    codes[4099, 0] = 126
+    w = scheme.get("int8").from_checkpoint("x", {"x.weight": codes, "x.weight_scale": torch.ones(4100, 1)})
+    out = reference.linear(torch.full((1, 2048), 127.0), replace(w, activations="int8"))
+    assert out.shape == (1, 4100)
+    assert out[0, :4099].unique().tolist() == [127 * 127 * 2048]
+    assert out[0, 4099].item() == nearest_float(Fraction(127 * 127 * 2048 - 127))
