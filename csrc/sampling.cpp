@@ -58,16 +58,9 @@ struct Row {
     }
     double scaled(double x) const { return (x - max) / temperature; }
 
-    // f(token, scaled logit) for every token whose scaled logit is at `floor` or above and not -infinity, in order.
-    template <class F>
-    void for_each(double floor, F f) const {
-        for (size_t c = 0; c < maxima.size(); ++c) {
-            if (!keeps(scaled(maxima[c]), floor)) continue;
-            for (int64_t t = c * sampling_chunk; t < end_of(c); ++t) {
-                const double value = scaled(logits[t]);
-                if (keeps(value, floor)) f(t, value);
-            }
-        }
+    double weigh(double floor, double* weights) const {
+        constexpr bool wide = sizeof(X) == sizeof(double);
+        return loops().weigh[wide](logits, vocab, maxima.data(), max, temperature, floor, weights);
     }
     static bool keeps(double value, double floor) { return value >= floor && value > -infinity; }
     int64_t end_of(size_t chunk) const { return std::min<int64_t>(vocab, (chunk + 1) * sampling_chunk); }
@@ -162,7 +155,7 @@ int64_t draw(const Row<X>& row, double floor, uint64_t key, int64_t best) {
 
 struct Candidate {
     int64_t token;
-    double value, weight;
+    double weight;
 };
 
 // Where the nucleus ends: tokens above the border are in, and of those at the border the first `num_equal`.
@@ -203,18 +196,23 @@ Border nucleus(const std::vector<Candidate>& likely, double target) {
 
 template <class X>
 int64_t draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double floor) {
-    const double total = loops().weigh[args.wide](row.logits, row.vocab, row.maxima.data(), row.max, row.temperature, floor);
+    thread_local std::vector<double> weights;  // kept: fresh pages would cost more than the exponentials
+    if (static_cast<int64_t>(weights.size()) < row.vocab) weights.resize(row.vocab);
+    const double total = row.weigh(floor, weights.data());
     const double bound = (1.0 - args.top_p) * total / static_cast<double>(row.vocab);
+    // In logarithms, with a margin; where weigh passed a chunk over, its weights are no part of the nucleus either.
+    const double least = std::max({floor, negligible, std::log(bound) - 1e-9});
     std::vector<Candidate> likely;
-    // The floor here is a bound in logarithms with a margin; the weights decide.
-    row.for_each(std::max(floor, std::log(bound) - 1e-9), [&](int64_t token, double value) {
-        const double weight = exp_falling(value);
-        if (weight >= bound) likely.push_back({token, value, weight});
-    });
+    for (size_t c = 0; c < row.maxima.size(); ++c) {
+        if (row.scaled(row.maxima[c]) < least) continue;
+        for (int64_t t = c * sampling_chunk; t < row.end_of(c); ++t)
+            if (weights[t] >= bound) likely.push_back({t, weights[t]});
+    }
     Border border = nucleus(likely, args.top_p * total);
     NoisySearch search(args.key);
     for (const Candidate& c : likely)
-        if (c.weight > border.weight || (c.weight == border.weight && border.num_equal-- > 0)) search.consider(c.token, c.value);
+        if (c.weight > border.weight || (c.weight == border.weight && border.num_equal-- > 0))
+            search.consider(c.token, row.scaled(row.logits[c.token]));
     return search.token();
 }
 
@@ -233,8 +231,7 @@ template <class X>
 double probability_in(const SamplingArgs& args, int64_t token) {
     const Row<X> row(args);
     if (!row.is_finite()) return std::numeric_limits<double>::quiet_NaN();
-    const double total = loops().weigh[args.wide](row.logits, row.vocab, row.maxima.data(), row.max, row.temperature, -infinity);
-    return exp_falling(row.scaled(row.logits[token])) / total;
+    return exp_falling(std::max(nothing, row.scaled(row.logits[token]))) / row.weigh(-infinity, nullptr);
 }
 
 }  // namespace
