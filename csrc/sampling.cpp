@@ -153,39 +153,35 @@ int64_t draw(const Row<X>& row, double floor, uint64_t key, int64_t best) {
     return search.token();
 }
 
-struct Candidate {
-    int64_t token;
-    double weight;
-};
-
 // Where the nucleus ends: tokens above the border are in, and of those at the border the first `num_equal`.
 struct Border {
     double weight;
     int64_t num_equal;
 };
 
-// Weights lie in (0, 1]. Their buckets, 32 to a power of two, are walked from the top; only the one that holds the border
-// is sorted.
-Border nucleus(const std::vector<Candidate>& likely, double target) {
-    const auto bucket_of = [](double weight) {
-        int64_t bits, one;
-        const double unit = 1.0;
-        std::memcpy(&bits, &weight, 8);
-        std::memcpy(&one, &unit, 8);
-        return static_cast<size_t>(std::max<int64_t>(0, one - bits) >> 47);
-    };
-    std::vector<double> sums;
-    for (const Candidate& c : likely) {
-        const size_t bucket = bucket_of(c.weight);
-        if (bucket >= sums.size()) sums.resize(bucket + 1);
-        sums[bucket] += c.weight;
-    }
+// Weights lie in (0, 1]; 32 buckets to a power of two, the largest weights first.
+size_t bucket_of(double weight) {
+    int64_t bits, one;
+    const double unit = 1.0;
+    std::memcpy(&bits, &weight, sizeof(bits));
+    std::memcpy(&one, &unit, sizeof(one));
+    return static_cast<size_t>(std::max<int64_t>(0, one - bits) >> 47);
+}
+
+// The smallest set of the largest weights that reaches `target`. Buckets are walked from the top, and only the one that
+// holds the border is sorted. for_each(f) calls f(token, weight) for every weight that is not below `bound`.
+template <class ForEach>
+Border nucleus(const ForEach& for_each, double bound, double target) {
+    std::vector<double> sums(bucket_of(bound) + 1);
+    for_each([&](int64_t, double weight) { sums[bucket_of(weight)] += weight; });
+    while (sums.back() == 0.0) sums.pop_back();  // the first has the largest weight, 1
     double reached = 0.0;
     size_t last = 0;
     while (last + 1 < sums.size() && reached + sums[last] < target) reached += sums[last++];
     std::vector<double> falling;
-    for (const Candidate& c : likely)
-        if (bucket_of(c.weight) == last) falling.push_back(c.weight);
+    for_each([&](int64_t, double weight) {
+        if (bucket_of(weight) == last) falling.push_back(weight);
+    });
     std::sort(falling.begin(), falling.end(), std::greater<>());
     size_t count = 0;
     while (count < falling.size() && (count == 0 || reached < target)) reached += falling[count++];
@@ -196,23 +192,27 @@ Border nucleus(const std::vector<Candidate>& likely, double target) {
 
 template <class X>
 int64_t draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double floor) {
-    thread_local std::vector<double> weights;  // kept: fresh pages would cost more than the exponentials
-    if (static_cast<int64_t>(weights.size()) < row.vocab) weights.resize(row.vocab);
-    const double total = row.weigh(floor, weights.data());
-    const double bound = (1.0 - args.top_p) * total / static_cast<double>(row.vocab);
-    // In logarithms, with a margin; where weigh passed a chunk over, its weights are no part of the nucleus either.
-    const double least = std::max({floor, negligible, std::log(bound) - 1e-9});
-    std::vector<Candidate> likely;
-    for (size_t c = 0; c < row.maxima.size(); ++c) {
-        if (row.scaled(row.maxima[c]) < least) continue;
-        for (int64_t t = c * sampling_chunk; t < row.end_of(c); ++t)
-            if (weights[t] >= bound) likely.push_back({t, weights[t]});
-    }
-    Border border = nucleus(likely, args.top_p * total);
+    thread_local std::vector<double> kept;  // fresh pages would cost more than the exponentials
+    if (static_cast<int64_t>(kept.size()) < row.vocab) kept.resize(row.vocab);
+    const double* weights = kept.data();
+    const double total = row.weigh(floor, kept.data());
+    double bound = (1.0 - args.top_p) * total / static_cast<double>(row.vocab);
+    // In logarithms, with a margin; where weigh passed a chunk over, its tokens are no part of the nucleus either.
+    double least = std::max({floor, negligible, std::log(bound) - 1e-9});
+    const auto for_each = [&](auto f) {
+        for (size_t c = 0; c < row.maxima.size(); ++c) {
+            if (row.scaled(row.maxima[c]) < least) continue;
+            for (int64_t t = c * sampling_chunk; t < row.end_of(c); ++t)
+                if (weights[t] >= bound) f(t, weights[t]);
+        }
+    };
+    Border border = nucleus(for_each, bound, args.top_p * total);
+    bound = border.weight;
+    least = std::max(least, std::log(bound) - 1e-9);
     NoisySearch search(args.key);
-    for (const Candidate& c : likely)
-        if (c.weight > border.weight || (c.weight == border.weight && border.num_equal-- > 0))
-            search.consider(c.token, row.scaled(row.logits[c.token]));
+    for_each([&](int64_t token, double weight) {
+        if (weight > border.weight || border.num_equal-- > 0) search.consider(token, row.scaled(row.logits[token]));
+    });
     return search.token();
 }
 
