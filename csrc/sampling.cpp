@@ -58,16 +58,9 @@ struct Row {
     }
     double scaled(double x) const { return (x - max) / temperature; }
 
-    // f(token, scaled logit) for every token whose scaled logit is at `floor` or above and not -infinity, in order.
-    template <class F>
-    void for_each(double floor, F f) const {
-        for (size_t c = 0; c < maxima.size(); ++c) {
-            if (!keeps(scaled(maxima[c]), floor)) continue;
-            for (int64_t t = c * sampling_chunk; t < end_of(c); ++t) {
-                const double value = scaled(logits[t]);
-                if (keeps(value, floor)) f(t, value);
-            }
-        }
+    double weigh(double floor, double* weights) const {
+        constexpr bool wide = sizeof(X) == sizeof(double);
+        return loops().weigh[wide](logits, vocab, maxima.data(), max, temperature, floor, weights);
     }
     static bool keeps(double value, double floor) { return value >= floor && value > -infinity; }
     int64_t end_of(size_t chunk) const { return std::min<int64_t>(vocab, (chunk + 1) * sampling_chunk); }
@@ -160,39 +153,35 @@ int64_t draw(const Row<X>& row, double floor, uint64_t key, int64_t best) {
     return search.token();
 }
 
-struct Candidate {
-    int64_t token;
-    double value, weight;
-};
-
 // Where the nucleus ends: tokens above the border are in, and of those at the border the first `num_equal`.
 struct Border {
     double weight;
     int64_t num_equal;
 };
 
-// Weights lie in (0, 1]. Their buckets, 32 to a power of two, are walked from the top; only the one that holds the border
-// is sorted.
-Border nucleus(const std::vector<Candidate>& likely, double target) {
-    const auto bucket_of = [](double weight) {
-        int64_t bits, one;
-        const double unit = 1.0;
-        std::memcpy(&bits, &weight, 8);
-        std::memcpy(&one, &unit, 8);
-        return static_cast<size_t>(std::max<int64_t>(0, one - bits) >> 47);
-    };
-    std::vector<double> sums;
-    for (const Candidate& c : likely) {
-        const size_t bucket = bucket_of(c.weight);
-        if (bucket >= sums.size()) sums.resize(bucket + 1);
-        sums[bucket] += c.weight;
-    }
+// Weights lie in (0, 1]; 32 buckets to a power of two, the largest weights first.
+size_t bucket_of(double weight) {
+    int64_t bits, one;
+    const double unit = 1.0;
+    std::memcpy(&bits, &weight, sizeof(bits));
+    std::memcpy(&one, &unit, sizeof(one));
+    return static_cast<size_t>(std::max<int64_t>(0, one - bits) >> 47);
+}
+
+// The smallest set of the largest weights that reaches `target`. Buckets are walked from the top, and only the one that
+// holds the border is sorted. for_each(f) calls f(token, weight) for every weight that is not below `bound`.
+template <class ForEach>
+Border nucleus(const ForEach& for_each, double bound, double target) {
+    std::vector<double> sums(bucket_of(bound) + 1);
+    for_each([&](int64_t, double weight) { sums[bucket_of(weight)] += weight; });
+    while (sums.back() == 0.0) sums.pop_back();  // the first has the largest weight, 1
     double reached = 0.0;
     size_t last = 0;
     while (last + 1 < sums.size() && reached + sums[last] < target) reached += sums[last++];
     std::vector<double> falling;
-    for (const Candidate& c : likely)
-        if (bucket_of(c.weight) == last) falling.push_back(c.weight);
+    for_each([&](int64_t, double weight) {
+        if (bucket_of(weight) == last) falling.push_back(weight);
+    });
     std::sort(falling.begin(), falling.end(), std::greater<>());
     size_t count = 0;
     while (count < falling.size() && (count == 0 || reached < target)) reached += falling[count++];
@@ -203,18 +192,27 @@ Border nucleus(const std::vector<Candidate>& likely, double target) {
 
 template <class X>
 int64_t draw_from_nucleus(const Row<X>& row, const SamplingArgs& args, double floor) {
-    const double total = loops().weigh[args.wide](row.logits, row.vocab, row.maxima.data(), row.max, row.temperature, floor);
-    const double bound = (1.0 - args.top_p) * total / static_cast<double>(row.vocab);
-    std::vector<Candidate> likely;
-    // The floor here is a bound in logarithms with a margin; the weights decide.
-    row.for_each(std::max(floor, std::log(bound) - 1e-9), [&](int64_t token, double value) {
-        const double weight = exp_falling(value);
-        if (weight >= bound) likely.push_back({token, value, weight});
-    });
-    Border border = nucleus(likely, args.top_p * total);
+    thread_local std::vector<double> kept;  // fresh pages would cost more than the exponentials
+    if (static_cast<int64_t>(kept.size()) < row.vocab) kept.resize(row.vocab);
+    const double* weights = kept.data();
+    const double total = row.weigh(floor, kept.data());
+    double bound = (1.0 - args.top_p) * total / static_cast<double>(row.vocab);
+    // In logarithms, with a margin; where weigh passed a chunk over, its tokens are no part of the nucleus either.
+    double least = std::max({floor, negligible, std::log(bound) - 1e-9});
+    const auto for_each = [&](auto f) {
+        for (size_t c = 0; c < row.maxima.size(); ++c) {
+            if (row.scaled(row.maxima[c]) < least) continue;
+            for (int64_t t = c * sampling_chunk; t < row.end_of(c); ++t)
+                if (weights[t] >= bound) f(t, weights[t]);
+        }
+    };
+    Border border = nucleus(for_each, bound, args.top_p * total);
+    bound = border.weight;
+    least = std::max(least, std::log(bound) - 1e-9);
     NoisySearch search(args.key);
-    for (const Candidate& c : likely)
-        if (c.weight > border.weight || (c.weight == border.weight && border.num_equal-- > 0)) search.consider(c.token, c.value);
+    for_each([&](int64_t token, double weight) {
+        if (weight > border.weight || border.num_equal-- > 0) search.consider(token, row.scaled(row.logits[token]));
+    });
     return search.token();
 }
 
@@ -233,8 +231,7 @@ template <class X>
 double probability_in(const SamplingArgs& args, int64_t token) {
     const Row<X> row(args);
     if (!row.is_finite()) return std::numeric_limits<double>::quiet_NaN();
-    const double total = loops().weigh[args.wide](row.logits, row.vocab, row.maxima.data(), row.max, row.temperature, -infinity);
-    return exp_falling(row.scaled(row.logits[token])) / total;
+    return exp_falling(std::max(nothing, row.scaled(row.logits[token]))) / row.weigh(-infinity, nullptr);
 }
 
 }  // namespace

@@ -30,8 +30,10 @@ constexpr int64_t sampling_chunk = 64;  // tokens that are looked at, or passed 
 struct SamplingLoops {
     // The largest logit of each chunk, NaN where the chunk holds one. [0]: float32, [1]: float64.
     void (*maxima[2])(const void* logits, int64_t vocab, double* maxima);
-    // Sum of exp((x - max) / temperature) over the logits that lie at `floor` or above, once scaled.
-    double (*weigh[2])(const void* logits, int64_t vocab, const double* maxima, double max, double temperature, double floor);
+    // Sum of exp((x - max) / temperature) over the logits that lie at `floor` or above, once scaled. `weights` [V] takes the
+    // terms (below the floor next to nothing), but for chunks that add nothing to the sum; null: they are not wanted.
+    double (*weigh[2])(const void* logits, int64_t vocab, const double* maxima, double max, double temperature, double floor,
+                       double* weights);
     // The least ~z over `count` tokens from `first` on, z being the generator's output: below it lies no noise's bound.
     uint64_t (*rarest)(uint64_t key, int64_t first, int64_t count);
 };

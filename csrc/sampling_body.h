@@ -10,45 +10,45 @@ inline uint64_t splitmix(uint64_t key, int64_t token) {
     return z ^ z >> 31;
 }
 
-// exp(x) for x <= 0 within 1.5 units of the last place: 2^k by bits, the rest by Taylor's series to the 13th power (its error
-// is below 2^-57 for |r| <= log(2) / 2). Exactly 1 at 0, and 0 from -708 down, where results would be denormal.
+constexpr double nothing = -708.0;    // its exponential is about the least normal number
+constexpr double negligible = -80.0;  // 2^31 tokens of e^-80 are less than a unit in the last place of 1
+
+// exp(x) for -708 <= x <= 0 within 2 units of the last place: 2^k by bits, the rest by Taylor's series to the 13th power (its
+// error is below 2^-57 for |r| <= log(2) / 2), odd and even powers apart. Exactly 1 at 0.
 inline double exp_falling(double x) {
     constexpr double shift = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
     const double moved = x * 0x1.71547652b82fep0 + shift;
     const double k = moved - shift;
     const double r = (x - k * 0x1.62e42fee00000p-1) - k * 0x1.a39ef35793c76p-33;  // log(2) in two parts
-    double p = 1.0 / 6227020800;
-    p = p * r + 1.0 / 479001600;
-    p = p * r + 1.0 / 39916800;
-    p = p * r + 1.0 / 3628800;
-    p = p * r + 1.0 / 362880;
-    p = p * r + 1.0 / 40320;
-    p = p * r + 1.0 / 5040;
-    p = p * r + 1.0 / 720;
-    p = p * r + 1.0 / 120;
-    p = p * r + 1.0 / 24;
-    p = p * r + 1.0 / 6;
-    p = p * r + 0.5;
-    p = p * r + 1.0;
-    p = p * r + 1.0;
+    const double s = r * r;
+    double odd = s * (1.0 / 6227020800) + 1.0 / 39916800;
+    odd = odd * s + 1.0 / 362880;
+    odd = odd * s + 1.0 / 5040;
+    odd = odd * s + 1.0 / 120;
+    odd = odd * s + 1.0 / 6;
+    odd = odd * s + 1.0;
+    double even = s * (1.0 / 479001600) + 1.0 / 3628800;
+    even = even * s + 1.0 / 40320;
+    even = even * s + 1.0 / 720;
+    even = even * s + 1.0 / 24;
+    even = even * s + 0.5;
     uint64_t bits;
     __builtin_memcpy(&bits, &moved, 8);
     bits = (bits + 1023) << 52;  // the sign and exponent of `moved` leave at the top
     double power;
     __builtin_memcpy(&power, &bits, 8);
-    const double e = p * power;
-    return x < -708.0 ? 0.0 : e;
+    return (1.0 + (odd * r + even * s)) * power;
 }
 
 template <class X>
 double chunk_max(const X* x, int64_t count) {
-    constexpr int64_t lanes = 16;
-    X most[lanes];
-    int32_t bad[lanes];
-    for (int64_t l = 0; l < lanes; ++l) most[l] = -__builtin_inff(), bad[l] = 0;
+    constexpr int64_t width = 16;
+    X most[width];
+    int32_t bad[width];
+    for (int64_t l = 0; l < width; ++l) most[l] = -__builtin_inff(), bad[l] = 0;
     int64_t i = 0;
-    for (; i + lanes <= count; i += lanes)
-        for (int64_t l = 0; l < lanes; ++l) {
+    for (; i + width <= count; i += width)
+        for (int64_t l = 0; l < width; ++l) {
             most[l] = x[i + l] > most[l] ? x[i + l] : most[l];
             bad[l] |= x[i + l] != x[i + l];
         }
@@ -56,7 +56,7 @@ double chunk_max(const X* x, int64_t count) {
         most[0] = x[i] > most[0] ? x[i] : most[0];
         bad[0] |= x[i] != x[i];
     }
-    for (int64_t l = 1; l < lanes; ++l) {
+    for (int64_t l = 1; l < width; ++l) {
         most[0] = most[l] > most[0] ? most[l] : most[0];
         bad[0] |= bad[l];
     }
@@ -71,24 +71,27 @@ void chunk_maxima(const void* logits, int64_t vocab, double* maxima) {
 }
 
 template <class X>
-double weigh(const void* logits, int64_t vocab, const double* maxima, double max, double temperature, double floor) {
-    constexpr double negligible = -80.0;  // 2^31 tokens of e^-80 are less than a unit in the last place of 1
+double weigh(const void* logits, int64_t vocab, const double* maxima, double max, double temperature, double floor,
+             double* weights) {
     constexpr int64_t lanes = 8;
-    const double least = floor > negligible ? floor : negligible;
+    const double least = floor > negligible ? floor : negligible, lowest = floor > nothing ? floor : nothing;
     double sums[lanes] = {};
-    double weights[sampling_chunk];
-    for (int64_t first = 0, c = 0; first < vocab; first += sampling_chunk, ++c) {
-        if ((maxima[c] - max) / temperature < least) continue;
-        const X* x = static_cast<const X*>(logits) + first;
+    for (int64_t first = 0; first < vocab; first += sampling_chunk) {
+        if ((maxima[first / sampling_chunk] - max) / temperature < least) continue;
         const int64_t count = vocab - first < sampling_chunk ? vocab - first : sampling_chunk;
-        for (int64_t i = 0; i < count; ++i) {
-            const double scaled = (static_cast<double>(x[i]) - max) / temperature;
-            const double weight = exp_falling(scaled);
-            weights[i] = scaled < floor ? 0.0 : weight;
+        X read[sampling_chunk];
+        for (int64_t i = count; i < sampling_chunk; ++i) read[i] = -__builtin_inff();
+        __builtin_memcpy(read, static_cast<const X*>(logits) + first, count * sizeof(X));
+        // One loop of these two would not become vectors: the compiler would jump around the exponential of `nothing`.
+        double chunk[sampling_chunk];
+        for (int64_t i = 0; i < sampling_chunk; ++i) {
+            const double scaled = (static_cast<double>(read[i]) - max) / temperature;
+            chunk[i] = scaled < lowest ? nothing : scaled;
         }
-        for (int64_t i = count; i < sampling_chunk; ++i) weights[i] = 0.0;
+        for (int64_t i = 0; i < sampling_chunk; ++i) chunk[i] = exp_falling(chunk[i]);
         for (int64_t i = 0; i < sampling_chunk; i += lanes)
-            for (int64_t l = 0; l < lanes; ++l) sums[l] += weights[i + l];
+            for (int64_t l = 0; l < lanes; ++l) sums[l] += chunk[i + l];
+        if (weights != nullptr) __builtin_memcpy(weights + first, chunk, count * sizeof(double));
     }
     return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
 }
