@@ -2,8 +2,8 @@
 
     python benchmarks/peers/checkpoints.py --shape llama-3.2-1b --home ENVIRONMENTS --work FOLDER
 
-Times do not depend on the values, but the same ones everywhere let run.py see that all engines compute the same. What is
-there already is kept: a folder or file under its final name is complete.
+Times do not depend on the values, but the same ones everywhere let run.py see that all engines compute the same. What
+is there already is kept: a folder or file under its final name is complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The peers' tables in Markdown: `python benchmarks/peers/table.py RECORDS.jsonl` prints the newest run of each shape."""
+"""The peers' tables in Markdown: `python benchmarks/peers/table.py RECORDS.jsonl` prints the newest of each shape."""
 
 from __future__ import annotations
 

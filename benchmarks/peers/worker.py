@@ -4,7 +4,7 @@
 
     {"do": "load", "model": PATH, "threads": 2, "max_len": 640, "batch": 16, "options": {}}
                                                             -> {"versions": {}, "settings": {}}
-    {"do": "rows", "rows": [1, 2, 4], "context": 256}       -> {"seconds": [...]}: a forward over so many new tokens each
+    {"do": "rows", "rows": [1, 2, 4], "context": 256}       -> {"seconds": [...]}: one forward over so many tokens each
     {"do": "prefill", "tokens": 512}                        -> {"seconds": ...}
     {"do": "batch", "size": 16, "context": 128, "steps": 16} -> {"seconds": ...} of all steps of all sequences
     {"do": "probe", "tokens": 24, "count": 64}              -> {"logits": [...]} after a fixed prompt
