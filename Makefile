@@ -20,12 +20,17 @@ SANITIZE_ENV = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -pri
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1
 SANITIZE_TESTS ?= tests/unit/ops
 
+# The engines that foretoken is compared with: their virtual environments, and random checkpoints at true shapes.
+PEERS_HOME  ?= benchmarks/peers/.venvs
+PEERS_WORK  ?= $(HOME)/.cache/foretoken-peers
+PEERS_SHAPE ?= llama-3.2-1b
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full sanitize check bench docs clean build format lint types contracts
+.PHONY: help demo test test-full sanitize check bench peers bench-peers docs clean build format lint types contracts
 
 help: ## this list
 	@printf 'foretoken: make <target>\n\n'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 
 demo: $(STAMP) ## set up, then write with and without speculation, side by side
 	$(BIN)/foretoken demo
@@ -49,6 +54,15 @@ check: lint types contracts test ## format, lint, types, import contracts, tests
 bench: $(STAMP) ## measure plain against speculative decoding; appends to benchmarks/results
 	@mkdir -p $(RECORDS)
 	$(BIN)/foretoken bench --out $(RECORDS)/bench.jsonl
+
+peers: $(STAMP) ## set up llama.cpp, OpenVINO, vLLM, transformers, each in its own environment, and checkpoints (long)
+	$(BIN)/python benchmarks/peers/environments.py --home $(PEERS_HOME)
+	$(BIN)/python benchmarks/peers/checkpoints.py --shape $(PEERS_SHAPE) --home $(PEERS_HOME) --work $(PEERS_WORK)
+
+bench-peers: $(STAMP) ## measure foretoken and its peers in turns (after `make peers`); appends to benchmarks/results
+	@mkdir -p $(RECORDS)
+	$(BIN)/python benchmarks/peers/run.py --shape $(PEERS_SHAPE) --home $(PEERS_HOME) --work $(PEERS_WORK) \
+	  --out $(RECORDS)/peers.jsonl $(PEERS_ARGS)
 
 docs: $(STAMP) ## write the tables of README and docs from the records
 	$(BIN)/python docs/make_tables.py

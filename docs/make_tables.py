@@ -3,6 +3,7 @@
 A table stands between two markers, and what lies between them is replaced:
 
     <!-- table:bench -->      the newest run in benchmarks/results/bench.jsonl
+    <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
     <!-- end -->
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import itertools
 import re
 import sys
@@ -69,8 +71,22 @@ def default(field: dataclasses.Field[Any]) -> str:
     return "" if value in (None, (), {}, "{}", "") else f"`{value!r}`"
 
 
+def peers() -> str:
+    """foretoken beside other engines, as benchmarks/peers/table.py shows it."""
+    path = RECORDS / "peers.jsonl"
+    if not path.exists():
+        return "*No record yet: `make peers`, then `make bench-peers` write one.*"
+    spec = importlib.util.spec_from_file_location("peers_table", ROOT / "benchmarks" / "peers" / "table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return "\n\n".join(module.render(record) for record in module.newest(path)) + "\n"
+
+
 def table(name: str) -> str:
     """The newest run of one record file, a table for each workload, and where and when it was measured."""
+    if name == "peers":
+        return peers()
     from foretoken.study import record, report
 
     path = RECORDS / f"{name}.jsonl"

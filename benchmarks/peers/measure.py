@@ -1,0 +1,195 @@
+"""Measuring a group of arms: each in a worker of its own, taking turns, and what came of it as plain data."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from arms import Arm
+from client import Client, WorkerError, busy_and_stolen_seconds
+
+LOAD_TIMEOUT = 900.0
+TIMEOUT = 300.0
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: rows at a context, `rounds` times; prefill and batch decode, `slow_rounds` times each."""
+
+    threads: int = 2
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    context: int = 256
+    prefill: int = 512
+    batch: int = 16
+    batch_context: int = 128
+    batch_steps: int = 16
+    rounds: int = 10
+    slow_rounds: int = 2
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that a sequence may reach, with room for the engines' own slack."""
+        longest = max(self.context + 2 * max(self.rows), self.prefill, self.batch_context + self.batch_steps)
+        return -(-(longest + 64) // 64) * 64
+
+
+@dataclass
+class Result:
+    """One arm's: seconds of each repetition, by what was measured; what loading told; why something is missing."""
+
+    arm: Arm
+    about: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    logits: list[float] | None = None
+    peak_rss: int = 0
+    foreign: list[float] = field(default_factory=list)  # others' share of one core, a turn each
+    failed: bool = False
+
+
+class Group:
+    """The arms that are loaded together. `start(arm)` makes a worker; `say` hears what goes on."""
+
+    def __init__(self, arms: Seq[Arm], plan: Plan, start: Callable[[Arm], Client], say: Say) -> None:
+        self.plan = plan
+        self.say = say
+        self.start = start
+        self.results = [Result(arm) for arm in arms]
+        self.clients: dict[str, Client] = {}
+
+    def run(self, load: Callable[[Arm], dict[str, Any]]) -> list[Result]:
+        """Load all, measure in turns, end the workers. An arm that fails leaves the others alone."""
+        try:
+            self._load(load)
+            self._measure()
+        finally:
+            for client in self.clients.values():
+                client.close()
+        return self.results
+
+    def _load(self, load: Callable[[Arm], dict[str, Any]]) -> None:
+        for result in self.results:
+            start = time.perf_counter()
+            client = self.clients[result.arm.name] = self.start(result.arm)
+            about = self._ask(result, client, "load", LOAD_TIMEOUT, **load(result.arm))
+            result.failed = about is None
+            if about is None:
+                self.say(f"{result.arm.name}: not measured ({result.missing['load']})")
+                continue
+            result.about = {**about, "seconds": time.perf_counter() - start}  # of the process too: imports are loading
+            probe = self._ask(result, client, "probe", TIMEOUT, tokens=24, count=64)
+            result.logits = probe["logits"] if probe else None
+            gib = about["peak_rss_bytes"] / 2**30
+            self.say(f"{result.arm.name}: loaded in {result.about['seconds']:.1f} s, {gib:.1f} GiB")
+
+    def _measure(self) -> None:
+        plan = self.plan
+        for r in range(plan.rounds):
+            self.say(f"round {r + 1} of {plan.rounds}")
+            for i, rows in enumerate(plan.rows):
+                for result in self._in_turn(r + i):
+                    self._turn(result, f"rows {rows}", do="rows", rows=[rows], context=plan.context)
+        for r in range(plan.slow_rounds):
+            self.say(f"prefill and batch, round {r + 1} of {plan.slow_rounds}")
+            for result in self._in_turn(r):
+                self._turn(result, "prefill", do="prefill", tokens=plan.prefill)
+            for result in self._in_turn(r + 1):
+                self._turn(
+                    result, "batch", do="batch", size=plan.batch, context=plan.batch_context, steps=plan.batch_steps
+                )
+
+    def _in_turn(self, first: int) -> list[Result]:
+        """The arms that still run; who begins rotates, so that no place in the order is anybody's own."""
+        ready = [result for result in self.results if not result.failed]
+        first %= max(len(ready), 1)
+        return ready[first:] + ready[:first]
+
+    def _turn(self, result: Result, what: str, do: str, **message: Any) -> None:
+        if what in result.missing:
+            return
+        client = self.clients[result.arm.name]
+        busy, start = _others(client), time.perf_counter()
+        answer = self._ask(result, client, do, TIMEOUT, what, **message)
+        if answer is None:
+            return
+        result.foreign.append(max(0.0, _others(client) - busy) / (time.perf_counter() - start))
+        seconds = answer["seconds"]
+        result.seconds.setdefault(what, []).append(seconds[0] if isinstance(seconds, list) else seconds)
+        result.peak_rss = answer["peak_rss_bytes"]
+
+    def _ask(
+        self, result: Result, client: Client, do: str, timeout: float, what: str | None = None, **message: Any
+    ) -> dict[str, Any] | None:
+        """The answer, or None with the reason in `missing`. A dead worker is out for good."""
+        try:
+            answer = client.ask(timeout, do=do, **message)
+        except WorkerError as error:
+            result.failed = True
+            answer = {"error": str(error)}
+        reason = answer.get("error") or answer.get("unsupported")
+        if reason is None:
+            return answer
+        result.missing[what or do] = reason
+        if do not in ("probe", "load"):
+            self.say(f"{result.arm.name}: no {what or do}: {reason}")
+        return None
+
+
+def _others(client: Client) -> float:
+    """Processor time so far of everything but this worker and this process; stolen time counts as others'."""
+    busy, stolen = busy_and_stolen_seconds()
+    mine = os.times()
+    return busy + stolen - client.cpu_seconds() - mine.user - mine.system
+
+
+def spread(values: Seq[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile (nearest rank)."""
+    ordered = sorted(values)
+    rank = [round(q * (len(ordered) - 1)) for q in (0.1, 0.9)]
+    return {"median": median(ordered), "p10": ordered[rank[0]], "p90": ordered[rank[1]]}
+
+
+def as_record(result: Result, plan: Plan, reference: Seq[float] | None) -> dict[str, Any]:
+    """One arm as a record holds it. `reference`: logits of the arm that the others' are compared with."""
+    arm, seconds = result.arm, result.seconds
+    found: dict[str, Any] = {
+        "name": arm.name,
+        "engine": arm.engine,
+        "checkpoint": arm.checkpoint,
+        "options": dict(arm.options),
+        "versions": result.about.get("versions", {}),
+        "settings": result.about.get("settings", {}),
+        "load_s": result.about.get("seconds"),
+        "peak_rss_bytes": result.peak_rss or result.about.get("peak_rss_bytes"),
+        "logits_correlation": correlation(result.logits, reference),
+        "foreign_cpu": round(median(result.foreign), 3) if result.foreign else None,
+        "missing": result.missing,
+        "rows": [
+            {
+                "rows": m,
+                "ms": [1e3 * s for s in seconds[f"rows {m}"]],
+                **spread([1e3 * s for s in seconds[f"rows {m}"]]),
+            }
+            for m in plan.rows
+            if f"rows {m}" in seconds
+        ],
+    }
+    for what, tokens in (("prefill", plan.prefill), ("batch", plan.batch * plan.batch_steps)):
+        rates = [tokens / s for s in seconds.get(what, [])]
+        found[what] = {"tokens_per_s": rates, **spread(rates)} if rates else None
+    return found
+
+
+def correlation(a: Seq[float] | None, b: Seq[float] | None) -> float | None:
+    """Pearson's correlation; None where there is nothing to compare."""
+    if a is None or b is None or len(a) != len(b) or not a:
+        return None
+    mean_a, mean_b = sum(a) / len(a), sum(b) / len(b)
+    x, y = [v - mean_a for v in a], [v - mean_b for v in b]
+    norm = (sum(v * v for v in x) * sum(v * v for v in y)) ** 0.5
+    return round(sum(p * q for p, q in zip(x, y)) / norm, 4) if norm else None

@@ -1,0 +1,30 @@
+"""What an engine of the comparison offers. Apart from worker.py, which as a program goes by another name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class UnsupportedError(Exception):
+    """The engine does not offer this measurement; the text says why."""
+
+
+class Engine(Protocol):
+    """What a module in engines/ defines as `Engine`. Times in seconds, taken around the forward pass alone."""
+
+    def load(self, model: Path, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
+        """Make ready for sequences of max_len tokens, `batch` at once; returns versions and settings for the record."""
+
+    def rows(self, tokens: Seq[int], context: int) -> float:
+        """One pass over new tokens of one sequence that has `context` tokens cached, logits of each of them."""
+
+    def prefill(self, tokens: Seq[int]) -> float:
+        """One prompt from nothing; logits of its last token."""
+
+    def batch(self, prompts: Seq[Seq[int]], steps: int) -> float:
+        """`steps` decoding steps of all sequences together, after their prompts (which are not timed)."""
+
+    def probe(self, tokens: Seq[int], count: int) -> list[float]:
+        """Logits of vocabulary entries 0..count-1 after these tokens."""

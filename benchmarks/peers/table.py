@@ -1,0 +1,126 @@
+"""The peers' tables in Markdown: `python benchmarks/peers/table.py RECORDS.jsonl` prints the newest of each shape."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence as Seq
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+SCHEMA = "foretoken.peers/1"
+RATIO_ROWS = (1, 8, 16)
+
+
+def markdown(head: Seq[str], rows: Iterable[Seq[str]]) -> str:
+    """A table; all columns but the first are numbers."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def repetitions(arm: dict[str, Any], what: str | int) -> list[float]:
+    """Costs of one arm by repetition, less is better: milliseconds of that many rows, or seconds a token."""
+    if isinstance(what, int):
+        found = next((x["ms"] for x in arm["rows"] if x["rows"] == what), [])
+        return list(found)
+    return [1 / rate for rate in (arm[what] or {"tokens_per_s": []})["tokens_per_s"]]
+
+
+def faster(ours: dict[str, Any], peer: dict[str, Any], what: str | int) -> float | None:
+    """How many times less `ours` takes: the median of the ratios within each round."""
+    pairs = list(zip(repetitions(peer, what), repetitions(ours, what)))
+    return median(theirs / mine for theirs, mine in pairs) if pairs else None
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A cell; a dash where nothing was measured."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def times_table(group: dict[str, Any], rows: Seq[int]) -> str:
+    """Milliseconds of a forward by rows, c(8), prefill, batch, load and memory of each arm."""
+    head = ["engine", *[f"M={m} ms" for m in rows], "c(8)", "prefill tok/s", "batch tok/s", "load s", "peak GiB"]
+    body = []
+    for arm in group["arms"]:
+        at = {x["rows"]: x["median"] for x in arm["rows"]}
+        curve = at[8] / at[1] if 8 in at and 1 in at else None
+        rates = [number((arm[what] or {}).get("median"), 0) for what in ("prefill", "batch")]
+        peak = arm["peak_rss_bytes"] and arm["peak_rss_bytes"] / 2**30
+        body.append(
+            [
+                arm["name"],
+                *[number(at.get(m)) for m in rows],
+                number(curve, 2),
+                *rates,
+                number(arm["load_s"]),
+                number(peak),
+            ]
+        )
+    return markdown(head, body)
+
+
+def ratio_table(group: dict[str, Any], rows: Seq[int]) -> str:
+    """How many times faster each of foretoken's formats is than each peer."""
+    shown: list[tuple[str, str | int]] = [(f"M={m}", m) for m in RATIO_ROWS if m in rows]
+    shown += [("prefill", "prefill"), ("batch", "batch")]
+    ours = [arm for arm in group["arms"] if arm["engine"] == "foretoken"]
+    peers = [arm for arm in group["arms"] if arm["engine"] != "foretoken"]
+    body = [
+        [f"{mine['name']} / {peer['name']}", *[number(faster(mine, peer, what), 2) for _, what in shown]]
+        for mine in ours
+        for peer in peers
+    ]
+    return markdown(["times faster", *[title for title, _ in shown]], body)
+
+
+def notes(record: dict[str, Any]) -> str:
+    """Machine, versions, and what could not be measured and why."""
+    machine, plan = record["machine"], record["plan"]
+    versions: dict[str, str] = {}
+    missing = []
+    foreign = []
+    for group in record["groups"]:
+        for arm in group["arms"]:
+            versions.update(arm["versions"])
+            missing += [f"{arm['name']}: no {what}: {why}" for what, why in arm["missing"].items() if what != "probe"]
+            foreign += [arm["foreign_cpu"]] if arm["foreign_cpu"] is not None else []
+    listed = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if name != "commit")
+    lines = [
+        f"{machine['cpu']}, {machine['cores']} cores, {plan['threads']} threads, {record['run'][:10]}, "
+        f"commit {record['commit']}; {listed}.",
+        f"M new tokens at context {plan['context']}: median of {plan['rounds']} rounds; prefill of {plan['prefill']} "
+        f"tokens and decoding of {plan['batch']} sequences at context {plan['batch_context']}: median of "
+        f"{plan['slow_rounds']}. Ratios are medians of the ratios within each round.",
+    ]
+    if foreign:
+        lines.append(
+            f"Other processes took up to {100 * max(foreign):.0f} % of one core (median of an engine's turns)."
+        )
+    return "\n".join(lines) + "".join(f"\n* {line}" for line in missing)
+
+
+def render(record: dict[str, Any]) -> str:
+    """All tables of one record."""
+    rows = record["plan"]["rows"]
+    parts = [f"**{record['shape']}**"]
+    for group in record["groups"]:
+        parts += [f"*{group['name']}*", times_table(group, rows)]
+        if any(arm["engine"] != "foretoken" for arm in group["arms"]):
+            parts.append(ratio_table(group, rows))
+    return "\n\n".join([*parts, notes(record)])
+
+
+def newest(path: Path) -> list[dict[str, Any]]:
+    """The last record of each shape. Raises ValueError naming a line that is no record."""
+    found: dict[str, dict[str, Any]] = {}
+    for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        record = json.loads(line)
+        if record.get("schema") != SCHEMA:
+            raise ValueError(f"{path.name}, line {line_number}: schema {record.get('schema')!r} instead of {SCHEMA!r}")
+        found[record["shape"]] = record
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    print("\n\n".join(render(record) for record in newest(Path(sys.argv[1]))))

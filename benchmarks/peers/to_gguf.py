@@ -1,0 +1,110 @@
+"""A bfloat16 Hugging Face folder as GGUF, or a GGUF file quantized. Runs in llama.cpp's environment.
+
+python to_gguf.py SOURCE bf16|q4_0|q4_k_m|q8_0 OUT
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a tensor."""
+    stem = name.removesuffix(".weight")
+    if stem in OUTSIDE:
+        return OUTSIDE[stem] + ".weight"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.weight"
+
+
+def read(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of the folder as uint16 (the bits of bfloat16), mapped from its file: numpy knows no bfloat16."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length))
+        for name, about in header.items():
+            if name != "__metadata__":
+                start = 8 + length + about["data_offsets"][0]
+                found[name] = np.memmap(file, np.uint16, "r", start, tuple(about["shape"]))
+    return found
+
+
+def for_rope(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k [H*D, C] in GGUF's order: the two halves that rotate together lie side by side."""
+    rows, width = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def convert(folder: Path, out: Path) -> None:
+    """Write the folder as one bfloat16 GGUF file without a tokenizer."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("no_vocab")
+    for name, bits in read(folder).items():
+        if bits.ndim == 1:
+            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+            continue
+        for kind, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if kind in name:
+                bits = for_rope(np.asarray(bits), config[heads])
+        raw = np.ascontiguousarray(bits).view(np.uint8)
+        writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def quantize(source: Path, kind: str, out: Path) -> None:
+    """What llama-quantize does with its defaults, through the C API. Raises RuntimeError."""
+    import llama_cpp as api
+
+    api.llama_backend_init()
+    params = api.llama_model_quantize_default_params()
+    params.nthread = 2
+    params.ftype = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15}[kind]  # enum llama_ftype
+    status = api.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params))
+    if status:
+        raise RuntimeError(f"llama.cpp could not quantize to {kind} (status {status})")
+
+
+if __name__ == "__main__":
+    source, kind, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    if kind == "bf16":
+        convert(source, out)
+    else:
+        quantize(source, kind, out)

@@ -1,0 +1,109 @@
+"""One engine in a process of its own, measured on command: JSON lines in, JSON lines out. Standard library only.
+
+    ENVIRONMENT/bin/python benchmarks/peers/worker.py ENGINE
+
+    {"do": "load", "model": PATH, "threads": 2, "max_len": 640, "batch": 16, "options": {}}
+                                                            -> {"versions": {}, "settings": {}}
+    {"do": "rows", "rows": [1, 2, 4], "context": 256}       -> {"seconds": [...]}: one forward over so many tokens each
+    {"do": "prefill", "tokens": 512}                        -> {"seconds": ...}
+    {"do": "batch", "size": 16, "context": 128, "steps": 16} -> {"seconds": ...} of all steps of all sequences
+    {"do": "probe", "tokens": 24, "count": 64}              -> {"logits": [...]} after a fixed prompt
+    {"do": "quit"}
+
+Every answer also holds "peak_rss_bytes". A command that fails answers {"error": text}, one that the engine does not
+offer {"unsupported": text}; the worker goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import resource
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+from protocol import Engine, UnsupportedError
+
+
+class Worker:
+    """Draws the tokens, calls the engine, answers. The same seed gives every engine the same tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.random = random.Random(0)
+        self.vocab_size = 1000
+
+    def tokens(self, count: int) -> list[int]:
+        """Random ids, none of them a special token (the checkpoints' are below 3)."""
+        return [self.random.randrange(3, self.vocab_size) for _ in range(count)]
+
+    def load(self, model: str, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
+        if hasattr(os, "sched_setaffinity"):  # before any library counts its cores
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        return self.engine.load(Path(model), threads, max_len, batch, options)
+
+    def rows(self, rows: list[int], context: int) -> dict[str, object]:
+        self.engine.rows(self.tokens(1), context)  # wakes threads and caches: another engine ran before
+        return {"seconds": [self.engine.rows(self.tokens(m), context) for m in rows]}
+
+    def prefill(self, tokens: int) -> dict[str, object]:
+        return {"seconds": self.engine.prefill(self.tokens(tokens))}
+
+    def batch(self, size: int, context: int, steps: int) -> dict[str, object]:
+        return {"seconds": self.engine.batch([self.tokens(context) for _ in range(size)], steps)}
+
+    def probe(self, tokens: int, count: int) -> dict[str, object]:
+        fixed = random.Random(1)
+        return {"logits": self.engine.probe([fixed.randrange(3, self.vocab_size) for _ in range(tokens)], count)}
+
+    def answer(self, message: dict[str, Any]) -> dict[str, object]:
+        """Do what one message says."""
+        do = message.pop("do")
+        if do not in ("load", "rows", "prefill", "batch", "probe"):
+            return {"error": f"no command {do!r}"}
+        try:
+            result: dict[str, object] = getattr(self, do)(**message)
+            return {**result, **memory()}
+        except UnsupportedError as reason:
+            return {"unsupported": str(reason)}
+        except (Exception, SystemExit) as error:  # whatever a library raises belongs into the record, not into a hang
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+
+
+def memory() -> dict[str, object]:
+    """Peak resident memory of this process in bytes (Linux counts KiB)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def serve(worker: Worker, incoming: TextIO, outgoing: TextIO) -> None:
+    """Answer messages until "quit" or the end of input."""
+    for line in incoming:
+        message = json.loads(line)
+        if message.get("do") == "quit":
+            return
+        outgoing.write(json.dumps(worker.answer(message)) + "\n")
+        outgoing.flush()
+
+
+def main() -> None:
+    """Serve the engine named on the command line over stdin and stdout."""
+    outgoing = os.fdopen(
+        os.dup(1), "w"
+    )  # libraries print to stdout: what they say goes to stderr, the protocol stays clean
+    os.dup2(2, 1)
+    incoming = os.fdopen(os.dup(0), "r")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    module = importlib.import_module(f"engines.{sys.argv[1]}")
+    serve(Worker(module.Engine()), incoming, outgoing)
+    outgoing.flush()
+    os._exit(0)  # some libraries hang or crash while they are torn down; everything is measured by now
+
+
+if __name__ == "__main__":
+    main()
