@@ -89,6 +89,12 @@ void py_unpack_codes(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t
     unpack_codes(pack_args(0, packed, 0, outputs, depth, 1, depth, nibbles), at<uint8_t>(plain));
 }
 
+void py_encode_packed(uintptr_t weight, int source, int64_t stride, int64_t outputs, int64_t depth, int64_t group, bool nibbles,
+                      bool asymmetric, bool wide_scales, uintptr_t packed, uintptr_t scales, uintptr_t zeros) {
+    encode_packed({at<const void>(weight), static_cast<Format>(source), stride, outputs, depth, group, nibbles, asymmetric,
+                   wide_scales, at<uint8_t>(packed), at<void>(scales), at<uint8_t>(zeros)});
+}
+
 void py_rope_store(uintptr_t qkv, int64_t stride, int64_t heads, uintptr_t q_norm, uintptr_t k_norm, float eps,
                    uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t slots, uintptr_t k_cache, uintptr_t v_cache,
                    uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim, int format,
@@ -157,6 +163,7 @@ NB_MODULE(_native, m) {
     nb::class_<Weight>(m, "Weight").def("__init__", &py_weight);
     m.def("linear", &py_linear, unlocked);
     m.def("pack_codes", &py_pack_codes, unlocked);
+    m.def("encode_packed", &py_encode_packed, unlocked);
     m.def("unpack_codes", &py_unpack_codes, unlocked);
     m.def("rope_store", &py_rope_store, unlocked);
     m.def("rms_norm", &py_rms_norm, unlocked);

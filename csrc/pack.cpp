@@ -40,13 +40,17 @@ void pack_chunk(const PackArgs& a, int64_t padded, int64_t o, int64_t k, int64_t
 
 }  // namespace
 
+void pack_block(const PackArgs& a, int64_t block) {
+    const int64_t padded = round_up(a.depth, 8);
+    for (int64_t k = 0; k < padded; k += chunk)
+        for (int64_t o = block * block_outputs; o < (block + 1) * block_outputs; o++)
+            pack_chunk(a, padded, o, k, std::min(chunk, padded - k));
+}
+
 void pack_codes(const PackArgs& a) {
-    const int64_t padded = round_up(a.depth, 8), blocks = round_up(a.outputs, block_outputs) / block_outputs;
-    by_rows(blocks, padded * block_outputs, [&](int64_t begin, int64_t end) {
-        for (int64_t block = begin; block < end; block++)
-            for (int64_t k = 0; k < padded; k += chunk)
-                for (int64_t o = block * block_outputs; o < (block + 1) * block_outputs; o++)
-                    pack_chunk(a, padded, o, k, std::min(chunk, padded - k));
+    const int64_t blocks = round_up(a.outputs, block_outputs) / block_outputs;
+    by_rows(blocks, a.depth * block_outputs, [&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; block++) pack_block(a, block);
     });
 }
 

@@ -25,6 +25,21 @@ struct PackArgs {
 void pack_codes(const PackArgs& args);
 void unpack_codes(const PackArgs& args, uint8_t* plain);
 
+void pack_block(const PackArgs& args, int64_t block);
+
+// Weights [O, K] (fp32, bf16 or fp16, rows of `stride` elements) as codes, packed: bit for bit what encoding in
+// foretoken/formats and packing give. Scales are float32 (`wide_scales`) or bfloat16.
+struct EncodeArgs {
+    const void* weight;
+    Format source;
+    int64_t stride, outputs, depth, group;
+    bool nibbles, asymmetric, wide_scales;
+    uint8_t* packed;
+    void* scales;
+    uint8_t* zeros;  // or null
+};
+void encode_packed(const EncodeArgs& args);
+
 // Row `o` of a packed int4 or int8 weight as floats [K]: (code - zero) * scale.
 void decode_packed_row(const Weight& weight, int64_t o, float* out);
 

@@ -36,6 +36,21 @@ def linear(
 def pack_codes(
     plain: int, packed: int, zeros: int, outputs: int, depth: int, groups: int, stride: int, nibbles: bool, /
 ) -> None: ...
+def encode_packed(
+    weight: int,
+    source: int,
+    stride: int,
+    outputs: int,
+    depth: int,
+    group: int,
+    nibbles: bool,
+    asymmetric: bool,
+    wide_scales: bool,
+    packed: int,
+    scales: int,
+    zeros: int,
+    /,
+) -> None: ...
 def unpack_codes(packed: int, plain: int, outputs: int, depth: int, nibbles: bool, /) -> None: ...
 def rope_store(
     qkv: int,

@@ -86,6 +86,43 @@ def pack(w: QuantTensor) -> QuantTensor:
     return replace(w, parts=parts, layout="cpu")
 
 
+def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool = True) -> QuantTensor:
+    """weight [O, K] in int8 or int4 with int8 activations, rounded and packed in one pass; float32, bf16 or fp16 in.
+
+    Bit for bit pack of the format's own encoding: int8 without a group has float32 scales, all else bfloat16 ones.
+    Raises ValueError for a group that does not divide K or that no kernel takes.
+    """
+    outputs, depth = weight.shape
+    columns = group or depth
+    if weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1 or (name, "int8") not in SERVED:
+        raise ValueError(f"a weight {weight.dtype}, {weight.stride()} cannot be stored in {name!r} here")
+    if depth % columns or (columns != depth and columns % 32) or depth > _MAX_DEPTH or not (symmetric or name == "int4"):
+        raise ValueError(f"no kernel takes {name} with groups of {group} in rows of {depth}; choose 32, 64 or 128")
+    blocks, groups, wide = -(-outputs // ROWS_PER_PACK), depth // columns, name == "int8" and group is None
+    step = 8 if name in _NIBBLES else 4
+    parts = {
+        "codes": _allocate((blocks, -(-depth // 8) * 8 // step, 2, 16, 4), torch.uint8),
+        "scales": _allocate((blocks, groups, ROWS_PER_PACK), torch.float32 if wide else torch.bfloat16),
+    }
+    if not symmetric:
+        parts["zeros"] = _allocate((blocks, groups, ROWS_PER_PACK), torch.uint8)
+    _native.encode_packed(
+        weight.data_ptr(),
+        _SCALES[weight.dtype],
+        weight.stride(0),
+        outputs,
+        depth,
+        columns,
+        step == 8,
+        not symmetric,
+        wide,
+        parts["codes"].data_ptr(),
+        parts["scales"].data_ptr(),
+        0 if symmetric else parts["zeros"].data_ptr(),
+    )
+    return QuantTensor(name, (outputs, depth), parts, "int8", "cpu")
+
+
 def unpack(w: QuantTensor) -> QuantTensor:
     """The inverse of pack."""
     describe(w)  # for its checks

@@ -64,7 +64,7 @@ def quantized(x: np.ndarray) -> tuple[np.ndarray, np.float32]:
 
 
 def rounded_once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """fma of float32: the product is exact in float64, and the sum is rounded to odd before it is rounded to float32."""
+    """fma of float32: the product is exact in float64, and the sum is rounded to odd, then to float32."""
     product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = product + c
     back = total - product
