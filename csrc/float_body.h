@@ -47,10 +47,17 @@ inline void read_scales(const FloatArgs& a, int64_t block, int64_t g, GroupScale
     }
 }
 
-// total = fma(sum + shift * (sum of the group's x), scale, total)
-INLINE void end_group(const FloatArgs& a, const GroupScales& s, int c, float x_sum, V sum, float* total) {
-    if (a.zeros != nullptr) sum = fma(s.shift[c], set1(x_sum), sum);
-    store(total, fma(sum, s.scale[c], load(total)));
+// A group ends: total = fma(sum + shift * (sum of the group's x), scale, total), for 32 outputs of `rows` rows.
+inline void end_group(const FloatArgs& a, int64_t block, int64_t g, int64_t rows, const float* x_sums, const float* sums,
+                      float* totals, int64_t stride) {
+    GroupScales s;
+    read_scales(a, block, g, s);
+    for (int64_t m = 0; m < rows; m++, sums += stride, totals += stride)
+        for (int c = 0; c < 2; c++) {
+            V sum = load(sums + c * lanes);
+            if (a.zeros != nullptr) sum = fma(s.shift[c], set1(x_sums[m]), sum);
+            store(totals + c * lanes, fma(sum, s.scale[c], load(totals + c * lanes)));
+        }
 }
 
 // totals [32] of row t, outputs of a block -> out
@@ -74,7 +81,7 @@ void float_blocks(const FloatArgs& a, int64_t t, int64_t block) {
     // A block's end is followed by the next tile's blocks, N - 1 blocks further on.
     const uint8_t *turn = p + bytes - float_prefetch, *ahead = p + float_prefetch;
     const float* x = a.x + t * a.depth;
-    alignas(64) float totals[M][C * lanes] = {};
+    alignas(64) float totals[M][C * lanes] = {}, sums_at[M][C * lanes];
     Codes codes[N];
     unroll<N>([&](auto n) INLINE_LAMBDA { codes[n] = Codes(a.table); });
     for (int64_t g = 0; g < a.groups; g++) {
@@ -95,21 +102,12 @@ void float_blocks(const FloatArgs& a, int64_t t, int64_t block) {
                 });
             });
         }
-        if (a.scales == nullptr) {
-            unroll<M * C>([&](auto i) INLINE_LAMBDA { store(totals[i / C] + i % C * lanes, sums[i]); });
-            break;
-        }
+        float* group = a.scales ? sums_at[0] : totals[0];
+        unroll<M * C>([&](auto i) INLINE_LAMBDA { store(group + i * lanes, sums[i]); });
+        if (a.scales == nullptr) break;
         const float* x_sums = a.zeros ? a.x_sums + t * a.groups + g * M : nullptr;
-        unroll<N>([&](auto n) INLINE_LAMBDA {
-            GroupScales s;
-            read_scales(a, block + n, g, s);
-            unroll<M>([&](auto m) INLINE_LAMBDA {
-                const float x_sum = a.zeros ? x_sums[m] : 0.0f;
-                unroll<2>([&](auto c) INLINE_LAMBDA {
-                    end_group(a, s, c, x_sum, sums[m * C + 2 * n + c], totals[m] + (2 * n + c) * lanes);
-                });
-            });
-        });
+        for (int n = 0; n < N; n++)
+            end_group(a, block + n, g, M, x_sums, group + n * block_outputs, totals[0] + n * block_outputs, C * lanes);
     }
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) finish(a, t + m, block + n, totals[m] + n * block_outputs);
@@ -156,39 +154,31 @@ void expand(const FloatArgs& a, int64_t block, int64_t k, int64_t depth, float* 
     }
 }
 
-// A piece of a group: M rows of x against a decoded strip. `sums` carries what a group's earlier pieces summed.
+// sums [M, 32] += M rows of x against a decoded strip. From memory and back: kept in registers across the end of a group
+// they make the compiler shuffle registers.
 template <int M>
-void float_piece(const FloatArgs& a, const float* x, const float* strip, int64_t depth, bool first, bool last,
-                 const GroupScales& s, const float* x_sums, float* sums, float* totals) {
+void float_piece(const float* x, const float* strip, int64_t depth, float* sums) {
     V sum[2 * M];
-    unroll<2 * M>([&](auto i) INLINE_LAMBDA { sum[i] = first ? zero() : load(sums + i * lanes); });
-    for (int64_t k = 0; k < depth; k++, x += M, strip += block_outputs) {
-        const V low = load(strip), high = load(strip + lanes);
-        unroll<M>([&](auto m) INLINE_LAMBDA {
-            const V xm = set1(x[m]);
-            accumulate(sum[2 * m], low, xm);
-            accumulate(sum[2 * m + 1], high, xm);
+    unroll<2 * M>([&](auto i) INLINE_LAMBDA { sum[i] = load(sums + i * lanes); });
+    for (int64_t k = 0; k < depth; k += 4, x += 4 * M, strip += 4 * block_outputs)
+        unroll<4>([&](auto j) INLINE_LAMBDA {
+            const V low = load(strip + j * block_outputs), high = load(strip + j * block_outputs + lanes);
+            unroll<M>([&](auto m) INLINE_LAMBDA {
+                const V xm = set1(x[j * M + m]);
+                accumulate(sum[2 * m], low, xm);
+                accumulate(sum[2 * m + 1], high, xm);
+            });
         });
-    }
-    if (!last) {
-        unroll<2 * M>([&](auto i) INLINE_LAMBDA { store(sums + i * lanes, sum[i]); });
-    } else if (a.scales == nullptr) {
-        unroll<2 * M>([&](auto i) INLINE_LAMBDA { store(totals + i * lanes, sum[i]); });
-    } else {
-        unroll<2 * M>([&](auto i) INLINE_LAMBDA {
-            end_group(a, s, i % 2, a.zeros ? x_sums[i / 2] : 0.0f, sum[i], totals + i * lanes);
-        });
-    }
+    unroll<2 * M>([&](auto i) INLINE_LAMBDA { store(sums + i * lanes, sum[i]); });
 }
 
 template <int M>
-void float_pieces(const FloatArgs& a, int64_t rows, const float* x, const float* strip, int64_t depth, bool first, bool last,
-                  const GroupScales& s, const float* x_sums, float* sums, float* totals) {
+void float_pieces(int64_t rows, const float* x, const float* strip, int64_t depth, float* sums) {
     if constexpr (M > 0) {
         if (rows == M)
-            float_piece<M>(a, x, strip, depth, first, last, s, x_sums, sums, totals);
+            float_piece<M>(x, strip, depth, sums);
         else
-            float_pieces<M - 1>(a, rows, x, strip, depth, first, last, s, x_sums, sums, totals);
+            float_pieces<M - 1>(rows, x, strip, depth, sums);
     }
 }
 
@@ -197,27 +187,27 @@ template <class Codes>
 void float_strips(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch) {
     const int64_t rows = t_end - t_begin, area = rows * block_outputs;
     float *strip = scratch, *sums = strip + float_chunk * block_outputs, *totals = sums + (end - begin) * area;
-    __builtin_memset(totals, 0, static_cast<uint64_t>((end - begin) * area) * sizeof(float));
+    const uint64_t bytes = static_cast<uint64_t>(area) * sizeof(float);
+    __builtin_memset(totals, 0, static_cast<uint64_t>(end - begin) * bytes);
     for (int64_t g = 0; g < a.groups; g++)
         for (int64_t k = 0; k < a.group; k += float_chunk) {
             const int64_t depth = k + float_chunk < a.group ? float_chunk : a.group - k;
-            const bool first = k == 0, last = k + depth == a.group;
             for (int64_t block = begin; block < end; block++) {
                 expand<Codes>(a, block, g * a.group + k, depth, strip);
-                GroupScales s;
-                if (last && a.scales) read_scales(a, block, g, s);
-                float* at = sums + (block - begin) * area;
-                for (int64_t t = t_begin; t < t_end; t += a.tile) {
+                float *at = sums + (block - begin) * area, *total = totals + (block - begin) * area;
+                if (k == 0) __builtin_memset(at, 0, bytes);
+                for (int64_t t = t_begin; t < t_end; t += a.tile, at += a.tile * block_outputs, total += a.tile * block_outputs) {
                     const int64_t count = t + a.tile < t_end ? a.tile : t_end - t;
-                    const float* x = a.x + t * a.depth + (g * a.group + k) * count;
+                    float_pieces<float_tile>(count, a.x + t * a.depth + (g * a.group + k) * count, strip, depth, at);
+                    if (a.scales == nullptr || k + depth < a.group) continue;
                     const float* x_sums = a.zeros ? a.x_sums + t * a.groups + g * count : nullptr;
-                    float_pieces<float_tile>(a, count, x, strip, depth, first, last, s, x_sums, at, at + (end - begin) * area);
-                    at += count * block_outputs;
+                    end_group(a, block, g, count, x_sums, at, total, block_outputs);
                 }
             }
         }
+    const float* result = a.scales ? totals : sums;
     for (int64_t block = begin; block < end; block++)
-        for (int64_t t = 0; t < rows; t++, totals += block_outputs) finish(a, t_begin + t, block, totals);
+        for (int64_t t = 0; t < rows; t++, result += block_outputs) finish(a, t_begin + t, block, result);
 }
 
 template <class Codes>
