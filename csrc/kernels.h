@@ -15,6 +15,7 @@ namespace foretoken {
 
 // The dense formats come first: they index the tables of kernels below.
 enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, int4 = 4, nf4 = 5, fp8_e4m3 = 6, fp8_e5m2 = 7 };
+constexpr int num_formats = 8;
 
 constexpr int64_t bytes_of(Format format) {  // of one number of a dense format
     return format == Format::fp32 ? 4 : 2;
@@ -70,6 +71,23 @@ struct IntegerArgs {
     int64_t rows, outputs, depth, group, tile;  // depth and group rounded up to 8
 };
 
+// The same for packed weights and float32 rows (linear_float.cpp).
+struct FloatArgs {
+    const float* x;        // in tiles of `tile` rows (the last may have fewer), each [depth][rows of the tile]
+    const float* x_sums;   // by tile [groups][rows of the tile]: sums of x over a group; only with zeros
+    const void* codes;     // as pack.h says
+    const void* scales;    // [blocks][groups][32], or null
+    Format scale_format;
+    const uint8_t* zeros;  // [blocks][groups][32], or null: all at `middle`
+    const uint8_t* nans;   // [blocks][32], not 0 where an output has a NaN among its weights; or null
+    const float* table;    // values of the 16 nibbles
+    float middle, factor;  // factor: of every scale
+    const float* bias;
+    const float* residual;
+    float* out;
+    int64_t rows, outputs, depth, group, groups, tile;  // depth = group * groups, padded
+};
+
 struct AttentionArgs {
     const float* q;  // [T, H, D] with a row stride
     const void* k;   // [num_blocks, block_size, Hk, D], contiguous
@@ -123,6 +141,13 @@ struct Kernels {
                      float* scales, int32_t* starts, int64_t stride);
     // Outputs of the blocks [begin, end), all rows. `scratch` holds integer_scratch(rows, group) floats.
     void (*integer)(const IntegerArgs&, int64_t begin, int64_t end, float* scratch);
+    int64_t float_tile;  // the most rows of x that linear_float takes at once without decoding to memory
+    // By Format; null for formats that are never packed. Outputs of blocks [begin, end), rows [t_begin, t_end); t_begin is
+    // a multiple of the tile. `scratch` holds float_scratch(blocks, rows) floats, aligned to 64 bytes.
+    void (*linear_float[num_formats])(const FloatArgs&, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end,
+                                      float* scratch);
+    void (*interleave)(const float* x, int64_t stride, int64_t rows, int64_t depth, int64_t begin, int64_t end, float* out);
+    void (*group_sums)(const float* x, int64_t depth, int64_t group, float* out, int64_t out_stride);
 
     void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t rows, int64_t width, float* out);
     void (*rope)(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
@@ -147,6 +172,11 @@ constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + rou
 
 constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all rows; bytes of one span of weights
     return rows * block_outputs + (group > integer_span ? group : integer_span) * block_outputs / 4;
+}
+
+constexpr int64_t float_chunk = 128;  // columns of a strip of decoded weights: 16 KB
+constexpr int64_t float_scratch(int64_t blocks, int64_t rows) {
+    return 32 * (float_chunk + 2 * blocks * rows);
 }
 
 const Kernels* kernels_portable();

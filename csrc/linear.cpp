@@ -35,10 +35,14 @@ void linear(const Product& product) {
         case Format::fp32:
         case Format::bf16:
         case Format::fp16:
-            return linear_dense(product);
+            return product.weight->stride == 0 ? linear_float(product) : linear_dense(product);
         case Format::int8:
         case Format::int4:
-            if (product.weight->integer_rows) return linear_integer(product);
+            return product.weight->integer_rows ? linear_integer(product) : linear_float(product);
+        case Format::nf4:
+        case Format::fp8_e4m3:
+        case Format::fp8_e5m2:
+            if (!product.weight->integer_rows) return linear_float(product);
             [[fallthrough]];
         default:
             throw std::invalid_argument("no native kernel for this weight");

@@ -16,7 +16,7 @@ struct Weight {
     bool integer_rows;  // quantize the rows of x to int8 before the product
     int64_t outputs, depth;
     int64_t group;   // columns that share a scale; `depth` where a row has one
-    int64_t stride;  // dense formats only
+    int64_t stride;  // dense formats only; 0: packed
     const void* codes;
     const void* scales;       // null for dense formats
     Format scale_format;      // fp32, bf16 or fp16
@@ -60,5 +60,6 @@ RowView prepare_rows(const RowSource& source, int64_t depth, int64_t begin, int6
 // The families of kernels; each in a file of its own.
 void linear_dense(const Product& product);
 void linear_integer(const Product& product);  // packed int4 or int8, rows quantized
+void linear_float(const Product& product);
 
 }  // namespace foretoken

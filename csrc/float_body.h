@@ -1,0 +1,237 @@
+// x * W^T for packed weights and float32 rows. Included by each kernels_*.cpp, after its codes_*.h, inside that unit's
+// namespace.
+//
+// The lanes of a vector are 16 outputs; a column of weights is decoded once and serves all rows of a tile. Up to
+// `float_tile` rows take the weights from registers; more take them from a strip that is decoded once into cache.
+// Either way the sum of a row and output runs as kernels.h says, so no tile shape shows in the bits.
+
+constexpr int64_t float_prefetch = 4096;  // bytes
+constexpr int64_t block_outputs = 32;
+
+// What multiplies the sums of a group: scales of 32 outputs, and middle - zero where there are zero points.
+struct GroupScales {
+    V scale[2], shift[2];
+};
+
+template <class S>
+INLINE void load_scales(const FloatArgs& a, int64_t at, GroupScales& s) {
+    s.scale[0] = load(static_cast<const S*>(a.scales) + at);
+    s.scale[1] = load(static_cast<const S*>(a.scales) + at + lanes);
+}
+
+inline void read_scales(const FloatArgs& a, int64_t block, int64_t g, GroupScales& s) {
+    const int64_t at = (block * a.groups + g) * block_outputs;
+    if (a.scale_format == Format::fp32)
+        load_scales<float>(a, at, s);
+    else if (a.scale_format == Format::bf16)
+        load_scales<bf16>(a, at, s);
+    else
+        load_scales<fp16>(a, at, s);
+    if (a.factor != 1.0f)
+        for (V& scale : s.scale) scale = mul(scale, set1(a.factor));
+    if (a.nans != nullptr) {  // an output with a NaN among its weights is NaN
+        for (int c = 0; c < 2; c++) {
+            float scale[lanes];
+            store(scale, s.scale[c]);
+            for (int i = 0; i < lanes; i++)
+                if (a.nans[at + c * lanes + i]) scale[i] = __builtin_nanf("");
+            s.scale[c] = load(scale);
+        }
+    }
+    if (a.zeros != nullptr) {
+        for (int c = 0; c < 2; c++) {
+            float shift[lanes];
+            for (int i = 0; i < lanes; i++) shift[i] = a.middle - static_cast<float>(a.zeros[at + c * lanes + i]);
+            s.shift[c] = load(shift);
+        }
+    }
+}
+
+// A group ends: total = fma(sum + shift * (sum of the group's x), scale, total), for 32 outputs of `rows` rows.
+inline void end_group(const FloatArgs& a, int64_t block, int64_t g, int64_t rows, const float* x_sums, const float* sums,
+                      float* totals, int64_t stride) {
+    GroupScales s;
+    read_scales(a, block, g, s);
+    for (int64_t m = 0; m < rows; m++, sums += stride, totals += stride)
+        for (int c = 0; c < 2; c++) {
+            V sum = load(sums + c * lanes);
+            if (a.zeros != nullptr) sum = fma(s.shift[c], set1(x_sums[m]), sum);
+            store(totals + c * lanes, fma(sum, s.scale[c], load(totals + c * lanes)));
+        }
+}
+
+// totals [32] of row t, outputs of a block -> out
+inline void finish(const FloatArgs& a, int64_t t, int64_t block, const float* totals) {
+    for (int64_t i = 0; i < block_outputs; i += lanes) {
+        const int64_t o = block * block_outputs + i, n = a.outputs - o;
+        if (n <= 0) return;
+        V y = load(totals + i);
+        if (a.bias) y = add(y, load_n(a.bias + o, n));
+        if (a.residual) y = add(load_n(a.residual + t * a.outputs + o, n), y);
+        store_n(a.out + t * a.outputs + o, y, n);
+    }
+}
+
+// M rows from t on, N blocks side by side.
+template <int M, int N, class Codes>
+void float_blocks(const FloatArgs& a, int64_t t, int64_t block) {
+    constexpr int C = 2 * N;  // vectors of outputs
+    const int64_t bytes = a.depth / Codes::depth * Codes::bytes;  // of a block
+    const uint8_t* p = static_cast<const uint8_t*>(a.codes) + block * bytes;
+    // A block's end is followed by the next tile's blocks, N - 1 blocks further on.
+    const uint8_t *turn = p + bytes - float_prefetch, *ahead = p + float_prefetch;
+    const float* x = a.x + t * a.depth;
+    alignas(64) float totals[M][C * lanes] = {}, sums_at[M][C * lanes];
+    Codes codes[N];
+    unroll<N>([&](auto n) INLINE_LAMBDA { codes[n] = Codes(a.table); });
+    for (int64_t g = 0; g < a.groups; g++) {
+        V sums[M * C];
+        unroll<M * C>([&](auto i) INLINE_LAMBDA { sums[i] = zero(); });
+        for (int64_t k = 0; k < a.group; k += Codes::depth, x += Codes::depth * M, p += Codes::bytes, ahead += Codes::bytes) {
+            if (N > 1 && p == turn) ahead += (N - 1) * bytes;
+            unroll<N>([&](auto n) INLINE_LAMBDA {
+                codes[n].read(p + n * bytes);
+                unroll<Codes::bytes / 64>([&](auto i) INLINE_LAMBDA { prefetch(ahead + n * bytes + i * 64); });
+            });
+            unroll<Codes::depth>([&](auto j) INLINE_LAMBDA {
+                V w[C];
+                unroll<N>([&](auto n) INLINE_LAMBDA { codes[n].template column<j>(w[2 * n], w[2 * n + 1]); });
+                unroll<M>([&](auto m) INLINE_LAMBDA {
+                    const V xm = set1(x[j * M + m]);
+                    unroll<C>([&](auto c) INLINE_LAMBDA { accumulate(sums[m * C + c], w[c], xm); });
+                });
+            });
+        }
+        float* group = a.scales ? sums_at[0] : totals[0];
+        unroll<M * C>([&](auto i) INLINE_LAMBDA { store(group + i * lanes, sums[i]); });
+        if (a.scales == nullptr) break;
+        const float* x_sums = a.zeros ? a.x_sums + t * a.groups + g * M : nullptr;
+        for (int n = 0; n < N; n++)
+            end_group(a, block + n, g, M, x_sums, group + n * block_outputs, totals[0] + n * block_outputs, C * lanes);
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) finish(a, t + m, block + n, totals[m] + n * block_outputs);
+}
+
+template <int M, class Codes>
+void float_run(const FloatArgs& a, int64_t t, int64_t begin, int64_t end) {
+    constexpr int N = block_tile[M];
+    int64_t block = begin;
+    for (; block + N <= end; block += N) float_blocks<M, N, Codes>(a, t, block);
+    if constexpr (N > 1)
+        for (; block < end; block++) float_blocks<M, 1, Codes>(a, t, block);
+}
+
+template <int M, class Codes>
+void float_rows(const FloatArgs& a, int64_t rows, int64_t t, int64_t begin, int64_t end) {
+    if constexpr (M > 0) {
+        if (rows == M)
+            float_run<M, Codes>(a, t, begin, end);
+        else
+            float_rows<M - 1, Codes>(a, rows, t, begin, end);
+    }
+}
+
+// --- many rows: decoded strips ---
+
+// Columns [k, k + depth) of a block as floats [depth, 32].
+template <class Codes>
+void expand(const FloatArgs& a, int64_t block, int64_t k, int64_t depth, float* strip) {
+    const int64_t bytes = a.depth / Codes::depth * Codes::bytes;
+    const uint8_t* p = static_cast<const uint8_t*>(a.codes) + block * bytes + k / Codes::depth * Codes::bytes;
+    Codes codes(a.table);
+    for (int64_t i = 0; i < depth; i += Codes::depth, p += Codes::bytes) {
+        codes.read(p);
+        prefetch(p + float_prefetch);
+        if (Codes::bytes > 64) prefetch(p + float_prefetch + 64);
+        unroll<Codes::depth>([&](auto j) INLINE_LAMBDA {
+            V low, high;
+            codes.template column<j>(low, high);
+            store(strip, low);
+            store(strip + lanes, high);
+            strip += block_outputs;
+        });
+    }
+}
+
+// sums [M, 32] += M rows of x against a decoded strip. From memory and back: kept in registers across the end of a group
+// they make the compiler shuffle registers.
+template <int M>
+void float_piece(const float* x, const float* strip, int64_t depth, float* sums) {
+    V sum[2 * M];
+    unroll<2 * M>([&](auto i) INLINE_LAMBDA { sum[i] = load(sums + i * lanes); });
+    for (int64_t k = 0; k < depth; k += 4, x += 4 * M, strip += 4 * block_outputs)
+        unroll<4>([&](auto j) INLINE_LAMBDA {
+            const V low = load(strip + j * block_outputs), high = load(strip + j * block_outputs + lanes);
+            unroll<M>([&](auto m) INLINE_LAMBDA {
+                const V xm = set1(x[j * M + m]);
+                accumulate(sum[2 * m], low, xm);
+                accumulate(sum[2 * m + 1], high, xm);
+            });
+        });
+    unroll<2 * M>([&](auto i) INLINE_LAMBDA { store(sums + i * lanes, sum[i]); });
+}
+
+template <int M>
+void float_pieces(int64_t rows, const float* x, const float* strip, int64_t depth, float* sums) {
+    if constexpr (M > 0) {
+        if (rows == M)
+            float_piece<M>(x, strip, depth, sums);
+        else
+            float_pieces<M - 1>(rows, x, strip, depth, sums);
+    }
+}
+
+// `scratch` holds float_scratch(blocks, rows) floats.
+template <class Codes>
+void float_strips(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch) {
+    const int64_t rows = t_end - t_begin, area = rows * block_outputs;
+    float *strip = scratch, *sums = strip + float_chunk * block_outputs, *totals = sums + (end - begin) * area;
+    const uint64_t bytes = static_cast<uint64_t>(area) * sizeof(float);
+    __builtin_memset(totals, 0, static_cast<uint64_t>(end - begin) * bytes);
+    for (int64_t g = 0; g < a.groups; g++)
+        for (int64_t k = 0; k < a.group; k += float_chunk) {
+            const int64_t depth = k + float_chunk < a.group ? float_chunk : a.group - k;
+            for (int64_t block = begin; block < end; block++) {
+                expand<Codes>(a, block, g * a.group + k, depth, strip);
+                float *at = sums + (block - begin) * area, *total = totals + (block - begin) * area;
+                if (k == 0) __builtin_memset(at, 0, bytes);
+                for (int64_t t = t_begin; t < t_end; t += a.tile, at += a.tile * block_outputs, total += a.tile * block_outputs) {
+                    const int64_t count = t + a.tile < t_end ? a.tile : t_end - t;
+                    float_pieces<float_tile>(count, a.x + t * a.depth + (g * a.group + k) * count, strip, depth, at);
+                    if (a.scales == nullptr || k + depth < a.group) continue;
+                    const float* x_sums = a.zeros ? a.x_sums + t * a.groups + g * count : nullptr;
+                    end_group(a, block, g, count, x_sums, at, total, block_outputs);
+                }
+            }
+        }
+    const float* result = a.scales ? totals : sums;
+    for (int64_t block = begin; block < end; block++)
+        for (int64_t t = 0; t < rows; t++, result += block_outputs) finish(a, t_begin + t, block, result);
+}
+
+template <class Codes>
+void linear_float(const FloatArgs& a, int64_t begin, int64_t end, int64_t t_begin, int64_t t_end, float* scratch) {
+    if (t_end - t_begin <= a.tile)
+        float_rows<float_tile, Codes>(a, t_end - t_begin, t_begin, begin, end);
+    else
+        float_strips<Codes>(a, begin, end, t_begin, t_end, scratch);
+}
+
+// --- rows of x ---
+
+// Columns [begin, end) of `rows` rows side by side: out[k * rows + m]; columns from `depth` on are zero.
+inline void interleave(const float* x, int64_t stride, int64_t rows, int64_t depth, int64_t begin, int64_t end, float* out) {
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t k = begin; k < end; k++) out[k * rows + m] = k < depth ? x[m * stride + k] : 0.0f;
+}
+
+// Sums of each `group` columns of a row, 16 lanes and a tree: out[g * out_stride].
+inline void group_sums(const float* x, int64_t depth, int64_t group, float* out, int64_t out_stride) {
+    for (int64_t k = 0; k < depth; k += group, out += out_stride) {
+        const int64_t end = k + group < depth ? k + group : depth;
+        V sum = zero();
+        for (int64_t i = k; i < end; i += lanes) sum = add(sum, load_n(x + i, end - i));
+        *out = reduce_add(sum);
+    }
+}
