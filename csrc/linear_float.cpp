@@ -26,7 +26,7 @@ constexpr float nf4_values[16] = {-1.0f,
                                   0.7229568362236023f,
                                   1.0f};
 
-constexpr int64_t block_outputs = 32, depth_multiple = 8;
+constexpr int64_t depth_multiple = 8;
 constexpr int64_t panel_rows = 192;   // of x, whose columns of one strip stay in cache
 constexpr int64_t columns_per_task = 1024;  // of x, to lay side by side
 
