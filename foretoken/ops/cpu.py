@@ -13,6 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from foretoken import registry
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import KVLayer, QuantTensor
@@ -39,7 +40,7 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
     "fp8_e5m2": (5, torch.uint8),
 }
 _SCALED = frozenset({"int8", "fp8_e4m3", "fp8_e5m2"})
-KV_FORMATS = frozenset(_KV)
+KV_FORMATS = frozenset(_KV) & frozenset(registry.names("formats"))
 _F32, _I32 = torch.float32, torch.int32
 _Weight = tuple[int, int, int, int, int]
 _weights: dict[int, _Weight] = {}  # by id of the QuantTensor, as long as it lives
