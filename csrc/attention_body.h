@@ -20,6 +20,7 @@ struct Walk {
     float row_max[max_queries], row_sum[max_queries];      // of all blocks so far
     float block_max[max_queries] = {}, block_sum[max_queries] = {};  // of one
     int64_t begin[max_queries], end[max_queries];          // what row i sees of the block, relative to its start
+    int64_t row_of[max_queries];                           // of query c: a division each time would cost more than its sums
 
     Walk(const AttentionArgs& args, const AttentionTile& t, float* scratch) : a(args), tile(t) {
         group = t.head_count, queries = t.row_count * group, padded = round_up(a.dim, lanes);
@@ -27,11 +28,13 @@ struct Walk {
         q = scratch, total = q + area, block = total + area, panel = block + area;
         scores = panel + panel_keys * padded;
         key_scales = scores + max_queries * score_stride, value_scales = key_scales + score_stride;
-        for (int64_t c = 0; c < queries; c++) row_max[c] = -__builtin_inff(), row_sum[c] = 0.0f;
+        for (int64_t i = 0, c = 0; i < t.row_count; i++)
+            for (int64_t g = 0; g < group; g++, c++) row_of[c] = i, row_max[c] = -__builtin_inff(), row_sum[c] = 0.0f;
         for (int64_t i = 0; i < queries * padded; i += lanes) store(total + i, zero());
     }
 
     int64_t position(int64_t i) const { return a.positions[tile.row_begin + i]; }
+    int64_t head(int64_t c) const { return tile.head_begin + c - row_of[c] * group; }
     bool sees(int64_t i) const { return begin[i] < end[i]; }
     void look(int64_t block_index) {
         const int64_t start = block_index * key_block;
@@ -76,7 +79,7 @@ template <class T>
 void load_queries(Walk& w) {
     const V scale = set1(w.a.scale);
     for (int64_t c = 0; c < w.queries; c++) {
-        const int64_t row = w.tile.row_begin + c / w.group, head = w.tile.head_begin + c % w.group;
+        const int64_t row = w.tile.row_begin + w.row_of[c], head = w.head(c);
         const float* q = w.a.q + row * w.a.q_stride + head * w.a.dim;
         for (int64_t d = 0; d < w.padded; d += lanes) {
             const V part = mul(load_n(q + d, w.a.dim - d), scale);
@@ -107,7 +110,7 @@ void score_shared(Walk& w, const T* const* keys, int64_t low, int64_t high) {
         for (int64_t c = 0, count; c < w.queries; c += count) {
             count = w.queries - c < query_tile ? w.queries - c : query_tile;
             int64_t seen = 0;  // of the panel, by some of these queries
-            for (int64_t i = c / w.group; i <= (c + count - 1) / w.group; i++)
+            for (int64_t i = w.row_of[c]; i <= w.row_of[c + count - 1]; i++)
                 if (w.sees(i) && w.end[i] - s > seen) seen = w.end[i] - s;
             score_keys(w, c, count, KeyPanel{w.panel, w.padded}, seen < n ? seen : n, s, false);
         }
@@ -146,7 +149,7 @@ template <class Values>
 void add_seen(Walk& w, int64_t c, int64_t count, const Values& values, int64_t low, int64_t high, bool fetch) {
     int64_t from[query_tile], to[query_tile], common_from = low, common_to = high;
     for (int64_t n = 0; n < count; n++) {
-        const int64_t i = (c + n) / w.group;
+        const int64_t i = w.row_of[c + n];
         from[n] = w.begin[i] < low ? low : w.begin[i];
         to[n] = w.end[i] > high ? high : w.end[i];
         if (!w.sees(i) || from[n] > to[n]) from[n] = to[n] = high;
@@ -235,7 +238,7 @@ inline void merge(Walk& w, const float* block_max, const float* block_sum, const
         store(sums + c, fma(load(block_sum + c), add_factor, mul(load(w.row_sum + c), keep_factor)));
     }
     for (int64_t c = 0; c < w.queries; c++) {
-        if (!w.sees(c / w.group)) continue;
+        if (!w.sees(w.row_of[c])) continue;
         w.row_max[c] = tops[c];
         w.row_sum[c] = sums[c];
         const V old_factor = set1(kept[c]), new_factor = set1(added[c]);
@@ -246,7 +249,7 @@ inline void merge(Walk& w, const float* block_max, const float* block_sum, const
 
 inline void finish(const Walk& w) {
     for (int64_t c = 0; c < w.queries; c++) {
-        const int64_t row = w.tile.row_begin + c / w.group, head = w.tile.head_begin + c % w.group;
+        const int64_t row = w.tile.row_begin + w.row_of[c], head = w.head(c);
         float* out = w.a.out + (row * w.a.heads + head) * w.a.dim;
         const V inverse = set1(1.0f / w.row_sum[c]);
         for (int64_t d = 0; d < w.a.dim; d += lanes)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foretoken import registry
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import KVLayer, QuantTensor
