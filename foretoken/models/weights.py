@@ -207,11 +207,12 @@ def _room(piece: QuantTensor, height: int) -> QuantTensor:
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for weights; on huge pages where the system gives them (fewer address look-ups while weights stream)."""
-    count = torch.Size(shape).numel()
-    size = count * dtype.itemsize
+    size = torch.Size(shape).numel() * dtype.itemsize
     if device.type != "cpu" or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones stay small
     with suppress(OSError):  # a kernel without them: the memory serves as it is
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` as long as a part of it lives
+    start = -whole.data_ptr() % _HUGE  # untouched pages before it take no memory
+    return whole[start : start + size].view(dtype).view(shape)
