@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,19 +90,29 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
             masks += [m - (1 << 64) if m >> 63 else m for m in node_masks]  # int64 read as uint64
         offsets.append(len(token_ids))
     width = max((len(r.blocks) for r in rows), default=0)
-    tables = [list(r.blocks) + [0] * (width - len(r.blocks)) for r in rows]
-
-    def ints(values: Seq[int] | Seq[Seq[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
+    tables: list[int] = []
+    for r in rows:
+        tables += r.blocks
+        tables += [0] * (width - len(r.blocks))
+    parts = (token_ids, positions, slots, offsets, [len(r.pending) for r in rows], kv_lens, tables, logit_rows)
+    ints = _tensors(parts, device)
     return Batch(
-        token_ids=ints(token_ids),
-        positions=ints(positions),
-        slots=ints(slots),
-        row_offsets=ints(offsets),
-        num_pending=ints([len(r.pending) for r in rows]),
-        kv_lens=ints(kv_lens),
-        block_tables=ints(tables).reshape(len(rows), width),
-        tree_mask=torch.tensor(masks, dtype=torch.int64, device=device) if any(r.nodes for r in rows) else None,
-        logit_rows=ints(logit_rows),
+        token_ids=ints[0],
+        positions=ints[1],
+        slots=ints[2],
+        row_offsets=ints[3],
+        num_pending=ints[4],
+        kv_lens=ints[5],
+        block_tables=ints[6].view(len(rows), width),
+        tree_mask=torch.from_numpy(np.array(masks, np.int64)).to(device) if any(r.nodes for r in rows) else None,
+        logit_rows=ints[7],
     )
+
+
+def _tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Tensor, ...]:
+    """Each part as a tensor int32: views of one, since a tensor costs microseconds, however short, and a copy more."""
+    flat: list[int] = []
+    for part in parts:
+        flat += part
+    values = torch.from_numpy(np.array(flat, np.int32)).to(device)
+    return values.split_with_sizes([len(part) for part in parts])

@@ -214,9 +214,9 @@ def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
     return chosen(row, seq.params, seq.seed, len(seq) + len(path))
 
 
-def numpy_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
+def numpy_choice(logits: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
     """The token chosen from a row [V] of adjusted logits: the specification."""
-    row = row.astype(np.float64)
+    row: Floats = logits.astype(np.float64)
     best = int(row.argmax())  # the first of equals
     if not np.isfinite(row[best]):
         return FAILED

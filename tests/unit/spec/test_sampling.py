@@ -13,12 +13,17 @@ import textbook
 from hypothesis import given, settings
 
 from foretoken.request import SamplingParams, Sequence
+from foretoken.spec import sampling
 from foretoken.spec.sampling import (
     FAILED,
+    HAS_NATIVE,
     SamplingState,
     adjust,
     choose,
     gumbel_noise,
+    native_choice,
+    numpy_choice,
+    numpy_probability,
     plain_greedy,
     probability,
     survivors,
@@ -74,6 +79,7 @@ def test_equals_the_textbook(params: Any, logits: Any, prompt: Any, output: Any,
     known = textbook.adjusted(logits, params, prompt, (*output, *path), EOS)
     np.testing.assert_allclose(mine, known, rtol=1e-12, atol=1e-12)
     token = choose(row, seq, path, EOS)
+    assert numpy_choice(mine, params, seed, len(prompt) + len(output) + len(path)) == token
     if max(known) == -math.inf:
         assert token == FAILED
         return
@@ -116,6 +122,103 @@ def test_top_p_in_a_large_vocabulary() -> None:
         params = SamplingParams(temperature=1.0, top_p=p)
         wanted = textbook.probabilities(row.tolist(), params)
         assert survivors(row, params)[0].tolist() == [t for t, w in enumerate(wanted) if w > 0]
+
+
+needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the native module is not built")
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+    """Logits in either width, over several chunks of the native loops; with ties, tokens ruled out, and worse."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    row = rng.standard_normal(draw(st.sampled_from([1, 2, 7, 63, 64, 65, 200, 1000, 5000])))
+    row *= draw(st.sampled_from([0.0, 0.01, 1.0, 3.0, 12.0]))
+    if draw(st.booleans()):
+        row = row.round()
+    share = draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]))
+    row[rng.random(len(row)) < share] = -np.inf
+    if draw(st.integers(0, 5)) == 0:
+        row[rng.integers(len(row))] = draw(st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -1e30]))
+    return row.astype(draw(st.sampled_from([np.float32, np.float64])))
+
+
+@st.composite
+def draws(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 1e-300, 0.05, 0.7, 1.0, 3.0, 1e6])),
+        top_k=draw(st.sampled_from([0, 0, 1, 3, 40, 64, 65, 199, 4999, 9000])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 1e-17, 1e-9, 0.1, 0.5, 0.9, 0.999, 1.0 - 1e-16])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 1e-9, 0.02, 0.5, 1.0])),
+    )
+
+
+@needs_native
+@settings(max_examples=400)
+@given(row=rows(), params=draws(), seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**31))
+def test_native_equals_the_specification(row: Any, params: Any, seed: int, position: int) -> None:
+    """On every instruction set of this machine, bit for bit the same probability; the choice is the specification's."""
+    from foretoken import _native
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        token = numpy_choice(row, params, seed, position)
+        likely = numpy_probability(row, params, max(token, 0))
+    found = set()
+    for isa in ("portable", "avx2", "avx512"):
+        try:
+            _native.set_isa(isa)
+        except ValueError:  # this machine lacks it
+            continue
+        assert native_choice(row, params, seed, position) == token, isa
+        found.add(probability(row, sequence(params), max(token, 0)))
+    _native.set_isa("auto")
+    if token != FAILED:
+        assert len(found) == 1
+        assert found.pop() == pytest.approx(likely, rel=1e-12)
+
+
+@needs_native
+def test_native_noise_in_a_large_vocabulary() -> None:
+    """All tokens alike: the noise alone decides, and every bound on it is put to the test."""
+    for row in (np.zeros(30_000, np.float32), np.linspace(0.0, -9.0, 30_000, dtype=np.float32)):
+        for seed in range(40):
+            assert native_choice(row, SamplingParams(temperature=0.9), seed, 5) == numpy_choice(
+                row, SamplingParams(temperature=0.9), seed, 5
+            )
+
+
+@needs_native
+def test_native_reads_any_row() -> None:
+    table = np.random.default_rng(3).standard_normal((4, 6)).astype(np.float32)
+    params = SamplingParams(temperature=1.0)
+    for row in (table[2], table[:, 2], table[1, ::2], table[0].astype(np.float64)[::-1]):
+        assert native_choice(row, params, 1, 2) == numpy_choice(row, params, 1, 2)
+
+
+def test_without_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, seq = np.array([0.0, 3.0, 1.0], np.float32), sequence(SamplingParams(temperature=1.0))
+    expected = choose(row, seq, [], ()), probability(row, seq, 1)
+    monkeypatch.setattr(sampling, "HAS_NATIVE", False)
+    monkeypatch.setattr(sampling, "_native", None, raising=False)
+    assert (choose(row, seq, [], ()), pytest.approx(probability(row, seq, 1))) == expected
+
+
+def test_the_largest_noise_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator's largest output would round up to 1, whose noise is infinite."""
+    token = np.array([0], np.int64)
+    # Run the generator backwards: which key gives 2^64 - 1?
+    mask, z = 2**64 - 1, 2**64 - 1
+    z ^= z >> 31 ^ z >> 62
+    z = z * pow(0x94D049BB133111EB, -1, 2**64) & mask
+    z ^= z >> 27 ^ z >> 54
+    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
+    z ^= z >> 30 ^ z >> 60
+    key = (z - 0x9E3779B97F4A7C15) & mask
+    monkeypatch.setattr(sampling, "noise_key", lambda seed, position: key)
+    assert gumbel_noise(0, 0, token)[0] == pytest.approx(53 * math.log(2))
+    if HAS_NATIVE:
+        row = np.array([0.0, 30.0, 45.0], np.float32)
+        params = SamplingParams(temperature=1.0)
+        assert native_choice(row, params, 0, 0) == numpy_choice(row, params, 0, 0)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
