@@ -80,7 +80,7 @@ ENVIRONMENTS: dict[str, Environment] = {
         then=install_vllm_requirements,
         needs=6,
     ),
-    "transformers": Environment(installs=((TORCH, *CPU_INDEX), ("transformers", "accelerate", "safetensors"))),
+    "transformers": Environment(installs=((TORCH, *CPU_INDEX), ("transformers==5.23.0", "accelerate", "safetensors"))),
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def make_group(name: str, results: list[Result], plan: Plan) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Measure, append the record, print its tables. 2 if something is in the way."""
     options = arguments(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that workers are ended
     plan = Plan(
         threads=options.threads,
         rows=tuple(sorted(set(options.rows))),

@@ -16,11 +16,13 @@ offer {"unsupported": text}; the worker goes on.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import random
 import resource
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -91,8 +93,15 @@ def serve(worker: Worker, incoming: TextIO, outgoing: TextIO) -> None:
         outgoing.flush()
 
 
+def die_with_parent() -> None:
+    """Ask Linux to end this process with the one that started it: a frozen worker could not see that by itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
     """Serve the engine named on the command line over stdin and stdout."""
+    die_with_parent()
     outgoing = os.fdopen(
         os.dup(1), "w"
     )  # libraries print to stdout: what they say goes to stderr, the protocol stays clean
