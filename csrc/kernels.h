@@ -6,6 +6,11 @@
 // content and logical position alone. So each output is one sum in one fixed order, whatever tile computes it: products
 // with weights and keys have 8 lanes, all else 16; a lane adds its terms in ascending order with a fused multiply-add; then lanes fold in a tree,
 // l + (l+8), l + (l+4), l + (l+2), l + (l+1). All instruction sets keep to that order, so they give the same bits.
+//
+// Products of packed weights with float32 rows have a lane for each output instead: within a group of columns one sum, from
+// zero, takes the columns in ascending order with a fused multiply-add. At a group's end, if the weight has zero points,
+// sum = fma(middle - zero, sum of the group's x (16 lanes), sum); then total = fma(sum, scale, total), from zero. Formats
+// without scales have one group and total = sum.
 
 #pragma once
 
@@ -39,7 +44,7 @@ struct LinearArgs {
     int64_t rows, outputs, depth, tile;
 };
 
-// The same for packed weights and float32 rows (linear_float.cpp).
+// The same for weights packed as pack.h says, and float32 rows.
 struct FloatArgs {
     const float* x;        // in tiles of `tile` rows (the last may have fewer), each [depth][rows of the tile]
     const float* x_sums;   // by tile [groups][rows of the tile]: sums of x over a group; only with zeros
@@ -54,6 +59,24 @@ struct FloatArgs {
     const float* residual;
     float* out;
     int64_t rows, outputs, depth, group, groups, tile;  // depth = group * groups, padded
+};
+
+// out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O], w packed as pack.h says, x as codes int8. In tile i, of M <=
+// `tile` rows, x lies as [K/32][M][32] (zero-padded), its scales as [K/G][M], and the integers that sums start from,
+// -zero * (sum of the group's codes), as [K/G][M]; where the weight has zero points, `starts` leaves them out.
+struct IntegerArgs {
+    const uint8_t* codes;  // [O/32][K/8][2][16][4] nibbles, or [O/32][K/4][2][16][4] bytes
+    bool nibbles;
+    const void* scales;  // [O/32][K/G][32]
+    Format scale_format;
+    const uint8_t* zeros;  // [O/32][K/G][32] or null
+    const int8_t* x;
+    const float* x_scales;
+    const int32_t* starts;
+    const float* bias;      // [O] or null
+    const float* residual;  // [T, O], contiguous, or null; may be `out`
+    float* out;             // [T, O], contiguous
+    int64_t rows, outputs, depth, group, tile;  // depth and group rounded up to 8
 };
 
 struct AttentionArgs {
@@ -76,6 +99,9 @@ struct AttentionTile {
 
 constexpr int64_t lanes = 16;
 constexpr int64_t depth_step = 16;  // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
+constexpr int64_t block_outputs = 32;  // packed weights come in blocks of 32 outputs
+constexpr int64_t code_step = 32;      // codes of x come in pieces of 32 along K
+constexpr int64_t integer_span = 512;  // columns that many tiles of rows share before the next ones (groups stay whole)
 constexpr int64_t key_block = 64;   // attention sums keys in blocks of this many positions
 constexpr int64_t score_stride = key_block + lanes;  // from one query's scores to the next one's
 constexpr int64_t max_queries = 16; // query vectors (rows x heads of one KV head) in an attention tile
@@ -102,6 +128,14 @@ struct Kernels {
     void (*interleave)(const float* x, int64_t stride, int64_t rows, int64_t depth, int64_t begin, int64_t end, float* out);
     void (*group_sums)(const float* x, int64_t depth, int64_t group, float* out, int64_t out_stride);
 
+    int64_t integer_tile;  // the most rows of a tile of `integer`
+    // Quantize a row of x by groups of `group` columns; piece i of 32 codes goes to codes + i * piece_stride. For each group a
+    // scale and -sum * middle, `stride` apart.
+    void (*quantize)(const float* x, int64_t depth, int64_t group, int32_t middle, int8_t* codes, int64_t piece_stride,
+                     float* scales, int32_t* starts, int64_t stride);
+    // Outputs of the blocks [begin, end), all rows. `scratch` holds integer_scratch(rows, group) floats.
+    void (*integer)(const IntegerArgs&, int64_t begin, int64_t end, float* scratch);
+
     void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t rows, int64_t width, float* out);
     void (*rope)(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
                  int64_t dim, float* out);
@@ -121,10 +155,15 @@ constexpr int64_t float_scratch(int64_t blocks, int64_t rows) {
     return 32 * (float_chunk + 2 * blocks * rows);
 }
 
+constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all rows; bytes of one span of weights
+    return rows * block_outputs + (group > integer_span ? group : integer_span) * block_outputs / 4;
+}
+
 const Kernels* kernels_portable();
 #if defined(__x86_64__)  // elsewhere these units are not built
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
+const Kernels* kernels_avx512vnni();
 #endif
 
 }  // namespace foretoken

@@ -14,10 +14,13 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "unroll.h"
 #include "vec_avx512.h"
 #include "codes_avx512.h"
+#include "int_avx512.h"
 
 #include "rows_body.h"
 #include "linear_body.h"
 #include "float_body.h"
+#include "quantize_body.h"
+#include "integer_body.h"
 #include "attention_body.h"
 #include "table_body.h"
 

@@ -9,7 +9,9 @@
 #include <string>
 
 #include "linear.h"
+#include "module_plan.h"
 #include "ops.h"
+#include "pack.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -59,6 +61,29 @@ void py_embedding(uintptr_t token_ids, const Weight& weight, uintptr_t out, int6
     embedding(at<const int32_t>(token_ids), weight, at<float>(out), rows);
 }
 
+PackArgs pack_args(uintptr_t plain, uintptr_t packed, uintptr_t zeros, int64_t outputs, int64_t depth, int64_t groups, int64_t stride,
+                   bool nibbles) {
+    return {at<const uint8_t>(plain), at<uint8_t>(packed), at<const uint8_t>(zeros), outputs, depth, groups, stride, nibbles,
+            static_cast<uint8_t>(nibbles ? 8 : 0)};
+}
+
+void py_pack_codes(uintptr_t plain, uintptr_t packed, uintptr_t zeros, int64_t outputs, int64_t depth, int64_t groups, int64_t stride,
+                   bool nibbles) {
+    pack_codes(pack_args(plain, packed, zeros, outputs, depth, groups, stride, nibbles));
+}
+
+void py_unpack_codes(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t depth, bool nibbles) {
+    unpack_codes(pack_args(0, packed, 0, outputs, depth, 1, depth, nibbles), at<uint8_t>(plain));
+}
+
+void py_pack_pairs(uintptr_t plain, uintptr_t packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element) {
+    pack_pairs(at<const void>(plain), at<void>(packed), outputs, depth, stride, element);
+}
+
+void py_unpack_pairs(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t depth, int64_t element) {
+    unpack_pairs(at<const void>(packed), at<void>(plain), outputs, depth, element);
+}
+
 void py_rope_store(uintptr_t qkv, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim, uintptr_t q_norm, uintptr_t k_norm,
                    float eps, uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t slots, uintptr_t k_cache,
                    uintptr_t v_cache, int64_t num_slots, int64_t width, int format, uintptr_t q_out, int64_t rows) {
@@ -104,7 +129,7 @@ void py_attention(uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_
 
 std::string build_info() {
 #if defined(__x86_64__)
-    return "compiler " __VERSION__ "; instruction sets avx512 avx2 portable";
+    return "compiler " __VERSION__ "; instruction sets avx512vnni avx512 avx2 portable";
 #else
     return "compiler " __VERSION__ "; instruction sets portable";
 #endif
@@ -118,6 +143,10 @@ NB_MODULE(_native, m) {
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Weight>(m, "Weight").def("__init__", &py_weight);
     m.def("linear", &py_linear, unlocked);
+    m.def("pack_codes", &py_pack_codes, unlocked);
+    m.def("unpack_codes", &py_unpack_codes, unlocked);
+    m.def("pack_pairs", &py_pack_pairs, unlocked);
+    m.def("unpack_pairs", &py_unpack_pairs, unlocked);
     m.def("rope_store", &py_rope_store, unlocked);
     m.def("rms_norm", &py_rms_norm, unlocked);
     m.def("rope", &py_rope, unlocked);
@@ -126,8 +155,9 @@ NB_MODULE(_native, m) {
     m.def("store_kv", &py_store_kv, unlocked);
     m.def("move_kv", &py_move_kv, unlocked);
     m.def("attention", &py_attention, unlocked);
+    bind_plan(m);
     m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
-    m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512, avx2, portable.");
+    m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512vnni, avx512, avx2, portable.");
     m.def("num_threads", &num_threads, "Threads that a call may use.");
     m.def("set_num_threads", &set_num_threads, "Let a call use this many threads.");
     m.def("available_cores", &available_cores, "Physical cores that this process may use.");

@@ -22,6 +22,7 @@ bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c");
 }
+bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
@@ -29,17 +30,18 @@ bool has_avx2() {
 
 const Kernels* find(const std::string& name) {
 #if defined(__x86_64__)
+    if (name == "avx512vnni" && has_vnni()) return kernels_avx512vnni();
     if (name == "avx512" && has_avx512()) return kernels_avx512();
     if (name == "avx2" && has_avx2()) return kernels_avx2();
-    const char* best = has_avx512() ? "avx512" : has_avx2() ? "avx2" : "portable";
+    const char* best = has_vnni() ? "avx512vnni" : has_avx512() ? "avx512" : has_avx2() ? "avx2" : "portable";
 #else
     const char* best = "portable";
 #endif
     if (name == "portable") return kernels_portable();
     if (name == "auto") return find(best);
-    if (name == "avx512" || name == "avx2")
+    if (name == "avx512vnni" || name == "avx512" || name == "avx2")
         throw std::invalid_argument("this CPU lacks the instruction set '" + name + "'; its best is '" + best + "'");
-    throw std::invalid_argument("unknown instruction set '" + name + "'; choose auto, avx512, avx2 or portable");
+    throw std::invalid_argument("unknown instruction set '" + name + "'; choose auto, avx512vnni, avx512, avx2 or portable");
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ namespace foretoken {
 constexpr int64_t serial_cost = 24 * 1024;  // multiplications (or as much work) below which waking a thread costs more
 
 // Memory of this thread that only grows, aligned to 64 bytes. One area for each use, so that none overwrites another's.
-enum Area { rows_area, packed_area, sums_area, strip_area, attention_area, num_areas };
+enum Area { rows_area, packed_area, attention_area, integer_area, sums_area, strip_area, num_areas };
 inline float* scratch(Area area, int64_t floats) {
     thread_local std::vector<float> buffers[num_areas];
     std::vector<float>& buffer = buffers[area];

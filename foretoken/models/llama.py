@@ -22,6 +22,7 @@ class Llama:
         self.device = weights.norm.device
         self.max_model_len = max_model_len or config.max_model_len
         self.rope = rope_table(config.rope, config.head_dim, self.max_model_len).to(self.device)
+        self._run = ops.replayer(self._forward)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
@@ -30,21 +31,26 @@ class Llama:
         Returns logits float32 [R, V] of `batch.logit_rows`, and, if `captures` names layers, what leaves those layers
         for every row, side by side: float32 [T, len(captures) * C].
         """
-        ops, w, eps = self.ops, self.weights, self.config.rms_eps
+        return self._run(batch, cache, captures)
+
+    def _forward(
+        self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        w, eps = self.weights, self.config.rms_eps
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
-            x = self._attention(i, layer, x, batch, cache)
+            x = self._attention(ops, i, layer, x, batch, cache)
             gate_up = ops.norm_linear(x, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias)  # [T, 2 I]
             x = ops.silu_linear(gate_up, layer.down, layer.down_bias, residual=x)
             if i in captures:
                 kept[i] = x
         logits = ops.norm_linear(x, w.norm, eps, w.lm_head, rows=batch.logit_rows)
-        return logits, torch.cat([kept[i] for i in captures], dim=1) if captures else None
+        return logits, ops.capture([kept[i] for i in captures]) if captures else None
 
-    def _attention(self, i: int, w: LayerWeights, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+    def _attention(self, ops: Ops, i: int, w: LayerWeights, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """x [T, C] plus what attention adds to it."""
-        ops, c = self.ops, self.config
+        c = self.config
         kv = cache.layer(i)
         qkv = ops.norm_linear(x, w.input_norm, c.rms_eps, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
         norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence as Seq
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import torch
@@ -31,6 +31,10 @@ log = logging.getLogger("foretoken.ops")
 @cache
 def _say_once(text: str) -> None:
     log.warning(text)
+
+
+Forward = Callable[..., tuple[Tensor, Tensor | None]]  # (ops, batch, cache, captures) -> logits, hidden
+Replayed = Callable[..., tuple[Tensor, Tensor | None]]  # (batch, cache, captures) -> logits, hidden
 
 
 class Ops:
@@ -63,6 +67,15 @@ class Ops:
             chosen = getattr(reference, op)
         picked: Callable[..., Tensor] = chosen
         return picked
+
+    def replayer(self, forward: Forward) -> Replayed:
+        """`forward(ops, batch, cache, captures)` as this backend runs it best: op by op, or recorded and replayed."""
+        replay: Callable[[Forward, Ops], Replayed] | None = getattr(self.backend, "replayer", None)
+        return partial(forward, self) if replay is None else replay(forward, self)
+
+    def capture(self, hidden: Seq[Tensor]) -> Tensor:
+        """Hidden states [T, C] of several layers side by side: [T, len(hidden) * C]."""
+        return torch.cat(list(hidden), dim=1)
 
     # --- weights ---
 

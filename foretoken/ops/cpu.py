@@ -1,7 +1,7 @@
 """The native CPU backend: C++ kernels for AVX-512, AVX2 and any other processor, chosen when the first one runs.
 
 All instruction sets and all numbers of threads give the same bits (csrc/kernels.h says in which order sums run). The
-environment variable FORETOKEN_ISA forces `avx512`, `avx2` or `portable`.
+environment variable FORETOKEN_ISA forces `avx512vnni`, `avx512`, `avx2` or `portable`.
 
 This layer checks shapes and types and passes addresses: a call costs a few microseconds, which small models feel.
 """
@@ -9,6 +9,9 @@ This layer checks shapes and types and passes addresses: a call costs a few micr
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch import Tensor
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import KVLayer, QuantTensor
+from foretoken.ops import _packed
 
 try:
     from foretoken import _native
@@ -29,8 +33,10 @@ else:
 row_invariant = True
 _CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LINEAR_FORMATS = frozenset(_CODES)
+LINEAR_FORMATS = frozenset(_CODES) | {name for name, _ in _packed.SERVED}
 KV_FORMATS = frozenset(_CODES)
+ROWS_PER_PACK = _packed.ROWS_PER_PACK
+pack, unpack, concat = _packed.pack, _packed.unpack, _packed.concat
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
@@ -49,7 +55,7 @@ def unavailable() -> str | None:
 
 
 def isa() -> str:
-    """The instruction set in use: avx512, avx2 or portable."""
+    """The instruction set in use: avx512vnni, avx512, avx2 or portable."""
     return _native.isa()
 
 
@@ -59,6 +65,28 @@ def set_num_threads(threads: int) -> None:
         _native.set_num_threads(threads)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+class Target(NamedTuple):
+    """Where ops go: `calls` has the native functions, or a Plan that records them; `empty` makes room for results."""
+
+    calls: Any
+    empty: Callable[..., Tensor]
+
+
+def native_plan() -> _native.Plan:
+    """An empty plan: a Target's `calls` that records."""
+    return _native.Plan()
+
+
+def replayer(forward: Any, ops: Any) -> Any:
+    """`forward(ops, batch, cache, captures)` through recorded plans (ops/_replay.py); the same bits, less Python."""
+    from foretoken.ops._replay import Replay
+
+    return Replay(forward, ops)
+
+
+_NOW = Target(None if _missing else _native, partial(torch.empty, dtype=torch.float32))
 
 
 def _floats(x: Tensor) -> Tensor:
@@ -91,7 +119,7 @@ def _weight(w: QuantTensor) -> _native.Weight:
     known = _weights.get(id(w))
     if known is not None:
         return known
-    made = _dense_weight(w)
+    made = _dense_weight(w) if w.layout == "plain" else _packed.describe(w)
     weakref.finalize(w, _weights.pop, id(w), None)
     _weights[id(w)] = made
     return made
@@ -99,7 +127,7 @@ def _weight(w: QuantTensor) -> _native.Weight:
 
 def serves(w: QuantTensor) -> bool:
     """Whether a kernel takes this weight as it is stored."""
-    return w.layout == "cpu" or w.format in _DTYPES
+    return w.format in _DTYPES if w.layout == "plain" else (w.format, w.activations) in _packed.SERVED
 
 
 def _dense_weight(w: QuantTensor) -> _native.Weight:
@@ -112,12 +140,12 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
     return _native.Weight(_CODES[w.format], False, outputs, depth, depth, weight.stride(0), weight.data_ptr(), 0, 0, 0)
 
 
-def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
+def embedding(token_ids: Tensor, w: QuantTensor, on: Target = _NOW) -> Tensor:
     """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]. Raises IndexError outside 0..V-1."""
     ids = _ints(token_ids)
     rows = ids.shape[0]
-    out = torch.empty(rows, w.shape[1], dtype=_F32)
-    _native.embedding(ids.data_ptr(), _weight(w), out.data_ptr(), rows)
+    out = on.empty(rows, w.shape[1])
+    on.calls.embedding(ids.data_ptr(), _weight(w), out.data_ptr(), rows)
     return out
 
 
@@ -133,6 +161,7 @@ def _product(
     norm: Tensor | None = None,
     eps: float = 0.0,
     index: Tensor | None = None,
+    on: Target = _NOW,
 ) -> Tensor:
     x = _floats(x)
     handle = _weight(w)
@@ -156,8 +185,8 @@ def _product(
         if residual.dtype is not _F32 or not residual.is_contiguous() or residual.shape != (rows, outputs):
             raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(rows, outputs)}")
         residual_at = residual.data_ptr()
-    out = torch.empty(rows, outputs, dtype=_F32)
-    _native.linear(
+    out = on.empty(rows, outputs)
+    on.calls.linear(
         kind,
         x.data_ptr(),
         _row_stride(x),
@@ -174,21 +203,31 @@ def _product(
     return out
 
 
-def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
+) -> Tensor:
     """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O]."""
-    return _product(_PLAIN, x, w, bias, residual)
+    return _product(_PLAIN, x, w, bias, residual, on=on)
 
 
 def norm_linear(
-    x: Tensor, norm: Tensor, eps: float, w: QuantTensor, bias: Tensor | None = None, rows: Tensor | None = None
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    w: QuantTensor,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+    on: Target = _NOW,
 ) -> Tensor:
     """linear(rms_norm(x, norm, eps), w, bias), of the rows `rows` [R] of x [T, K] if given; bit for bit the same."""
-    return _product(_NORM, x, w, bias, norm=norm, eps=eps, index=rows)
+    return _product(_NORM, x, w, bias, norm=norm, eps=eps, index=rows, on=on)
 
 
-def silu_linear(gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def silu_linear(
+    gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
+) -> Tensor:
     """linear(silu_mul(gate_up [T, 2 K]), w, bias, residual); bit for bit the same."""
-    return _product(_SILU, gate_up, w, bias, residual)
+    return _product(_SILU, gate_up, w, bias, residual, on=on)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -269,6 +308,7 @@ def rope_store(
     table: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    on: Target = _NOW,
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
 
@@ -285,8 +325,8 @@ def rope_store(
         _fit("norm weights", (q_norm.shape[0], k_norm.shape[0]), (dim, dim))
         q_norm_at, k_norm_at = q_norm.data_ptr(), k_norm.data_ptr()
     table = table.contiguous()
-    out = torch.empty(rows, heads, dim, dtype=_F32)
-    _native.rope_store(
+    out = on.empty(rows, heads, dim)
+    on.calls.rope_store(
         qkv.data_ptr(),
         _row_stride(qkv),
         heads,
@@ -313,7 +353,9 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
     _native.move_kv(*_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
 
 
-def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+def attention(
+    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None, on: Target = _NOW
+) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
     Raises IndexError or ValueError for offsets, blocks, positions or masks that contradict each other.
@@ -333,8 +375,8 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
         raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
     if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
         raise ValueError("tree_mask must be contiguous int64 [T]")
-    out = torch.empty(rows, heads, dim, dtype=_F32)
-    _native.attention(
+    out = on.empty(rows, heads, dim)
+    on.calls.attention(
         q.data_ptr(),
         _row_stride(q),
         k_cache,

@@ -102,7 +102,7 @@ def fenced(x: Tensor) -> Tensor:
 
 
 @every_isa
-@pytest.mark.parametrize("name", sorted(cpu.LINEAR_FORMATS))
+@pytest.mark.parametrize("name", sorted(cpu._DTYPES))
 @pytest.mark.parametrize(("T", "O", "K"), [(1, 1, 1), (1, 9, 33), (3, 7, 17), (8, 5, 15), (13, 25, 40)])
 def test_kernels_stay_inside(isa, name, T, O, K):  # noqa: E741
     dense = scheme.get(name).encode(randn(O, K)).parts["weight"]

@@ -1,0 +1,76 @@
+// Integers in AVX2 registers: I, sixteen int32; Codes, four unsigned bytes for each of sixteen outputs. Included after vec_avx2.h.
+
+struct I {
+    __m256i lo, hi;
+};
+struct Codes {
+    __m256i lo, hi;
+};
+
+constexpr int integer_tile = 4;
+constexpr int halves = 1;  // of a block that a pass takes together: 8 accumulators of 16 registers
+
+inline I set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I load_ints(const int32_t* p) { return {bits_at(p), bits_at(p + 8)}; }
+inline I widen_bytes(const uint8_t* p) {
+    const __m128i bytes = half_at(p);
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes))};
+}
+inline void store_ints(int32_t* p, I a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), a.hi);
+}
+inline I add_ints(I a, I b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline I mul_ints(I a, I b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+inline V to_floats(I a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+
+inline Codes load_codes(const uint8_t* p) { return {bits_at(p), bits_at(p + 32)}; }
+inline void store_codes(uint8_t* p, Codes a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), a.hi);
+}
+inline Codes low_nibbles(Codes a) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline Codes high_nibbles(Codes a) { return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)}); }
+
+// sums[h] += the dot products of four codes of each output and four bytes of x. `small`: codes are at most 15.
+template <bool small>
+INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
+    const __m256i q = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x)), one = _mm256_set1_epi16(1);
+    auto dot = [&](__m256i& part, __m256i c) INLINE_LAMBDA {
+        if constexpr (small) {  // 2 * 15 * 127 fits 16 bits
+            part = _mm256_add_epi32(part, _mm256_madd_epi16(_mm256_maddubs_epi16(c, q), one));
+        } else {  // 2 * 255 * 127 does not: even and odd bytes as 16 bits
+            const __m256i even = _mm256_and_si256(c, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(c, 8);
+            const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), x_odd = _mm256_srai_epi16(q, 8);
+            part = _mm256_add_epi32(part, _mm256_add_epi32(_mm256_madd_epi16(even, x_even), _mm256_madd_epi16(odd, x_odd)));
+        }
+    };
+    dot(sums[0].lo, w[0].lo);
+    dot(sums[0].hi, w[0].hi);
+}
+
+// The largest magnitude, by bits: so NaN counts as more than infinity.
+inline V max_magnitude(V a, V x) {
+    auto larger = [](__m256 m, __m256 v) {
+        const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));
+        return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(m), magnitude));
+    };
+    return {larger(a.lo, x.lo), larger(a.hi, x.hi)};
+}
+inline int32_t reduce_magnitude(V a) {
+    const __m256i m = _mm256_max_epi32(_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi));
+    __m128i n = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+    n = _mm_max_epi32(n, _mm_shuffle_epi32(n, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(n, _mm_shuffle_epi32(n, 0xb1)));
+}
+inline void store_low_bytes(int8_t* p, V a) {
+    const __m256i mask = _mm256_set1_epi32(255);
+    const __m256i words = _mm256_packus_epi32(_mm256_and_si256(_mm256_castps_si256(a.lo), mask),
+                                              _mm256_and_si256(_mm256_castps_si256(a.hi), mask));  // 0-3, 8-11, 4-7, 12-15
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+}

@@ -1,0 +1,65 @@
+// Integers in AVX-512 registers: I, sixteen int32; Codes, four unsigned bytes for each of sixteen outputs. Included after
+// vec_avx512.h. The unit for VNNI defines HAS_VNNI.
+
+struct I {
+    __m512i r;
+};
+struct Codes {
+    __m512i r;
+};
+
+#ifdef HAS_VNNI
+constexpr int integer_tile = 12;  // rows; with both halves of a block that makes 24 accumulators of 32 registers
+#else
+constexpr int integer_tile = 6;
+#endif
+constexpr int halves = 2;  // of a block that a pass takes together
+
+inline I set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline I load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline I widen_bytes(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline void store_ints(int32_t* p, I a) { _mm512_storeu_si512(p, a.r); }
+inline I add_ints(I a, I b) { return {_mm512_add_epi32(a.r, b.r)}; }
+inline I mul_ints(I a, I b) { return {_mm512_mullo_epi32(a.r, b.r)}; }
+inline V to_floats(I a) { return {_mm512_cvtepi32_ps(a.r)}; }
+
+inline Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_codes(uint8_t* p, Codes a) { _mm512_storeu_si512(p, a.r); }
+inline Codes low_nibbles(Codes a) { return {_mm512_and_si512(a.r, _mm512_set1_epi8(15))}; }
+inline Codes high_nibbles(Codes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.r, 4), _mm512_set1_epi8(15))}; }
+
+// sums[h] += the dot products of four codes of each output and four bytes of x. `small`: codes are at most 15.
+template <bool small>
+INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
+    const int32_t& quad = *reinterpret_cast<const int32_t*>(x);
+#ifdef HAS_VNNI
+    // One piece of assembly, because GCC otherwise loads x early and moves accumulators about until some spill to memory.
+    __m512i t;
+    asm("vpbroadcastd %5, %2\n\tvpdpbusd %2, %3, %0\n\tvpdpbusd %2, %4, %1"
+        : "+v"(sums[0].r), "+v"(sums[1].r), "=&v"(t)
+        : "v"(w[0].r), "v"(w[1].r), "m"(quad));
+#else
+    const __m512i q = _mm512_set1_epi32(quad), one = _mm512_set1_epi16(1);
+    auto dot = [&](I& sum, __m512i c) INLINE_LAMBDA {
+        if constexpr (small) {  // 2 * 15 * 127 fits 16 bits
+            sum.r = _mm512_add_epi32(sum.r, _mm512_madd_epi16(_mm512_maddubs_epi16(c, q), one));
+        } else {  // 2 * 255 * 127 does not: even and odd bytes as 16 bits
+            const __m512i even = _mm512_and_si512(c, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(c, 8);
+            const __m512i x_even = _mm512_srai_epi16(_mm512_slli_epi16(q, 8), 8), x_odd = _mm512_srai_epi16(q, 8);
+            sum.r = _mm512_add_epi32(sum.r, _mm512_add_epi32(_mm512_madd_epi16(even, x_even), _mm512_madd_epi16(odd, x_odd)));
+        }
+    };
+    dot(sums[0], w[0].r);
+    dot(sums[1], w[1].r);
+#endif
+}
+
+// The largest magnitude, by bits: so NaN counts as more than infinity.
+inline V max_magnitude(V a, V x) {
+    const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x.r), _mm512_set1_epi32(0x7fffffff));
+    return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.r), magnitude))};
+}
+inline int32_t reduce_magnitude(V a) { return _mm512_reduce_max_epi32(_mm512_castps_si512(a.r)); }
+inline void store_low_bytes(int8_t* p, V a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_castps_si512(a.r)));
+}

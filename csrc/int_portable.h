@@ -1,0 +1,64 @@
+// Integers in plain C++: I, sixteen int32 (as unsigned, which wrap by law); Codes, four unsigned bytes for each of sixteen
+// outputs. Included after vec_portable.h.
+
+struct I {
+    uint32_t r[16];
+};
+struct Codes {
+    uint8_t r[64];
+};
+
+constexpr int integer_tile = 2;
+constexpr int halves = 1;  // of a block that a pass takes together
+
+template <class F>
+inline I each_int(F f) {
+    I out;
+    for (int i = 0; i < 16; i++) out.r[i] = f(i);
+    return out;
+}
+template <class F>
+inline Codes each_code(F f) {
+    Codes out;
+    for (int i = 0; i < 64; i++) out.r[i] = static_cast<uint8_t>(f(i));
+    return out;
+}
+
+inline I set1_int(int32_t x) { return each_int([=](int) { return static_cast<uint32_t>(x); }); }
+inline I load_ints(const int32_t* p) { return each_int([=](int i) { return static_cast<uint32_t>(p[i]); }); }
+inline I widen_bytes(const uint8_t* p) { return each_int([=](int i) { return p[i]; }); }
+inline void store_ints(int32_t* p, const I& a) { __builtin_memcpy(p, a.r, sizeof a.r); }
+inline I add_ints(const I& a, const I& b) { return each_int([&](int i) { return a.r[i] + b.r[i]; }); }
+inline I mul_ints(const I& a, const I& b) { return each_int([&](int i) { return a.r[i] * b.r[i]; }); }
+inline V to_floats(const I& a) { return each([&](int i) { return static_cast<float>(static_cast<int32_t>(a.r[i])); }); }
+
+inline Codes load_codes(const uint8_t* p) { return each_code([=](int i) { return p[i]; }); }
+inline void store_codes(uint8_t* p, const Codes& a) { __builtin_memcpy(p, a.r, sizeof a.r); }
+inline Codes low_nibbles(const Codes& a) { return each_code([&](int i) { return a.r[i] & 15; }); }
+inline Codes high_nibbles(const Codes& a) { return each_code([&](int i) { return a.r[i] >> 4; }); }
+
+// sums[h] += the dot products of four codes of each output and four bytes of x.
+template <bool small>
+inline void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
+    for (int i = 0; i < 16; i++) {
+        int32_t dot = 0;
+        for (int j = 0; j < 4; j++) dot += w[0].r[4 * i + j] * x[j];
+        sums[0].r[i] += static_cast<uint32_t>(dot);
+    }
+}
+
+// The largest magnitude, by bits: so NaN counts as more than infinity.
+inline V max_magnitude(const V& a, const V& x) {
+    return each([&](int i) {
+        const uint32_t old = to_bits(a.r[i]), magnitude = to_bits(x.r[i]) & 0x7fffffffu;
+        return from_bits(magnitude > old ? magnitude : old);
+    });
+}
+inline int32_t reduce_magnitude(const V& a) {
+    uint32_t most = 0;
+    for (int i = 0; i < 16; i++) most = to_bits(a.r[i]) > most ? to_bits(a.r[i]) : most;
+    return static_cast<int32_t>(most);
+}
+inline void store_low_bytes(int8_t* p, const V& a) {
+    for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(static_cast<uint8_t>(to_bits(a.r[i])));
+}

@@ -1,0 +1,225 @@
+// Integer weights times integer rows: exact sums of each group, scaled and added in one order. Included after int_*.h.
+//
+// A tile holds M rows of x against 32 outputs: 16 outputs in the lanes of an accumulator, four columns in each step. Weights
+// are unpacked once for all rows of a tile; when there are several tiles, once for all of them, a span of columns at a time.
+
+constexpr int64_t integer_prefetch = 4096;  // bytes
+constexpr int64_t integer_cache = 384 * 1024;  // bytes of x that a batch of rows may take
+constexpr int64_t unpack_tiles = 3;  // tiles that make it worth while to unpack nibbles to memory
+
+template <class T>
+inline V load_part(const T* p, int64_t n) {  // missing lanes are zero
+    if (n >= lanes) return load(p);
+    T padded[lanes] = {};
+    for (int64_t i = 0; i < n; i++) padded[i] = p[i];
+    return load(padded);
+}
+inline void store_part(float* p, V a, int64_t n) {
+    if (n >= lanes) return store(p, a);
+    float padded[lanes];
+    store(padded, a);
+    for (int64_t i = 0; i < n; i++) p[i] = padded[i];
+}
+
+struct Nibbles {
+    static constexpr int64_t bytes = 128;  // of 8 columns
+    static constexpr bool small = true;
+    static Codes get(const uint8_t* w, int64_t quad, int64_t half) {
+        const Codes pairs = load_codes(w + half * 64);
+        return quad ? high_nibbles(pairs) : low_nibbles(pairs);
+    }
+};
+template <bool is_small>
+struct Bytes {
+    static constexpr int64_t bytes = 256;
+    static constexpr bool small = is_small;
+    static Codes get(const uint8_t* w, int64_t quad, int64_t half) { return load_codes(w + quad * 128 + half * 64); }
+};
+
+// What one call of a tile computes: some whole groups, or (then `split`) a part of a row's only group.
+struct Tile {
+    const uint8_t* codes;
+    const int8_t* x;
+    const float* x_scales;
+    const int32_t* starts;
+    const char* scales;
+    Format scale_format;
+    const uint8_t* zeros;
+    float* state;  // [M][32]: sums so far; of a split group, the integer ones
+    int64_t groups, steps;  // steps of 8 columns in each group
+    bool split, first, last;
+    const char* ahead;  // what to prefetch, and how far to go on in each step
+    int64_t ahead_step;
+};
+
+INLINE V load_scales(const char* p, Format format, int64_t i) {
+    switch (format) {
+        case Format::bf16:
+            return load(reinterpret_cast<const bf16*>(p) + i);
+        case Format::fp16:
+            return load(reinterpret_cast<const fp16*>(p) + i);
+        default:
+            return load(reinterpret_cast<const float*>(p) + i);
+    }
+}
+
+template <int M, int sets, class W>
+INLINE void multiply_codes(const uint8_t* w, const int8_t* x, I (&sums)[sets][M][halves]) {
+    unroll<2>([&](auto quad) INLINE_LAMBDA {
+        Codes codes[halves];
+        unroll<halves>([&](auto h) INLINE_LAMBDA { codes[h] = W::get(w, quad, h); });
+        unroll<M>([&](auto m) INLINE_LAMBDA {
+            add_dots<W::small>(sums[quad % sets][m], codes, x + m * code_step + quad * 4);
+        });
+    });
+}
+
+// Outputs 16 half .. of M rows; `lines` cache lines are prefetched in each step.
+template <int M, class W, int lines>
+INLINE void integer_half(const Tile& t, int64_t half) {
+    constexpr int sets = M <= 4 && halves == 2 ? 2 : 1;  // chains of dependent sums for few rows
+    const uint8_t* w = t.codes + half * 64;
+    const int8_t* x = t.x;
+    const char* ahead = t.ahead;
+    auto state = [&](int m, int h) INLINE_LAMBDA { return t.state + m * block_outputs + (half + h) * lanes; };
+    for (int64_t g = 0; g < t.groups; g++) {
+        I sums[sets][M][halves];
+        const int64_t column = g * block_outputs + half * lanes;
+        if (t.split && !t.first)
+            unroll<M * halves>([&](auto i) INLINE_LAMBDA {
+                sums[0][i / halves][i % halves] = load_ints(reinterpret_cast<const int32_t*>(state(i / halves, i % halves)));
+            });
+        else if (t.zeros == nullptr)
+            unroll<M * halves>([&](auto i) INLINE_LAMBDA { sums[0][i / halves][i % halves] = set1_int(t.starts[g * M + i / halves]); });
+        else
+            unroll<M * halves>([&](auto i) INLINE_LAMBDA {
+                sums[0][i / halves][i % halves] =
+                    mul_ints(widen_bytes(t.zeros + column + i % halves * lanes), set1_int(t.starts[g * M + i / halves]));
+            });
+        if constexpr (sets == 2)
+            unroll<M * halves>([&](auto i) INLINE_LAMBDA { sums[1][i / halves][i % halves] = set1_int(0); });
+
+        auto step = [&](int64_t j) INLINE_LAMBDA {
+            unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead + i * 64); });
+            ahead += t.ahead_step;
+            multiply_codes<M, sets, W>(w, x + j * 8, sums);
+            w += W::bytes;
+        };
+        int64_t left = t.steps;
+        for (; left >= 4; left -= 4, x += M * code_step) unroll<4>(step);
+        for (int64_t j = 0; j < left; j++) step(j);
+        if constexpr (sets == 2)
+            unroll<M * halves>([&](auto i) INLINE_LAMBDA {
+                I& sum = sums[0][i / halves][i % halves];
+                sum = add_ints(sum, sums[1][i / halves][i % halves]);
+            });
+
+        if (t.split && !t.last) {
+            unroll<M * halves>([&](auto i) INLINE_LAMBDA {
+                store_ints(reinterpret_cast<int32_t*>(state(i / halves, i % halves)), sums[0][i / halves][i % halves]);
+            });
+            continue;
+        }
+        V scales[halves];
+        unroll<halves>([&](auto h) INLINE_LAMBDA { scales[h] = load_scales(t.scales, t.scale_format, column + h * lanes); });
+        unroll<M>([&](auto m) INLINE_LAMBDA {
+            const V x_scale = set1(t.x_scales[g * M + m]);
+            unroll<halves>([&](auto h) INLINE_LAMBDA {
+                float* at = state(m, h);
+                store(at, fma(to_floats(sums[0][m][h]), mul(scales[h], x_scale), t.split ? zero() : load(at)));
+            });
+        });
+    }
+}
+
+template <int M, class W, int lines>
+void integer_rows(const Tile& t) {
+    for (int64_t half = 0; half < 2; half += halves) integer_half<M, W, lines>(t, half);
+}
+
+using TileKernel = void (*)(const Tile&);
+
+// The kernel for each number of rows.
+template <class W, int lines, int M = integer_tile>
+inline TileKernel kernel_for(int64_t rows) {
+    if constexpr (M == 1)
+        return integer_rows<1, W, lines>;
+    else
+        return rows == M ? integer_rows<M, W, lines> : kernel_for<W, lines, M - 1>(rows);
+}
+
+// A span of nibbles as bytes, which all tiles then share.
+inline void unpack_nibbles(const uint8_t* nibbles, int64_t steps, uint8_t* bytes) {
+    for (int64_t j = 0; j < steps; j++, nibbles += Nibbles::bytes, bytes += Bytes<true>::bytes)
+        unroll<4>([&](auto i) INLINE_LAMBDA { store_codes(bytes + i * 64, Nibbles::get(nibbles, i / 2, i % 2)); });
+}
+
+inline void write_outputs(const IntegerArgs& a, int64_t block, int64_t t, const float* sums) {
+    const int64_t o = block * block_outputs;
+    const int64_t count = a.outputs - o < block_outputs ? a.outputs - o : block_outputs;
+    const float* residual = a.residual ? a.residual + t * a.outputs + o : nullptr;
+    float* out = a.out + t * a.outputs + o;
+    for (int64_t i = 0; i < count; i += lanes) {
+        V f = load(sums + i);
+        if (a.bias) f = add(f, load_part(a.bias + o + i, count - i));
+        if (residual) f = add(load_part(residual + i, count - i), f);
+        store_part(out + i, f, count - i);
+    }
+}
+
+// One block of outputs for the tiles [begin, end). `sums` holds their rows x 32 floats, `bytes` a span of unpacked weights.
+inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, int64_t end, float* sums, uint8_t* bytes) {
+    const int64_t groups = a.depth / a.group, tiles = end - begin, row = begin * a.tile;
+    const int64_t rows = (end * a.tile < a.rows ? end * a.tile : a.rows) - row;
+    const int64_t step_bytes = a.nibbles ? Nibbles::bytes : Bytes<false>::bytes;
+    const bool split = groups == 1 && tiles > 1 && a.depth > integer_span, unpack = a.nibbles && tiles >= unpack_tiles;
+    const int64_t scale_bytes = bytes_of(a.scale_format), x_row = round_up(a.depth, code_step);
+    // Columns of a span: all of them for one tile, else what fits the first-level cache.
+    const int64_t span = tiles == 1 ? a.depth : split ? integer_span : a.group >= integer_span ? a.group : integer_span / a.group * a.group;
+    if (!split) __builtin_memset(sums, 0, static_cast<uint64_t>(rows * block_outputs) * sizeof(float));
+    const uint8_t* codes = a.codes + block * (a.depth / 8) * step_bytes;
+    for (int64_t k = 0; k < a.depth; k += span) {
+        const int64_t width = span < a.depth - k ? span : a.depth - k, g = k / a.group;
+        const uint8_t* packed = codes + k / 8 * step_bytes;
+        if (unpack) unpack_nibbles(packed, width / 8, bytes);
+        Tile t{};
+        t.codes = unpack ? bytes : packed;
+        t.groups = split ? 1 : width / a.group;
+        t.steps = split ? width / 8 : a.group / 8;
+        t.split = split, t.first = k == 0, t.last = k + width == a.depth;
+        t.scale_format = a.scale_format;
+        t.scales = static_cast<const char*>(a.scales) + (block * groups + g) * block_outputs * scale_bytes;
+        if (a.zeros) t.zeros = a.zeros + (block * groups + g) * block_outputs;
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t first = i * a.tile, M = a.tile < a.rows - first ? a.tile : a.rows - first;
+            t.x = a.x + first * x_row + k * M;
+            t.x_scales = a.x_scales + first * groups + g * M;
+            t.starts = a.starts + first * groups + g * M;
+            t.state = sums + (first - row) * block_outputs;
+            if (tiles == 1) {  // the weights that follow, some way ahead
+                t.ahead = reinterpret_cast<const char*>(packed) + integer_prefetch;
+                t.ahead_step = step_bytes;
+                (a.nibbles ? kernel_for<Nibbles, 2>(M) : kernel_for<Bytes<false>, 4>(M))(t);
+                continue;
+            }
+            // Each tile fetches its share of the next span; at least two of them share it.
+            const int64_t lines = a.nibbles ? 1 : 2, share = width / 8 * lines * 64, at = (i - begin) * share;
+            const bool more = at < width / 8 * step_bytes;
+            t.ahead = reinterpret_cast<const char*>(packed) + (more ? width / 8 * step_bytes + at : 0);
+            t.ahead_step = more ? lines * 64 : 0;
+            (!a.nibbles ? kernel_for<Bytes<false>, 2>(M) : unpack ? kernel_for<Bytes<true>, 1>(M) : kernel_for<Nibbles, 1>(M))(t);
+        }
+    }
+    for (int64_t t = 0; t < rows; t++) write_outputs(a, block, row + t, sums + t * block_outputs);
+}
+
+void integer(const IntegerArgs& a, int64_t begin, int64_t end, float* scratch) {
+    const int64_t tiles = (a.rows + a.tile - 1) / a.tile;
+    // So many rows that their codes stay in the second-level cache while the blocks pass by; but not so few that the
+    // blocks' weights would be read again for little.
+    const int64_t fitting = integer_cache / (a.depth * a.tile), batch = fitting > 4 ? fitting : 4;
+    uint8_t* bytes = reinterpret_cast<uint8_t*>(scratch + a.rows * block_outputs);
+    for (int64_t i = 0; i < tiles; i += batch)
+        for (int64_t block = begin; block < end; block++)
+            integer_block(a, block, i, i + batch < tiles ? i + batch : tiles, scratch, bytes);
+}

@@ -1,0 +1,35 @@
+// The integer kernels for x86 with AVX-512 VNNI; the rest is that of AVX-512.
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+// GCC 12 takes its own intrinsics' "undefined" operands for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+#define HAS_VNNI
+
+namespace foretoken {
+namespace {  // this unit's own copy of every body: other units compile them with other instructions
+
+#include "unroll.h"
+#include "vec_avx512.h"
+#include "int_avx512.h"
+
+#include "integer_body.h"
+
+}  // namespace
+
+const Kernels* kernels_avx512vnni() {
+    static const Kernels table = [] {
+        Kernels made = *kernels_avx512();
+        made.name = "avx512vnni";
+        made.integer_tile = integer_tile;
+        made.integer = integer;
+        return made;
+    }();
+    return &table;
+}
+
+}  // namespace foretoken

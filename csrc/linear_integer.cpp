@@ -1,0 +1,57 @@
+// Linear layers with integer weights and integer rows: rows of x quantized into tiles, blocks of outputs cut into tasks.
+
+#include "linear.h"
+#include "ops.h"
+#include "tasks.h"
+
+namespace foretoken {
+namespace {
+
+// Ends of the tasks that `blocks` blocks make: long runs first, because a stream of weights costs a start; then ever
+// shorter ones, so that all threads end together.
+const std::vector<int64_t>& cut(int64_t blocks, int64_t most) {
+    thread_local std::vector<int64_t> ends;
+    ends.clear();
+    const int64_t parts = 2 * num_threads();
+    for (int64_t at = 0; at < blocks;) {
+        at += std::min(most, std::max<int64_t>(1, (blocks - at) / parts));
+        ends.push_back(at);
+    }
+    return ends;
+}
+
+}  // namespace
+
+void linear_integer(const Product& p) {
+    const Kernels& table = kernels();
+    const Weight& w = *p.weight;
+    const bool nibbles = w.format == Format::int4;
+    const int64_t rows = p.rows, depth = w.depth, groups = depth / w.group;
+    const int64_t padded = round_up(depth, 8), pieces = round_up(depth, code_step);
+    const int64_t tiles = (rows + table.integer_tile - 1) / table.integer_tile, tile = (rows + tiles - 1) / tiles;
+    const int32_t middle = w.zeros ? 1 : nibbles ? 8 : 128;  // zero points are multiplied in later
+
+    float* x_scales = scratch(packed_area, rows * (2 * groups + pieces / 4 + 16));
+    int32_t* starts = reinterpret_cast<int32_t*>(x_scales + rows * groups);
+    int8_t* codes = reinterpret_cast<int8_t*>(x_scales + round_up(2 * rows * groups, 16));
+    by_rows(rows, p.source.kind == RowSource::silu ? 2 * depth : depth / 2, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) {
+            const int64_t first = t / tile * tile, m = t - first, M = std::min(tile, rows - first);
+            const RowView x = prepare_rows(p.source, depth, t, t + 1, scratch(rows_area, depth));
+            table.quantize(x.x, depth, w.group, middle, codes + first * pieces + m * code_step, M * code_step,
+                           x_scales + first * groups + m, starts + first * groups + m, M);
+        }
+    });
+
+    const IntegerArgs args{static_cast<const uint8_t*>(w.codes), nibbles, w.scales, w.scale_format, w.zeros, codes, x_scales, starts,
+                           p.bias, p.residual, p.out, rows, w.outputs, padded, groups == 1 ? padded : w.group, tile};
+    const int64_t blocks = round_up(w.outputs, block_outputs) / block_outputs, block_bytes = padded * block_outputs / (nibbles ? 2 : 1);
+    // When the rows take several turns, the weights of a task should still be in the second-level cache at the next one.
+    const int64_t most = rows * padded > 256 * 1024 ? std::max<int64_t>(1, 256 * 1024 / block_bytes) : blocks;
+    const std::vector<int64_t>& ends = cut(blocks, most);
+    run_tasks(static_cast<int64_t>(ends.size()), w.outputs * depth * (2 + rows) > 16 * serial_cost, [&](int64_t i) {
+        table.integer(args, i == 0 ? 0 : ends[i - 1], ends[i], scratch(integer_area, integer_scratch(rows, args.group)));
+    });
+}
+
+}  // namespace foretoken

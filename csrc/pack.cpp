@@ -1,0 +1,83 @@
+// Packing of integer weights, and reading them back. Plain C++: it runs once for a weight, at the speed of memory.
+
+#include "pack.h"
+
+#include <cstring>
+
+#include "ops.h"
+#include "tasks.h"
+
+namespace foretoken {
+namespace {
+
+constexpr int64_t chunk = 64;  // columns at once: a cache line of each of 32 rows
+
+// Where column k of output o lies, k a multiple of 4 (bytes) or 8 (nibbles).
+uint8_t* quad_at(uint8_t* packed, int64_t padded, bool nibbles, int64_t o, int64_t k) {
+    const int64_t block = o / block_outputs * padded * block_outputs / (nibbles ? 2 : 1);
+    return packed + block + (nibbles ? k / 8 : k / 4) * 128 + o % block_outputs * 4;
+}
+
+void pack_chunk(const PackArgs& a, int64_t padded, int64_t o, int64_t k, int64_t n) {
+    uint8_t row[chunk];
+    const int64_t given = o < a.outputs ? std::min(n, a.depth - k) : 0;
+    const int64_t last = a.groups - 1;
+    std::memset(row, a.zeros && o < a.outputs ? a.zeros[o * a.groups + last] : a.middle, sizeof row);  // padding of K has one group
+    if (given > 0) std::memcpy(row, a.plain + o * a.stride + k, static_cast<size_t>(given));
+    uint8_t* out = quad_at(a.packed, padded, a.nibbles, o, k);
+    uint32_t low, high;
+    for (int64_t i = 0; i < n; i += a.nibbles ? 8 : 4, out += 128) {
+        std::memcpy(&low, row + i, 4);
+        if (a.nibbles) {
+            std::memcpy(&high, row + i + 4, 4);
+            low = (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4;
+        } else {
+            low ^= 0x80808080u;
+        }
+        std::memcpy(out, &low, 4);
+    }
+}
+
+}  // namespace
+
+void pack_codes(const PackArgs& a) {
+    const int64_t padded = round_up(a.depth, 8), blocks = round_up(a.outputs, block_outputs) / block_outputs;
+    by_rows(blocks, padded * block_outputs, [&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; block++)
+            for (int64_t k = 0; k < padded; k += chunk)
+                for (int64_t o = block * block_outputs; o < (block + 1) * block_outputs; o++)
+                    pack_chunk(a, padded, o, k, std::min(chunk, padded - k));
+    });
+}
+
+void unpack_codes(const PackArgs& a, uint8_t* plain) {
+    const int64_t padded = round_up(a.depth, 8);
+    by_rows(a.outputs, padded, [&](int64_t begin, int64_t end) {
+        for (int64_t o = begin; o < end; o++) {
+            const uint8_t* in = quad_at(a.packed, padded, a.nibbles, o, 0);
+            for (int64_t k = 0; k < a.depth; k++) {
+                const uint8_t byte = a.nibbles ? in[k / 8 * 128 + k % 4] : in[k / 4 * 128 + k % 4];
+                plain[o * a.stride + k] = static_cast<uint8_t>(!a.nibbles ? byte ^ 0x80 : k % 8 < 4 ? byte & 15 : byte >> 4);
+            }
+        }
+    });
+}
+
+void decode_packed_row(const Weight& w, int64_t o, float* out) {
+    const bool nibbles = w.format == Format::int4;
+    const int64_t padded = round_up(w.depth, 8), groups = w.depth / w.group, scale_bytes = bytes_of(w.scale_format);
+    const uint8_t* in = quad_at(static_cast<uint8_t*>(const_cast<void*>(w.codes)), padded, nibbles, o, 0);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (o / block_outputs * groups + g) * block_outputs + o % block_outputs;
+        float scale;
+        kernels().decode[static_cast<int>(w.scale_format)](static_cast<const char*>(w.scales) + at * scale_bytes, 1, &scale);
+        const int32_t zero = w.zeros ? w.zeros[at] : nibbles ? 8 : 128;
+        for (int64_t k = g * w.group; k < (g + 1) * w.group; k++) {
+            const uint8_t byte = nibbles ? in[k / 8 * 128 + k % 4] : in[k / 4 * 128 + k % 4];
+            const int32_t code = !nibbles ? byte : k % 8 < 4 ? byte & 15 : byte >> 4;
+            out[k] = static_cast<float>(code - zero) * scale;
+        }
+    }
+}
+
+}  // namespace foretoken

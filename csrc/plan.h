@@ -1,0 +1,50 @@
+// A plan: the ops of one forward pass, recorded once, replayed in one call for any number of rows.
+//
+// What depends on the pass comes with it (Pass); all other addresses, weights and strides are those of the recording. A
+// step calls the very function that a direct call would, so replaying changes no bit.
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "linear.h"
+#include "ops.h"
+
+namespace foretoken {
+
+// The rows of a pass, as foretoken/batch.py lays them out, and where its two results go.
+struct Pass {
+    int64_t rows, num_seqs, num_logit_rows, table_stride;
+    const int32_t *token_ids, *positions, *slots, *row_offsets, *kv_lens, *block_tables;
+    const int64_t* tree_mask;  // or null
+    const int32_t* logit_rows;
+    float* logits;  // [num_logit_rows, V]
+    float* hidden;  // [rows, captured width], or null where nothing is captured
+};
+
+class Plan {
+   public:
+    using Step = std::function<void(const Pass&)>;
+
+    void add(const char* kind, Step step) { steps_.push_back({kind, std::move(step), 0.0}); }
+    void run(const Pass& pass);
+
+    // Time of each kind of step since `timed` was switched on, in seconds.
+    void set_timed(bool timed);
+    std::vector<std::pair<std::string, double>> seconds() const;
+    int64_t size() const { return static_cast<int64_t>(steps_.size()); }
+
+   private:
+    struct Entry {
+        const char* kind;
+        Step step;
+        double seconds;
+    };
+    std::vector<Entry> steps_;
+    bool timed_ = false;
+};
+
+}  // namespace foretoken

@@ -1,0 +1,161 @@
+"""Replayed passes: bits of direct calls, results that nobody overwrites, a way out where nothing can be recorded."""
+
+from __future__ import annotations
+
+import random
+import threading
+from functools import partial
+
+import pytest
+import torch
+from fixtures_models import tiny_model
+
+from foretoken import ops
+from foretoken.batch import Rows, build_batch
+from foretoken.kvcache.cache import KVCache
+from foretoken.ops import _replay
+
+pytestmark = pytest.mark.skipif(
+    ops.registry.load("ops", "cpu").unavailable() is not None, reason="the native module is not built"
+)
+BLOCK, NUM_BLOCKS = 4, 64
+
+
+def make_cache(model, format="fp32"):
+    c = model.config
+    return KVCache(c.num_layers, NUM_BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, format)
+
+
+def make_batch(seed, vocab, num_seqs=2, most_pending=6, most_nodes=5):
+    """Sequences with pending rows and random trees, in blocks of their own."""
+    rng = random.Random(seed)
+    rows = []
+    for b in range(num_seqs):
+        nodes = rng.randint(0, most_nodes)
+        pending = rng.randint(1, most_pending)
+        parents = [rng.randint(-1, i - 1) for i in range(nodes)]
+        tokens = [rng.randrange(vocab) for _ in range(pending + nodes)]
+        blocks = list(range(16 * b, 16 * b + 16))
+        rows.append(Rows(tokens[:pending], rng.randint(0, 9), tokens[pending:], parents, blocks, True))
+    return build_batch(rows, BLOCK)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("cpu")
+
+
+@torch.inference_mode()
+def test_replay_gives_the_bits_of_direct_calls(model):
+    direct, replayed = make_cache(model), make_cache(model)
+    assert isinstance(model._run, _replay.Replay)
+    for seed in range(12):
+        captures = ((), (0,), (0, 1))[seed % 3]
+        batch = make_batch(seed, model.config.vocab_size, num_seqs=1 + seed % 4, most_pending=20)
+        wanted, wanted_hidden = model._forward(model.ops, batch, direct, captures)
+        got, hidden = model.forward(batch, replayed, captures)
+        assert got.equal(wanted)
+        assert (hidden is None) == (wanted_hidden is None)
+        if hidden is not None:
+            assert hidden.equal(wanted_hidden)
+        for a, b in zip(direct.layers, replayed.layers):
+            assert a.k.equal(b.k) and a.v.equal(b.v)
+    assert model._run.recorded(1, replayed, ()) is not None  # it did not pass by falling back
+
+
+@torch.inference_mode()
+def test_results_outlive_later_passes(model):
+    cache = make_cache(model)
+    kept = []
+    for seed in range(6):
+        batch = make_batch(seed, model.config.vocab_size)
+        logits, hidden = model.forward(batch, cache, (1,))
+        kept.append((logits, hidden, logits.clone(), hidden.clone()))
+    assert all(logits.equal(copy) and hidden.equal(other) for logits, hidden, copy, other in kept)
+
+
+@torch.inference_mode()
+def test_a_larger_pass_records_a_larger_plan(model):
+    cache = make_cache(model)
+    small = model._run.recorded(1, cache, ())
+    assert small.capacity == _replay.SMALLEST_CAPACITY
+    assert model._run.recorded(_replay.SMALLEST_CAPACITY, cache, ()) is small
+    large = model._run.recorded(_replay.SMALLEST_CAPACITY + 1, cache, ())
+    assert large.capacity == 2 * _replay.SMALLEST_CAPACITY
+    assert model._run.recorded(1, cache, ()) is large
+
+
+@torch.inference_mode()
+def test_two_threads_share_a_model(model):
+    """One replays; the other, meanwhile, computes op by op: both get the bits that they get alone."""
+    vocab = model.config.vocab_size
+    batches = [make_batch(seed, vocab) for seed in range(4)]
+    wanted = [model.forward(b, make_cache(model))[0] for b in batches]
+    faults = []
+
+    def work(order):
+        with torch.inference_mode():
+            for i in order * 20:
+                if not model.forward(batches[i], make_cache(model))[0].equal(wanted[i]):
+                    faults.append(i)
+
+    threads = [threading.Thread(target=work, args=(order,)) for order in ([0, 1, 2, 3], [3, 1, 0, 2])]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not faults
+
+
+@torch.inference_mode()
+def test_what_has_no_kernel_runs_op_by_op(caplog, monkeypatch):
+    model = tiny_model("cpu")
+    cache = make_cache(model)
+    monkeypatch.setattr(_replay.cpu, "KV_FORMATS", frozenset())
+    batch = make_batch(0, model.config.vocab_size)
+    with caplog.at_level("INFO", logger="foretoken.ops"):
+        got, _ = model.forward(batch, cache)
+        model.forward(batch, cache)
+    assert sum("no plan replay" in r.message for r in caplog.records) == 1
+    monkeypatch.undo()
+    torch.testing.assert_close(got, model.forward(batch, make_cache(model))[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_batch_in_other_types_runs_op_by_op(model):
+    from dataclasses import replace
+
+    batch = make_batch(3, model.config.vocab_size)
+    wanted, _ = model.forward(batch, make_cache(model))
+    odd = replace(batch, positions=batch.positions.long())
+    assert model.forward(odd, make_cache(model))[0].equal(wanted)
+
+
+def test_buffers_return_when_their_last_view_dies():
+    pool = _replay.Pool()
+    first = pool.take(4, 8)
+    at = first.data_ptr()
+    view = first[1:, :3]
+    del first
+    other = pool.take(4, 8)
+    assert other.data_ptr() != at  # the view still uses the first one
+    del view
+    assert pool.take(4, 8).data_ptr() == at
+
+
+def test_a_plan_counts_the_time_of_its_steps(model):
+    cache = make_cache(model)
+    batch = make_batch(1, model.config.vocab_size)
+    recorded = model._run.recorded(batch.num_rows, cache, ())
+    recorded.plan.set_timed(True)
+    model.forward(batch, cache)
+    seconds = dict(recorded.plan.seconds())
+    recorded.plan.set_timed(False)
+    assert {"attention", "embedding", "linear", "lm_head", "rope_store"} == set(seconds)
+    assert all(s > 0 for s in seconds.values())
+    assert len(recorded.plan) == 2 + 6 * model.config.num_layers
+
+
+def test_a_backend_without_plans_runs_op_by_op():
+    model = tiny_model("reference")
+    assert isinstance(model._run, partial)
