@@ -169,7 +169,9 @@ def describe(w: QuantTensor) -> _native.Weight:
         raise ValueError(f"no packed weight is in {w.format} with activations {w.activations}; pack it again")
     (outputs, depth), (name, codes), scales = w.shape, _codes(w), w.parts.get("scales")
     blocks, _, groups, _ = _sizes(w)
-    wanted = {name: (_codes_shape(w), (torch.bfloat16 if name == "weight" else torch.uint8,))}
+    wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        name: (_codes_shape(w), (torch.bfloat16 if name == "weight" else torch.uint8,))
+    }
     if name == "codes":
         wanted["scales"] = (blocks, groups, ROWS_PER_PACK), tuple(_SCALES)
     marks = "nans" if w.format == "fp8_e4m3" else "zeros"
