@@ -6,7 +6,6 @@
 // Either way the sum of a row and output runs as kernels.h says, so no tile shape shows in the bits.
 
 constexpr int64_t float_prefetch = 4096;  // bytes
-constexpr int64_t block_outputs = 32;
 
 // What multiplies the sums of a group: scales of 32 outputs, and middle - zero where there are zero points.
 struct GroupScales {

@@ -6,6 +6,11 @@
 // content and logical position alone. So each output is one sum in one fixed order, whatever tile computes it: products
 // with weights and keys have 8 lanes, all else 16; a lane adds its terms in ascending order with a fused multiply-add; then lanes fold in a tree,
 // l + (l+8), l + (l+4), l + (l+2), l + (l+1). All instruction sets keep to that order, so they give the same bits.
+//
+// Products of packed weights with float32 rows have a lane for each output instead: within a group of columns one sum, from
+// zero, takes the columns in ascending order with a fused multiply-add. At a group's end, if the weight has zero points,
+// sum = fma(middle - zero, sum of the group's x (16 lanes), sum); then total = fma(sum, scale, total), from zero. Formats
+// without scales have one group and total = sum.
 
 #pragma once
 
@@ -53,6 +58,23 @@ struct LinearArgs {
     int64_t rows, outputs, depth, tile;
 };
 
+// The same for weights packed as pack.h says, and float32 rows.
+struct FloatArgs {
+    const float* x;        // in tiles of `tile` rows (the last may have fewer), each [depth][rows of the tile]
+    const float* x_sums;   // by tile [groups][rows of the tile]: sums of x over a group; only with zeros
+    const void* codes;     // as pack.h says
+    const void* scales;    // [blocks][groups][32], or null
+    Format scale_format;
+    const uint8_t* zeros;  // [blocks][groups][32], or null: all at `middle`
+    const uint8_t* nans;   // [blocks][32], not 0 where an output has a NaN among its weights; or null
+    const float* table;    // values of the 16 nibbles
+    float middle, factor;  // factor: of every scale
+    const float* bias;
+    const float* residual;
+    float* out;
+    int64_t rows, outputs, depth, group, groups, tile;  // depth = group * groups, padded
+};
+
 // out[T, O] = x[T, K] * w[O, K]^T + bias[O] + residual[T, O], w packed as pack.h says, x as codes int8. In tile i, of M <=
 // `tile` rows, x lies as [K/32][M][32] (zero-padded), its scales as [K/G][M], and the integers that sums start from,
 // -zero * (sum of the group's codes), as [K/G][M]; where the weight has zero points, `starts` leaves them out.
@@ -69,23 +91,6 @@ struct IntegerArgs {
     const float* residual;  // [T, O], contiguous, or null; may be `out`
     float* out;             // [T, O], contiguous
     int64_t rows, outputs, depth, group, tile;  // depth and group rounded up to 8
-};
-
-// The same for packed weights and float32 rows (linear_float.cpp).
-struct FloatArgs {
-    const float* x;        // in tiles of `tile` rows (the last may have fewer), each [depth][rows of the tile]
-    const float* x_sums;   // by tile [groups][rows of the tile]: sums of x over a group; only with zeros
-    const void* codes;     // as pack.h says
-    const void* scales;    // [blocks][groups][32], or null
-    Format scale_format;
-    const uint8_t* zeros;  // [blocks][groups][32], or null: all at `middle`
-    const uint8_t* nans;   // [blocks][32], not 0 where an output has a NaN among its weights; or null
-    const float* table;    // values of the 16 nibbles
-    float middle, factor;  // factor: of every scale
-    const float* bias;
-    const float* residual;
-    float* out;
-    int64_t rows, outputs, depth, group, groups, tile;  // depth = group * groups, padded
 };
 
 struct AttentionArgs {
@@ -134,13 +139,6 @@ struct Kernels {
     // Outputs [o_begin, o_end) of rows [t_begin, t_end); t_begin is a multiple of the tile.
     void (*linear[3])(const LinearArgs&, int64_t o_begin, int64_t o_end, int64_t t_begin, int64_t t_end);
 
-    int64_t integer_tile;  // the most rows of a tile of `integer`
-    // Quantize a row of x by groups of `group` columns; piece i of 32 codes goes to codes + i * piece_stride. For each group a
-    // scale and -sum * middle, `stride` apart.
-    void (*quantize)(const float* x, int64_t depth, int64_t group, int32_t middle, int8_t* codes, int64_t piece_stride,
-                     float* scales, int32_t* starts, int64_t stride);
-    // Outputs of the blocks [begin, end), all rows. `scratch` holds integer_scratch(rows, group) floats.
-    void (*integer)(const IntegerArgs&, int64_t begin, int64_t end, float* scratch);
     int64_t float_tile;  // the most rows of x that linear_float takes at once without decoding to memory
     // By Format; null for formats that are never packed. Outputs of blocks [begin, end), rows [t_begin, t_end); t_begin is
     // a multiple of the tile. `scratch` holds float_scratch(blocks, rows) floats, aligned to 64 bytes.
@@ -148,6 +146,14 @@ struct Kernels {
                                       float* scratch);
     void (*interleave)(const float* x, int64_t stride, int64_t rows, int64_t depth, int64_t begin, int64_t end, float* out);
     void (*group_sums)(const float* x, int64_t depth, int64_t group, float* out, int64_t out_stride);
+
+    int64_t integer_tile;  // the most rows of a tile of `integer`
+    // Quantize a row of x by groups of `group` columns; piece i of 32 codes goes to codes + i * piece_stride. For each group a
+    // scale and -sum * middle, `stride` apart.
+    void (*quantize)(const float* x, int64_t depth, int64_t group, int32_t middle, int8_t* codes, int64_t piece_stride,
+                     float* scales, int32_t* starts, int64_t stride);
+    // Outputs of the blocks [begin, end), all rows. `scratch` holds integer_scratch(rows, group) floats.
+    void (*integer)(const IntegerArgs&, int64_t begin, int64_t end, float* scratch);
 
     void (*rms_norm)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t rows, int64_t width, float* out);
     void (*rope)(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t rows, int64_t heads,
@@ -170,13 +176,13 @@ constexpr int64_t attention_scratch(int64_t dim) {
 }
 constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + round_up(dim, lanes)); }
 
-constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all rows; bytes of one span of weights
-    return rows * block_outputs + (group > integer_span ? group : integer_span) * block_outputs / 4;
-}
-
 constexpr int64_t float_chunk = 128;  // columns of a strip of decoded weights: 16 KB
 constexpr int64_t float_scratch(int64_t blocks, int64_t rows) {
     return 32 * (float_chunk + 2 * blocks * rows);
+}
+
+constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all rows; bytes of one span of weights
+    return rows * block_outputs + (group > integer_span ? group : integer_span) * block_outputs / 4;
 }
 
 const Kernels* kernels_portable();

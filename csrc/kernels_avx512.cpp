@@ -22,9 +22,9 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "linear_body.h"
 #include "codes_body.h"
 #include "scores_body.h"
+#include "float_body.h"
 #include "quantize_body.h"
 #include "integer_body.h"
-#include "float_body.h"
 #include "attention_body.h"
 #include "table_body.h"
 

@@ -55,6 +55,7 @@ void embedding(const int32_t* token_ids, const Weight& w, float* out, int64_t ro
         case Format::fp32:
         case Format::bf16:
         case Format::fp16: {
+            if (w.stride == 0) break;
             const auto decode = kernels().decode[static_cast<int>(w.format)];
             const char* base = static_cast<const char*>(w.codes);
             for (int64_t t = 0; t < rows; t++) decode(base + token_ids[t] * w.stride * bytes_of(w.format), w.depth, out + t * w.depth);
@@ -65,9 +66,16 @@ void embedding(const int32_t* token_ids, const Weight& w, float* out, int64_t ro
             return by_rows(rows, w.depth, [&](int64_t begin, int64_t end) {
                 for (int64_t t = begin; t < end; t++) decode_packed_row(w, token_ids[t], out + t * w.depth);
             });
+        case Format::nf4:
+        case Format::fp8_e4m3:
+        case Format::fp8_e5m2:
+            break;
         default:
             throw std::invalid_argument("no native kernel for this embedding");
     }
+    by_rows(rows, w.depth, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) decode_float_row(w, token_ids[t], out + t * w.depth);
+    });
 }
 
 }  // namespace foretoken

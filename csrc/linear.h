@@ -59,7 +59,7 @@ RowView prepare_rows(const RowSource& source, int64_t depth, int64_t begin, int6
 
 // The families of kernels; each in a file of its own.
 void linear_dense(const Product& product);
+void linear_float(const Product& product);    // packed, rows as float32
 void linear_integer(const Product& product);  // packed int4 or int8, rows quantized
-void linear_float(const Product& product);
 
 }  // namespace foretoken

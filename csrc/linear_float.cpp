@@ -2,29 +2,11 @@
 
 #include "linear.h"
 #include "ops.h"
+#include "pack.h"
 #include "tasks.h"
 
 namespace foretoken {
 namespace {
-
-// Values of the 16 codes: int4's from its middle, and nf4's quantiles (Dettmers et al., 2023, appendix E).
-constexpr float int4_values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-constexpr float nf4_values[16] = {-1.0f,
-                                  -0.6961928009986877f,
-                                  -0.5250730514526367f,
-                                  -0.39491748809814453f,
-                                  -0.28444138169288635f,
-                                  -0.18477343022823334f,
-                                  -0.09105003625154495f,
-                                  0.0f,
-                                  0.07958029955625534f,
-                                  0.16093020141124725f,
-                                  0.24611230194568634f,
-                                  0.33791524171829224f,
-                                  0.44070982933044434f,
-                                  0.5626170039176941f,
-                                  0.7229568362236023f,
-                                  1.0f};
 
 constexpr int64_t depth_multiple = 8;
 constexpr int64_t panel_rows = 192;   // of x, whose columns of one strip stay in cache

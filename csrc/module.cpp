@@ -95,6 +95,14 @@ void py_encode_packed(uintptr_t weight, int source, int64_t stride, int64_t outp
                    wide_scales, at<uint8_t>(packed), at<void>(scales), at<uint8_t>(zeros)});
 }
 
+void py_pack_pairs(uintptr_t plain, uintptr_t packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element) {
+    pack_pairs(at<const void>(plain), at<void>(packed), outputs, depth, stride, element);
+}
+
+void py_unpack_pairs(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t depth, int64_t element) {
+    unpack_pairs(at<const void>(packed), at<void>(plain), outputs, depth, element);
+}
+
 void py_rope_store(uintptr_t qkv, int64_t stride, int64_t heads, uintptr_t q_norm, uintptr_t k_norm, float eps,
                    uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t slots, uintptr_t k_cache, uintptr_t v_cache,
                    uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim, int format,
@@ -165,6 +173,8 @@ NB_MODULE(_native, m) {
     m.def("pack_codes", &py_pack_codes, unlocked);
     m.def("encode_packed", &py_encode_packed, unlocked);
     m.def("unpack_codes", &py_unpack_codes, unlocked);
+    m.def("pack_pairs", &py_pack_pairs, unlocked);
+    m.def("unpack_pairs", &py_unpack_pairs, unlocked);
     m.def("rope_store", &py_rope_store, unlocked);
     m.def("rms_norm", &py_rms_norm, unlocked);
     m.def("rope", &py_rope, unlocked);

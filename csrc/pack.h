@@ -2,6 +2,7 @@
 //
 //   nibbles  [O/32][K/8][2][16 outputs][4]  byte j: the code of column j of the step in the low half, of j + 4 in the high one
 //   bytes    [O/32][K/4][2][16 outputs][4]  int8 code + 128
+//   pairs    [O/32][K/2][32 outputs][2]     fp8 codes, or bf16 numbers
 //   scales   [O/32][K/G][32], zeros uint8 [O/32][K/G][32]
 //
 // O is padded to 32 and K, where a row has one group, to 8: with codes that mean zero.
@@ -42,5 +43,15 @@ void encode_packed(const EncodeArgs& args);
 
 // Row `o` of a packed int4 or int8 weight as floats [K]: (code - zero) * scale.
 void decode_packed_row(const Weight& weight, int64_t o, float* out);
+
+// Elements [O, K] of 1 or 2 bytes (rows of `stride` elements) to pairs and back.
+void pack_pairs(const void* plain, void* packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element);
+void unpack_pairs(const void* packed, void* plain, int64_t outputs, int64_t depth, int64_t element);
+
+// Row `o` of a packed nf4, fp8 or bf16 weight as floats [K].
+void decode_float_row(const Weight& weight, int64_t o, float* out);
+
+// Values of the 16 codes, int4's from its middle.
+extern const float int4_values[16], nf4_values[16];
 
 }  // namespace foretoken

@@ -19,9 +19,17 @@ with suppress(ImportError):  # cpu.py then says that the module is missing
 SERVED: dict[tuple[str, str | None], int] = {
     ("int8", "int8"): 3,
     ("int4", "int8"): 4,
+    ("bf16", None): 1,
+    ("int8", None): 3,
+    ("int4", None): 4,
+    ("nf4", None): 5,
+    ("fp8_e4m3", None): 6,
+    ("fp8_e5m2", None): 7,
 }  # (format, activations) that kernels take packed: enum Format
 ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
 _NIBBLES = frozenset({"int4", "nf4"})
+_PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed by pairs of columns
+_ZEROS = frozenset({"int4", "int8"})  # may have zero points
 _MAX_DEPTH = 1 << 17  # sums of a group's codes stay exact in 32 bits
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
 _HUGE = 1 << 21  # bytes of a huge page
@@ -45,8 +53,36 @@ def _sizes(w: QuantTensor) -> tuple[int, int, int, int]:
         -(-w.shape[0] // ROWS_PER_PACK),
         -(-w.shape[1] // 8) * 8,
         w.shape[1] // w.group,
-        8 if w.format in _NIBBLES else 4,
+        8 if w.format in _NIBBLES else 2 if w.format in _PAIRS else 4,
     )
+
+
+def _codes_shape(w: QuantTensor) -> tuple[int, ...]:
+    blocks, padded, _, columns = _sizes(w)
+    return (blocks, padded // 2, ROWS_PER_PACK, 2) if columns == 2 else (blocks, padded // columns, 2, 16, 4)
+
+
+def _pack_pairs(w: QuantTensor) -> QuantTensor:
+    """fp8 and bf16. Where an output has a NaN among its e4m3 codes, "nans" marks it: the kernel cannot see it."""
+    (name, codes), blocks = _codes(w), _sizes(w)[0]
+    if tuple(codes.shape) != w.shape or not codes.is_cpu or codes.element_size() != (2 if name == "weight" else 1):
+        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
+    codes = codes if codes.stride(1) == 1 and codes.stride(0) > 0 else codes.contiguous()
+    packed = _allocate(_codes_shape(w), codes.dtype)
+    _native.pack_pairs(codes.data_ptr(), packed.data_ptr(), *w.shape, codes.stride(0), codes.element_size())
+    parts = {name: packed}
+    if name == "codes":
+        parts["scales"] = _by_block(w.parts["scales"].reshape(w.shape[0], -1), blocks, 0)
+        nans = (codes.view(torch.int8).bitwise_and(127) == 127).any(1) if w.format == "fp8_e4m3" else codes.new_zeros(0)
+        if nans.any():
+            parts["nans"] = _by_block(nans.to(torch.uint8)[:, None].expand(-1, _sizes(w)[2]), blocks, 0)
+    return replace(w, parts=parts, layout="cpu")
+
+
+def _codes(w: QuantTensor) -> tuple[str, Tensor]:
+    """The part with the numbers, and its name."""
+    name = "codes" if "codes" in w.parts else "weight"
+    return name, w.parts[name]
 
 
 def _by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
@@ -65,12 +101,16 @@ def pack(w: QuantTensor) -> QuantTensor:
         return w
     if (w.group != depth and w.group % 32) or depth % w.group:
         return w
-    blocks, padded, groups, columns = _sizes(w)
+    if "zeros" in w.parts and w.format not in _ZEROS:
+        return w
+    blocks, _, groups, columns = _sizes(w)
+    if columns == 2:
+        return _pack_pairs(w)
     codes, zeros = w.parts["codes"].contiguous(), w.parts.get("zeros")
     if codes.element_size() != 1 or not codes.is_cpu or tuple(codes.shape) != w.shape:
         raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     zeros = None if zeros is None else zeros.to(torch.uint8).reshape(-1, groups).contiguous()
-    packed = _allocate((blocks, padded // columns, 2, 16, 4), torch.uint8)
+    packed = _allocate(_codes_shape(w), torch.uint8)
     _native.pack_codes(
         codes.data_ptr(),
         packed.data_ptr(),
@@ -126,11 +166,14 @@ def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool 
 def unpack(w: QuantTensor) -> QuantTensor:
     """The inverse of pack."""
     describe(w)  # for its checks
-    columns = _sizes(w)[3]
-    codes = torch.empty(w.shape, dtype=torch.uint8 if columns == 8 else torch.int8)
-    _native.unpack_codes(w.parts["codes"].data_ptr(), codes.data_ptr(), *w.shape, columns == 8)
-    parts = {"codes": codes}
-    for name in w.parts.keys() - {"codes"}:
+    columns, (key, packed) = _sizes(w)[3], _codes(w)
+    codes = torch.empty(w.shape, dtype=torch.int8 if columns == 4 else packed.dtype)
+    if columns == 2:
+        _native.unpack_pairs(packed.data_ptr(), codes.data_ptr(), *w.shape, codes.element_size())
+    else:
+        _native.unpack_codes(packed.data_ptr(), codes.data_ptr(), *w.shape, columns == 8)
+    parts = {key: codes}
+    for name in w.parts.keys() - {key, "nans"}:
         parts[name] = w.parts[name].transpose(1, 2).flatten(0, 1)[: w.shape[0]].contiguous()
     return replace(w, parts=parts, layout="plain")
 
@@ -150,8 +193,8 @@ def concat(parts: Seq[QuantTensor]) -> QuantTensor:
             f"packed weights of {[w.shape[0] for w in parts]} outputs cannot be joined; join them before pack"
         )
     joined = {}
-    for name, part in first.parts.items():
-        pieces = [w.parts[name] for w in parts]
+    for name, part in {k: t for w in parts for k, t in w.parts.items()}.items():
+        pieces = [w.parts[name] if name in w.parts else part.new_zeros(_sizes(w)[0], *part.shape[1:]) for w in parts]
         out = _allocate((sum(p.shape[0] for p in pieces), *part.shape[1:]), part.dtype)
         joined[name] = torch.cat(pieces, out=out)
     return replace(first, shape=(sum(w.shape[0] for w in parts), first.shape[1]), parts=joined)
@@ -161,24 +204,23 @@ def describe(w: QuantTensor) -> _native.Weight:
     """Raises ValueError where the tensors are not those that pack makes: a kernel would read outside them."""
     if (w.format, w.activations) not in SERVED:
         raise ValueError(f"no packed weight is in {w.format} with activations {w.activations}; pack it again")
-    (outputs, depth), codes, scales = w.shape, w.parts["codes"], w.parts["scales"]
-    blocks, padded, groups, columns = _sizes(w)
-    zeros = w.parts.get("zeros")
-    wanted = {"codes": (blocks, padded // columns, 2, 16, 4), "scales": (blocks, groups, ROWS_PER_PACK)}
-    if zeros is not None:
-        wanted["zeros"] = wanted["scales"]
-    for name, shape in wanted.items():
-        part = w.parts[name]
-        if tuple(part.shape) != shape or not part.is_contiguous() or not part.is_cpu:
-            raise ValueError(
-                f"{name} {tuple(part.shape)} of a packed weight {w.shape} in {w.format} must be {shape}; pack it again"
-            )
-    if (
-        scales.dtype not in _SCALES
-        or codes.dtype is not torch.uint8
-        or (zeros is not None and zeros.dtype is not torch.uint8)
-    ):
-        raise TypeError(f"a packed weight in {w.format} has codes {codes.dtype}, scales {scales.dtype}; pack it again")
+    (outputs, depth), (name, codes), scales = w.shape, _codes(w), w.parts.get("scales")
+    blocks, _, groups, _ = _sizes(w)
+    wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        name: (_codes_shape(w), (torch.bfloat16 if name == "weight" else torch.uint8,))
+    }
+    if name == "codes":
+        wanted["scales"] = (blocks, groups, ROWS_PER_PACK), tuple(_SCALES)
+    marks = "nans" if w.format == "fp8_e4m3" else "zeros"
+    if marks in w.parts:
+        wanted[marks] = (blocks, groups, ROWS_PER_PACK), (torch.uint8,)
+    for part, (shape, dtypes) in wanted.items():
+        t = w.parts.get(part)
+        if t is None or tuple(t.shape) != shape or not t.is_contiguous() or not t.is_cpu:
+            got = None if t is None else tuple(t.shape)
+            raise ValueError(f"{part} {got} of a packed weight {w.shape} in {w.format} must be {shape}; pack it again")
+        if t.dtype not in dtypes:
+            raise TypeError(f"{part} of a packed weight in {w.format} cannot be {t.dtype}; pack it again")
     if groups == 0 or depth % groups or depth > _MAX_DEPTH or (groups > 1 and w.group % 32):
         raise ValueError(f"no kernel takes a packed weight {w.shape} with {groups} groups; pack it again")
     return _native.Weight(
@@ -189,7 +231,7 @@ def describe(w: QuantTensor) -> _native.Weight:
         w.group,
         0,
         codes.data_ptr(),
-        scales.data_ptr(),
-        _SCALES[scales.dtype],
-        0 if zeros is None else zeros.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0 if scales is None else _SCALES[scales.dtype],
+        w.parts[marks].data_ptr() if marks in w.parts else 0,
     )
