@@ -33,7 +33,9 @@ def encoded(weight: Tensor, name: str, group: int | None, symmetric: bool) -> Qu
     zeros = None
     if name == "int8" and group is None:
         used = most.isfinite() & (most >= SMALLEST)
-        codes = torch.where(used[..., None], (x * (127.0 / most)[..., None]).round(), torch.zeros_like(x))
+        codes = torch.where(
+            used[..., None], (x * (torch.full_like(most, 127.0) / most)[..., None]).round(), torch.zeros_like(x)
+        )
         scales = torch.where(used, most / 127.0, torch.where(most.isfinite(), 0.0, torch.nan))
     elif name == "int8":
         scales = scales_of(most, 127.0)
