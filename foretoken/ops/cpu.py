@@ -33,7 +33,8 @@ else:
 row_invariant = True
 _CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LINEAR_FORMATS = frozenset(_CODES) | {name for name, _ in _packed.SERVED}
+# Formats whose kernels take float rows; `serves` knows of weights that want their rows quantized as well.
+LINEAR_FORMATS = frozenset(_CODES) | {name for name, rows in _packed.SERVED if rows is None}
 KV_FORMATS = frozenset(_CODES)
 ROWS_PER_PACK = _packed.ROWS_PER_PACK
 pack, unpack, concat, encode = _packed.pack, _packed.unpack, _packed.concat, _packed.encode
