@@ -1,5 +1,6 @@
 // Dense weights rounded to nearest and packed in one pass, as foretoken/formats/int4.py and int8.py define the codes.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -12,20 +13,36 @@ namespace {
 
 constexpr float smallest = 0x1p-100f;  // groups below have scale 0
 
-// To the nearest integer, halves to even; |v| < 2^22.
-float rounded(float v) { return (v + 12582912.0f) - 12582912.0f; }
+int32_t bits_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
 
-float clamped(float v, float low, float high) { return v < low ? low : v > high ? high : v; }
+// To the nearest integer, halves to even, |v| < 2^22: 1.5 * 2^23 is added, and the fraction ends in the integer.
+int32_t rounded(float v) { return bits_of(v + 12582912.0f) - 0x4b400000; }
 
-bool finite(const float* x, int64_t n) {
-    uint32_t most = 0;
+// Here and below integers are compared, not floats: those a compiler may turn into vectors without leave to ignore NaN.
+int32_t clamped(int32_t v, int32_t low, int32_t high) { return v < low ? low : v > high ? high : v; }
+
+// The lowest and the highest of 0 and n numbers, and whether all are finite.
+struct Range {
+    float low, high;
+    bool finite;
+};
+
+Range range_of(const float* x, int64_t n) {
+    int32_t low = 0, high = 0;
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        std::memcpy(&bits, x + i, 4);
-        bits &= 0x7fffffffu;
-        most = bits > most ? bits : most;
+        const int32_t bits = bits_of(x[i]), key = bits ^ (bits >> 31 & 0x7fffffff);  // ordered as the numbers are
+        low = key < low ? key : low;
+        high = key > high ? key : high;
     }
-    return most < 0x7f800000u;
+    Range range{0.0f, 0.0f, high < 0x7f800000 && low > ~0x7f800000};
+    low ^= low >> 31 & 0x7fffffff;
+    std::memcpy(&range.low, &low, 4);
+    std::memcpy(&range.high, &high, 4);
+    return range;
 }
 
 // The scale as bfloat16 holds it; 0 or NaN where no codes are to be.
@@ -48,32 +65,28 @@ struct Group {
 
 // One group of n weights as codes: int8 (with a float32 scale for a whole row, else bfloat16), int4 symmetric or not.
 Group encode_group(const EncodeArgs& a, const float* x, int64_t n, uint8_t* codes) {
-    float low = 0.0f, high = 0.0f;
-    for (int64_t i = 0; i < n; i++) {
-        low = x[i] < low ? x[i] : low;
-        high = x[i] > high ? x[i] : high;
-    }
-    const bool is_finite = finite(x, n);
+    const auto [low, high, is_finite] = range_of(x, n);
     const float most = high > -low ? high : -low;
     if (!a.nibbles && a.wide_scales) {
         const bool used = is_finite && most >= smallest;
-        const float inverse = used ? 127.0f / most : 0.0f;
-        for (int64_t i = 0; i < n; i++)
-            codes[i] = static_cast<uint8_t>(used ? static_cast<int8_t>(clamped(rounded(x[i] * inverse), -127.0f, 127.0f)) : 0);
+        if (used) {
+            const float inverse = 127.0f / most;
+            for (int64_t i = 0; i < n; i++) codes[i] = static_cast<uint8_t>(clamped(rounded(x[i] * inverse), -127, 127));
+        } else {
+            std::memset(codes, 0, static_cast<size_t>(n));
+        }
         return {used ? most / 127.0f : is_finite ? 0.0f : NAN, 0};
     }
     const float scale = !a.nibbles     ? stored_scale(most, 127.0f, is_finite)
                         : a.asymmetric ? stored_scale(high / 15.0f - low / 15.0f, 1.0f, is_finite)
                                        : stored_scale(most, 7.5f, is_finite);
     const bool used = scale > 0.0f;
-    if (!a.nibbles) {
-        for (int64_t i = 0; i < n; i++)
-            codes[i] = static_cast<uint8_t>(used ? static_cast<int8_t>(clamped(rounded(x[i] / scale), -127.0f, 127.0f)) : 0);
-        return {scale, 0};
-    }
-    const float zero = !a.asymmetric ? 8.0f : used ? clamped(rounded(-low / scale), 0.0f, 15.0f) : 0.0f;
-    for (int64_t i = 0; i < n; i++)
-        codes[i] = static_cast<uint8_t>(used ? clamped(rounded(x[i] / scale) + zero, 0.0f, 15.0f) : zero);
+    const int32_t zero = !a.nibbles ? 0 : !a.asymmetric ? 8 : used ? clamped(rounded(-low / scale), 0, 15) : 0;
+    const int32_t least = a.nibbles ? 0 : -127, greatest = a.nibbles ? 15 : 127;
+    if (used)
+        for (int64_t i = 0; i < n; i++) codes[i] = static_cast<uint8_t>(clamped(rounded(x[i] / scale) + zero, least, greatest));
+    else
+        std::memset(codes, zero, static_cast<size_t>(n));
     return {scale, static_cast<uint8_t>(zero)};
 }
 

@@ -36,7 +36,7 @@ inline Codes low_nibbles(Codes a) {
 inline Codes high_nibbles(Codes a) { return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)}); }
 
 // sums[h] += the dot products of four codes of each output and four bytes of x. `small`: codes are at most 15.
-template <bool small>
+template <bool small, bool>
 INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
     const __m256i q = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x)), one = _mm256_set1_epi16(1);
     auto dot = [&](__m256i& part, __m256i c) INLINE_LAMBDA {

@@ -29,15 +29,24 @@ inline Codes low_nibbles(Codes a) { return {_mm512_and_si512(a.r, _mm512_set1_ep
 inline Codes high_nibbles(Codes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.r, 4), _mm512_set1_epi8(15))}; }
 
 // sums[h] += the dot products of four codes of each output and four bytes of x. `small`: codes are at most 15.
-template <bool small>
+// `twice` chooses between ways of the same worth.
+template <bool small, bool twice>
 INLINE void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
     const int32_t& quad = *reinterpret_cast<const int32_t*>(x);
 #ifdef HAS_VNNI
-    // One piece of assembly, because GCC otherwise loads x early and moves accumulators about until some spill to memory.
-    __m512i t;
-    asm("vpbroadcastd %5, %2\n\tvpdpbusd %2, %3, %0\n\tvpdpbusd %2, %4, %1"
-        : "+v"(sums[0].r), "+v"(sums[1].r), "=&v"(t)
-        : "v"(w[0].r), "v"(w[1].r), "m"(quad));
+    // In assembly, because GCC otherwise loads x early and moves accumulators about until some spill to memory. Half of the
+    // rows broadcast x once for both sums (three instructions, one load), half do so in each sum (two instructions, two
+    // loads): neither the front end nor the load ports then hold the multipliers up.
+    if constexpr (twice) {
+        asm("vpdpbusd %4%{1to16%}, %2, %0\n\tvpdpbusd %4%{1to16%}, %3, %1"
+            : "+v"(sums[0].r), "+v"(sums[1].r)
+            : "v"(w[0].r), "v"(w[1].r), "m"(quad));
+    } else {
+        __m512i t;
+        asm("vpbroadcastd %5, %2\n\tvpdpbusd %2, %3, %0\n\tvpdpbusd %2, %4, %1"
+            : "+v"(sums[0].r), "+v"(sums[1].r), "=&v"(t)
+            : "v"(w[0].r), "v"(w[1].r), "m"(quad));
+    }
 #else
     const __m512i q = _mm512_set1_epi32(quad), one = _mm512_set1_epi16(1);
     auto dot = [&](I& sum, __m512i c) INLINE_LAMBDA {

@@ -38,7 +38,7 @@ inline Codes low_nibbles(const Codes& a) { return each_code([&](int i) { return 
 inline Codes high_nibbles(const Codes& a) { return each_code([&](int i) { return a.r[i] >> 4; }); }
 
 // sums[h] += the dot products of four codes of each output and four bytes of x.
-template <bool small>
+template <bool small, bool>
 inline void add_dots(I (&sums)[halves], const Codes (&w)[halves], const int8_t* x) {
     for (int i = 0; i < 16; i++) {
         int32_t dot = 0;

@@ -4,7 +4,7 @@
 // are unpacked once for all rows of a tile; when there are several tiles, once for all of them, a span of columns at a time.
 
 constexpr int64_t integer_prefetch = 4096;  // bytes
-constexpr int64_t integer_cache = 384 * 1024;  // bytes of x that a batch of rows may take
+constexpr int64_t write_ahead = 8;  // rows
 constexpr int64_t unpack_tiles = 3;  // tiles that make it worth while to unpack nibbles to memory
 
 template <class T>
@@ -69,7 +69,7 @@ INLINE void multiply_codes(const uint8_t* w, const int8_t* x, I (&sums)[sets][M]
         Codes codes[halves];
         unroll<halves>([&](auto h) INLINE_LAMBDA { codes[h] = W::get(w, quad, h); });
         unroll<M>([&](auto m) INLINE_LAMBDA {
-            add_dots<W::small>(sums[quad % sets][m], codes, x + m * code_step + quad * 4);
+            add_dots<W::small, m % 2 == 1>(sums[quad % sets][m], codes, x + m * code_step + quad * 4);
         });
     });
 }
@@ -154,6 +154,15 @@ inline void unpack_nibbles(const uint8_t* nibbles, int64_t steps, uint8_t* bytes
         unroll<4>([&](auto i) INLINE_LAMBDA { store_codes(bytes + i * 64, Nibbles::get(nibbles, i / 2, i % 2)); });
 }
 
+// Rows of the result lie far apart: each is another page, whose address takes time to find.
+inline void prefetch_outputs(const IntegerArgs& a, int64_t block, int64_t t) {
+    const int64_t first = t * a.outputs + block * block_outputs;
+    for (int64_t i = 0; i < block_outputs; i += lanes) {
+        prefetch(a.out + first + i);
+        if (a.residual) prefetch(a.residual + first + i);
+    }
+}
+
 inline void write_outputs(const IntegerArgs& a, int64_t block, int64_t t, const float* sums) {
     const int64_t o = block * block_outputs;
     const int64_t count = a.outputs - o < block_outputs ? a.outputs - o : block_outputs;
@@ -210,7 +219,10 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
             (!a.nibbles ? kernel_for<Bytes<false>, 2>(M) : unpack ? kernel_for<Bytes<true>, 1>(M) : kernel_for<Nibbles, 1>(M))(t);
         }
     }
-    for (int64_t t = 0; t < rows; t++) write_outputs(a, block, row + t, sums + t * block_outputs);
+    for (int64_t t = 0; t < rows; t++) {
+        if (t + write_ahead < rows) prefetch_outputs(a, block, row + t + write_ahead);
+        write_outputs(a, block, row + t, sums + t * block_outputs);
+    }
 }
 
 void integer(const IntegerArgs& a, int64_t begin, int64_t end, float* scratch) {

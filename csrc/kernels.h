@@ -120,6 +120,7 @@ constexpr int64_t depth_step = 16;   // `linear` takes K in steps of 2 x 8 lanes
 constexpr int64_t block_outputs = 32;  // packed weights come in blocks of 32 outputs
 constexpr int64_t code_step = 32;      // codes of x come in pieces of 32 along K
 constexpr int64_t integer_span = 512;  // columns that many tiles of rows share before the next ones (groups stay whole)
+constexpr int64_t integer_cache = 256 * 1024;  // bytes of x codes, or of weights, that should stay in a second-level cache
 constexpr int64_t key_block = 256;   // attention sums keys in blocks of this many positions
 constexpr int64_t score_stride = key_block + lanes;  // from one query's scores to the next one's
 constexpr int64_t panel_keys = 64;   // keys or values that are widened at once, where many queries share them

@@ -34,7 +34,8 @@ void linear_integer(const Product& p) {
     float* x_scales = scratch(packed_area, rows * (2 * groups + pieces / 4 + 16));
     int32_t* starts = reinterpret_cast<int32_t*>(x_scales + rows * groups);
     int8_t* codes = reinterpret_cast<int8_t*>(x_scales + round_up(2 * rows * groups, 16));
-    by_rows(rows, p.source.kind == RowSource::silu ? 2 * depth : depth / 2, [&](int64_t begin, int64_t end) {
+    const int64_t passes = p.source.kind == RowSource::silu ? 8 : p.source.kind == RowSource::norm ? 4 : 2;  // over a row
+    by_rows(rows, passes * depth, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
             const int64_t first = t / tile * tile, m = t - first, M = std::min(tile, rows - first);
             const RowView x = prepare_rows(p.source, depth, t, t + 1, scratch(rows_area, depth));
@@ -47,7 +48,7 @@ void linear_integer(const Product& p) {
                            p.bias, p.residual, p.out, rows, w.outputs, padded, groups == 1 ? padded : w.group, tile};
     const int64_t blocks = round_up(w.outputs, block_outputs) / block_outputs, block_bytes = padded * block_outputs / (nibbles ? 2 : 1);
     // When the rows take several turns, the weights of a task should still be in the second-level cache at the next one.
-    const int64_t most = rows * padded > 256 * 1024 ? std::max<int64_t>(1, 256 * 1024 / block_bytes) : blocks;
+    const int64_t most = rows * padded > integer_cache ? std::max<int64_t>(1, integer_cache / block_bytes) : blocks;
     const std::vector<int64_t>& ends = cut(blocks, most);
     run_tasks(static_cast<int64_t>(ends.size()), w.outputs * depth * (2 + rows) > 16 * serial_cost, [&](int64_t i) {
         table.integer(args, i == 0 ? 0 : ends[i - 1], ends[i], scratch(integer_area, integer_scratch(rows, args.group)));

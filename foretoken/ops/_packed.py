@@ -136,7 +136,12 @@ def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool 
     columns = group or depth
     if weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1 or (name, "int8") not in SERVED:
         raise ValueError(f"a weight {weight.dtype}, {weight.stride()} cannot be stored in {name!r} here")
-    if depth % columns or (columns != depth and columns % 32) or depth > _MAX_DEPTH or not (symmetric or name == "int4"):
+    if (
+        depth % columns
+        or (columns != depth and columns % 32)
+        or depth > _MAX_DEPTH
+        or not (symmetric or name == "int4")
+    ):
         raise ValueError(f"no kernel takes {name} with groups of {group} in rows of {depth}; choose 32, 64 or 128")
     blocks, groups, wide = -(-outputs // ROWS_PER_PACK), depth // columns, name == "int8" and group is None
     step = 8 if name in _NIBBLES else 4

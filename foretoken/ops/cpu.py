@@ -34,7 +34,8 @@ else:
 row_invariant = True
 _CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LINEAR_FORMATS = frozenset(_CODES) | {name for name, _ in _packed.SERVED}
+# Formats whose kernels take float rows; `serves` knows of weights that want their rows quantized as well.
+LINEAR_FORMATS = frozenset(_CODES) | {name for name, rows in _packed.SERVED if rows is None}
 _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
     "fp32": (0, torch.float32),
     "bf16": (1, torch.bfloat16),
@@ -46,7 +47,7 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
 _SCALED = frozenset({"int8", "fp8_e4m3", "fp8_e5m2"})
 KV_FORMATS = frozenset(_KV)
 ROWS_PER_PACK = _packed.ROWS_PER_PACK
-pack, unpack, concat = _packed.pack, _packed.unpack, _packed.concat
+pack, unpack, concat, encode = _packed.pack, _packed.unpack, _packed.concat, _packed.encode
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
 _MAX_DIM = 512  # max_dim in csrc/kernels.h

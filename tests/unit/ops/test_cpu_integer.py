@@ -72,7 +72,8 @@ def rounded_once(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         toward = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
     odd = (total.view(np.int64) & 1) == 1
-    return np.where((error == 0) | odd | np.isnan(total), total, toward).astype(np.float32)
+    with np.errstate(over="ignore"):
+        return np.where((error == 0) | odd | np.isnan(total), total, toward).astype(np.float32)
 
 
 def product(x: Tensor, w: QuantTensor) -> Tensor:
