@@ -28,7 +28,9 @@ class Float8(Coded):
         x = x.float()
         a = x.abs().amax(-1, keepdim=True)
         usable = a.isfinite() & (a >= SMALLEST)
-        scaled = torch.where(usable, (x * (self.largest / a)).clamp_(-self.largest, self.largest), 0.0)
+        scaled = torch.where(
+            usable, (x * (torch.full_like(a, self.largest) / a)).clamp_(-self.largest, self.largest), 0.0
+        )
         scales = torch.where(usable, a / self.largest, torch.where(a.isfinite(), 0.0, torch.nan))
         return scaled.to(self.dtype).view(torch.uint8), scales
 

@@ -140,11 +140,12 @@ def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     Of each row and group (None: the row): a = max |x|; scale = a / 127, code = x * (127 / a) rounded to nearest even.
     Below 2^-100, a counts as 0 (scale 0, codes 0); NaN or infinity make the scale NaN and the codes 0.
     """
+    # Not `127.0 / a`: PyTorch computes that as 127 * (1 / a), which rounds twice.
     size = group or x.shape[-1]
     x = x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
     a = x.abs().amax(-1, keepdim=True)
     usable = a.isfinite() & (a >= SMALLEST)
-    codes = torch.where(usable, (x * (127.0 / a)).round_().clamp_(-127, 127), 0.0).to(torch.int8)
+    codes = torch.where(usable, (x * (torch.full_like(a, 127.0) / a)).round_().clamp_(-127, 127), 0.0).to(torch.int8)
     scales = torch.where(usable, a / 127.0, torch.where(a.isfinite(), 0.0, torch.nan))
     return codes.flatten(-2), scales.squeeze(-1)
 

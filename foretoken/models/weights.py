@@ -6,9 +6,7 @@ plain codes are ever whole in memory.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence as Seq
-from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
+from foretoken.formats._memory import roomy
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
 from foretoken.models.layers import LayerWeights, ModelWeights
@@ -24,7 +23,6 @@ from foretoken.ops import Ops
 Progress = Callable[[int, int], None]
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few, so that they stay in the processor's cache
 ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of so many rows
-_HUGE = 2 << 20  # bytes of a huge page
 
 
 class Source(Protocol):
@@ -120,7 +118,7 @@ class _Reader:
         progress: Progress | None,
     ) -> None:
         self.config, self.source, self.quant, self.device = config, source, quant, device
-        self.pack = ops.pack
+        self.encode = ops.encode
         self.shapes = expected_shapes(config)
         self.progress = progress
         self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
@@ -171,7 +169,7 @@ class _Reader:
             count = min(step, height - start)
             rows = [r.to(self.device, dtype) for r in self._rows(names, start, start + count)]
             chunk = rows[0] if len(rows) == 1 else torch.cat(rows)
-            piece = self.pack(self.quant.encode(chunk))
+            piece = self.encode(chunk, self.quant)
             self._tick(chunk.numel())
             if count == height:
                 return piece
@@ -199,20 +197,7 @@ def _room(piece: QuantTensor, height: int) -> QuantTensor:
 
     def room(part: Tensor) -> Tensor:
         unit = piece.shape[0] // part.shape[0]  # rows of the weight in one of the part: 1, or a packed tile's
-        return empty((-(-height // unit), *part.shape[1:]), part.dtype, part.device)
+        return roomy((-(-height // unit), *part.shape[1:]), part.dtype, part.device)
 
     parts = {name: room(part) for name, part in piece.parts.items()}
     return replace(piece, shape=(height, piece.shape[1]), parts=parts)
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for weights; on huge pages where the system gives them (fewer address look-ups while weights stream)."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    if device.type != "cpu" or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones stay small
-    with suppress(OSError):  # a kernel without them: the memory serves as it is
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` as long as a part of it lives
-    start = -whole.data_ptr() % _HUGE  # untouched pages before it take no memory
-    return whole[start : start + size].view(dtype).view(shape)

@@ -22,7 +22,7 @@ from foretoken import registry
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme
-from foretoken.formats.scheme import KVLayer, QuantTensor
+from foretoken.formats.scheme import KVLayer, QuantScheme, QuantTensor
 from foretoken.ops import reference
 
 log = logging.getLogger("foretoken.ops")
@@ -83,6 +83,12 @@ class Ops:
         """`w` as this backend's kernels want it; itself where they take it as it is, or not at all."""
         packing: Callable[[QuantTensor], QuantTensor] | None = getattr(self.backend, "pack", None)
         return w if packing is None else packing(w)
+
+    def encode(self, weight: Tensor, quant: QuantScheme) -> QuantTensor:
+        """A dense weight [O, K] stored by `quant` and packed; a backend may do both in one pass, with the same bits."""
+        encoding: Callable[[Tensor, QuantScheme], QuantTensor | None] | None = getattr(self.backend, "encode", None)
+        done = None if encoding is None else encoding(weight, quant)
+        return self.pack(quant.encode(weight)) if done is None else done
 
     def unpack(self, w: QuantTensor) -> QuantTensor:
         """The inverse of pack: the format's own layout."""

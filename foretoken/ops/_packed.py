@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foretoken.formats.scheme import QuantTensor
+from foretoken.formats._memory import roomy
+from foretoken.formats.scheme import QuantScheme, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
     from foretoken import _native
@@ -32,19 +31,6 @@ _PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed by pairs of colum
 _ZEROS = frozenset({"int4", "int8"})  # may have zero points
 _MAX_DEPTH = 1 << 17  # sums of a group's codes stay exact in 32 bits
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
-_HUGE = 1 << 21  # bytes of a huge page
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty tensor, aligned to a cache line; on huge pages, where the system gives them, if it is large."""
-    size = math.prod(shape) * dtype.itemsize
-    if size < 2 * _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` as long as a tensor lives in it
-    start = -whole.data_ptr() % _HUGE
-    return whole[start : start + size].view(dtype).view(shape)
 
 
 def _sizes(w: QuantTensor) -> tuple[int, int, int, int]:
@@ -68,7 +54,7 @@ def _pack_pairs(w: QuantTensor) -> QuantTensor:
     if tuple(codes.shape) != w.shape or not codes.is_cpu or codes.element_size() != (2 if name == "weight" else 1):
         raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     codes = codes if codes.stride(1) == 1 and codes.stride(0) > 0 else codes.contiguous()
-    packed = _allocate(_codes_shape(w), codes.dtype)
+    packed = roomy(_codes_shape(w), codes.dtype)
     _native.pack_pairs(codes.data_ptr(), packed.data_ptr(), *w.shape, codes.stride(0), codes.element_size())
     parts = {name: packed}
     if name == "codes":
@@ -87,7 +73,7 @@ def _codes(w: QuantTensor) -> tuple[str, Tensor]:
 
 def _by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
     """x [O, K/G] as [O/32, K/G, 32], filled up with `fill`."""
-    padded = _allocate((blocks, x.shape[1], ROWS_PER_PACK), x.dtype).fill_(fill)
+    padded = roomy((blocks, x.shape[1], ROWS_PER_PACK), x.dtype).fill_(fill)
     whole = x.shape[0] // ROWS_PER_PACK
     padded[:whole] = x[: whole * ROWS_PER_PACK].view(whole, ROWS_PER_PACK, x.shape[1]).transpose(1, 2)
     padded[whole:, :, : x.shape[0] % ROWS_PER_PACK] = x[whole * ROWS_PER_PACK :].T
@@ -110,7 +96,7 @@ def pack(w: QuantTensor) -> QuantTensor:
     if codes.element_size() != 1 or not codes.is_cpu or tuple(codes.shape) != w.shape:
         raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     zeros = None if zeros is None else zeros.to(torch.uint8).reshape(-1, groups).contiguous()
-    packed = _allocate(_codes_shape(w), torch.uint8)
+    packed = roomy(_codes_shape(w), torch.uint8)
     _native.pack_codes(
         codes.data_ptr(),
         packed.data_ptr(),
@@ -124,6 +110,18 @@ def pack(w: QuantTensor) -> QuantTensor:
     if zeros is not None:
         parts["zeros"] = _by_block(zeros, blocks, 0)
     return replace(w, parts=parts, layout="cpu")
+
+
+def encode_by(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
+    """weight [O, K] stored by `quant` and packed in one pass; None for what `encode` does not take."""
+    name, depth = quant.format_for(weight.dtype), weight.shape[1]
+    if quant.activations != "int8" or weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1:
+        return None
+    args = quant.args(depth)
+    columns = args.group or depth
+    if 0 in weight.shape or depth > _MAX_DEPTH or (columns != depth and columns % 32):
+        return None
+    return encode(weight, name, args.group, args.symmetric)
 
 
 def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool = True) -> QuantTensor:
@@ -146,11 +144,11 @@ def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool 
     blocks, groups, wide = -(-outputs // ROWS_PER_PACK), depth // columns, name == "int8" and group is None
     step = 8 if name in _NIBBLES else 4
     parts = {
-        "codes": _allocate((blocks, -(-depth // 8) * 8 // step, 2, 16, 4), torch.uint8),
-        "scales": _allocate((blocks, groups, ROWS_PER_PACK), torch.float32 if wide else torch.bfloat16),
+        "codes": roomy((blocks, -(-depth // 8) * 8 // step, 2, 16, 4), torch.uint8),
+        "scales": roomy((blocks, groups, ROWS_PER_PACK), torch.float32 if wide else torch.bfloat16),
     }
     if not symmetric:
-        parts["zeros"] = _allocate((blocks, groups, ROWS_PER_PACK), torch.uint8)
+        parts["zeros"] = roomy((blocks, groups, ROWS_PER_PACK), torch.uint8)
     _native.encode_packed(
         weight.data_ptr(),
         _SCALES[weight.dtype],
@@ -200,7 +198,7 @@ def concat(parts: Seq[QuantTensor]) -> QuantTensor:
     joined = {}
     for name, part in {k: t for w in parts for k, t in w.parts.items()}.items():
         pieces = [w.parts[name] if name in w.parts else part.new_zeros(_sizes(w)[0], *part.shape[1:]) for w in parts]
-        out = _allocate((sum(p.shape[0] for p in pieces), *part.shape[1:]), part.dtype)
+        out = roomy((sum(p.shape[0] for p in pieces), *part.shape[1:]), part.dtype)
         joined[name] = torch.cat(pieces, out=out)
     return replace(first, shape=(sum(w.shape[0] for w in parts), first.shape[1]), parts=joined)
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken import registry
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import KVLayer, QuantTensor
@@ -47,7 +46,7 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
 _SCALED = frozenset({"int8", "fp8_e4m3", "fp8_e5m2"})
 KV_FORMATS = frozenset(_KV)
 ROWS_PER_PACK = _packed.ROWS_PER_PACK
-pack, unpack, concat, encode = _packed.pack, _packed.unpack, _packed.concat, _packed.encode
+pack, unpack, concat, encode = _packed.pack, _packed.unpack, _packed.concat, _packed.encode_by
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
 _MAX_DIM = 512  # max_dim in csrc/kernels.h

@@ -9,8 +9,9 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from foretoken.formats.scheme import QuantTensor
-from foretoken.ops import cpu
+from foretoken import ops
+from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.ops import _packed, cpu
 
 SMALLEST = 2.0**-100
 
@@ -78,7 +79,7 @@ def test_codes_and_scales_are_those_of_the_definition(isa, kind, O, group, width
     weight = (randn(O, width * (group or 17), seed=O) * size).to(dtype)
     weight[0] = 0
     with instructions(isa):
-        got = cpu.encode(weight, kind[0], group, kind[1])
+        got = _packed.encode(weight, kind[0], group, kind[1])
     wanted = encoded(weight, kind[0], group, kind[1])
     assert equal(cpu.unpack(got), wanted)
     assert equal(got, cpu.pack(wanted)) and got.layout == "cpu" and got.activations == "int8"
@@ -98,14 +99,37 @@ def test_ends_of_the_range(name, symmetric, group):
     weight = torch.stack([r.float() for r in rows]).repeat(20, 2)[:, :64]
     with threads(2):
         assert equal(
-            cpu.unpack(cpu.encode(weight, name, group, symmetric)), encoded(weight.contiguous(), name, group, symmetric)
+            cpu.unpack(_packed.encode(weight, name, group, symmetric)),
+            encoded(weight.contiguous(), name, group, symmetric),
         )
 
 
 def test_what_cannot_be_stored_is_refused():
     with pytest.raises(ValueError, match="choose 32, 64 or 128"):
-        cpu.encode(randn(4, 48), "int4", 24)
+        _packed.encode(randn(4, 48), "int4", 24)
     with pytest.raises(ValueError, match="choose 32, 64 or 128"):
-        cpu.encode(randn(4, 64), "int8", 32, symmetric=False)
+        _packed.encode(randn(4, 64), "int8", 32, symmetric=False)
     with pytest.raises(ValueError, match="cannot be stored"):
-        cpu.encode(randn(4, 64).double(), "int4", 32)
+        _packed.encode(randn(4, 64).double(), "int4", 32)
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-g32", "w4a8", "w4a8-g64", "w4a8-asym"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_pass_gives_the_bits_of_encode_then_pack(name, dtype):
+    """In half precision many values lie half-way between two codes: both must round them alike."""
+    quant, cpu_ops = QuantScheme.parse(name), ops.resolve("cpu")
+    weight = randn(70, 256, seed=3).to(dtype)
+    got, wanted = cpu_ops.encode(weight, quant), cpu_ops.pack(quant.encode(weight))
+    assert (got.format, got.shape, got.activations, got.layout) == (wanted.format, wanted.shape, "int8", "cpu")
+    assert got.parts.keys() == wanted.parts.keys()
+    assert all(got.parts[p].equal(wanted.parts[p]) and got.parts[p].dtype == wanted.parts[p].dtype for p in got.parts)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "nf4", "fp8", "bf16"])
+def test_what_has_no_single_pass_is_encoded_and_packed(name):
+    quant, cpu_ops = QuantScheme.parse(name), ops.resolve("cpu")
+    weight = randn(40, 128)
+    assert cpu.encode(weight, quant) is None
+    got = cpu_ops.unpack(cpu_ops.encode(weight, quant))
+    wanted = quant.encode(weight)
+    assert all(got.parts[p].equal(wanted.parts[p]) for p in wanted.parts)
