@@ -3,7 +3,7 @@
 // A tile holds M rows of x against 32 outputs: 16 outputs in the lanes of an accumulator, four columns in each step. Weights
 // are unpacked once for all rows of a tile; when there are several tiles, once for all of them, a span of columns at a time.
 
-constexpr int64_t integer_prefetch = 1024;  // bytes
+constexpr int64_t integer_prefetch = 4096;  // bytes
 constexpr int64_t write_ahead = 8;  // rows
 constexpr int64_t unpack_tiles = 3;  // tiles that make it worth while to unpack nibbles to memory
 

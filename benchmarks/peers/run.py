@@ -23,7 +23,7 @@ from client import Client
 from measure import Group, Plan, Result, as_record
 from table import render
 
-from foretoken.engine.build import available_memory
+from foretoken.engine.memory import available_memory
 from foretoken.study import record
 
 SCHEMA = "foretoken.peers/1"
