@@ -24,7 +24,7 @@ from lawkit import Pair, TreeDrafter, knowing, make_engine, random_prompts, run
 
 from foretoken import batch
 from foretoken.engine.scheduler import Scheduler
-from foretoken.formats import int8
+from foretoken.formats import int8, scheme
 from foretoken.models.runner import ModelRunner
 from foretoken.request import Completion, SamplingParams, Sequence
 from foretoken.spec import sampling, step, verify
@@ -172,7 +172,11 @@ MUTANTS = {
         sampling.gumbel_noise, "for _ in range(2):", "for _ in range(0):", sampling, law_1
     ),
     "a scale is shared by the rows of a pass": Mutant(
-        int8._codes, "x.abs().amax(-1) / 127.0", "(x.abs().amax() / 127.0).expand(x.shape[:-1])", int8, law_1_int8
+        scheme.quantize_rows,
+        "x.abs().amax(-1, keepdim=True)",
+        "x.abs().amax().expand(*x.shape[:-1], 1)",
+        int8,
+        law_1_int8,
     ),
     "a preempted sequence keeps its cache": Mutant(
         Scheduler._preempt, "self.blocks.release(seq)", "self.blocks.trim(seq, 0)", Scheduler, law_1_preempted
