@@ -9,6 +9,7 @@ import queue
 import signal
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class Client:
         except OSError:  # its end of the pipe is closed
             line = None
         if line is None:
+            with suppress(subprocess.TimeoutExpired):  # it is on its way out: its own status says more than a signal's
+                self.process.wait(timeout=10)
             self.close()
             raise WorkerError(
                 f"the worker ended with status {self.process.returncode} at {message['do']!r}{self._said()}"
