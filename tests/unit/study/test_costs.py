@@ -66,7 +66,8 @@ def test_everything_is_measured(backend: str) -> None:
     assert [(x.format, x.tokens) for x in found.prefill] == [("bf16", 24), ("w8a8", 24)]
     assert [(x.format, x.batch_size, x.context) for x in found.batch] == [("bf16", 2, 8), ("w8a8", 2, 8)]
     dense, integer = found.stored
-    assert integer.bytes < dense.bytes == 2 * shapes.get_shape("tiny").num_parameters
+    least = 2 * shapes.get_shape("tiny").num_parameters  # packed weights come in whole blocks of outputs
+    assert integer.bytes < dense.bytes and least <= dense.bytes < 1.1 * least
     assert dense.bytes_per_token == dense.bytes + 2 * 2 * 8 * 2 * 16 * 2  # and k, v of 8 tokens, 2 layers, bf16
     assert dense.bandwidth_share is not None and dense.bandwidth_share > 0
     assert found.draft is not None and found.draft.formats == ("auto",) and len(found.draft.costs) == 6
