@@ -47,7 +47,11 @@ sanitize: $(STAMP) ## the tests of the kernels under AddressSanitizer and Undefi
 	$(BIN)/ninja -C build/sanitize
 	@rm -rf build/sanitize/package && mkdir -p build/sanitize/package && cp -r foretoken build/sanitize/package/ && \
 	  rm -f build/sanitize/package/foretoken/_native*.so && cp build/sanitize/_native*.so build/sanitize/package/foretoken/
-	$(SANITIZE_ENV) PYTHONPATH=$(abspath build/sanitize/package) $(BIN)/python -m pytest -q -p no:cacheprovider $(SANITIZE_TESTS)
+	$(SANITIZE_ENV) $(BIN)/python -c 'import sys; \
+	  sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]; \
+	  sys.path.insert(0, "build/sanitize/package"); import foretoken._native, pytest; \
+	  assert "sanitize" in foretoken._native.__file__, foretoken._native.__file__; \
+	  sys.exit(pytest.main(sys.argv[1:]))' -q -p no:cacheprovider $(SANITIZE_TESTS)
 
 check: lint types contracts test ## format, lint, types, import contracts, tests
 
