@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -22,7 +25,9 @@ class Llama:
         self.device = weights.norm.device
         self.max_model_len = max_model_len or config.max_model_len
         self.rope = rope_table(config.rope, config.head_dim, self.max_model_len).to(self.device)
-        self._run = ops.replayer(self._forward)
+        # Weakly: a cycle would keep gigabytes of weights alive until the garbage collector comes by.
+        forward = weakref.WeakMethod(self._forward)
+        self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:

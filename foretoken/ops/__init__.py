@@ -5,7 +5,8 @@ heads, D head dimension, V vocabulary, O x K weight, G group, P positions.
 
 A backend is a module that defines any subset of the ops in `reference.py`, which is the specification, and declares
 `row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`. What it lacks falls through to the reference. Where
-its kernels want weights in a layout of their own it has `pack`, `unpack`, `concat`, `ROWS_PER_PACK` and `serves`.
+its kernels want weights in a layout of their own it has `pack`, `unpack`, `serves`, and perhaps `encode`, which rounds
+and packs at once. With `replayer` it may record a forward pass and replay it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from torch import Tensor
 from foretoken import registry
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
-from foretoken.formats import scheme
 from foretoken.formats.scheme import KVLayer, QuantScheme, QuantTensor
 from foretoken.ops import reference
 
@@ -96,13 +96,6 @@ class Ops:
             return w
         unpacked: QuantTensor = self.backend.unpack(w)
         return unpacked
-
-    def concat(self, parts: Seq[QuantTensor]) -> QuantTensor:
-        """Packed weights as one, along O; each but the last must have a multiple of `ROWS_PER_PACK` outputs."""
-        if parts[0].layout == "plain":
-            return scheme.get(parts[0].format).concat(list(parts))
-        joined: QuantTensor = self.backend.concat(parts)
-        return joined
 
     def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
         """Rows token_ids [T] of an embedding [V, C]; returns float32 [T, C]."""

@@ -34,10 +34,14 @@ class NotRecordableError(Exception):
 
 
 class Pool:
-    """Float buffers that return to the pool when the last tensor that uses their memory is gone."""
+    """Float buffers that return to the pool when the last tensor that uses their memory is gone.
 
-    def __init__(self) -> None:
+    It keeps `most_free` of them, the latest; without a bound it keeps all: a plan's steps write to them for ever.
+    """
+
+    def __init__(self, most_free: int | None = None) -> None:
         self._free: list[np.ndarray[Any, Any]] = []
+        self._most_free = most_free
 
     def take(self, *shape: int) -> Tensor:
         """A float32 tensor of that shape, its content undefined."""
@@ -46,24 +50,27 @@ class Pool:
         best = min(fitting, key=lambda i: self._free[i].size, default=None)
         block = torch.empty(size).numpy() if best is None else self._free.pop(best)
         lent = block[:size]  # its owner: alive as long as a tensor uses the memory
-        weakref.finalize(lent, self._free.append, block)
+        weakref.finalize(lent, self._take_back, block)
         return torch.from_numpy(lent).view(shape)
+
+    def _take_back(self, block: np.ndarray[Any, Any]) -> None:
+        self._free.append(block)
+        if self._most_free is not None and len(self._free) > self._most_free:
+            del self._free[0]
 
 
 class Recorder:
     """Has the ops that a model calls; each adds a step to the plan and returns a buffer for its result."""
 
-    def __init__(self, ops: Ops, plan: _native.Plan, pool: Pool) -> None:
-        self._ops = ops
+    def __init__(self, plan: _native.Plan, pool: Pool) -> None:
         self._target = cpu.Target(plan, pool.take)
 
     def _served(self, w: QuantTensor, *vectors: Tensor | None) -> None:
         if not cpu.serves(w):
             raise NotRecordableError(f"weights in {w.format!r} with group {w.group}")
         if any(v is not None and not v.is_contiguous() for v in vectors):
-            raise NotRecordableError(
-                "a bias or norm that is no contiguous tensor"
-            )  # a copy of it would not live long enough
+            # A contiguous copy of it would not live long enough.
+            raise NotRecordableError("a bias or norm that is no contiguous tensor")
 
     def _cached(self, layer: KVLayer) -> None:
         if layer.format not in cpu.KV_FORMATS:
@@ -125,18 +132,19 @@ class Recorder:
 class Recorded:
     """A plan with what it needs to live: buffers and the shapes of its results."""
 
-    def __init__(self, forward: Forward, ops: Ops, cache: Any, captures: tuple[int, ...], capacity: int):
+    def __init__(self, forward: Forward, cache: Any, captures: tuple[int, ...], capacity: int) -> None:
         self.capacity = capacity
         self.plan = cpu.native_plan()
         self._buffers = Pool()  # the plan's own: steps write here in every pass
         blank = torch.zeros(capacity, dtype=torch.int32)
         one = torch.zeros(1, dtype=torch.int32)
         batch = Batch(blank, blank, blank, torch.zeros(2, dtype=torch.int32), one, one, one[None], None, one)
-        logits, hidden = forward(Recorder(ops, self.plan, self._buffers), batch, cache, captures)
+        logits, hidden = forward(Recorder(self.plan, self._buffers), batch, cache, captures)
         self.logit_width = logits.shape[1]
         self.hidden_width = 0 if hidden is None else hidden.shape[1]
 
     def run(self, batch: Batch, results: Pool) -> tuple[Tensor, Tensor | None]:
+        """Replay: logits float32 [R, V] and hidden float32 [T, ...] of the captured layers, in buffers of `results`."""
         rows, num_logit_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         logits = results.take(num_logit_rows, self.logit_width)
         hidden = results.take(rows, self.hidden_width) if self.hidden_width else None
@@ -166,7 +174,7 @@ class Replay:
     def __init__(self, forward: Forward, ops: Ops) -> None:
         self._forward = forward
         self._ops = ops
-        self._results = Pool()
+        self._results = Pool(most_free=8)
         self._busy = threading.Lock()
         self._plans: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Recorded | None]] = (
             weakref.WeakKeyDictionary()
@@ -192,7 +200,7 @@ class Replay:
             return known
         capacity = max(SMALLEST_CAPACITY, 1 << (rows - 1).bit_length())
         try:
-            plans[captures] = Recorded(self._forward, self._ops, cache, captures, capacity)
+            plans[captures] = Recorded(self._forward, cache, captures, capacity)
         except NotRecordableError as reason:
             log.info("no plan replay: the pass uses %s", reason)
             plans[captures] = None

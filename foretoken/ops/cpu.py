@@ -45,7 +45,6 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
 }
 _SCALED = frozenset({"int8", "fp8_e4m3", "fp8_e5m2"})
 KV_FORMATS = frozenset(_KV)
-ROWS_PER_PACK = _packed.ROWS_PER_PACK
 pack, unpack, concat, encode = _packed.pack, _packed.unpack, _packed.concat, _packed.encode_by
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives

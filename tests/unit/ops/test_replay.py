@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -13,6 +15,7 @@ from fixtures_models import tiny_model
 from foretoken import ops
 from foretoken.batch import Rows, build_batch
 from foretoken.kvcache.cache import KVCache
+from foretoken.models.llama import Llama
 from foretoken.ops import _replay
 
 pytestmark = pytest.mark.skipif(
@@ -159,3 +162,30 @@ def test_a_plan_counts_the_time_of_its_steps(model):
 def test_a_backend_without_plans_runs_op_by_op():
     model = tiny_model("reference")
     assert isinstance(model._run, partial)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@torch.inference_mode()
+def test_a_model_and_its_plans_die_with_the_last_reference(backend):
+    """No cycle: gigabytes of weights must not wait for the garbage collector."""
+    tiny = tiny_model(backend)
+    model = Llama(tiny.config, tiny.weights, tiny.ops)
+    model.forward(make_batch(0, model.config.vocab_size), make_cache(model))
+    alive = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_bounded_pool_keeps_the_latest_buffers():
+    pool = _replay.Pool(most_free=2)
+    tensors = [pool.take(100 * n) for n in (1, 10, 100)]
+    places = [t.data_ptr() for t in tensors]
+    while tensors:
+        del tensors[0]
+    again = [pool.take(100 * n) for n in (10, 100)]
+    assert [t.data_ptr() for t in again] == places[1:]
+    assert len(pool._free) == 0
