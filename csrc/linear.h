@@ -16,7 +16,7 @@ struct Weight {
     bool integer_rows;  // quantize the rows of x to int8 before the product
     int64_t outputs, depth;
     int64_t group;   // columns that share a scale; `depth` where a row has one
-    int64_t stride;  // dense formats only; 0: packed
+    int64_t stride;  // of dense rows, in elements; 0 where the weight is packed
     const void* codes;
     const void* scales;       // null for dense formats
     Format scale_format;      // fp32, bf16 or fp16

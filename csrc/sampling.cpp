@@ -31,7 +31,7 @@ const SamplingLoops& loops() {
         isa = kernels().name;
     } catch (const std::invalid_argument&) {  // FORETOKEN_ISA names none: the backend says so, and sampling needs none
     }
-    if (std::strcmp(isa, "avx512") == 0) return *sampling_avx512();
+    if (std::strncmp(isa, "avx512", 6) == 0) return *sampling_avx512();  // with VNNI or without
     if (std::strcmp(isa, "avx2") == 0) return *sampling_avx2();
 #endif
     return *sampling_portable();

@@ -73,7 +73,7 @@ class NF4(Coded):
 
 
 def nearest(x: Tensor) -> Tensor:
-    """Codes uint8 of the table's nearest value (of two as near, the lower); torch.bucketize takes three times as long.
+    """Codes uint8 of the table's nearest value (of two as near, the lower).
 
     A bucket is far narrower than the gaps between borders: x can only lie on either side of the one nearest to its
     bucket, even where rounding put it into the next bucket.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,8 +24,11 @@ class RandomCheckpoint:
         self._shapes = expected_shapes(config)
         self._seed = seed
         self._dtype = dtype
-        self._noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(seed))
         self._scaled: dict[int, Tensor] = {}  # by K
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        return torch.randn(NOISE, generator=torch.Generator().manual_seed(self._seed))
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a stored tensor."""

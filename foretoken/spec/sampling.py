@@ -228,7 +228,7 @@ def numpy_choice(logits: NDArray[np.floating], params: SamplingParams, seed: int
 
 
 def native_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
-    """numpy_choice in C++: float32 or float64 [V], some hundred times faster on a large vocabulary."""
+    """numpy_choice in C++ (csrc/sampling.cpp), for a row float32 or float64 [V]."""
     row = np.ascontiguousarray(row)
     if params.greedy:
         return _native.choose(row.ctypes.data, row.dtype == np.float64, len(row), True, 1.0, -np.inf, 0, 1.0, 0)

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-
-import torch
 
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme
 from foretoken.formats.scheme import QuantScheme
 from foretoken.models.config import ModelConfig
-from foretoken.models.weights import expected_shapes
 from foretoken.study.passes import MAX_CHAIN, Pass
 
 
@@ -81,25 +77,3 @@ def _check_ascending(name: str, values: Seq[int], optional: bool) -> None:
         raise ConfigError(f"{name} is empty; give at least one number")
     if any(v < 1 for v in values) or any(a >= b for a, b in pairwise(values)):
         raise ConfigError(f"{name} must be whole numbers from 1 on, ascending, got {','.join(map(str, values))}")
-
-
-def weight_bytes(config: ModelConfig, quant: QuantScheme, folder: Path | None = None) -> int:
-    """Bytes of a model's matrices in that scheme. Raises ConfigError naming the one that a group does not divide."""
-    if folder is not None and quant.weights == "auto":
-        return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    bits = 0.0
-    for name, shape in expected_shapes(config).items():
-        if len(shape) == 2:
-            try:
-                bits += shape[0] * shape[1] * quant.bits_per_weight(shape[1])
-            except ConfigError as error:
-                raise ConfigError(f"{name} cannot be stored as {quant}: {error}") from None
-    return int(bits / 8)
-
-
-def kv_format_of(quant: QuantScheme, kv_format: str) -> str:
-    """What the engine takes for "auto": the weights' own half precision, else fp32."""
-    if kv_format != "auto":
-        return kv_format
-    stored = quant.format_for(torch.bfloat16)
-    return stored if stored in ("bf16", "fp16") else "fp32"

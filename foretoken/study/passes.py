@@ -10,7 +10,7 @@ import torch
 
 from foretoken.batch import MAX_NODES
 from foretoken.config import CacheConfig, EngineConfig
-from foretoken.engine.memory import kv_format as kv_format_for
+from foretoken.engine.memory import kv_format
 from foretoken.formats import scheme
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.config import ModelConfig
@@ -74,14 +74,18 @@ class Work:
         return self.matrix_ops / limits.peak(peak) + self.attention_ops / limits.fp32
 
 
+def cache_format(dense: str, asked: str) -> str:
+    """Format of the cache as the engine would choose it; `dense`: as ModelWeights.dense."""
+    return kv_format(dense, EngineConfig(cache=CacheConfig(format=asked)))
+
+
 class Subject:
     """A loaded model with a cache whose rows hold noise: what they say does not matter, that they are read does."""
 
     def __init__(self, model: Llama, kv_format: str, passes: Iterable[Pass]) -> None:
         """`kv_format` "auto" is what the engine would take; the cache fits the largest of `passes`."""
         c = self.config = model.config
-        engine = EngineConfig(cache=CacheConfig(format=kv_format))
-        self.kv_format = kv_format_for(model.weights.dense, engine)
+        self.kv_format = cache_format(model.weights.dense, kv_format)
         num_blocks = max(p.num_blocks for p in passes)
         cache = KVCache(c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim, self.kv_format)
         fill(cache)

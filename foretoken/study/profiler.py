@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,16 @@ from foretoken import ops
 from foretoken.engine.memory import available_memory
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme
+from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.loader import load_model, resolve_model
-from foretoken.models.synthetic import random_model
+from foretoken.models.synthetic import RandomCheckpoint, random_model
+from foretoken.models.weights import weight_bytes
 from foretoken.study import memory, record
 from foretoken.study.costs import BatchDecode, Cost, Prefill, Profile, Report, Stored
-from foretoken.study.grid import Grid, kv_format_of, weight_bytes
+from foretoken.study.grid import Grid
 from foretoken.study.limits import Limits, measure_limits
-from foretoken.study.passes import Pass, Subject, Work, cache_bytes
+from foretoken.study.passes import Pass, Subject, Work, cache_bytes, cache_format
 from foretoken.study.shapes import get_shape, shape_as_dict
 
 MIN_REPEATS = 3
@@ -80,8 +82,12 @@ class Profiler:
     def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
         chains, others = self.grid.passes(config, role)
         quant = QuantScheme.parse(format)
-        kv_format = kv_format_of(quant, self.grid.kv_format)
-        size = weight_bytes(config, quant, folder) + cache_bytes(config, kv_format, chains + others)
+        with nullcontext(RandomCheckpoint(config)) if folder is None else Checkpoint(folder) as source:
+            if isinstance(source, Checkpoint):
+                source.check(config)
+            size = weight_bytes(config, source, quant)
+            dense = quant.dense_for(source.dtype("model.embed_tokens.weight"))
+        size += cache_bytes(config, cache_format(dense, self.grid.kv_format), chains + others)
         return Candidate(role, config, folder, format, chains, others, size)
 
     def _fits_together(self) -> bool:
