@@ -47,6 +47,7 @@ class Drafter:
         """Knobs of one drafter; flags, JSON keys and docs rows derive from the fields."""
 
     needs_model = False  # does it own a model, which `build` then gets in a runner of its own?
+    of_target = False  # is that model the target itself in another format, in the target's own cache?
     num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
     policy: LengthPolicy = FixedLength(0)
