@@ -35,6 +35,9 @@ class SelfQuantDrafter(Drafter):
         assert isinstance(options, cls.Options) and parts.runner is not None
         return cls(options, parts.runner)
 
+    def attach(self, target: ModelRunner) -> None:
+        self.runner = ModelRunner(self.runner.model, target.cache, blocks=target.blocks)
+
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together: one pass of the copy a token."""
         counts = [min(k, self._room(seq)) for seq, k in zip(seqs, num_draft, strict=True)]

@@ -60,6 +60,9 @@ class Drafter:
         """One for a target, of what the engine has prepared for it."""
         return cls(options)
 
+    def attach(self, target: ModelRunner) -> None:
+        """Draft for another target from now on, of the same model, with its own cache."""
+
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed."""
         raise NotImplementedError

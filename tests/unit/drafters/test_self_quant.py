@@ -72,3 +72,15 @@ def test_from_names(tmp_path: Path) -> None:
         LLM(str(tmp_path / "model"), "self_quant", format="w4a8")
     with pytest.raises(ConfigError, match="draft for itself"):
         LLM(str(tmp_path / "model"), str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("method", ["self_quant", "first"])
+def test_attached_to_another_engine_it_uses_that_ones_cache(pair: Pair, method: str) -> None:
+    below = (SpecConfig("ngram"), SpecConfig("self_quant")) if method == "first" else None
+    other, engine = (make_engine(pair, method, k=4, below=below) for _ in range(2))
+    run(other, PROMPTS, GREEDY)
+    engine.drafter = other.drafter
+    engine.drafter.policy = engine.policy
+    engine.drafter.attach(engine.runner)
+    assert texts(run(engine, PROMPTS, GREEDY)) == texts(run(make_engine(pair), PROMPTS, GREEDY))
+    assert engine.metrics.num_accepted_tokens_per_pos == other.metrics.num_accepted_tokens_per_pos
