@@ -102,9 +102,7 @@ class Bench:
 
 def _key(arm: Arm) -> object:
     """Arms of one drafter share it: the length and the confidence belong to the policy."""
-    return replace(
-        arm.spec, num_draft_tokens=0, confidence=None, options=tuple(sorted(map(repr, arm.spec.options.items())))
-    )
+    return json.dumps(spec_as_dict(replace(arm.spec, num_draft_tokens=0, confidence=None)), sort_keys=True)
 
 
 def run_batch(engine: Engine, batch: Seq[Job], run: Run) -> None:
