@@ -34,8 +34,9 @@ class SpecConfig:
     """How to speculate. `method` is a name on the drafters' shelf, or "none"; `model` is for drafters that own one.
 
     `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
-    of its last token falls below it. `options` go to the drafter's own Options. `below`: the drafters that this one
-    works with (a cascade's, those that `first` asks in turn), each with settings of its own.
+    of its last token falls below it. `policy`: "fixed" lengths, or "goodput": as many as pay, none included. `options`
+    go to the drafter's own Options. `below`: the drafters that this one works with (a cascade's, or those that `first`
+    asks in turn), each with settings of its own.
     """
 
     method: str = "none"
@@ -43,6 +44,7 @@ class SpecConfig:
     format: str = "auto"  # weights of the draft model
     num_draft_tokens: int = 4
     confidence: float | None = None
+    policy: str = "fixed"
     options: Mapping[str, object] = field(default_factory=dict)
     below: tuple[SpecConfig, ...] = ()
 
@@ -50,6 +52,8 @@ class SpecConfig:
         k = self.num_draft_tokens
         if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFT_TOKENS:
             raise ConfigError(f"num_draft_tokens (k) must be a whole number in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
+        if self.policy not in ("fixed", "goodput"):
+            raise ConfigError(f"policy must be 'fixed' or 'goodput', got {self.policy!r}")
         if self.confidence is not None and not 0.0 <= self.confidence <= 1.0:
             raise ConfigError(f"confidence must lie in 0..1, got {self.confidence!r}")
 

@@ -138,10 +138,13 @@ def make_engine(
     max_len: int | None = None,
     drafter: Drafter | None = None,
     below: tuple[SpecConfig, ...] | None = None,
+    policy: str = "fixed",
 ) -> Engine:
     """An Engine of loaded models; the cache holds `tokens`. `drafter` replaces the one that `method` names."""
     under = BELOW.get(method, ()) if below is None else below
-    spec = SpecConfig(method, num_draft_tokens=k, confidence=confidence, options=options or {}, below=under)
+    spec = SpecConfig(
+        method, num_draft_tokens=k, confidence=confidence, policy=policy, options=options or {}, below=under
+    )
     cache = CacheConfig(block_size=block, format=kv)
     config = EngineConfig(
         max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, cache=cache, spec=spec

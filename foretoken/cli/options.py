@@ -47,6 +47,7 @@ CHOICE_HELP = {
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
 }
 ENGINE_HELP = {
+    "policy": "fixed: always --k tokens; goodput: as many as pay by measured times, none included",
     "num_draft_tokens": "the most tokens that a round may guess, 0..64",
     "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
     "draft_format": "number format of the draft model's weights, as --format",

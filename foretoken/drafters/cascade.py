@@ -15,6 +15,7 @@ from foretoken.request import Sequence, SpecMetrics
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts
 from foretoken.spec.followers import Followers
+from foretoken.spec.length import Round
 from foretoken.spec.step import decode_step
 
 
@@ -81,7 +82,7 @@ class CascadeDrafter(Drafter):
         draft, result = decode_step(self.runner, self.below, shadows, pending, room)
         counts = [draft.count(b) for b in range(len(shadows))]
         accepted = [len(nodes) for nodes in result.nodes]
-        self.below.policy.update(shadows, counts, accepted)
+        self.below.policy.update(Round(shadows, room, counts, accepted))
         for guessed, right in zip(counts, accepted, strict=True):
             self.metrics.update(guessed, right)
         return [bool(f) for f in result.failed]

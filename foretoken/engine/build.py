@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from foretoken import ops, registry
 from foretoken.config import EngineConfig, SpecConfig
+from foretoken.engine.calibrate import measure_curve
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory import demand, kv_format, plan_blocks
 from foretoken.engine.scheduler import Scheduler
@@ -20,7 +22,7 @@ from foretoken.models.loader import load_model, resolve_model
 from foretoken.models.runner import ModelRunner
 from foretoken.models.weights import Progress
 from foretoken.spec.drafter import Drafter, NoDrafter, Parts, parse_options
-from foretoken.spec.length import make_policy
+from foretoken.spec.policies import make_policy
 from foretoken.tokenizer import Tokenizer
 
 SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said
@@ -92,7 +94,7 @@ def _build_drafter(
         )
     below = tuple(_build_drafter(b, config, num_blocks, own or target, models) for b in spec.below)
     drafter = cls.build(parse_options(cls, spec.options), Parts(target, own, below))
-    drafter.policy = make_policy(spec)
+    drafter.policy = make_policy(spec, partial(measure_curve, target))
     target.captures = drafter.captures
     return drafter
 

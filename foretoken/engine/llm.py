@@ -32,6 +32,7 @@ def make_config(
     confidence: float | None = None,
     draft_options: dict[str, object] | None = None,
     draft_format: str | None = None,
+    policy: str | None = None,
     **settings: Any,
 ) -> EngineConfig:
     """An EngineConfig from keyword arguments, as LLM and the CLI take them.
@@ -52,6 +53,7 @@ def make_config(
         "confidence": confidence,
         "options": draft_options,
         "format": draft_format,
+        "policy": policy,
     }
     below = _levels_below(spec, (draft_options or {}).get("below"))
     changes["options"] = {k: v for k, v in (draft_options or {}).items() if k != "below"} or None

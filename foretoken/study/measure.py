@@ -7,13 +7,16 @@ import json
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from foretoken.engine.calibrate import measure_curve
 from foretoken.engine.engine import Engine
 from foretoken.engine.llm import LLM
 from foretoken.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from foretoken.spec.drafter import Drafter, NoDrafter
-from foretoken.spec.length import make_policy
+from foretoken.spec.length import LengthPolicy
+from foretoken.spec.policies import make_policy
 from foretoken.study.workload import Arm, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
@@ -54,6 +57,7 @@ class Bench:
         """`settings` are keyword arguments of LLM, without `draft`; `load` makes an LLM. Raises what LLM raises."""
         self.arms = list(arms)
         self._drafters: dict[object, Drafter] = {}
+        self._policies: dict[Arm, LengthPolicy] = {}
         self.llm = load(model, None, **settings)
         for arm in arms:
             if not arm.plain and _key(arm) not in self._drafters:
@@ -65,7 +69,9 @@ class Bench:
         """The engine, set to decode as `arm` says."""
         engine = self.llm.engine
         engine.drafter = NoDrafter() if arm.plain else self._drafters[_key(arm)]
-        engine.policy = make_policy(arm.spec)
+        if arm not in self._policies:  # one that learns keeps what it learned
+            self._policies[arm] = make_policy(arm.spec, partial(measure_curve, engine.runner))
+        engine.policy = self._policies[arm]
         engine.drafter.policy = engine.policy
         engine.drafter.attach(engine.runner)
         engine.runner.captures = engine.drafter.captures

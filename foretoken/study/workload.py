@@ -120,6 +120,7 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
             continue
         for k in ks:
             label = f"{draft_text(spec)} k={k}" + (f" p>={spec.confidence:g}" if spec.confidence is not None else "")
+            label = f"{label} {spec.policy}" if spec.policy != "fixed" else label
             made.append(Arm(label, replace(spec, num_draft_tokens=k)))
     return made
 
@@ -132,6 +133,7 @@ def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
         "draft_format": spec.format,
         "num_draft_tokens": 0 if spec.method == "none" else spec.num_draft_tokens,
         "confidence": spec.confidence,
+        "policy": spec.policy,
         "draft_options": dict(spec.options),
         **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
     }
