@@ -329,6 +329,23 @@ def test_products_of_integers_are_exact(name, backend):
     assert chosen.linear(x, chosen.pack(q)).double().equal(wanted)
 
 
+@pytest.mark.parametrize("name", ["fp8-a8", "fp8-a8-b128", "fp8_e5m2-a8"])
+@pytest.mark.parametrize("backend", backends())
+def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
+    """And the fused ops round what they make of x: no other bits than those of the ops one by one."""
+    chosen = ops.resolve(backend)
+    q = QuantScheme.parse(name).encode(randn(33, K))
+    floats, rounding = chosen.pack(replace(q, activations=None)), chosen.pack(q)
+    x, norm = randn(5, K, seed=1), randn(K, seed=2)
+    wanted = chosen.linear(scheme.round_rows(x, q.group), floats)
+    assert chosen.linear(x, rounding).equal(wanted) and not chosen.linear(x, floats).equal(wanted)
+    rows = torch.tensor([3, 0], dtype=torch.int32)
+    normed = chosen.rms_norm(x[rows.long()], norm, 1e-5)
+    assert chosen.norm_linear(x, norm, 1e-5, rounding, rows=rows).equal(chosen.linear(normed, rounding))
+    gate_up = randn(5, 2 * K, seed=3)
+    assert chosen.silu_linear(gate_up, rounding).equal(chosen.linear(chosen.silu_mul(gate_up), rounding))
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("backend", backends())
 def test_products_resemble_those_of_floats(name, backend):
