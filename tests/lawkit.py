@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizer
 
 from foretoken import ops, registry
 from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.engine.build import assemble
 from foretoken.engine.engine import Engine
 from foretoken.formats.scheme import QuantScheme
@@ -105,6 +105,19 @@ def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "
     return Pair(load_model(target, chosen, quant), load_model(draft, chosen, quant), Tokenizer.from_folder(target))
 
 
+# What drafters that work with others get, unless a test says otherwise.
+BELOW = {
+    "cascade": (SpecConfig("ngram", num_draft_tokens=3),),
+    "first": (SpecConfig("suffix", num_draft_tokens=8), SpecConfig("draft_model", num_draft_tokens=8)),
+}
+
+
+def num_models(spec: SpecConfig) -> int:
+    """Models that the drafters of a SpecConfig own, all levels together."""
+    own = spec.method != "none" and registry.load("drafters", spec.method).DRAFTER.needs_model
+    return own + sum(num_models(b) for b in spec.below)
+
+
 def make_engine(
     pair: Pair,
     method: str = "none",
@@ -119,16 +132,16 @@ def make_engine(
     kv: str = "fp32",
     max_len: int | None = None,
     drafter: Drafter | None = None,
+    below: tuple[SpecConfig, ...] | None = None,
 ) -> Engine:
     """An Engine of loaded models; the cache holds `tokens`. `drafter` replaces the one that `method` names."""
-    spec = SpecConfig(method, num_draft_tokens=k, confidence=confidence, options=options or {})
+    under = BELOW.get(method, ()) if below is None else below
+    spec = SpecConfig(method, num_draft_tokens=k, confidence=confidence, options=options or {}, below=under)
     cache = CacheConfig(block_size=block, format=kv)
     config = EngineConfig(
         max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, cache=cache, spec=spec
     )
-    needs_model = method != "none" and getattr(registry.load("drafters", method).DRAFTER, "needs_model", False)
-    draft = pair.draft if needs_model else None
-    engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, draft)
+    engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, [pair.draft] * num_models(spec))
     if drafter is not None:
         engine.drafter, engine.policy = drafter, FixedLength(k)
         drafter.policy = engine.policy
@@ -173,10 +186,15 @@ def assert_nothing_left(engine: Engine) -> None:
     """Law 3: every block of target and draft is free, each once, and nobody is remembered."""
     runners = [engine.runner]
     drafter = engine.drafter
-    if isinstance(drafter, DraftModelDrafter):
-        runners.append(drafter.runner)
-        assert not drafter._shadows
-    assert not getattr(drafter, "_indexes", None)
+    stack: list[Any] = [drafter]
+    while stack:
+        level = stack.pop()
+        stack += [level.below] if isinstance(level, CascadeDrafter) else getattr(level, "below", ())
+        if hasattr(level, "followers"):
+            runners.append(level.runner)
+            assert not len(level.followers)
+        assert not getattr(level, "_indexes", None)
+        assert not getattr(level, "_own", None)
     assert not engine._live
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
