@@ -40,7 +40,7 @@ class Int8(Coded):
         return codes.float() * scales[..., None]
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Tensors in compressed-tensors' int-quantized layout; of float activations, packed as its readers want them."""
+        """Tensors in compressed-tensors' int-quantized layout; with float activations in its packed one."""
         codes, scales = plain(q).parts["codes"], q.parts["scales"]
         if q.activations is not None:
             return {f"{name}.weight": codes, f"{name}.weight_scale": scales}

@@ -45,7 +45,7 @@ def test_ties_go_to_the_even_code():
 
 @pytest.mark.parametrize("absmax", [1.0, 1.99, 2.0, 6.0, 6.1, 7.99, 8.0, 1e-20, 3e38, 2.0**-100])
 def test_scales_are_the_specification_s(absmax):
-    """Section 6.3: the largest power of two not above absmax, over that of e2m1's largest (4); beyond 6 it saturates."""
+    """Section 6.3: the largest power of two not above absmax, over that of e2m1 (4); beyond 6 it saturates."""
     row = torch.zeros(1, 32)
     row[0, 3] = absmax
     q = MXFP4.encode(row)
