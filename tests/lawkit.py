@@ -43,11 +43,12 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its draft, loaded, and their tokenizer."""
+    """A target with its draft, loaded, and their tokenizer; `low`: the target in a lower format."""
 
     target: Llama
     draft: Llama
     tokenizer: Tokenizer
+    low: Llama | None = None
 
 
 def write_tokenizer(folder: Path, size: int = TOKENIZER_SIZE) -> None:
@@ -102,7 +103,8 @@ def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any)
 
 def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "auto") -> Pair:
     chosen, quant = ops.resolve(backend), QuantScheme.parse(weights)
-    return Pair(load_model(target, chosen, quant), load_model(draft, chosen, quant), Tokenizer.from_folder(target))
+    low = load_model(target, chosen, QuantScheme.parse("int8"))
+    return Pair(load_model(target, chosen, quant), load_model(draft, chosen, quant), Tokenizer.from_folder(target), low)
 
 
 # What drafters that work with others get, unless a test says otherwise.
@@ -112,10 +114,13 @@ BELOW = {
 }
 
 
-def num_models(spec: SpecConfig) -> int:
-    """Models that the drafters of a SpecConfig own, all levels together."""
-    own = spec.method != "none" and registry.load("drafters", spec.method).DRAFTER.needs_model
-    return own + sum(num_models(b) for b in spec.below)
+def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama]:
+    """The models that the drafters of a SpecConfig own, all levels together."""
+    drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
+    own = [] if drafter is None or not drafter.needs_model else [target if drafter.of_target else pair.draft]
+    if drafter is not None and drafter.of_target and target is pair.target and pair.low is not None:
+        own = [pair.low]
+    return own + [m for b in spec.below for m in models_of(b, pair, own[0] if own else target)]
 
 
 def make_engine(
@@ -141,7 +146,7 @@ def make_engine(
     config = EngineConfig(
         max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, cache=cache, spec=spec
     )
-    engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, [pair.draft] * num_models(spec))
+    engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, models_of(spec, pair, pair.target))
     if drafter is not None:
         engine.drafter, engine.policy = drafter, FixedLength(k)
         drafter.policy = engine.policy

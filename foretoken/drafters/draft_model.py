@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from foretoken.errors import ConfigError
 from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence
+from foretoken.spec.chains import write_chains
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts
 from foretoken.spec.followers import Followers
-from foretoken.spec.sampling import FAILED, choose, plain_greedy, probability
 
 
 class DraftModelDrafter(Drafter):
@@ -44,24 +44,14 @@ class DraftModelDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together: one pass of the draft model a token."""
+        followers = self.followers
+        active = followers.follow(seqs, num_draft)
+        shadows, counts = [followers[seqs[b]] for b in active], [num_draft[b] for b in active]
+        written = write_chains(self.runner, shadows, counts, self.policy, followers.vocab_limit, followers.catch_up)
         chains: list[list[int]] = [[] for _ in seqs]
         confidence: list[list[float]] = [[] for _ in seqs]
-        limit = self.followers.limit
-        active = self.followers.follow(seqs, num_draft)
-        while active:
-            tokens = self._next([self.followers[seqs[b]] for b in active])
-            going: list[int] = []
-            for b, (token, sure) in zip(active, tokens, strict=True):
-                shadow = self.followers[seqs[b]]
-                if token == FAILED or token >= self.followers.vocab_limit:
-                    continue
-                chains[b].append(token)
-                confidence[b].append(sure)
-                shadow.token_ids.append(token)
-                more = len(chains[b]) < num_draft[b] and len(shadow) < limit
-                if more and not self.policy.stop(sure):
-                    going.append(b)
-            active = going
+        for b, chain, sure in zip(active, *written, strict=True):
+            chains[b], confidence[b] = chain, sure
         return Draft.chains(chains, confidence if self.policy.uses_confidence else None)
 
     def rewind(self, seq: Sequence, length: int) -> None:
@@ -69,23 +59,6 @@ class DraftModelDrafter(Drafter):
 
     def release(self, seq: Sequence) -> None:
         self.followers.release(seq)
-
-    def _next(self, shadows: list[Sequence]) -> list[tuple[int, float]]:
-        """One pass: the draft model's choice after each shadow's last token; its probability where a policy asks."""
-        self.followers.catch_up(shadows)
-        num_pending = [s.num_pending for s in shadows]
-        nothing = Draft.empty(len(shadows))
-        out = self.runner.forward(shadows, nothing, num_pending)
-        self.runner.commit(shadows, num_pending, [[] for _ in shadows], out)
-        table = out.logits.numpy() if out.logits.device.type == "cpu" else out.logits.cpu().numpy()
-        best: list[int] = table.argmax(axis=-1).tolist() if any(plain_greedy(s) for s in shadows) else []
-        eos = self.runner.model.config.eos_token_ids
-        guesses: list[tuple[int, float]] = []
-        for b, seq in enumerate(shadows):
-            token = best[b] if plain_greedy(seq) else choose(table[b], seq, [], eos)
-            sure = probability(table[b], seq, token) if self.policy.uses_confidence and token != FAILED else 1.0
-            guesses.append((token, sure))
-        return guesses
 
 
 DRAFTER = DraftModelDrafter

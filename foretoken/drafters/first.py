@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
+from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence, SpecMetrics
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts, Span
@@ -45,6 +46,10 @@ class FirstDrafter(Drafter):
     def build(cls, options: Drafter.Options, parts: Parts) -> FirstDrafter:
         assert isinstance(options, cls.Options)
         return cls(options, parts.below)
+
+    def attach(self, target: ModelRunner) -> None:
+        for d in self.below:
+            d.attach(target)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]

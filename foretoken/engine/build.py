@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foretoken import ops, registry
@@ -21,6 +22,8 @@ from foretoken.models.weights import Progress
 from foretoken.spec.drafter import Drafter, NoDrafter, Parts, parse_options
 from foretoken.spec.length import make_policy
 from foretoken.tokenizer import Tokenizer
+
+SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said
 
 
 def build_engine(model: str, config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -41,19 +44,19 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     levels = list(_levels(config.spec))
     for level in levels:
         parse_options(_drafter_class(level), level.options)  # a bad option should not wait for the weights
-    models = [(level, _draft_folder(level)) for level in levels if _drafter_class(level).needs_model]
-    _check_cascade(config.spec, (folder, quant))
-    for _, draft_folder in models:
-        check_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
-    quants = [QuantScheme.parse(level.format) for level, _ in models]
+    models = list(_models(config.spec, folder, quant))
+    for m in models:
+        check_vocabulary(tokenizer, Tokenizer.from_folder(m.folder))
     demands = [demand(folder, quant, config)]
-    demands += [demand(f, q, config) for (_, f), q in zip(models, quants, strict=True)]
+    for m in models:
+        own = demand(m.folder, m.quant, config)
+        demands.append(replace(own, block=0) if m.shares_cache else own)
     num_blocks = plan_blocks(config, max_len, demands)
     target = load_model(folder, backend, quant, max_len, config.device, progress)
     drafts = []
-    for (_, f), q in zip(models, quants, strict=True):
-        draft_len = min(max_len, read_config(f).max_model_len)
-        drafts.append(load_model(f, backend, q, draft_len, config.device, progress))
+    for m in models:
+        draft_len = min(max_len, read_config(m.folder).max_model_len)
+        drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
     return assemble(config, tokenizer, num_blocks, target, drafts)
 
 
@@ -76,7 +79,11 @@ def _build_drafter(
 ) -> Drafter:
     """The drafter of one level for `target`, whose captured layers it then decides, and those below it."""
     cls = _drafter_class(spec)
-    own = _runner(next(models), config, num_blocks) if cls.needs_model else None
+    own: ModelRunner | None = None
+    if cls.of_target:
+        own = ModelRunner(next(models), target.cache, blocks=target.blocks)
+    elif cls.needs_model:
+        own = _runner(next(models), config, num_blocks)
     wanted = "two drafters or more" if cls.num_below < 0 else f"{cls.num_below} drafter(s)"
     if len(spec.below) < 2 if cls.num_below < 0 else len(spec.below) != cls.num_below:
         raise ConfigError(
@@ -106,24 +113,37 @@ def _drafter_class(spec: SpecConfig) -> type[Drafter]:
     return found
 
 
-def _draft_folder(spec: SpecConfig) -> Path:
-    if spec.model is None:
-        raise ConfigError(f"drafter {spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft")
-    return resolve_model(spec.model)
+@dataclass(frozen=True)
+class _Model:
+    """A model that a level of drafting needs."""
+
+    folder: Path
+    quant: QuantScheme
+    shares_cache: bool
 
 
-def _check_cascade(spec: SpecConfig, above: tuple[Path, QuantScheme]) -> None:
-    """Raises ConfigError where a model is to draft for itself: it would cost what it saves."""
-    own = above
-    if spec.method != "none" and _drafter_class(spec).needs_model:
-        own = (_draft_folder(spec).resolve(), QuantScheme.parse(spec.format))
-        if own == (above[0].resolve(), above[1]):
+def _models(spec: SpecConfig, folder: Path, quant: QuantScheme) -> Iterator[_Model]:
+    """The models of all levels, in the order in which drafters are built; `folder`, `quant`: what they draft for.
+
+    Raises ConfigError where a model is to draft for itself: it would cost what it saves.
+    """
+    if spec.method == "none":
+        return
+    cls, name = _drafter_class(spec), spec.model
+    if cls.needs_model:
+        if name is None and not cls.of_target:
+            raise ConfigError(f"drafter {spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft")
+        own = folder if cls.of_target or name is None else resolve_model(name)
+        own_quant = QuantScheme.parse(SELF_FORMAT if cls.of_target and spec.format == "auto" else spec.format)
+        if (own.resolve(), own_quant) == (folder.resolve(), quant):
             raise ConfigError(
-                f"{spec.model} would draft for itself, in the same format; take a smaller model, or a lower format for "
-                "the draft (--draft-format)"
+                f"{name or 'the target'} would draft for itself in the same format; take a smaller model, or a lower "
+                "format for the draft (--draft-format)"
             )
+        folder, quant = own, own_quant
+        yield _Model(folder, quant, cls.of_target)
     for below in spec.below:
-        _check_cascade(below, own)
+        yield from _models(below, folder, quant)
 
 
 def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:

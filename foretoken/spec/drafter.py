@@ -47,6 +47,7 @@ class Drafter:
         """Knobs of one drafter; flags, JSON keys and docs rows derive from the fields."""
 
     needs_model = False  # does it own a model, which `build` then gets in a runner of its own?
+    of_target = False  # is that model the target itself in another format, in the target's own cache?
     num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
     policy: LengthPolicy = FixedLength(0)
@@ -58,6 +59,9 @@ class Drafter:
     def build(cls, options: Options, parts: Parts) -> Drafter:
         """One for a target, of what the engine has prepared for it."""
         return cls(options)
+
+    def attach(self, target: ModelRunner) -> None:
+        """Draft for another target from now on, of the same model, with its own cache."""
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed."""
