@@ -68,13 +68,14 @@ class ModelConfig:
 
 def read_config(folder: Path) -> ModelConfig:
     """Read `config.json` (and eos ids of `generation_config.json`). Raises ModelLoadError that names the field."""
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     return parse_config(raw, where=str(folder / "config.json"), eos=eos)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ModelLoadError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -97,8 +98,6 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
         raise ModelLoadError(
             f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}"
         )
-    if raw.get("quantization_config"):
-        raise ModelLoadError(f"{where}: quantized checkpoints cannot be read yet; use the unquantized one and --format")
 
     def whole(name: str, default: int | None = None, most: int = 2**31) -> int:
         value = raw.get(name)
