@@ -28,8 +28,8 @@ def say_once(text: str) -> None:
 class Stored:
     """A quantized matrix, checked but not read.
 
-    `tensors`: the names it consists of. `scheme`: how its codes are kept; None: no format of ours holds them (`why` says
-    what they are), and they are decoded. `read`: the codes, or the decoded matrix float32 [O, K].
+    `tensors`: the names it consists of. `scheme`: how its codes are kept; None: no format of ours holds them (`why`
+    says what they are), and they are decoded. `read`: the codes, or the decoded matrix float32 [O, K].
     """
 
     tensors: tuple[str, ...]
@@ -78,8 +78,8 @@ def keep(
 ) -> tuple[QuantScheme, int] | None:
     """The scheme that keeps codes of format `name` in groups of `group` (None: rows), and how often a scale repeats.
 
-    Kernels have groups of 32, 64 and 128 and rows: a larger group keeps its codes, and its scale is repeated. None where
-    neither fits.
+    Kernels have groups of 32, 64 and 128 and rows: a larger group keeps its codes, and its scale is repeated. None
+    where neither fits.
     """
     group = None if group == width else group
     if group is not None and (width % group or (group not in GROUPS and group % GROUPS[-1])):
@@ -91,7 +91,9 @@ def keep(
     except ConfigError:
         return None
     if kept is not None and group is None:
-        scheme = QuantScheme(name, kept if kept in GROUPS and "group" in _options(name) else None, symmetric, activations)
+        scheme = QuantScheme(
+            name, kept if kept in GROUPS and "group" in _options(name) else None, symmetric, activations
+        )
     return scheme, (group or width) // (kept or width)
 
 

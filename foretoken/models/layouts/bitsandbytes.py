@@ -70,7 +70,11 @@ def _state(name: str, shape: tuple[int, int], files: Files) -> dict[str, Any]:
         sizes = [b for b in (block, nested[0]) if b is not None]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelLoadError(f"tensor {at} is no state of bitsandbytes ({error!r}); the file is damaged") from None
-    if not fits or any(type(b) is not int or not 1 <= b <= 2**20 for b in sizes) or not isinstance(nested[1], int | float):
+    if (
+        not fits
+        or any(type(b) is not int or not 1 <= b <= 2**20 for b in sizes)
+        or not isinstance(nested[1], int | float)
+    ):
         raise ModelLoadError(f"tensor {at} does not describe nf4 of shape {list(shape)}: {str(state)[:200]}")
     return dict(state)
 
@@ -99,7 +103,9 @@ def _nf4(name: str, shape: tuple[int, int], files: Files) -> Stored:
         scales = files.raw(absmax).flatten()
         if nested is not None:
             large = files.raw(f"{packed}.nested_absmax").repeat_interleave(nested)[:count]
-            scales = files.raw(f"{packed}.nested_quant_map")[scales.long()] * large + float(state.get("nested_offset", 0.0))
+            scales = files.raw(f"{packed}.nested_quant_map")[scales.long()] * large + float(
+                state.get("nested_offset", 0.0)
+            )
         if kept:
             short = scales.to(torch.bfloat16)
             scales = short if short.float().equal(scales.float()) else scales.float()

@@ -1,4 +1,4 @@
-"""compressed-tensors: config_groups with targets, and its integer and float layouts (as its version 0.20 writes them)."""
+"""compressed-tensors: config_groups with targets, and its integer and float layouts (as version 0.20 has them)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from torch import Tensor
 
 from foretoken.errors import ModelLoadError
 from foretoken.formats.scheme import QuantTensor
-from foretoken.models.layouts.base import FLOATS, Files, Stored, by_group, keep, listed, say_once, spread, unpacked, whole
+from foretoken.models.layouts.base import (
+    FLOATS,
+    Files,
+    Stored,
+    by_group,
+    keep,
+    listed,
+    say_once,
+    spread,
+    unpacked,
+    whole,
+)
 from foretoken.models.layouts.patterns import fits
 from foretoken.models.layouts.scaled import float8, mxfp4
 
@@ -43,7 +54,9 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Compr
         raise ModelLoadError(f"{where}: sparse checkpoints ({sparsity['format']}) cannot be read; use the dense one")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ModelLoadError(f"{where}: quantization_config has no config_groups; was it written by compressed-tensors?")
+        raise ModelLoadError(
+            f"{where}: quantization_config has no config_groups; was it written by compressed-tensors?"
+        )
     found = [_group(value, config, f"{where}: config_groups {name}") for name, value in groups.items()]
     ignore = listed(config.get("ignore"), f"{where}: ignore")
     for target in [*ignore, *(t for g in found for t in g.targets)]:
@@ -83,7 +96,9 @@ def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
         )
     targets = tuple(listed(value.get("targets"), f"{where}: targets"))
     symmetric = weights.get("symmetric", True) is not False
-    return Group(targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, block, _activations(value))
+    return Group(
+        targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, block, _activations(value)
+    )
 
 
 def _activations(group: Mapping[str, Any]) -> str | None:
@@ -165,8 +180,12 @@ class CompressedTensors:
         if order is None and (g.symmetric or g.bits == 4):
             held = keep(name_, width, size, g.symmetric, g.activations)
         # An int8 group that no kernel has is decoded; so are 8-bit codes with zero points.
-        why = "act-order groups" if order is not None else f"{g.bits}-bit groups of {size}" if g.symmetric else (
-            f"{g.bits}-bit codes with zero points in groups of {size}"
+        why = (
+            "act-order groups"
+            if order is not None
+            else f"{g.bits}-bit groups of {size}"
+            if g.symmetric
+            else (f"{g.bits}-bit codes with zero points in groups of {size}")
         )
         parts = partial(_codes, name, shape, files, g, count)
         if held is not None:

@@ -1,7 +1,7 @@
-"""Our own layout, for what no other tool's can say: the parts of each QuantTensor by name, and a scheme's text a module.
+"""Our own layout, for what no other tool's can say: the parts of each QuantTensor by name, a scheme's text a module.
 
-`quantization_config`: {"quant_method": "foretoken", "version": 1, "modules": {"model.layers.0.mlp.up_proj": "qoq", ...}}.
-Tensors `<module>.<part>`; 4-bit codes [O, K] lie two a byte, the first in the low half, as `<module>.codes4` [O, K / 2].
+`quantization_config`: {"quant_method": "foretoken", "version": 1, "modules": {"model.layers.0.mlp.up_proj": "qoq"}}.
+Tensors `<module>.<part>`; 4-bit codes [O, K] lie two a byte, the first in the low half: `<module>.codes4` [O, K / 2].
 """
 
 from __future__ import annotations

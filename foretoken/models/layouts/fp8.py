@@ -1,4 +1,4 @@
-"""fp8 checkpoints of the methods "fp8" (one scale a tensor, or blocks with `weight_scale_inv`) and "fbgemm_fp8" (rows)."""
+"""fp8 checkpoints of the methods "fp8" (a scale a tensor, or blocks: `weight_scale_inv`) and "fbgemm_fp8" (rows)."""
 
 from __future__ import annotations
 

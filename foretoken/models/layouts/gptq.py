@@ -1,4 +1,4 @@
-"""GPTQ checkpoints (Frantar et al., 2023) as AutoGPTQ and GPTQModel write them: integers along K, zero points, g_idx."""
+"""GPTQ checkpoints (Frantar et al., 2023) as AutoGPTQ and GPTQModel write them: codes along K, zero points, g_idx."""
 
 from __future__ import annotations
 
@@ -102,7 +102,11 @@ class Gptq:
         held = None if permuted or (s.bits == 8 and not s.symmetric) else keep(native, width, s.group, s.symmetric)
         parts = partial(self._codes, name, files, s)
         if held is None:
-            why = "GPTQ with act-order, whose groups are permuted" if permuted else f"GPTQ, {s.bits} bits in groups of {size}"
+            why = (
+                "GPTQ with act-order, whose groups are permuted"
+                if permuted
+                else f"GPTQ, {s.bits} bits in groups of {size}"
+            )
             return Stored(tuple(tensors), None, lambda: by_group(*parts(), order), why)
         return Stored(tuple(tensors), held[0], partial(self._kept, name, s, held[1], parts))
 
