@@ -24,8 +24,8 @@ from foretoken.models.weights import expected_shapes
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEPT = {"Q4_0": ("int4", 32), "Q5_0": ("int8", 32), "Q8_0": ("int8", 32)}
 DECODED = frozenset(
-    ["Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS"]
-    + ["IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"]
+    {"Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S"}
+    | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"}
 )
 NAMES = {
     "self_attn.q_proj": "attn_q",
