@@ -26,7 +26,6 @@ from fixtures_layouts import (
 from fixtures_models import all_logits, backends, load, prompt, read_tensors, write_config
 from safetensors.torch import save_file
 
-from foretoken import registry
 from foretoken.errors import ModelLoadError
 from foretoken.formats.scheme import get
 from foretoken.models.checkpoint import Checkpoint
@@ -91,11 +90,9 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any], str | None]] = {
     "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "w8a16"),
     "fp8": (fp8("tensor"), FP8, "fp8_e4m3"),
     "fbgemm": (fp8("rows"), {"quant_method": "fbgemm_fp8"}, "fp8_e4m3"),
+    "ct-fp8-block": (fp8("block"), ct_config(8, "float", "block", "float-quantized"), "fp8_e4m3-b128"),
+    "fp8-block": (fp8("block", "weight_scale_inv"), FP8 | {"weight_block_size": [128, 128]}, "fp8_e4m3-b128"),
     "fp8-e5m2": (fp8("rows", dtype=torch.float8_e5m2), FP8, "fp8_e5m2"),
-}
-BLOCKS: dict[str, tuple[Writer, dict[str, Any]]] = {
-    "ct-fp8-block": (fp8("block"), ct_config(8, "float", "block", "float-quantized")),
-    "fp8-block": (fp8("block", "weight_scale_inv"), FP8 | {"weight_block_size": [128, 128]}),
 }
 
 
@@ -104,10 +101,10 @@ def _say_again() -> None:
     base.say_once.cache_clear()
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *BLOCKS])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
     """Every decoded matrix equals the formulas bit for bit; so do the codes that are kept, and chunks of rows."""
-    writer, config = LAYOUTS[name][:2] if name in LAYOUTS else BLOCKS[name]
+    writer, config = LAYOUTS[name][:2]
     dense = write_layout(tmp_path, writer, config)
     with caplog.at_level(logging.WARNING), Checkpoint(tmp_path) as checkpoint:
         checkpoint.check(parse_config(RAW))
@@ -126,8 +123,7 @@ def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
                 }
                 assert all(t.is_contiguous() for t in q.parts.values())
         scheme = checkpoint.scheme(f"{DOWN}.weight")
-    if name in LAYOUTS and (LAYOUTS[name][2] != "mxfp4" or "mxfp4" in registry.names("formats")):
-        assert (None if scheme is None else str(scheme)) == LAYOUTS[name][2]
+    assert (None if scheme is None else str(scheme)) == LAYOUTS[name][2]
     told = [r.getMessage() for r in caplog.records]
     assert bool(told) == (scheme is None) and all(w in t for t in told for w in ("float32", "GiB", "--format"))
 
