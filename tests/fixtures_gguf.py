@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from tokenizers import Regex, Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from foretoken.models.gguf.source import gguf_name
@@ -110,3 +112,57 @@ def gguf_bytes(
     num_tensors, num_keys = counts or (len(infos), len(keys))
     head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + b"".join(keys) + b"".join(infos)
     return head + bytes(-len(head) % 32) + data
+
+
+# --- tokenizers ---
+
+TEXTS = [
+    "Hello, world! It's 2024, they'LL pay $1234.56 for 3 apples.",
+    "  two spaces,\ttabs\n\nand   lines  \n",
+    "Zürich, naïve café — “quotes” … 東京タワー 🎉👩‍👩‍👧 नमस्ते",
+    "def f(x):\n    return x**2  # comment\n",
+    "don't can't WON'T we'Re",
+    "",
+    " ",
+    "a",
+]
+CORPUS = [*TEXTS, *(f"the quick brown fox {i} jumps over the lazy dog's back, and {i * 7} more" for i in range(60))]
+
+
+def trained(pattern: str | list[Any], size: int = 600) -> HFTokenizer:
+    """A byte-level BPE trained on CORPUS, its words cut by the expression of a well-known model."""
+    tokenizer = HFTokenizer(models.BPE())
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated")] if isinstance(pattern, str) else pattern
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    )
+    return tokenizer
+
+
+def bpe_keys(source: HFTokenizer, pre: str, special: dict[str, int], **more: Any) -> Any:
+    """What a converter writes of a byte-level BPE; `special` are control tokens behind the vocabulary."""
+    model = json.loads(source.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+
+    def keys(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list([*tokens, *special])
+        writer.add_token_types([1] * len(tokens) + list(special.values()))
+        writer.add_token_merges(merges)
+        for name, value in more.items():
+            getattr(writer, f"add_{name}")(value)
+
+    return keys
+
+
+# As the models' own tokenizer.json files have them.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
