@@ -18,6 +18,7 @@ from foretoken.formats.scheme import QuantScheme, QuantTensor, get
 from foretoken.models.layouts.base import FLOATS, Files, Stored, nibbles
 
 VERSION = 1
+WIDEST = 1 << 18  # columns
 ROWS = 256  # of the sample that a module's parts are compared with
 TYPES = {
     torch.uint8: ("U8",), torch.int8: ("I8",), torch.int16: ("I16",), torch.int32: ("I32",), torch.int64: ("I64",),
@@ -50,6 +51,8 @@ class Own:
         scheme = self.schemes.get(name)
         if scheme is None or scheme.weights == "auto":
             return None
+        if shape[1] > WIDEST:
+            raise ModelLoadError(f"tensor {name} {list(shape)} is too wide for any format")
         try:
             like = _parts(scheme, shape[1])
         except ConfigError as error:

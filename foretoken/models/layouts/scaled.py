@@ -39,7 +39,8 @@ def float8(
         scales, codes = scales.float(), files.raw(weight)
         if not ours:
             assert block is not None
-            scales = scales.repeat_interleave(block[0], 0)[:height].repeat_interleave(block[1], 1)[:, :width]
+            scales = scales.repeat_interleave(min(block[0], height), 0)[:height]
+            scales = scales.repeat_interleave(min(block[1], width), 1)[:, :width]
             return codes.view(TYPES[dtype]).float() * scales
         rows = scales.reshape(-1, 1).expand(height, 1) if block is None else _fp8.spread(scales, height, width)
         parts = {"codes": codes, "scales": rows.contiguous()}
