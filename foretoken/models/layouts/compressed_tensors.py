@@ -72,14 +72,20 @@ def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
     kind, strategy = str(weights.get("type", "int")), weights.get("strategy")
     bits, size = whole(weights, "num_bits", 8, where), whole(weights, "group_size", -1, where)
     block = weights.get("block_structure")
+    if strategy is None and block is not None:
+        strategy = "block"
     if strategy is None:
         strategy = "group" if size > 0 else "channel" if size == -1 and "group_size" in weights else "tensor"
     if strategy in ("group", "tensor_group") and size < 1:
         raise ModelLoadError(f"{where}: groups of {size} values are none")
     if strategy == "block":
-        if not isinstance(block, list) or len(block) != 2 or any(type(b) is not int or b < 1 for b in block):
+        if (
+            not isinstance(block, list)
+            or len(block) != 2
+            or any(type(b) is not int or not 0 < b < 2**20 for b in block)
+        ):
             raise ModelLoadError(f"{where}: block_structure must be two sizes, got {str(block)[:80]}")
-        block = (block[0], block[1])
+    block = (block[0], block[1]) if strategy == "block" else None
     if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
         raise ModelLoadError(f"{where}: strategy {str(strategy)[:80]!r} cannot be read")
     readable = {

@@ -34,8 +34,8 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Own:
     schemes = {}
     for name, text in modules.items():
         try:
-            schemes[name] = QuantScheme.parse(text)
-        except (ConfigError, RegistryError, AttributeError, TypeError) as error:
+            schemes[name] = QuantScheme.parse(str(text))
+        except (ConfigError, RegistryError) as error:
             raise ModelLoadError(f"{where}: module {name[:80]!r}: {error}") from None
     return Own(schemes)
 
