@@ -21,6 +21,7 @@ from foretoken.models.layouts.base import (
     listed,
     say_once,
     spread,
+    two_sizes,
     unpacked,
     whole,
 )
@@ -78,14 +79,7 @@ def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
         strategy = "group" if size > 0 else "channel" if size == -1 and "group_size" in weights else "tensor"
     if strategy in ("group", "tensor_group") and size < 1:
         raise ModelLoadError(f"{where}: groups of {size} values are none")
-    if strategy == "block":
-        if (
-            not isinstance(block, list)
-            or len(block) != 2
-            or any(type(b) is not int or not 0 < b < 2**20 for b in block)
-        ):
-            raise ModelLoadError(f"{where}: block_structure must be two sizes, got {str(block)[:80]}")
-    block = (block[0], block[1]) if strategy == "block" else None
+    sizes = two_sizes(block, f"{where}: block_structure") if strategy == "block" else None
     if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
         raise ModelLoadError(f"{where}: strategy {str(strategy)[:80]!r} cannot be read")
     readable = {
@@ -103,7 +97,7 @@ def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
     targets = tuple(listed(value.get("targets"), f"{where}: targets"))
     symmetric = weights.get("symmetric", True) is not False
     activations = _activations(value, kind)
-    return Group(targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, block, activations)
+    return Group(targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, sizes, activations)
 
 
 def _activations(group: Mapping[str, Any], kind: str) -> str | None:

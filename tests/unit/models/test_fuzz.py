@@ -178,8 +178,8 @@ def test_safetensors_headers(name, folders, tmp_path):
 
 STRANGE: list[Any] = [
     None, True, False, -1, 0, 1, 3, 4, 8, 33, 2**31, 2**70, 1.5, "", "x", "re:(a|a)*b", "re:[", "linear", [], {},
-    {"a": 1}, [0, 128], [2**70, 1], ["Linear"], [None], "pack-quantized", "int-quantized", "channel", "tensor", "block", "nf4",
-    "w4a16", "gptq_v2",
+    {"a": 1}, [0, 128], [2**70, 1], ["Linear"], [None], "pack-quantized", "int-quantized", "channel", "tensor", "block",
+    "nf4", "w4a16", "gptq_v2",
 ]  # fmt: skip
 
 
