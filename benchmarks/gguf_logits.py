@@ -52,7 +52,7 @@ def texts(folder: Path) -> list[list[int]]:
     """Token ids of held-out prompts, joined to the length."""
     lines = (HERE.parent / "foretoken" / "assets" / "prompts_heldout.jsonl").read_text(encoding="utf-8").splitlines()
     tokenizer = Tokenizer.from_folder(folder)
-    joined = tokenizer.encode("\n\n".join(m["content"] for line in lines for m in json.loads(line)["messages"]))
+    joined = tokenizer.encode("\n\n".join(m["content"] for line in lines for m in json.loads(line).get("messages", [])))
     return [joined[i * LENGTH : (i + 1) * LENGTH] for i in range(TEXTS)]
 
 
