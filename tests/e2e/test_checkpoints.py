@@ -80,7 +80,7 @@ def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
     path = write_gguf(tmp_path / "model.gguf", raw, read_tensors(embedded), lambda n: "BF16", tokenizer=keys)
     said = []
     for model in ("embedded", str(path)):
-        assert main(["generate", "--model", model, "--prompt", PROMPT, "--max-tokens", str(TOKENS)]) == 0
+        assert main(["generate", PROMPT, "--model", model, "--max-tokens", str(TOKENS)]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and len(said[0]) > 20
     # Quantized, and with the embedded draft: the law of speculation holds for it like for any.
@@ -94,6 +94,6 @@ def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
 def test_a_damaged_file_is_an_error_in_words(tmp_path, capsys):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + bytes(100))
-    assert main(["generate", "--model", str(path), "--prompt", "x"]) == 2
+    assert main(["generate", "x", "--model", str(path)]) == 2
     err = capsys.readouterr().err
     assert "not a sound GGUF file" in err and "Traceback" not in err
