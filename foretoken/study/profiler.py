@@ -14,7 +14,6 @@ from foretoken import ops
 from foretoken.engine.memory import available_memory
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme
-from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.loader import load_model, open_checkpoint, resolve_model
 from foretoken.models.synthetic import RandomCheckpoint, random_model
@@ -83,7 +82,7 @@ class Profiler:
         chains, others = self.grid.passes(config, role)
         quant = QuantScheme.parse(format)
         with nullcontext(RandomCheckpoint(config)) if folder is None else open_checkpoint(folder) as source:
-            if isinstance(source, Checkpoint):
+            if not isinstance(source, RandomCheckpoint):
                 source.check(config)
             size = weight_bytes(config, source, quant)
             dense = quant.dense_for(source.dtype("model.embed_tokens.weight"))
