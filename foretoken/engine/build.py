@@ -18,7 +18,7 @@ from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.config import read_config
 from foretoken.models.llama import Llama
-from foretoken.models.loader import load_model, resolve_model
+from foretoken.models.loader import load_model, load_tokenizer, resolve_model
 from foretoken.models.runner import ModelRunner
 from foretoken.models.weights import Progress
 from foretoken.spec.drafter import Drafter, NoDrafter, Parts, parse_options
@@ -42,13 +42,13 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     max_len = config.max_model_len or shape.max_model_len
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = load_tokenizer(folder)
     levels = list(_levels(config.spec))
     for level in levels:
         parse_options(_drafter_class(level), level.options)  # a bad option should not wait for the weights
     models = list(_models(config.spec, folder, quant))
     for m in models:
-        check_vocabulary(tokenizer, Tokenizer.from_folder(m.folder))
+        check_vocabulary(tokenizer, load_tokenizer(m.folder))
     demands = [demand(folder, quant, config)]
     for m in models:
         own = demand(m.folder, m.quant, config)
