@@ -86,11 +86,12 @@ void record_attention(Plan& plan, uintptr_t q, int64_t q_stride, uintptr_t k_cac
     });
 }
 
-// Columns [column, column + width) of the captured hidden states, from x.
-void record_capture(Plan& plan, uintptr_t x, int64_t x_stride, int64_t width, int64_t column, int64_t total) {
-    plan.add("capture", [=](const Pass& p) {
+// Columns [column, column + width) of `out` [rows, total], from x; `out` 0: of the pass's captured hidden states.
+void record_columns(Plan& plan, uintptr_t x, int64_t x_stride, int64_t width, int64_t column, int64_t total, uintptr_t out) {
+    plan.add("columns", [=](const Pass& p) {
+        float* into = (out ? at<float>(out) : p.hidden) + column;
         for (int64_t t = 0; t < p.rows; t++)
-            std::memcpy(p.hidden + t * total + column, at<const float>(x) + t * x_stride, static_cast<size_t>(width) * sizeof(float));
+            std::memcpy(into + t * total, at<const float>(x) + t * x_stride, static_cast<size_t>(width) * sizeof(float));
     });
 }
 
@@ -112,7 +113,7 @@ void bind_plan(nb::module_& m) {
         .def("linear", &record_linear)
         .def("rope_store", &record_rope_store)
         .def("attention", &record_attention)
-        .def("capture", &record_capture)
+        .def("columns", &record_columns)
         .def("run", &run_plan, nb::call_guard<nb::gil_scoped_release>())
         .def("set_timed", &Plan::set_timed)
         .def("seconds", &Plan::seconds)

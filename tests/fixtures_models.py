@@ -16,7 +16,8 @@ from torch import Tensor
 
 from foretoken import ops, registry
 from foretoken.batch import Rows, build_batch
-from foretoken.formats.scheme import QuantScheme
+from foretoken.formats import scheme
+from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.config import ModelConfig, parse_config
 from foretoken.models.llama import Llama
@@ -256,21 +257,38 @@ def feed(runner: ModelRunner, seq: Sequence, count: int) -> Tensor:
     return out.logits
 
 
+class Stored:
+    """A source in memory; matrices whose modules `schemes` names are stored in codes."""
+
+    def __init__(self, tensors: dict[str, Tensor], schemes: dict[str, str] | None = None) -> None:
+        self.tensors = tensors
+        self.schemes = {f"{m}.weight": QuantScheme.parse(text) for m, text in (schemes or {}).items()}
+        self.decoded: list[str] = []
+
+    def scheme(self, name: str) -> QuantScheme | None:
+        return self.schemes.get(name)
+
+    def stored(self, name: str) -> QuantTensor:
+        return self.schemes[name].encode(self.tensors[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        if name not in self.schemes:
+            return self.tensors[name][start:stop]
+        self.decoded.append(name)
+        q = self.stored(name)
+        return scheme.get(q.format).decode(q)[start:stop]
+
+
 @cache
 def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> Llama:
     """A random model, without files: what a test takes that needs any model."""
     config = parse_config(VARIANTS[name].raw)
-    tensors = random_tensors(config)
-
-    class InMemory:
-        def dtype(self, tensor_name: str) -> torch.dtype:
-            return tensors[tensor_name].dtype
-
-        def tensor(self, tensor_name: str) -> Tensor:
-            return tensors[tensor_name]
-
-        def rows(self, tensor_name: str, start: int, stop: int) -> Tensor:
-            return tensors[tensor_name][start:stop]
-
     chosen = ops.resolve(backend)
-    return Llama(config, read_weights(config, InMemory(), QuantScheme.parse(weights), chosen), chosen)
+    source = Stored(random_tensors(config))
+    return Llama(config, read_weights(config, source, QuantScheme.parse(weights), chosen), chosen)

@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Protocol, cast
 
 import torch
@@ -157,6 +158,7 @@ PRESETS: dict[str, tuple[str, str | None]] = {
     "w4a8": ("int4", "int8"),
     "w4a16": ("int4", None),
     "fp8": ("fp8_e4m3", None),
+    "auto-a8": ("auto", "int8"),
 }
 _NAME = re.compile(r"(?P<base>.*?)(?:-g(?P<group>\d+))?(?P<asymmetric>-asym)?")
 
@@ -166,17 +168,19 @@ class QuantScheme:
     """How a model's matrices are stored and multiplied; norms and biases stay float32.
 
     `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
-    (None: the format's choice for each K). `activations`: "int8" or None (see QuantTensor). Raises ConfigError for
-    what the format has not, RegistryError for an unknown one.
+    (None: the format's choice for each K). `activations`: "int8" or None (see QuantTensor); of "auto": for what can
+    take them. `rules`: schemes of their own for modules whose names fit a glob (`lm_head`, `model.layers.0.*`); the
+    first that fits counts (`at`). Raises ConfigError for what the format has not, RegistryError for an unknown one.
     """
 
     weights: str = "auto"
     group: int | None = None
     symmetric: bool = True
     activations: str | None = None
+    rules: tuple[tuple[str, QuantScheme], ...] = ()
 
     def __post_init__(self) -> None:
-        options = frozenset[str]() if self.weights == "auto" else get(self.weights).options
+        options = frozenset({"activations"}) if self.weights == "auto" else get(self.weights).options
         if self.group is not None and ("group" not in options or self.group not in GROUPS):
             allowed = f"of {', '.join(map(str, GROUPS))}" if "group" in options else "at all"
             raise ConfigError(f"format {self.weights!r} has no groups {allowed} like {self.group}; leave out the group")
@@ -192,8 +196,21 @@ class QuantScheme:
     def parse(cls, text: str) -> QuantScheme:
         """The scheme of that name: a format's, w8a8, w8a16, w4a8, w4a16 or fp8, with -g32|-g64|-g128 and -asym.
 
-        Raises RegistryError with the nearest name, ConfigError for what the format has not.
+        Rules follow, by commas: `w4a8,lm_head=bf16,model.layers.0.*=w8a8`. Raises RegistryError with the nearest name,
+        ConfigError for what the format has not.
         """
+        text, *rest = text.split(",")
+        own = cls._parse_one(text)
+        rules = []
+        for rule in rest:
+            glob, equals, name = (x.strip() for x in rule.partition("="))
+            if not glob or not equals:
+                raise ConfigError(f"no rule {rule!r}; write MODULES=FORMAT, e.g. 'w4a8,lm_head=bf16'")
+            rules.append((glob, cls._parse_one(name)))
+        return replace(own, rules=tuple(rules))
+
+    @classmethod
+    def _parse_one(cls, text: str) -> QuantScheme:
         found = _NAME.fullmatch(text.strip().lower())
         base = found["base"] if found else text
         known = [*PRESETS, *registry.names("formats"), "auto"]
@@ -209,10 +226,22 @@ class QuantScheme:
         return cls(weights, group, found["asymmetric"] is None, activations)
 
     def __str__(self) -> str:
-        """The name that `parse` reads."""
+        """The text that `parse` reads."""
+        return ",".join([self.name, *(f"{glob}={scheme}" for glob, scheme in self.rules)])
+
+    @property
+    def name(self) -> str:
+        """The name of the scheme itself, without its rules."""
         names = {value: name for name, value in PRESETS.items() if value[0] != "fp8_e4m3"}
         base = names.get((self.weights, self.activations), self.weights)
         return f"{base}{f'-g{self.group}' if self.group else ''}{'' if self.symmetric else '-asym'}"
+
+    def at(self, *names: str) -> QuantScheme:
+        """The scheme of a module that goes by these names (more than one: tied weights), its rules applied."""
+        for glob, scheme in self.rules:
+            if any(fnmatchcase(name, glob) for name in names):
+                return scheme
+        return replace(self, rules=()) if self.rules else self
 
     def format_for(self, dtype: torch.dtype) -> str:
         """Name of the format that a matrix of that stored type takes."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ModelLoadError
+from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
 from foretoken.models.weights import expected_shapes
 
@@ -93,6 +94,14 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def scheme(self, name: str) -> QuantScheme | None:
+        """None: every matrix is stored as the numbers themselves."""
+        return None
+
+    def stored(self, name: str) -> QuantTensor:
+        """No matrix has a scheme."""
+        raise NotImplementedError
 
     def dtype(self, name: str) -> torch.dtype:
         """The type of a tensor that `check` has passed."""

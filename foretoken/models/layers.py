@@ -14,20 +14,29 @@ from foretoken.models.config import RopeConfig
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one decoder layer; q, k, v and gate, up are stacked along O. Norms and biases are float32."""
+    """Weights of one decoder layer; q, k, v and gate, up are stacked along O. Norms and biases are float32.
+
+    Where the stacked ones differ in their formats, a stack is several weights, in order.
+    """
 
     input_norm: Tensor  # [C]
-    qkv: QuantTensor  # [(H + 2 Hk) D, C]
+    qkv: QuantTensor | tuple[QuantTensor, ...]  # [(H + 2 Hk) D, C]
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
     o: QuantTensor  # [C, H D]
     o_bias: Tensor | None
     post_norm: Tensor  # [C]
-    gate_up: QuantTensor  # [2 I, C]
+    gate_up: QuantTensor | tuple[QuantTensor, ...]  # [2 I, C]
     gate_up_bias: Tensor | None
     down: QuantTensor  # [C, I]
     down_bias: Tensor | None
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        """All of the layer's matrices."""
+        stacks = (self.qkv, (self.o,), self.gate_up, (self.down,))
+        return tuple(m for stack in stacks for m in (stack if isinstance(stack, tuple) else (stack,)))
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,12 @@ class ModelWeights:
     norm: Tensor  # [C]
     lm_head: QuantTensor  # [V, C]
     dense: str = "fp32"
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        """All matrices of the model, each once."""
+        ends = (self.embedding,) if self.lm_head is self.embedding else (self.embedding, self.lm_head)
+        return (*(m for layer in self.layers for m in layer.matrices), *ends)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foretoken.formats.scheme import QuantScheme
+from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
 from foretoken.models.llama import Llama
 from foretoken.models.weights import Progress, expected_shapes, read_weights
@@ -30,8 +30,16 @@ class RandomCheckpoint:
     def _noise(self) -> Tensor:
         return torch.randn(NOISE, generator=torch.Generator().manual_seed(self._seed))
 
+    def scheme(self, name: str) -> QuantScheme | None:
+        """None: nothing is quantized."""
+        return None
+
+    def stored(self, name: str) -> QuantTensor:
+        """Nothing is stored in a scheme."""
+        raise NotImplementedError
+
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a stored tensor."""
+        """Type of a tensor."""
         return self._dtype
 
     def tensor(self, name: str) -> Tensor:

@@ -6,19 +6,32 @@ plain codes are ever whole in memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
+from foretoken.formats import scheme
 from foretoken.formats._memory import roomy
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
 from foretoken.models.layers import LayerWeights, ModelWeights
 from foretoken.ops import Ops
+
+log = logging.getLogger("foretoken.models")
+
+
+@cache
+def _say_once(text: str) -> None:
+    log.warning(text)
+
 
 Progress = Callable[[int, int], None]
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few, so that they stay in the processor's cache
@@ -26,16 +39,22 @@ ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of so
 
 
 class Source(Protocol):
-    """Where weights come from: a checkpoint, or noise."""
+    """Where weights come from: a checkpoint, or noise. Names are those of `expected_shapes`."""
+
+    def scheme(self, name: str) -> QuantScheme | None:
+        """How a matrix is stored; None: as the numbers themselves."""
+
+    def stored(self, name: str) -> QuantTensor:
+        """A matrix that has a scheme, as it is stored, in its format's own layout."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a stored tensor."""
+        """Type of a tensor; of a matrix that has a scheme, the type that `rows` gives its values in."""
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, finite."""
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop-1 of a matrix, finite, in memory of their own."""
+        """Rows start..stop-1 of a matrix, finite, decoded where it has a scheme, in memory of their own."""
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -68,20 +87,50 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def resolve_scheme(config: ModelConfig, source: Source, quant: QuantScheme, module: str) -> QuantScheme:
+    """The scheme that a module's matrix will be stored in.
+
+    "auto" is what the source stores; so is its format's name: `w4a8` of 4-bit codes keeps them, whatever their groups.
+    """
+    tied = config.tied_embeddings and module == "model.embed_tokens"
+    asked = quant.at(module, "lm_head") if tied else quant.at(module)
+    own = source.scheme(f"{module}.weight")
+    if own is None:
+        return asked if asked.weights != "auto" else replace(asked, activations=None)
+    if asked.weights == "auto":
+        integer = asked.activations == "int8" and "activations" in scheme.get(own.weights).options
+        return replace(own, activations="int8") if integer else own
+    kept = asked.weights == own.weights and asked.group in (None, own.group)
+    return replace(own, activations=asked.activations) if kept else asked
+
+
+def check_rules(config: ModelConfig, quant: QuantScheme) -> None:
+    """Raises ConfigError for a rule that fits none of the model's modules: a slip of the pen would pass in silence."""
+    modules = [n.removesuffix(".weight") for n, shape in expected_shapes(config).items() if len(shape) == 2]
+    modules += ["lm_head"] if config.tied_embeddings else []
+    for glob, _ in quant.rules:
+        if not any(fnmatchcase(m, glob) for m in modules):
+            raise ConfigError(
+                f"no module fits the rule {glob!r}; modules are named like {', '.join(modules[:2])}, lm_head"
+            )
+
+
 def weight_bytes(config: ModelConfig, source: Source, quant: QuantScheme) -> int:
     """Bytes that all weights will take, padded as kernels pad them (a little more than what plain codes take).
 
-    Raises ConfigError naming the first tensor whose rows the scheme's group does not divide.
+    Raises ConfigError naming the first tensor whose rows the scheme's group does not divide, or a rule for none.
     """
+    check_rules(config, quant)
     total = 0
     for name, shape in expected_shapes(config).items():
         if len(shape) == 1:
             total += shape[0] * 4
             continue
+        chosen = resolve_scheme(config, source, quant, name.removesuffix(".weight"))
         try:
-            bits = quant.bits_per_weight(shape[1], source.dtype(name))
+            bits = chosen.bits_per_weight(shape[1], source.dtype(name))
         except ConfigError as error:
-            raise ConfigError(f"tensor {name} {list(shape)} cannot be stored as {quant}: {error}") from None
+            raise ConfigError(f"tensor {name} {list(shape)} cannot be stored as {chosen}: {error}") from None
         total += int(-(-shape[0] // ROWS) * ROWS * shape[1] * bits / 8)
     return total
 
@@ -100,10 +149,10 @@ def read_weights(
     """
     weight_bytes(config, source, quant)
     reader = _Reader(config, source, quant, ops, device, progress)
-    embedding = reader.stack(["model.embed_tokens"])
+    embedding = reader.matrix("model.embed_tokens")
     layers = tuple(reader.layer(i) for i in range(config.num_layers))
     norm = reader.vector("model.norm.weight")
-    head = embedding if config.tied_embeddings else reader.stack(["lm_head"])
+    head = embedding if config.tied_embeddings else reader.matrix("lm_head")
     return ModelWeights(embedding, layers, norm, head, quant.dense_for(source.dtype("model.embed_tokens.weight")))
 
 
@@ -118,7 +167,7 @@ class _Reader:
         progress: Progress | None,
     ) -> None:
         self.config, self.source, self.quant, self.device = config, source, quant, device
-        self.encode = ops.encode
+        self.encode, self.pack = ops.encode, ops.pack
         self.shapes = expected_shapes(config)
         self.progress = progress
         self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
@@ -140,7 +189,7 @@ class _Reader:
     def layer(self, i: int) -> LayerWeights:
         c, at = self.config, f"model.layers.{i}"
         qkv = [f"{at}.self_attn.{n}_proj" for n in "qkv"]
-        o, down = [f"{at}.self_attn.o_proj"], [f"{at}.mlp.down_proj"]
+        o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
         gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
         return LayerWeights(
             input_norm=self.vector(f"{at}.input_layernorm.weight"),
@@ -148,18 +197,49 @@ class _Reader:
             qkv_bias=self.biases(qkv, c.qkv_bias),
             q_norm=self.vector(f"{at}.self_attn.q_norm.weight") if c.qk_norm else None,
             k_norm=self.vector(f"{at}.self_attn.k_norm.weight") if c.qk_norm else None,
-            o=self.stack(o),
-            o_bias=self.biases(o, c.o_bias),
+            o=self.matrix(o),
+            o_bias=self.biases([o], c.o_bias),
             post_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
             gate_up=self.stack(gate_up),
             gate_up_bias=self.biases(gate_up, c.mlp_bias),
-            down=self.stack(down),
-            down_bias=self.biases(down, c.mlp_bias),
+            down=self.matrix(down),
+            down_bias=self.biases([down], c.mlp_bias),
         )
 
-    def stack(self, layers: Seq[str]) -> QuantTensor:
-        """The weights of some linear layers as one, along O, chunk by chunk."""
-        names = [f"{n}.weight" for n in layers]
+    def matrix(self, module: str) -> QuantTensor:
+        """The weight of one module."""
+        return self._alike([module], self._scheme(module))
+
+    def stack(self, modules: Seq[str]) -> QuantTensor | tuple[QuantTensor, ...]:
+        """The weights of some modules as one, along O; where schemes differ, neighbours with the same one together."""
+        runs = [(key, list(run)) for key, run in groupby(modules, self._scheme)]
+        parts = tuple(self._alike(run, key) for key, run in runs)
+        return parts[0] if len(parts) == 1 else parts
+
+    def _scheme(self, module: str) -> tuple[QuantScheme, bool]:
+        """The scheme that a module's weight takes, and whether the source already has it so."""
+        chosen = resolve_scheme(self.config, self.source, self.quant, module)
+        own = self.source.scheme(f"{module}.weight")
+        if own is None:
+            return chosen, False
+        as_stored = (own.weights, own.group, own.symmetric) == (chosen.weights, chosen.group, chosen.symmetric)
+        if not as_stored:
+            _say_once(f"weights stored as {own} are decoded and stored as {chosen}; --format auto keeps them")
+        return chosen, as_stored
+
+    def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool]) -> QuantTensor:
+        """The weights of modules that share a scheme, as one."""
+        chosen, as_stored = how
+        names = [f"{m}.weight" for m in modules]
+        if not as_stored:
+            return self._encoded(names, chosen)
+        weights = [self.source.stored(n) for n in names]
+        whole = weights[0] if len(weights) == 1 else scheme.get(chosen.weights).concat(weights)
+        self._tick(whole.shape[0] * whole.shape[1])
+        return self.pack(replace(whole, activations=chosen.activations))
+
+    def _encoded(self, names: Seq[str], chosen: QuantScheme) -> QuantTensor:
+        """Matrices of the source as one in a scheme, chunk by chunk."""
         height, width = sum(self.shapes[n][0] for n in names), self.shapes[names[0]][1]
         dtypes = {self.source.dtype(n) for n in names}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -169,7 +249,7 @@ class _Reader:
             count = min(step, height - start)
             rows = [r.to(self.device, dtype) for r in self._rows(names, start, start + count)]
             chunk = rows[0] if len(rows) == 1 else torch.cat(rows)
-            piece = self.encode(chunk, self.quant)
+            piece = self.encode(chunk, chosen)
             self._tick(chunk.numel())
             if count == height:
                 return piece

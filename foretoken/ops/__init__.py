@@ -37,6 +37,12 @@ Forward = Callable[..., tuple[Tensor, Tensor | None]]  # (ops, batch, cache, cap
 Replayed = Callable[..., tuple[Tensor, Tensor | None]]  # (batch, cache, captures) -> logits, hidden
 
 
+def by_part(w: Seq[QuantTensor], bias: Tensor | None) -> list[tuple[QuantTensor, Tensor | None]]:
+    """Each of several weights stacked along O with its piece of the bias."""
+    outputs = [p.shape[0] for p in w]
+    return list(zip(w, [None] * len(w) if bias is None else torch.split(bias, outputs)))
+
+
 class Ops:
     """The ops of one backend, the reference behind it. Signatures and shapes are those of `ops/reference.py`.
 
@@ -120,11 +126,13 @@ class Ops:
         x: Tensor,
         norm: Tensor,
         eps: float,
-        w: QuantTensor,
+        w: QuantTensor | tuple[QuantTensor, ...],
         bias: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """linear of rms_norm(x), of the rows `rows` int32 [R] of x [T, K] where given."""
+        """linear of rms_norm(x), of the rows `rows` int32 [R] of x [T, K] where given; of several w side by side."""
+        if isinstance(w, tuple):
+            return torch.cat([self.norm_linear(x, norm, eps, p, b, rows) for p, b in by_part(w, bias)], dim=1)
         if self._norm_linear is not None and self._serves(w):
             return self._norm_linear(x, norm, eps, w, bias, rows)
         return self.linear(self.rms_norm(x if rows is None else x.index_select(0, rows), norm, eps), w, bias)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foretoken.batch import Batch
 from foretoken.formats.scheme import KVLayer, QuantTensor
-from foretoken.ops import cpu
+from foretoken.ops import by_part, cpu
 
 if TYPE_CHECKING:
     from foretoken import _native
@@ -89,10 +89,12 @@ class Recorder:
         x: Tensor,
         norm: Tensor,
         eps: float,
-        w: QuantTensor,
+        w: QuantTensor | tuple[QuantTensor, ...],
         bias: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(w, tuple):
+            return self._join([self.norm_linear(x, norm, eps, p, b, rows) for p, b in by_part(w, bias)])
         self._served(w, norm, bias)
         return cpu.norm_linear(x, norm, eps, w, bias, rows, self._target)
 
@@ -119,14 +121,24 @@ class Recorder:
         self._cached(layer)
         return cpu.attention(q, layer, batch, scale, window, self._target)
 
+    def _join(self, parts: Seq[Tensor]) -> Tensor:
+        """Steps that write x [T, O] of several products side by side."""
+        out = self._target.empty(parts[0].shape[0], sum(x.shape[1] for x in parts))
+        self._side_by_side(parts, out.shape[1], out.data_ptr())
+        return out
+
     def capture(self, hidden: Seq[Tensor]) -> Tensor:
         """Steps that write x [T, C] of each captured layer into its columns of the pass's hidden states."""
         total = sum(x.shape[1] for x in hidden)
-        column = 0
-        for x in hidden:
-            self._target.calls.capture(x.data_ptr(), x.stride(0), x.shape[1], column, total)
-            column += x.shape[1]
+        self._side_by_side(hidden, total, 0)
         return torch.empty(1, total)
+
+    def _side_by_side(self, parts: Seq[Tensor], total: int, out: int) -> None:
+        """`out` 0: the hidden states of the pass."""
+        column = 0
+        for x in parts:
+            self._target.calls.columns(x.data_ptr(), x.stride(0), x.shape[1], column, total, out)
+            column += x.shape[1]
 
 
 class Recorded:

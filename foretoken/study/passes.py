@@ -92,13 +92,11 @@ class Subject:
         self.runner = ModelRunner(model, cache)
         self.kv_row_bytes = cache.nbytes / (num_blocks * BLOCK_SIZE)
         weights = model.weights
-        matrices = [m for x in weights.layers for m in (x.qkv, x.o, x.gate_up, x.down)]
-        own_embedding = () if c.tied_embeddings else (weights.embedding,)
-        self.weight_bytes = sum(m.nbytes for m in (*matrices, weights.lm_head, *own_embedding))
+        self.weight_bytes = sum(m.nbytes for m in weights.matrices)
         # Of the embedding a pass reads its own rows only, unless it is the head too.
-        self.read_bytes = sum(m.nbytes for m in (*matrices, weights.lm_head))
-        integer = weights.layers[0].qkv.activations == "int8"
-        self.peak = "int8" if integer else "bf16" if weights.layers[0].qkv.format == "bf16" else "fp32"
+        self.read_bytes = self.weight_bytes - (0 if weights.lm_head is weights.embedding else weights.embedding.nbytes)
+        largest = weights.layers[0].down
+        self.peak = "int8" if largest.activations == "int8" else "bf16" if largest.format == "bf16" else "fp32"
 
     def seconds(self, job: Pass) -> float:
         """Run a pass as the engine would, and time it. Nothing is kept: the next one finds the cache as it was."""

@@ -69,7 +69,7 @@ def test_what_a_format_has_not(text, words):
 
 
 @pytest.mark.parametrize(
-    ("weights", "activations"), [("nf4", "int8"), ("bf16", "int8"), ("int8", "fp8"), ("auto", "int8")]
+    ("weights", "activations"), [("nf4", "int8"), ("bf16", "int8"), ("int8", "fp8"), ("auto", "fp8")]
 )
 def test_activations_go_with_integers(weights, activations):
     with pytest.raises(ConfigError, match="take int8 activations"):

@@ -474,8 +474,7 @@ FORMATS = ["bf16", "w8a8", "w8a16-g32", "w4a8", "w4a16-asym", "nf4", "fp8"]
 
 
 def matrices(model: Any) -> list[Any]:
-    w = model.weights
-    return [w.embedding, w.lm_head, *(getattr(layer, n) for layer in w.layers for n in ("qkv", "o", "gate_up", "down"))]
+    return list(model.weights.matrices)
 
 
 @pytest.mark.parametrize("backend", backends())

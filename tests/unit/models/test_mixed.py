@@ -1,0 +1,144 @@
+"""Models whose modules are stored in different formats, by rules or by their checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fixtures_models import VARIANTS, Stored, all_logits, backends, prompt, random_tensors
+
+from foretoken import ops
+from foretoken.errors import ConfigError, RegistryError
+from foretoken.formats import scheme
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.config import parse_config
+from foretoken.models.llama import Llama
+from foretoken.models.weights import read_weights, weight_bytes
+
+RAW = {**VARIANTS["qwen2"].raw, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
+
+
+def load(raw: dict, schemes: dict[str, str], asked: str, backend: str) -> tuple[Llama, Stored]:
+    config = parse_config(raw)
+    source = Stored(random_tensors(config), schemes)
+    chosen = ops.resolve(backend)
+    return Llama(config, read_weights(config, source, QuantScheme.parse(asked), chosen), chosen), source
+
+
+def textbook(raw: dict, schemes: dict[str, str], backend: str) -> Llama:
+    """The same model with every coded matrix decoded first, in float32."""
+    config = parse_config(raw)
+    tensors = random_tensors(config)
+    for module, text in schemes.items():
+        q = QuantScheme.parse(text).encode(tensors[f"{module}.weight"])
+        tensors[f"{module}.weight"] = scheme.get(q.format).decode(q)
+    chosen = ops.resolve(backend)
+    source = Stored(tensors, {})
+    return Llama(config, read_weights(config, source, QuantScheme.parse("fp32"), chosen), chosen)
+
+
+AT = "model.layers.0"
+MIXED = {
+    f"{AT}.self_attn.q_proj": "w4a16-g32",
+    f"{AT}.self_attn.k_proj": "w4a16-g32",
+    f"{AT}.self_attn.v_proj": "w8a16",
+    f"{AT}.mlp.up_proj": "nf4",
+    f"{AT}.mlp.down_proj": "fp8",
+    "lm_head": "w8a16-g32",
+}
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_a_mixed_checkpoint_keeps_its_codes_and_computes_what_they_mean(backend):
+    raw = {**RAW, "tie_word_embeddings": False}
+    model, source = load(raw, MIXED, "auto", backend)
+    layer = model.weights.layers[0]
+    assert [(w.format, w.shape[0]) for w in layer.qkv] == [("int4", 96), ("int8", 32)]
+    assert [w.format for w in layer.gate_up] == ["fp32", "nf4"]
+    assert (layer.down.format, model.weights.lm_head.format, layer.o.format) == ("fp8_e4m3", "int8", "fp32")
+    assert not source.decoded
+    wanted = all_logits(textbook(raw, MIXED, backend), prompt(9))
+    torch.testing.assert_close(all_logits(model, prompt(9)), wanted, rtol=1e-4, atol=1e-4)
+    assert len(model.weights.matrices) == 2 * 4 + 2 + 2
+
+
+def test_a_mixed_model_replays_with_the_same_bits():
+    if "cpu" not in backends():
+        pytest.skip("no native module")
+    raw = {**RAW, "tie_word_embeddings": False}
+    model, _ = load(raw, MIXED, "auto", "cpu")
+    replayed = all_logits(model, prompt(9))
+    model._run = lambda *args: model._forward(model.ops, *args)  # type: ignore[method-assign]
+    assert replayed.equal(all_logits(model, prompt(9)))
+
+
+def test_rules_choose_by_name_and_the_first_that_fits_counts():
+    quant = QuantScheme.parse("w4a8-g32, lm_head=bf16, model.layers.0.*=w8a8, *.down_proj=nf4")
+    assert quant.at("lm_head") == QuantScheme.parse("bf16")
+    assert quant.at("model.layers.0.mlp.down_proj") == QuantScheme.parse("w8a8")
+    assert quant.at("model.layers.1.mlp.down_proj") == QuantScheme.parse("nf4")
+    assert quant.at("model.layers.1.mlp.up_proj") == QuantScheme.parse("w4a8-g32")
+    assert QuantScheme.parse(str(quant)) == quant
+    raw = {**RAW, "tie_word_embeddings": False}
+    model, _ = load(raw, {}, str(quant), "reference")
+    formats = [w.format for w in model.weights.matrices]
+    assert formats == ["int8"] * 4 + ["int4", "int4", "int4", "nf4"] + ["int4", "bf16"]
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens", "*embed*"])
+def test_with_tied_embeddings_either_name_hits_the_one_matrix(module):
+    raw = {**RAW, "tie_word_embeddings": True}
+    model, _ = load(raw, {}, f"w4a8-g32,{module}=bf16", "reference")
+    assert model.weights.lm_head is model.weights.embedding
+    assert model.weights.embedding.format == "bf16"
+
+
+def test_another_scheme_decodes_what_is_stored():
+    raw = {**RAW, "tie_word_embeddings": False}
+    model, source = load(raw, MIXED, "w8a8", "reference")
+    assert {w.format for w in model.weights.matrices} == {"int8"}
+    as_asked = {m for m, text in MIXED.items() if text.startswith("w8")}
+    assert set(source.decoded) == {f"{m}.weight" for m in MIXED.keys() - as_asked}
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_auto_a8_gives_int8_activations_to_what_can_take_them(backend):
+    raw = {**RAW, "tie_word_embeddings": False}
+    model, _ = load(raw, MIXED, "auto-a8", backend)
+    assert [w.activations for w in model.weights.layers[0].qkv] == ["int8", "int8"]
+    assert [w.activations for w in model.weights.layers[0].gate_up] == [None, None]
+    stored, _ = load(raw, MIXED, "auto", backend)
+    a, b = all_logits(model, prompt(9)), all_logits(stored, prompt(9))
+    assert not a.equal(b)
+    assert torch.nn.functional.cosine_similarity(a, b).min() > 0.99
+
+
+def test_bytes_are_those_of_the_stored_schemes():
+    config = parse_config({**RAW, "tie_word_embeddings": False})
+    source = Stored(random_tensors(config), MIXED)
+    plain = Stored(source.tensors, {})
+    assert weight_bytes(config, source, QuantScheme()) < weight_bytes(config, plain, QuantScheme())
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("w4a8,lm_head", ConfigError, "MODULES=FORMAT"),
+        ("w4a8,=bf16", ConfigError, "MODULES=FORMAT"),
+        ("w4a8,lm_head=bf17", RegistryError, "bf16"),
+        ("w4a8,lm_haed=bf16", ConfigError, "lm_haed"),
+    ],
+)
+def test_bad_rules(text, error, says):
+    with pytest.raises(error, match=says):
+        load(RAW, {}, text, "reference")
+
+
+@pytest.mark.parametrize(("asked", "kept"), [("w4a8", True), ("w4a16-g32", True), ("w4a16-g64", False)])
+def test_the_name_of_the_stored_format_keeps_its_codes(asked, kept):
+    every = [f"model.layers.{i}.mlp.{n}_proj" for i in range(2) for n in ("gate", "up", "down")]
+    raw = {**RAW, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
+    model, source = load(raw, dict.fromkeys(every, "w4a16-g32-asym"), asked, "reference")
+    assert bool(source.decoded) is not kept
+    down = model.weights.layers[1].down
+    assert (down.group, "zeros" in down.parts) == ((32, True) if kept else (64, False))
+    assert down.activations == ("int8" if asked == "w4a8" else None)
