@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.formats import scheme as formats
-from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.formats.scheme import QuantTensor
 from foretoken.models.config import ModelConfig
 from foretoken.models.layers import rope_table
 from foretoken.models.weights import Source
@@ -45,11 +45,11 @@ class Linear:
 
 
 def as_read(x: Tensor, q: QuantTensor) -> Tensor:
-    """x [..., K] as a product with `q` sees it: rounded to int8 by row and group where the weight asks for that."""
+    """x [..., K] as a product with `q` sees it: rounded to int8 or fp8 by row where the weight asks for that."""
     if q.activations is None:
         return x
-    if q.activations != "int8":
-        raise NotImplementedError(q.activations)
+    if q.activations == "fp8":
+        return formats.round_rows(x)
     codes, scales = formats.quantize_rows(x, q.group)
     return (codes.float().unflatten(-1, (-1, q.group)) * scales[..., None]).flatten(-2)
 
@@ -163,27 +163,3 @@ def advance(h: Tensor, step: Callable[[Tensor], Tensor]) -> None:
     """Replace the hidden states h [B, S, C] by `step` of them, chunk by chunk, in place."""
     for part in chunks(h):
         part.copy_(step(part))
-
-
-def embed(source: Source, token_ids: Tensor, out: Tensor, q: QuantTensor | None = None) -> None:
-    """Write the embedding of token_ids [B, S] into out [B, S, C], reading only rows that occur."""
-    needed, place = token_ids.unique(return_inverse=True)
-    if q is not None:
-        rows = formats.get(q.format).decode_rows(q, needed)
-    else:
-        rows = torch.empty(len(needed), out.shape[2])
-        step = 4096
-        low = int(needed[0]) if len(needed) else 0
-        for start in range(low, int(needed[-1]) + 1 if len(needed) else 0, step):
-            inside = (needed >= start) & (needed < start + step)
-            if inside.any():
-                stop = min(start + step, int(needed[-1]) + 1)
-                rows[inside] = source.rows("model.embed_tokens.weight", start, stop)[needed[inside] - start].float()
-    for part, index in zip(chunks(out), place.split(max(1, CHUNK // out.shape[1])), strict=True):
-        part.copy_(rows[index])
-
-
-def stored_scheme(choice: QuantScheme, name: str) -> QuantScheme:
-    """The scheme of one matrix under a choice with rules."""
-    at: Callable[[str], QuantScheme] | None = getattr(choice, "at", None)
-    return choice if at is None else at(name)

@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.formats.scheme import QuantScheme
 from foretoken.models.config import ModelConfig
 from foretoken.models.weights import Source
-from foretoken.quantize._decoder import STAGES, Block, Decoder, advance, chunks, read_block, stored_scheme
+from foretoken.quantize._decoder import STAGES, Block, Decoder, advance, chunks, read_block
 from foretoken.quantize.base import Pipeline, Quantizer, SchemeOf, Stats, is_dense
 
 
@@ -71,7 +71,7 @@ class Walk:
 
     def scheme_of(self, block: Block) -> SchemeOf:
         """Scheme of a linear layer by its name within the block."""
-        return lambda name: stored_scheme(self.scheme, block.prefix + name)
+        return lambda name: self.scheme.at(block.prefix + name)
 
     def layer(self, index: int) -> tuple[Block, list[ModuleError]]:
         """Choose the codes of layer `index` and pass the hidden states through it."""
@@ -89,6 +89,7 @@ class Walk:
             if is_dense(scheme):  # as it is stored, so it is read on
                 scheme = QuantScheme(scheme.format_for(self.source.dtype(f"{block.prefix}{name}.weight")))
             before = linear.weight
+            scheme = scheme.settled(before)  # a choice of format becomes the format chosen
             linear.store(self.pipeline.quantize(before, scheme, stats))
             errors.append(module_error(block.prefix + name, scheme, before, linear.weight, stats))
         if self.hidden is not None and stage in ("o", "down"):
