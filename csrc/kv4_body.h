@@ -71,7 +71,21 @@ inline float encode_nibbles(const float* x, int64_t dim, const bool* kept, uint8
 inline void decode_nibbles(const uint8_t* row, float scale, int64_t dim, float* out) {
     const int64_t half = dim / 2;
     const float lowest = bits_float(static_cast<uint32_t>(row[half] | row[half + 1] << 8) << 16);
-    for (int64_t i = 0; i < half; i++) {
+    const V scales = set1(scale), low = set1(lowest);
+    int64_t i = 0;
+    for (; i + lanes <= half; i += lanes) {
+        uint64_t bytes[2];
+        __builtin_memcpy(bytes, row + i, sizeof bytes);
+        int8 first[lanes], second[lanes];
+        constexpr uint64_t nibbles = 0x0f0f0f0f0f0f0f0fu;
+        const uint64_t lows[2] = {bytes[0] & nibbles, bytes[1] & nibbles};
+        const uint64_t highs[2] = {bytes[0] >> 4 & nibbles, bytes[1] >> 4 & nibbles};
+        __builtin_memcpy(first, lows, sizeof lows);
+        __builtin_memcpy(second, highs, sizeof highs);
+        store(out + i, add(mul(load(first), scales), low));
+        store(out + half + i, add(mul(load(second), scales), low));
+    }
+    for (; i < half; i++) {
         out[i] = static_cast<float>(row[i] & 15) * scale + lowest;
         out[half + i] = static_cast<float>(row[i] >> 4) * scale + lowest;
     }

@@ -48,6 +48,7 @@ class Coded:
 
     name: str
     bits: int  # of a code
+    weights = True
     kv_dtype: torch.dtype | None = None
     options: frozenset[str] = frozenset()
     groups: tuple[int, ...] = ()
@@ -56,6 +57,9 @@ class Coded:
         """Codes, scales (bfloat16 where the format knows groups) and bytes of zero points."""
         scale = 16 if args.group or self.groups else 32
         return self.bits + (scale + (0 if args.symmetric else 8)) / (args.group or width)
+
+    def rows_together(self, args: QuantArgs) -> int:
+        return 1
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         """Store weight [O, K], rounded to nearest. Raises ConfigError if the group does not divide K."""
@@ -108,8 +112,14 @@ def part(name: str, kind: str, tensors: Mapping[str, Tensor]) -> Tensor:
     return found
 
 
-def compressed_tensors(layout: str, q: QuantTensor, bits: int, kind: str) -> dict[str, object]:
-    """`quantization_config` of a compressed-tensors checkpoint (0.20) whose linear layers are stored like `q`."""
+def compressed_tensors(
+    layout: str, q: QuantTensor, bits: int, kind: str, method: str = "compressed-tensors", **more: object
+) -> dict[str, object]:
+    """`quantization_config` of a compressed-tensors checkpoint (0.20) whose linear layers are stored like `q`.
+
+    `more`: further keys for the weights, e.g. a strategy other than by channel or group. `method` "foretoken": a layout
+    that only we read.
+    """
     channel = q.group == q.shape[1]
     weights: dict[str, object] = {
         "num_bits": bits,
@@ -120,16 +130,21 @@ def compressed_tensors(layout: str, q: QuantTensor, bits: int, kind: str) -> dic
     }
     if not channel:
         weights["group_size"] = q.group
-    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    weights |= more
+    inputs: dict[str, object] = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+    inputs["type"] = "float" if q.activations == "fp8" else "int"
+    if weights["strategy"] == "block":
+        weights.pop("group_size", None)
+        inputs |= {"strategy": "group", "group_size": 128}
     group = {
         "targets": ["Linear"],
         "weights": weights,
-        "input_activations": inputs if q.activations == "int8" else None,
+        "input_activations": None if q.activations is None else inputs,
         "output_activations": None,
         "format": layout,
     }
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": method,
         "format": layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},

@@ -21,6 +21,7 @@ class Dense:
     dtype: torch.dtype
     options: frozenset[str] = frozenset()
     groups: tuple[int, ...] = ()
+    weights: bool = True
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
@@ -28,6 +29,9 @@ class Dense:
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
         return self.dtype.itemsize * 8
+
+    def rows_together(self, args: QuantArgs) -> int:
+        return 1
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         stored = weight.to(self.dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Format int4: 4-bit integers in groups of 32, 64 or 128 weights along K, symmetric or with zero points."""
+"""Format int4: 4-bit integers in groups of 32, 64 or 128 weights; for the cache, after a Hadamard rotation (QuaRot)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from foretoken.formats import _kv4
 from foretoken.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped, part, plain
+from foretoken.formats._hadamard import hadamard
 from foretoken.formats.scheme import QuantArgs, QuantTensor
 
 ZERO = 8  # the code of 0 where there are no zero points
@@ -17,11 +19,17 @@ class Int4(Coded):
     """Codes 0..15; value = (code - zero) * scale, the scale bfloat16.
 
     Symmetric: zero = 8, scale = absmax / 7.5: of both signs, one half step is lost at the end. With zero points: the
-    group's range, stretched to contain 0, falls on 0..15.
+    group's range, stretched to contain 0, falls on 0..15. The error is at most half a step (and what bfloat16 takes
+    from the scale).
+
+    Cache rows (even D), keys and values alike, are rotated by `hadamard`, which leaves no channel far from the others
+    (Ashkboos et al., 2024), and stored as `_kv4` says; decoding rotates back. The error's Euclidean length is at most
+    sqrt(D) / 2 steps.
     """
 
     name = "int4"
     bits = 4
+    kv_dtype = torch.uint8
     options = frozenset({"group", "asymmetric", "activations"})
     groups = (128, 64, 32)
 
@@ -39,6 +47,15 @@ class Int4(Coded):
 
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
         return codes.float() - (float(ZERO) if zeros is None else zeros.float())
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Bytes uint8 [T, Hk, D / 2 + 2] and scales float32 [T, Hk]. Raises ConfigError for an odd D."""
+        _kv4.even(self.name, x.shape[-1])
+        return _kv4.encode_rows(hadamard(x))
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        assert scales is not None
+        return hadamard(_kv4.decode_rows(codes, scales, 2 * (codes.shape[-1] - _kv4.LOWEST_BYTES)))
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         """Tensors in compressed-tensors' pack-quantized layout: eight codes an int32, the first in its lowest bits."""

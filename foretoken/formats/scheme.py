@@ -25,18 +25,23 @@ SMALLEST = 2.0**-100  # rows whose absmax is below are zeros: 127 / absmax would
 
 @dataclass(frozen=True)
 class QuantArgs:
-    """How a format is to store a weight: `group` values along K share a scale (None: a row has one); zero points?"""
+    """How a format is to store a weight: `group` values along K share a scale (None: a row has one); zero points?
+
+    `variant`: one of the format's own ways, by the name that follows its own (nf4-dq, fp8-b128); None: the plain one.
+    """
 
     group: int | None = None
     symmetric: bool = True
+    variant: str | None = None
 
 
 @dataclass(frozen=True)
 class QuantTensor:
     """A weight [O, K] as one format stores it; `parts` are its tensors by name (dense formats: one, "weight").
 
-    `activations` "int8": rows of x are quantized before the product (`quantize_rows`, in the weight's groups); None: x
-    stays float32. `layout` "plain" is the format's own, any other one a backend's (`ops.pack`, `ops.unpack`).
+    `activations` "int8": rows of x are quantized before the product (`quantize_rows`, in the weight's groups); "fp8":
+    rounded to e4m3 (`round_rows`); None: x stays float32. `layout` "plain" is the format's own, any other one a
+    backend's (`ops.pack`, `ops.unpack`).
     """
 
     format: str
@@ -59,9 +64,10 @@ class QuantTensor:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """Keys and values of one layer: k, v [num_blocks, block_size, Hk, D] in the format's storage type.
+    """Keys and values of one layer: k, v [num_blocks, block_size, Hk, W] in the format's storage type.
 
-    Scales are float32 [num_blocks, block_size, Hk], one per token and head, or None for formats without.
+    W is D, or where formats pack rows, the bytes of one (the last dimension of what `encode_kv` gives). Scales are
+    float32 [num_blocks, block_size, Hk], one per token and head, or None for formats without.
     """
 
     format: str
@@ -75,12 +81,16 @@ class Format(Protocol):
     """A number format, for weights and, where `kv_dtype` is not None, for the cache. Parts of a weight lead with O."""
 
     @property
+    def weights(self) -> bool:
+        """Whether it serves weights; if not, all that concerns them raises ConfigError."""
+
+    @property
     def kv_dtype(self) -> torch.dtype | None:
         """Storage type of cached rows; None if the format does not serve the cache."""
 
     @property
     def options(self) -> frozenset[str]:
-        """What a scheme may ask of it: "group", "asymmetric", "activations"."""
+        """What a scheme may ask of it: "group", "asymmetric", "activations", "activations-fp8", names of variants."""
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -88,6 +98,9 @@ class Format(Protocol):
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
         """Bits that a weight takes, scales and zero points included, in rows of `width`; a kernel's packing pads."""
+
+    def rows_together(self, args: QuantArgs) -> int:
+        """Rows of a weight that share something: encoded in chunks, these begin at multiples of it; 0: all rows do."""
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         """Store weight [O, K], rounded to nearest; args None: `own_args`. Raises ConfigError where it cannot."""
@@ -99,10 +112,10 @@ class Format(Protocol):
         """Rows `index` [n] of the stored values, float32 [n, K]."""
 
     def concat(self, parts: list[QuantTensor]) -> QuantTensor:
-        """Several weights as one, along O: each row keeps its own codes and scales."""
+        """Several weights as one, along O: each row keeps its values."""
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Codes [T, Hk, D] and scales float32 [T, Hk] (or None) of cache rows x [T, Hk, D]."""
+        """Codes [T, Hk, W] and scales float32 [T, Hk] (or None) of cache rows x [T, Hk, D]."""
 
     def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """The inverse of encode_kv, float32."""
@@ -125,6 +138,16 @@ def get(name: str) -> Format:
 def own_args(groups: tuple[int, ...], width: int) -> QuantArgs:
     """What a format with these `groups` takes for rows of `width` values when nothing is asked of it."""
     return QuantArgs(next((g for g in groups if width % g == 0), None))
+
+
+def weight_format(name: str) -> Format:
+    """The format of that name if it can store weights. Raises ConfigError otherwise."""
+    found = get(name)
+    if not found.weights:
+        raise ConfigError(
+            f"format {name!r} serves the KV cache only; store weights as e.g. 'w4a16' (see foretoken info)"
+        )
+    return found
 
 
 def kv_format(name: str) -> Format:
@@ -151,16 +174,36 @@ def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2), scales.squeeze(-1)
 
 
+def round_rows(x: Tensor, group: int | None = None) -> Tensor:
+    """Rows x [..., K] rounded to e4m3 by row and group (None: the row), float32: what fp8 is for activations.
+
+    Of each group: a = max |x|; value = e4m3(x * (448 / a)) * (a / 448), to nearest even. Below 2^-100, a counts as 0
+    (values 0); NaN or infinity make the whole group NaN.
+    """
+    size = group or x.shape[-1]
+    groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    a = groups.abs().amax(-1, keepdim=True)
+    usable = a.isfinite() & (a >= SMALLEST)
+    largest = torch.full_like(a, 448.0)
+    codes = torch.where(usable, (groups * (largest / a)).clamp_(-448.0, 448.0), 0.0).to(torch.float8_e4m3fn)
+    scales = torch.where(usable, a / largest, torch.where(a.isfinite(), 0.0, torch.nan))
+    return (codes.float() * scales).reshape(x.shape)
+
+
 # Names for what is asked for most: bits of weights and activations (16: activations stay float32).
 PRESETS: dict[str, tuple[str, str | None]] = {
     "w8a8": ("int8", "int8"),
     "w8a16": ("int8", None),
     "w4a8": ("int4", "int8"),
     "w4a16": ("int4", None),
+    "w4a8-qoq": ("qoq", "int8"),
     "fp8": ("fp8_e4m3", None),
+    "fp8-a8": ("fp8_e4m3", "fp8"),
+    "fp8_e5m2-a8": ("fp8_e5m2", "fp8"),
     "auto-a8": ("auto", "int8"),
 }
-_NAME = re.compile(r"(?P<base>.*?)(?:-g(?P<group>\d+))?(?P<asymmetric>-asym)?")
+VARIANTS = ("auto", "b128", "dq", "mse")
+_NAME = re.compile(rf"(?P<base>.+?)(?:-(?P<variant>{'|'.join(VARIANTS)}))?(?:-g(?P<group>\d+))?(?P<asymmetric>-asym)?")
 
 
 @dataclass(frozen=True)
@@ -168,9 +211,10 @@ class QuantScheme:
     """How a model's matrices are stored and multiplied; norms and biases stay float32.
 
     `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
-    (None: the format's choice for each K). `activations`: "int8" or None (see QuantTensor); of "auto": for what can
-    take them. `rules`: schemes of their own for modules whose names fit a glob (`lm_head`, `model.layers.0.*`); the
-    first that fits counts (`at`). Raises ConfigError for what the format has not, RegistryError for an unknown one.
+    (None: the format's choice for each K). `activations`: "int8", "fp8" or None (see QuantTensor); of "auto": for what
+    can take them. `variant`: see QuantArgs. `rules`: schemes of their own for modules whose names fit a glob
+    (`lm_head`, `model.layers.0.*`); the first that fits counts (`at`). Raises ConfigError for what the format has not,
+    RegistryError for an unknown one.
     """
 
     weights: str = "auto"
@@ -178,23 +222,28 @@ class QuantScheme:
     symmetric: bool = True
     activations: str | None = None
     rules: tuple[tuple[str, QuantScheme], ...] = ()
+    variant: str | None = None
 
     def __post_init__(self) -> None:
-        options = frozenset({"activations"}) if self.weights == "auto" else get(self.weights).options
+        options = frozenset({"activations"}) if self.weights == "auto" else weight_format(self.weights).options
         if self.group is not None and ("group" not in options or self.group not in GROUPS):
             allowed = f"of {', '.join(map(str, GROUPS))}" if "group" in options else "at all"
             raise ConfigError(f"format {self.weights!r} has no groups {allowed} like {self.group}; leave out the group")
         if not self.symmetric and "asymmetric" not in options:
             raise ConfigError(f"format {self.weights!r} has no zero points; leave out -asym, or take w4a8 or w4a16")
-        if self.activations is not None and (self.activations != "int8" or "activations" not in options):
+        if self.variant is not None and self.variant not in options:
+            own = ", ".join(f"-{v}" for v in VARIANTS if v in options) or "none"
+            raise ConfigError(f"format {self.weights!r} has no variant -{self.variant}; it has {own}")
+        needed = {None: None, "int8": "activations", "fp8": "activations-fp8"}.get(self.activations, "")
+        if needed is not None and needed not in options:
             raise ConfigError(
-                f"weights in {self.weights!r} take no activations in {self.activations!r}: only int8 and int4 weights "
-                "take int8 activations (w8a8, w4a8)"
+                f"weights in {self.weights!r} take no activations in {self.activations!r}: only integer weights take "
+                "int8 activations (w8a8, w4a8, w4a8-qoq), only fp8 weights fp8 ones (fp8-a8)"
             )
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
-        """The scheme of that name: a format's, w8a8, w8a16, w4a8, w4a16 or fp8, with -g32|-g64|-g128 and -asym.
+        """The scheme of that name: a format's or one of PRESETS, with a variant, then -g32|-g64|-g128 and -asym.
 
         Rules follow, by commas: `w4a8,lm_head=bf16,model.layers.0.*=w8a8`. Raises RegistryError with the nearest name,
         ConfigError for what the format has not.
@@ -218,12 +267,12 @@ class QuantScheme:
             near = difflib.get_close_matches(base, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise RegistryError(
-                f"no format {text!r}{hint} (there are: {', '.join(known)}; int4 and int8 also with -g32, -g64, -g128, "
-                "int4 with -asym)"
+                f"no format {text!r}{hint} (there are: {', '.join(known)}; int4, int8 and qoq also with -g32, -g64, "
+                "-g128, int4 with -asym; fp8-b128, fp8-auto, nf4-dq, mxfp4-mse)"
             )
         weights, activations = PRESETS.get(base, (base, None))
         group = None if found["group"] is None else int(found["group"])
-        return cls(weights, group, found["asymmetric"] is None, activations)
+        return cls(weights, group, found["asymmetric"] is None, activations, variant=found["variant"])
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
@@ -232,9 +281,11 @@ class QuantScheme:
     @property
     def name(self) -> str:
         """The name of the scheme itself, without its rules."""
-        names = {value: name for name, value in PRESETS.items() if value[0] != "fp8_e4m3"}
+        names = {value: name for name, value in PRESETS.items() if name != "fp8"}
         base = names.get((self.weights, self.activations), self.weights)
-        return f"{base}{f'-g{self.group}' if self.group else ''}{'' if self.symmetric else '-asym'}"
+        own = [f"-{self.variant}"] if self.variant else []
+        own += [f"-g{self.group}"] if self.group else []
+        return "".join([base, *own, *([] if self.symmetric else ["-asym"])])
 
     def at(self, *names: str) -> QuantScheme:
         """The scheme of a module that goes by these names (more than one: tied weights), its rules applied."""
@@ -260,7 +311,7 @@ class QuantScheme:
             fitting = [str(g) for g in GROUPS if width % g == 0]
             other = f"take -g{fitting[-1]}, or leave the group out" if fitting else "leave the group out"
             raise ConfigError(f"groups of {self.group} do not divide its rows of {width} values; {other}")
-        return QuantArgs(self.group or own_args(get(self.weights).groups, width).group, self.symmetric)
+        return QuantArgs(self.group or own_args(get(self.weights).groups, width).group, self.symmetric, self.variant)
 
     def bits_per_weight(self, width: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits that a weight of a matrix with rows of `width` takes, stored as `dtype` in the checkpoint."""
@@ -270,3 +321,12 @@ class QuantScheme:
         """Store a dense weight [O, K] by this scheme. Raises ConfigError as `args` does."""
         q = get(self.format_for(weight.dtype)).encode(weight, self.args(weight.shape[1]))
         return replace(q, activations=self.activations)
+
+    def settled(self, weight: Tensor) -> QuantScheme:
+        """The scheme that a choice of format comes to for weight [O, K]: fp8-auto is fp8_e4m3 or fp8_e5m2."""
+        return replace(self, weights=self.encode(weight).format, variant=None) if self.variant == "auto" else self
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a weight that share something (Format.rows_together): 1 for most schemes, 0: all of them."""
+        return 1 if self.weights == "auto" else get(self.weights).rows_together(QuantArgs(variant=self.variant))

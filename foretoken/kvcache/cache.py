@@ -11,8 +11,9 @@ from foretoken.formats.scheme import KVLayer
 class KVCache:
     """Storage for `num_blocks` blocks of `block_size` rows in each of `num_layers` layers.
 
-    A layer holds k, v [num_blocks, block_size, Hk, D] in the format's storage type, and scales float32
-    [num_blocks, block_size, Hk] for formats that have them. Rows are addressed by slot = block * block_size + offset.
+    A layer holds k, v [num_blocks, block_size, Hk, W] in the format's storage type (W: D, or the bytes of a packed
+    row), and scales float32 [num_blocks, block_size, Hk] for formats that have them. Rows are addressed by
+    slot = block * block_size + offset.
     """
 
     def __init__(
@@ -29,8 +30,8 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         fmt = scheme.kv_format(format)
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        _, scales = fmt.encode_kv(torch.zeros(1, num_kv_heads, head_dim))
+        codes, scales = fmt.encode_kv(torch.zeros(1, num_kv_heads, head_dim))
+        shape = (num_blocks, block_size, *codes.shape[1:])
 
         def layer() -> KVLayer:
             k, v = (torch.zeros(shape, dtype=fmt.kv_dtype, device=device) for _ in range(2))

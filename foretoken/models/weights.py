@@ -100,7 +100,7 @@ def resolve_scheme(config: ModelConfig, source: Source, quant: QuantScheme, modu
     if asked.weights == "auto":
         integer = asked.activations == "int8" and "activations" in scheme.get(own.weights).options
         return replace(own, activations="int8") if integer else own
-    kept = asked.weights == own.weights and asked.group in (None, own.group)
+    kept = asked.weights == own.weights and asked.group in (None, own.group) and asked.variant in (None, own.variant)
     return replace(own, activations=asked.activations) if kept else asked
 
 
@@ -220,9 +220,12 @@ class _Reader:
         """The scheme that a module's weight takes, and whether the source already has it so."""
         chosen = resolve_scheme(self.config, self.source, self.quant, module)
         own = self.source.scheme(f"{module}.weight")
+        if chosen.variant == "auto":
+            name = f"{module}.weight"
+            chosen = chosen.settled(self.source.rows(name, 0, self.shapes[name][0]))
         if own is None:
             return chosen, False
-        as_stored = (own.weights, own.group, own.symmetric) == (chosen.weights, chosen.group, chosen.symmetric)
+        as_stored = replace(chosen, activations=None) == replace(own, activations=None)
         if not as_stored:
             _say_once(f"weights stored as {own} are decoded and stored as {chosen}; --format auto keeps them")
         return chosen, as_stored
@@ -231,12 +234,16 @@ class _Reader:
         """The weights of modules that share a scheme, as one."""
         chosen, as_stored = how
         names = [f"{m}.weight" for m in modules]
-        if not as_stored:
+        if not as_stored and chosen.rows_together == 1:
             return self._encoded(names, chosen)
-        weights = [self.source.stored(n) for n in names]
+        weights = [self.source.stored(n) if as_stored else self._whole(n, chosen) for n in names]
         whole = weights[0] if len(weights) == 1 else scheme.get(chosen.weights).concat(weights)
         self._tick(whole.shape[0] * whole.shape[1])
         return self.pack(replace(whole, activations=chosen.activations))
+
+    def _whole(self, name: str, chosen: QuantScheme) -> QuantTensor:
+        """A matrix of the source in a scheme whose rows share scales, so that it cannot be encoded in chunks."""
+        return chosen.encode(self.source.rows(name, 0, self.shapes[name][0]).to(self.device))
 
     def _encoded(self, names: Seq[str], chosen: QuantScheme) -> QuantTensor:
         """Matrices of the source as one in a scheme, chunk by chunk."""

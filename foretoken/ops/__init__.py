@@ -170,7 +170,7 @@ class Ops:
         """
         if self._rope_store is not None and layer.format in self.backend.KV_FORMATS:
             return self._rope_store(qkv, heads, layer, batch, table, norms, eps)
-        kv_heads, dim = layer.k.shape[2:]
+        kv_heads, dim = layer.k.shape[2], table.shape[1]
         split = qkv.view(-1, heads + 2 * kv_heads, dim)  # [T, H + 2 Hk, D]
         q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
         if norms is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.formats._memory import roomy
+from foretoken.formats.nf4 import single
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -24,11 +25,15 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("nf4", None): 5,
     ("fp8_e4m3", None): 6,
     ("fp8_e5m2", None): 7,
+    ("fp8_e4m3", "fp8"): 6,  # cpu.py rounds the rows before
+    ("fp8_e5m2", "fp8"): 7,
+    ("qoq", None): 4,  # int4's products, with float32 scales
+    ("qoq", "int8"): 4,
 }  # (format, activations) that kernels take packed: enum Format
 ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
-_NIBBLES = frozenset({"int4", "nf4"})
+_NIBBLES = frozenset({"int4", "nf4", "qoq"})
 _PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed by pairs of columns
-_ZEROS = frozenset({"int4", "int8"})  # may have zero points
+_ZEROS = frozenset({"int4", "int8", "qoq"})  # may have zero points
 _MAX_DEPTH = 1 << 17  # sums of a group's codes stay exact in 32 bits
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
 
@@ -81,7 +86,10 @@ def _by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
 
 
 def pack(w: QuantTensor) -> QuantTensor:
-    """`w` in blocks of 32 outputs as the kernels read it; itself where they take it as it is, or not at all."""
+    """`w` in blocks of 32 outputs as the kernels read it; itself where they take it as it is, or not at all.
+
+    Double scales become single ones: nf4-dq is unpacked as nf4 with float32 scales.
+    """
     depth = w.shape[1]
     if w.layout != "plain" or (w.format, w.activations) not in SERVED or depth > _MAX_DEPTH or 0 in w.shape:
         return w
@@ -89,6 +97,7 @@ def pack(w: QuantTensor) -> QuantTensor:
         return w
     if "zeros" in w.parts and w.format not in _ZEROS:
         return w
+    w = single(w)
     blocks, _, groups, columns = _sizes(w)
     if columns == 2:
         return _pack_pairs(w)
@@ -109,13 +118,17 @@ def pack(w: QuantTensor) -> QuantTensor:
     parts = {"codes": packed, "scales": _by_block(w.parts["scales"].reshape(-1, groups), blocks, 0)}
     if zeros is not None:
         parts["zeros"] = _by_block(zeros, blocks, 0)
+    if "channel" in w.parts:  # no kernel reads it, but it tells the levels of scales apart
+        parts["channel"] = _by_block(w.parts["channel"], blocks, 0)
     return replace(w, parts=parts, layout="cpu")
 
 
 def encode_by(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
     """weight [O, K] stored by `quant` and packed in one pass; None for what `encode` does not take."""
     name, depth = quant.format_for(weight.dtype), weight.shape[1]
-    if quant.activations != "int8" or weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1:
+    if quant.activations != "int8" or name not in ("int4", "int8") or weight.dtype not in _SCALES:
+        return None
+    if not weight.is_cpu or weight.stride(1) != 1:
         return None
     args = quant.args(depth)
     columns = args.group or depth
@@ -132,7 +145,7 @@ def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool 
     """
     outputs, depth = weight.shape
     columns = group or depth
-    if weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1 or (name, "int8") not in SERVED:
+    if weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1 or name not in ("int4", "int8"):
         raise ValueError(f"a weight {weight.dtype}, {weight.stride()} cannot be stored in {name!r} here")
     if (
         depth % columns

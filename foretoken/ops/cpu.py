@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
-from foretoken.formats.scheme import KVLayer, QuantTensor
+from foretoken.formats.scheme import KVLayer, QuantTensor, round_rows
 from foretoken.ops import _packed
 
 try:
@@ -217,7 +217,12 @@ def _product(
 def linear(
     x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
 ) -> Tensor:
-    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O]."""
+    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+
+    Rows for fp8 activations are rounded here, which no plan can record.
+    """
+    if w.activations == "fp8":
+        x = round_rows(x, w.group)
     return _product(_PLAIN, x, w, bias, residual, on=on)
 
 
@@ -231,6 +236,8 @@ def norm_linear(
     on: Target = _NOW,
 ) -> Tensor:
     """linear(rms_norm(x, norm, eps), w, bias), of the rows `rows` [R] of x [T, K] if given; bit for bit the same."""
+    if w.activations == "fp8":
+        return linear(rms_norm(x if rows is None else x.index_select(0, rows), norm, eps), w, bias)
     return _product(_NORM, x, w, bias, norm=norm, eps=eps, index=rows, on=on)
 
 
@@ -238,6 +245,8 @@ def silu_linear(
     gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
 ) -> Tensor:
     """linear(silu_mul(gate_up [T, 2 K]), w, bias, residual); bit for bit the same."""
+    if w.activations == "fp8":
+        return linear(silu_mul(gate_up), w, bias, residual)
     return _product(_SILU, gate_up, w, bias, residual, on=on)
 
 

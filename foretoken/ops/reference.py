@@ -21,8 +21,8 @@ from foretoken.formats import scheme
 from foretoken.formats.scheme import KVLayer, QuantTensor
 
 row_invariant = True
-LINEAR_FORMATS = frozenset(registry.names("formats"))
-KV_FORMATS = frozenset(name for name in LINEAR_FORMATS if scheme.get(name).kv_dtype is not None)
+LINEAR_FORMATS = frozenset(name for name in registry.names("formats") if scheme.get(name).weights)
+KV_FORMATS = frozenset(name for name in registry.names("formats") if scheme.get(name).kv_dtype is not None)
 
 
 def unavailable() -> str | None:
@@ -57,13 +57,15 @@ def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
 def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-    Where the weight asks for int8 activations, the rows of x are quantized first (`scheme.quantize_rows`).
+    Where the weight asks for int8 activations, the rows of x are quantized first (`scheme.quantize_rows`); for fp8,
+    they are rounded (`scheme.round_rows`): either by row and group of the weight, so that company changes nothing.
     """
-    if w.activations is None:
-        weight = scheme.get(w.format).decode(w)
-        out = _by_row(lambda row: torch.mv(weight, row), x, w.shape[0])
-    else:
+    if w.activations == "int8":
         out = _integer_product(x, w)
+    else:
+        rows = x if w.activations is None else scheme.round_rows(x, w.group)
+        weight = scheme.get(w.format).decode(w)
+        out = _by_row(lambda row: torch.mv(weight, row), rows, w.shape[0])
     if bias is not None:
         out = out + bias
     return out if residual is None else residual + out

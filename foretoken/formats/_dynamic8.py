@@ -1,0 +1,40 @@
+"""8-bit codes of a dynamic exponent and fraction, in blocks of 256 (Dettmers, 2016 and 2022): scales of scales."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+
+
+def _table() -> Tensor:
+    """256 values in [-1, 1]: a sign, i leading zeros (a factor 10^-i), and the middles of 2^(6 - i) parts of [0.1, 1].
+
+    And 0, and 1; as float32, ascending. -1 is not among them.
+    """
+    values = [0.0, 1.0]
+    for zeros in range(7):
+        ends = torch.linspace(0.1, 1, 2 ** (6 - zeros) + 1)
+        middles = (10.0**-zeros * ((ends[:-1] + ends[1:]) / 2)).tolist()
+        values += middles + [-m for m in middles]
+    return torch.tensor(sorted(values))
+
+
+TABLE = _table()
+BORDERS = (TABLE[1:] + TABLE[:-1]) / 2
+
+
+def encode(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [n] of x [n], and the absmax float32 [n / 256] (rounded up) of each block."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[0] % block)).view(-1, block)
+    sizes = padded.abs().amax(-1)
+    steps = padded / torch.where(sizes > 0, sizes, 1.0)[:, None]
+    codes = torch.bucketize(steps, BORDERS.to(x.device)).to(torch.uint8)
+    return codes.flatten()[: x.shape[0]], sizes
+
+
+def decode(codes: Tensor, sizes: Tensor, block: int = BLOCK, table: Tensor | None = None) -> Tensor:
+    """The inverse, float32 [n]; `table` where a checkpoint brings its own."""
+    values = (TABLE if table is None else table).to(codes.device)[codes.long()]
+    return values * sizes.repeat_interleave(block)[: codes.shape[0]]
