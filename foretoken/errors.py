@@ -19,6 +19,10 @@ class ModelLoadError(ForetokenError):
     """A checkpoint that cannot be read; the text names the file and the tensor."""
 
 
+class ModelSaveError(ForetokenError):
+    """A checkpoint that cannot be written where it was asked for; nothing is left under its name."""
+
+
 class VocabularyError(ForetokenError):
     """A draft model that does not share the target's vocabulary."""
 

@@ -57,6 +57,13 @@ class Tokenizer:
         special = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v)}
         return cls(backend, template if isinstance(template, str) else None, special)
 
+    def as_files(self) -> dict[str, str]:
+        """What `from_folder` reads, by file name: for a tokenizer that came from elsewhere."""
+        config = {**self.special, "tokenizer_class": "PreTrainedTokenizerFast"}
+        if self._template is not None:
+            config["chat_template"] = self._template
+        return {"tokenizer.json": self._backend.to_str(), "tokenizer_config.json": json.dumps(config, indent=2)}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises RequestError for text that is no Unicode (lone surrogates)."""
         try:

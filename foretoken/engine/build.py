@@ -14,7 +14,7 @@ from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.config import read_config
 from foretoken.models.llama import Llama
-from foretoken.models.loader import load_model, resolve_model
+from foretoken.models.loader import load_model, load_tokenizer, resolve_model
 from foretoken.models.runner import ModelRunner
 from foretoken.models.weights import Progress
 from foretoken.spec.drafter import Drafter, NoDrafter, parse_options
@@ -37,7 +37,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     draft_class = _drafter_class(config)
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = load_tokenizer(folder)
     if draft_class is not None:
         parse_options(draft_class, config.spec.options)  # a bad option should not wait for the weights
     draft_folder: Path | None = None
@@ -47,7 +47,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
                 f"drafter {config.spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft"
             )
         draft_folder = resolve_model(config.spec.model)
-        check_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
+        check_vocabulary(tokenizer, load_tokenizer(draft_folder))
     demands = [demand(folder, quant, config)]
     if draft_folder is not None:
         demands.append(demand(draft_folder, draft_quant, config))

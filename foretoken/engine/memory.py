@@ -11,8 +11,8 @@ from foretoken.config import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme
 from foretoken.formats.scheme import QuantScheme
-from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import ModelConfig, read_config
+from foretoken.models.loader import open_checkpoint
 from foretoken.models.weights import weight_bytes
 
 CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes
@@ -33,7 +33,7 @@ def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
     Raises ModelLoadError for tensors that do not fit config.json, ConfigError for groups that do not divide them.
     """
     shape = read_config(folder)
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         checkpoint.check(shape)
         weights = weight_bytes(shape, checkpoint, quant)
         dense = quant.dense_for(checkpoint.dtype("model.embed_tokens.weight"))

@@ -1,5 +1,7 @@
 """Checkpoint: the tensors of a folder's safetensors files, read in rows, so that a large one is never whole in memory.
 
+Dense tensors, and quantized matrices in the layouts of `models/layouts`.
+
 Files are read with pread, not mapped: pages of a map count as the process's own memory for as long as it lasts. The
 header is checked here (https://huggingface.co/docs/safetensors: an 8-byte length, JSON, then the data).
 """
@@ -10,6 +12,7 @@ import json
 import math
 import os
 import struct
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +22,21 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ModelLoadError
-from foretoken.formats.scheme import QuantScheme, QuantTensor
-from foretoken.models.config import ModelConfig
+from foretoken.formats.scheme import QuantScheme, QuantTensor, get
+from foretoken.models.config import ModelConfig, read_json
+from foretoken.models.layouts import make_layout
+from foretoken.models.layouts.base import Layout, Stored, say_once
 from foretoken.models.weights import expected_shapes
 
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what weights may be
+RAW = {
+    **DTYPES, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.uint8, "F8_E5M2": torch.uint8, "F8_E8M0": torch.uint8,
+}  # fmt: skip
+# what the tensors of quantized matrices are read as: 8-bit floats as their bits
 _BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -54,6 +64,9 @@ class Checkpoint:
         self.folder = folder
         self._stack = ExitStack()
         self._files: dict[str, SafetensorsFile] = {}  # by tensor name
+        self._stored: dict[str, Stored] = {}  # quantized matrices by the name of the dense one, once `check` has run
+        self._recent: tuple[str, QuantTensor | Tensor] | None = None  # the quantized matrix that was read last
+        self._layout: Layout | None = None
 
     def __enter__(self) -> Checkpoint:
         try:
@@ -92,59 +105,116 @@ class Checkpoint:
             raise ModelLoadError(f"{self.folder} holds no *.safetensors file{hint}")
         return names
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._files
 
-    def scheme(self, name: str) -> QuantScheme | None:
-        """None: every matrix is stored as the numbers themselves."""
-        return None
-
-    def stored(self, name: str) -> QuantTensor:
-        """No matrix has a scheme."""
-        raise NotImplementedError
+    # --- what weights are read from; of a checkpoint that `check` has passed ---
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor that `check` has passed."""
-        return DTYPES[self._files[name].entries[name].dtype]
+        """The type of a tensor; float32 of a quantized matrix, since its decoded values need that."""
+        return torch.float32 if name in self._stored else DTYPES[self._files[name].entries[name].dtype]
+
+    def scheme(self, name: str) -> QuantScheme | None:
+        """How a matrix is stored, None where it is dense, or in codes that no format of ours has."""
+        stored = self._stored.get(name)
+        return None if stored is None else stored.scheme
+
+    def stored(self, name: str) -> QuantTensor:
+        """The codes of a matrix that has a `scheme`."""
+        value = self._read(name)
+        assert isinstance(value, QuantTensor)
+        self._recent = None  # the caller has it: not twice in memory
+        return value
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, checked to be finite."""
+        if name in self._stored:
+            value = self._read(name)
+            return get(value.format).decode(value) if isinstance(value, QuantTensor) else value
         entry = self._files[name].entries[name]
         return self._finite(name, entry.begin, entry.end).view(entry.shape)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of a matrix, checked to be finite; fresh memory."""
+        if name in self._stored:
+            value = self._read(name)
+            if stop == value.shape[0]:
+                self._recent = None
+            if isinstance(value, QuantTensor):
+                return get(value.format).decode_rows(value, torch.arange(start, stop))
+            return value[start:stop].clone()
         entry = self._files[name].entries[name]
         width = entry.shape[1] * _BITS[entry.dtype] // 8  # bytes
         begin = entry.begin + start * width
         return self._finite(name, begin, begin + (stop - start) * width).view(stop - start, entry.shape[1])
 
-    def _finite(self, name: str, begin: int, end: int) -> Tensor:
+    def _read(self, name: str) -> QuantTensor | Tensor:
+        if self._recent is None or self._recent[0] != name:
+            self._recent = None  # the last one goes before the next one comes
+            self._recent = name, self._stored[name].read()
+        return self._recent[1]
+
+    def _finite(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
         file = self._files[name]
-        value = file.read(begin, end).view(self.dtype(name))
+        value = file.read(begin, end).view(dtype or self.dtype(name))
         if not torch.isfinite(value.sum()) and not torch.isfinite(value).all():  # the sum is the fast check
             raise ModelLoadError(f"tensor {name} in {file.path.name} holds NaN or infinity; the file is damaged")
         return value
 
+    # --- what layouts look at ---
+
+    def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Type, as safetensors names it, and shape of a tensor."""
+        entry = self._files[name].entries[name]
+        return entry.dtype, entry.shape
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor as it is stored, finite where it is a float of 16 or 32 bits."""
+        entry = self._files[name].entries[name]
+        dtype = RAW.get(entry.dtype)
+        if dtype is None:
+            raise ModelLoadError(f"{self.folder}: tensor {name} is {entry.dtype}, which no layout has")
+        if entry.dtype in DTYPES:
+            return self._finite(name, entry.begin, entry.end, dtype).view(entry.shape)
+        return self._files[name].read(entry.begin, entry.end).view(dtype).view(entry.shape)
+
+    def expect(self, name: str, dtypes: Seq[str], *shapes: tuple[int, ...]) -> str:
+        """The name itself. Raises ModelLoadError unless it is there in one of the types and one of the shapes."""
+        if name not in self._files:
+            raise ModelLoadError(
+                f"{self.folder}: tensor {name} is missing, which quantization_config and the tensors beside it ask for"
+            )
+        dtype, shape = self.kind(name)
+        if dtype not in dtypes or shape not in shapes:
+            raise ModelLoadError(
+                f"{self.folder}: tensor {name} is {dtype} {list(shape)}; quantization_config and config.json ask for "
+                f"{' or '.join(dtypes)} {' or '.join(str(list(s)) for s in shapes)}"
+            )
+        return name
+
     def check(self, config: ModelConfig) -> None:
         """Names, shapes and types against the config, before any weight is read."""
         expected = expected_shapes(config)
-        missing = [n for n in expected if n not in self._files]
+        taken = self._find_stored(expected)
+        missing = [n for n in expected if n not in self._files and n not in self._stored]
         if missing:
             raise ModelLoadError(
                 f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); is it the model that "
                 "config.json describes?"
             )
-        tied_head = {"lm_head.weight"} if config.tied_embeddings else set()
-        extra = [
-            n for n in self._files if n not in expected and n not in tied_head and not n.endswith(IGNORED_SUFFIXES)
-        ]
+        extra = [n for n in self._files if n not in expected and n not in taken and not n.endswith(IGNORED_SUFFIXES)]
+        if config.tied_embeddings:  # a stored copy of the head, however it is stored
+            extra = [n for n in extra if not n.startswith("lm_head.")]
+        if self._layout is not None:
+            extra = [n for n in extra if not self._layout.spare(n, self)]
         if extra:
             raise ModelLoadError(
                 f"{self.folder}: unexpected tensor {sorted(extra)[0]} ({len(extra)} in all); a {config.architecture} "
                 "with this config.json has none of that name"
             )
         for name, shape in expected.items():
+            if name in self._stored:
+                continue
             entry = self._files[name].entries[name]
             if entry.shape != shape:
                 raise ModelLoadError(
@@ -154,6 +224,32 @@ class Checkpoint:
                 raise ModelLoadError(
                     f"{self.folder}: tensor {name} is {entry.dtype}; only F32, BF16 and F16 can be read"
                 )
+
+    def _find_stored(self, expected: dict[str, tuple[int, ...]]) -> set[str]:
+        """Fill `_stored`; the names of all tensors that its matrices consist of."""
+        raw = read_json(self.folder / "config.json") if (self.folder / "config.json").exists() else {}
+        self._layout = make_layout(raw, str(self.folder / "config.json"))
+        self._stored = {}
+        if self._layout is None:
+            return set()
+        for name, shape in expected.items():
+            if len(shape) == 2:
+                found = self._layout.find(name.removesuffix(".weight"), (shape[0], shape[1]), self)
+                if found is not None:
+                    self._stored[name] = found
+        decoded = {n: s.why for n, s in self._stored.items() if s.scheme is None}
+        notice_decoded(self.folder, decoded, sum(math.prod(expected[n]) for n in decoded))
+        return {t for s in self._stored.values() for t in s.tensors}
+
+
+def notice_decoded(path: Path, decoded: dict[str, str], values: int) -> None:
+    """Say once which matrices (name -> what it is stored in) no format holds, and what that costs."""
+    if decoded:
+        say_once(
+            f"{path.name}: {len(decoded)} matrices are stored in {', '.join(sorted(set(decoded.values())))}, which no "
+            f"kernel has; unless --format says otherwise they are decoded once, exactly, to float32: "
+            f"{values * 4 / 2**30:.2f} GiB (bf16 takes half of it, w8a16 a quarter, w4a16 an eighth)"
+        )
 
 
 class SafetensorsFile:

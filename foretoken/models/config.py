@@ -19,12 +19,16 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
 }
 
+GGUF = ".gguf"  # suffix of a model that is one file
 MAX_LAYERS = 10_000  # names and shapes of all layers are listed before any file is read
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base, and the scaling of frequencies: none, "linear", or "llama3" (Llama 3.1's bands)."""
+    """Rotary embedding: base, and the scaling of frequencies.
+
+    `kind`: "default" (none), "linear", "llama3" (Llama 3.1's bands), or "factors" (each is divided by its own).
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -32,6 +36,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
+    factors: tuple[float, ...] = ()  # [D/2]
 
 
 @dataclass(frozen=True)
@@ -67,14 +72,22 @@ class ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read `config.json` (and eos ids of `generation_config.json`). Raises ModelLoadError that names the field."""
-    raw = _read_json(folder / "config.json")
+    """Read `config.json` (and eos ids of `generation_config.json`), or the keys of a GGUF file.
+
+    Raises ModelLoadError that names the field.
+    """
+    if folder.suffix == GGUF:
+        from foretoken.models.gguf.config import read_gguf_config
+
+        return read_gguf_config(folder)
+    raw = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     return parse_config(raw, where=str(folder / "config.json"), eos=eos)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ModelLoadError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -97,8 +110,6 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
         raise ModelLoadError(
             f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}"
         )
-    if raw.get("quantization_config"):
-        raise ModelLoadError(f"{where}: quantized checkpoints cannot be read yet; use the unquantized one and --format")
 
     def whole(name: str, default: int | None = None, most: int = 2**31) -> int:
         value = raw.get(name)
@@ -161,6 +172,9 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
     if not isinstance(scaling, dict):
         raise ModelLoadError(f"{where}: rope settings must be an object, got {scaling!r}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "factors":  # of a GGUF file, which checks them
+        theta = _number(scaling, "rope_theta", 10000.0, where)
+        return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
     if kind not in ("default", "linear", "llama3"):
         raise ModelLoadError(f"{where}: rope scaling {kind!r} is not supported; these are: default, linear, llama3")
     if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):

@@ -64,6 +64,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.kind == "linear":
         return inverse / rope.factor
+    if rope.kind == "factors":
+        return inverse / torch.tensor(rope.factors)
     if rope.kind != "llama3":
         return inverse
     wavelength = 2 * math.pi / inverse

@@ -142,7 +142,8 @@ def native_threads() -> int:
 @cache
 def weights_digest(model: str) -> str | None:
     """The first 12 digits of the SHA-256 of a model's weights: which weights a number was measured on."""
-    files = sorted(resolve_model(model).glob("*.safetensors"))
+    path = resolve_model(model)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if sum(f.stat().st_size for f in files) > DIGEST_LIMIT:
         return None
     found = hashlib.sha256()

@@ -200,7 +200,6 @@ def test_rope_numbers_are_checked(name, value):
 def test_other_kinds_of_model_are_refused_by_their_flag():
     refused(changed(hidden_act="gelu"), "hidden_act", "gelu")
     refused(changed(partial_rotary_factor=0.5), "partial_rotary_factor")
-    refused(changed(quantization_config={"quant_method": "gptq"}), "quantized")
 
 
 @pytest.mark.parametrize(

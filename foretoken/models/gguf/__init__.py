@@ -1,0 +1,1 @@
+"""GGUF files: header, shape of the model, weights and tokenizer."""

@@ -1,0 +1,99 @@
+"""Our own layout, for what no other tool's can say: the parts of each QuantTensor by name, a scheme's text a module.
+
+`quantization_config`: {"quant_method": "foretoken", "version": 1, "modules": {"model.layers.0.mlp.up_proj": "qoq"}}.
+Tensors `<module>.<part>`; 4-bit codes [O, K] lie two a byte, the first in the low half: `<module>.codes4` [O, K / 2].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError, ModelLoadError, RegistryError
+from foretoken.formats.scheme import QuantScheme, QuantTensor, get
+from foretoken.models.layouts.base import FLOATS, Files, Stored, nibbles
+
+VERSION = 1
+TYPES = {
+    torch.uint8: ("U8",), torch.int8: ("I8",), torch.int16: ("I16",), torch.int32: ("I32",), torch.int64: ("I64",),
+    torch.float32: FLOATS, torch.bfloat16: FLOATS, torch.float16: FLOATS,
+}  # fmt: skip
+
+
+def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Own:
+    """The layout of a `quantization_config`."""
+    modules = config.get("modules")
+    if config.get("version") != VERSION or not isinstance(modules, dict):
+        raise ModelLoadError(f"{where}: this foretoken reads version {VERSION} of its own layout; update it")
+    schemes = {}
+    for name, text in modules.items():
+        try:
+            schemes[name] = QuantScheme.parse(text)
+        except (ConfigError, RegistryError, AttributeError, TypeError) as error:
+            raise ModelLoadError(f"{where}: module {name[:80]!r}: {error}") from None
+    return Own(schemes)
+
+
+class Own:
+    """The layout of one quantization_config."""
+
+    def __init__(self, schemes: Mapping[str, QuantScheme]) -> None:
+        self.schemes = schemes
+
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+        """See Layout."""
+        scheme = self.schemes.get(name)
+        if scheme is None or scheme.weights == "auto":
+            return None
+        try:
+            like = scheme.encode(torch.zeros(1, shape[1]))
+        except ConfigError as error:
+            raise ModelLoadError(f"tensor {name} {list(shape)} cannot be stored as {scheme}: {error}") from None
+        tensors = {}
+        for part, sample in like.parts.items():
+            if packs(like, part):
+                tensors[part] = files.expect(f"{name}.{part}4", ["U8"], (shape[0], -(-shape[1] // 2)))
+            else:
+                tensors[part] = files.expect(f"{name}.{part}", TYPES[sample.dtype], (shape[0], *sample.shape[1:]))
+
+        def read() -> QuantTensor:
+            parts = {part: files.raw(at) for part, at in tensors.items()}
+            for part in parts:
+                if packs(like, part):
+                    parts[part] = nibbles(parts[part])[:, : shape[1]].contiguous()
+            return QuantTensor(like.format, shape, parts, like.activations)
+
+        return Stored(tuple(tensors.values()), scheme, read)
+
+    def spare(self, name: str, files: Files) -> bool:
+        """None."""
+        return False
+
+
+def packs(q: QuantTensor, part: str) -> bool:
+    """Whether a part is 4-bit codes in bytes."""
+    return part == "codes" and getattr(get(q.format), "bits", 8) == 4
+
+
+def tensors_of(name: str, q: QuantTensor) -> dict[str, Tensor]:
+    """The tensors of module `name`: what `find` reads."""
+    found = {}
+    for part, value in q.parts.items():
+        if packs(q, part):
+            codes = torch.nn.functional.pad(value, (0, value.shape[1] % 2))
+            found[f"{name}.{part}4"] = codes[:, ::2] | codes[:, 1::2] << 4
+        else:
+            found[f"{name}.{part}"] = value
+    return found
+
+
+def config_of(schemes: Mapping[str, QuantScheme]) -> dict[str, Any]:
+    """The `quantization_config`."""
+    return {
+        "quant_method": "foretoken",
+        "version": VERSION,
+        "modules": {name: str(scheme) for name, scheme in schemes.items()},
+    }

@@ -1,0 +1,44 @@
+"""fp8 checkpoints of the methods "fp8" (a scale a tensor, or blocks: `weight_scale_inv`) and "fbgemm_fp8" (rows)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foretoken.errors import ModelLoadError
+from foretoken.models.layouts.base import FLOATS, Files, Stored, listed
+from foretoken.models.layouts.patterns import covers
+from foretoken.models.layouts.scaled import float8
+
+
+def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Fp8:
+    """The layout of a `quantization_config`."""
+    block = config.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(b) is int and 0 < b < 2**20 for b in block)
+    ):
+        raise ModelLoadError(f"{where}: weight_block_size must be two sizes, got {str(block)[:80]}")
+    skip = [k for n in ("modules_to_not_convert", "ignored_layers") for k in listed(config.get(n), f"{where}: {n}")]
+    return Fp8(None if block is None else (block[0], block[1]), skip)
+
+
+class Fp8:
+    """The layout of one quantization_config."""
+
+    def __init__(self, block: tuple[int, int] | None, skip: list[str]) -> None:
+        self.block = block
+        self.skip = skip
+
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+        """See Layout."""
+        weight = f"{name}.weight"
+        dense = any(covers(s, name) for s in self.skip) or weight not in files or name.endswith("embed_tokens")
+        if dense or files.kind(weight)[0] in FLOATS:
+            return None
+        # The "inverse" multiplies as any scale: it is that of the quantization.
+        inverse = f"{weight}_scale_inv"
+        return float8(name, shape, files, self.block, inverse if inverse in files or self.block else f"{weight}_scale")
+
+    def spare(self, name: str, files: Files) -> bool:
+        """Scales of activations: ours are per token."""
+        return name.endswith((".input_scale", ".activation_scale", ".input_scale_ub", ".k_scale", ".v_scale"))

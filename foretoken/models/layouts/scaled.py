@@ -1,0 +1,69 @@
+"""8-bit floats and mxfp4 as checkpoints store them: scales of a tensor, of rows, of blocks, of 32 values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretoken import registry
+from foretoken.errors import ModelLoadError
+from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.models.layouts.base import FLOATS, Files, Stored, keep, spread
+
+FORMATS = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
+TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # OCP microscaling formats, table of FP4; bit 3: the sign
+
+
+def float8(name: str, shape: tuple[int, int], files: Files, block: tuple[int, int] | None, scale: str) -> Stored:
+    """fp8 codes `name.weight`; scales of the tensor or the rows, or with `block` of [O / b0, K / b1] blocks."""
+    (height, width), weight = shape, f"{name}.weight"
+    files.expect(weight, list(TYPES), shape)
+    dtype = files.kind(weight)[0]
+    if block is None:
+        files.expect(scale, FLOATS, (), (1,), (1, 1), (height,), (height, 1))
+    else:
+        # Blocks of more rows or columns than there are count as one.
+        files.expect(scale, [*FLOATS, "F8_E8M0"], (-(-height // block[0]), -(-width // block[1])))
+    held = keep(FORMATS[dtype], width, None if block is None or block[1] >= width else block[1])
+
+    def read() -> QuantTensor | Tensor:
+        scales = files.raw(scale)
+        if scales.dtype == torch.uint8:  # e8m0: powers of two
+            scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+        scales = scales.float()
+        if block is None:
+            scales = scales.reshape(-1, 1).expand(height, 1)
+        else:
+            scales = scales.repeat_interleave(block[0], 0)[:height]
+        codes = files.raw(weight)
+        if held is None:
+            assert block is not None
+            return codes.view(TYPES[dtype]).float() * scales.repeat_interleave(block[1], 1)[:, :width]
+        parts = {"codes": codes, "scales": spread(scales, held[1]).contiguous()}
+        return QuantTensor(FORMATS[dtype], shape, parts)
+
+    return Stored((weight, scale), None if held is None else held[0], read, f"fp8 in blocks of {block}")
+
+
+def mxfp4(name: str, shape: tuple[int, int], files: Files) -> Stored:
+    """Two e2m1 codes a byte (the first in the low half), a power of two as e8m0 for 32 of them."""
+    height, width = shape
+    if width % 32:
+        raise ModelLoadError(f"tensor {name} {list(shape)} cannot be mxfp4: its rows are no multiple of 32")
+    codes_at = files.expect(f"{name}.weight_packed", ["U8"], (height, width // 2))
+    scale_at = files.expect(f"{name}.weight_scale", ["U8", "F8_E8M0"], (height, width // 32))
+    scheme = QuantScheme("mxfp4") if "mxfp4" in registry.names("formats") else None
+
+    def read() -> QuantTensor | Tensor:
+        packed, exponents = files.raw(codes_at), files.raw(scale_at)
+        if (exponents == 255).any():
+            raise ModelLoadError(f"tensor {scale_at} holds NaN; the file is damaged")
+        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+        if scheme is not None:
+            return QuantTensor("mxfp4", shape, {"codes": codes, "scales": scales.to(torch.bfloat16)})
+        table = torch.cat([E2M1, -E2M1])
+        return (table[codes.long()].view(height, -1, 32) * scales[..., None]).flatten(1)
+
+    return Stored((codes_at, scale_at), scheme, read, "mxfp4")
