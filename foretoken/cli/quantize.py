@@ -116,6 +116,7 @@ def _show(result: Result) -> None:
                 table.add_row(s["unit"], s["scheme"], f"{s['bits']:.2f}", f"{s['loss']:.2e}")
         console.print(table)
         console.print(f"predicted loss: {found['predicted_loss']:.3e} nats a token")
-    console.print(f"{result.folder}: {found['bits_per_weight']:.3f} bits a weight ({found['method']}, {found['scheme']})")
+    how = f"{found['method']}, {found['scheme']}"
+    console.print(f"{result.folder}: {found['bits_per_weight']:.3f} bits a weight ({how})")
     for advice in found["recommendation"]:
         console.print(f"consider more bits for {', '.join(advice['modules'])}: {advice['reason']}")

@@ -51,7 +51,7 @@ def as_read(x: Tensor, q: QuantTensor) -> Tensor:
     if q.activations == "fp8":
         return formats.round_rows(x)
     codes, scales = formats.quantize_rows(x, q.group)
-    return (codes.float().unflatten(-1, (-1, q.group)) * scales[..., None]).flatten(-2)
+    return (codes.float().view(*scales.shape, q.group) * scales[..., None]).flatten(-2)
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _window_mask(length: int, window: int) -> Tensor:
 
 def chunks(h: Tensor) -> Iterator[Tensor]:
     """Views of the hidden states h [B, S, C], some rows each."""
-    yield from h.split(max(1, CHUNK // h.shape[1]))
+    yield from torch.split(h, max(1, CHUNK // h.shape[1]))
 
 
 def advance(h: Tensor, step: Callable[[Tensor], Tensor]) -> None:

@@ -96,4 +96,13 @@ def clip(weight: Tensor, encode: Encode, hessian: Tensor) -> Tensor:
         found = error(encode(cut(torch.full_like(low, trial))))
         better = found < best
         best, ratio = torch.where(better, found, best), torch.where(better, trial, ratio)
-    return cut(ratio)
+
+    def lost(stored: QuantTensor) -> Tensor:
+        delta = decode(stored) - weight
+        return ((delta @ hessian) * delta).sum(1)  # [O]
+
+    # Groups were judged alone: rows that lose together keep their range. Where rows share scales, all may have to.
+    plain = lost(q)
+    ratio[lost(encode(cut(ratio))) >= plain] = 1.0
+    found = cut(ratio)
+    return found if lost(encode(found)).sum() <= plain.sum() else weight

@@ -22,14 +22,14 @@ def spread(x: Tensor) -> Tensor:
     """x [..., n] times the orthogonal matrix of that size, float64."""
     size = x.shape[-1]
     odd = size // (size & -size)
-    out = x.double().unflatten(-1, (size // odd, odd))
+    out = x.double().reshape(*x.shape[:-1], size // odd, odd)
     if odd > 1:
         out = out @ hartley(odd)
     span = 1
     while span < size // odd:  # the fast Hadamard transform, along the second last dimension
-        pairs = out.unflatten(-2, (-1, 2, span))
+        pairs = out.view(*x.shape[:-1], -1, 2, span, odd)
         low, high = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        out = torch.stack([low + high, low - high], dim=-3).flatten(-4, -2)
+        out = torch.stack([low + high, low - high], dim=-3).view(*x.shape[:-1], size // odd, odd)
         span *= 2
     return out.flatten(-2) / math.sqrt(size // odd)
 

@@ -72,7 +72,7 @@ class Quantizer:
         """None."""
 
     def __init__(self, options: Any = None, seed: int = 0) -> None:
-        self.options = self.Options() if options is None else options
+        self.options: Any = self.Options() if options is None else options
         self.seed = seed
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -102,9 +103,7 @@ def _trial(block: Block, stage: str, scheme: QuantScheme) -> tuple[Callable[...,
         count += weight.numel()
         bits += weight.numel() * scheme.bits_per_weight(weight.shape[1])
     modules = tuple(block.prefix + n for n in STAGES[stage])
-    make = partial(
-        Sensitivity, f"{block.prefix}{stage}", modules, str(scheme), bits=bits / count, num_weights=count
-    )
+    make = partial(Sensitivity, f"{block.prefix}{stage}", modules, str(scheme), bits=bits / count, num_weights=count)
     return make, trial
 
 
@@ -113,7 +112,7 @@ def divergence(walk: Walk, ends: tuple[Tensor, Linear], before: Tensor, after: T
     norm, head = ends
     total, count = 0.0, 0
     for a, b in zip(chunks(before), chunks(after), strict=True):
-        for x, y in zip(a.flatten(0, 1).split(1024), b.flatten(0, 1).split(1024), strict=True):
+        for x, y in zip(torch.split(a.flatten(0, 1), 1024), torch.split(b.flatten(0, 1), 1024), strict=True):
             p, q = (F.log_softmax(walk.decoder.logits(h, norm, head), -1) for h in (x, y))
             total += float(F.kl_div(q, p, reduction="sum", log_target=True))
             count += len(x)
@@ -163,7 +162,7 @@ def _trace(
     units: Mapping[str, list[Sensitivity]], picks: list[Tensor], cost: Callable[[Sensitivity], int]
 ) -> dict[str, Sensitivity]:
     left, chosen = STEPS, {}
-    for (unit, choices), pick in zip(reversed(units.items()), reversed(picks), strict=True):
+    for (unit, choices), pick in zip(reversed(list(units.items())), reversed(picks), strict=True):
         s = choices[int(pick[left])]
         chosen[unit] = s
         left -= cost(s)
@@ -183,8 +182,8 @@ class Advice:
 def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[Advice]:
     """What to keep in higher precision, of a `quantization.json`: parts that lose far more than their share of weights.
 
-    Of measured sensitivities where there are any, else of the output errors; the worst first, at most `most`. A part
-    counts from twice its share on.
+    Of measured sensitivities where there are any (a part counts from twice its share on), else of the modules' output
+    errors (from 1.5 times the median's on); the worst first, at most `most`.
     """
     measured = quantization.get("sensitivity")
     if measured:
@@ -194,19 +193,38 @@ def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[Advice]:
             for s in measured
             if stored.get(s["modules"][0]) == s["scheme"]
         ]
-        kind = "of the measured loss"
+        whole, weights = sum(p[1] for p in parts), sum(p[2] for p in parts)
+        found = [
+            Advice(
+                modules,
+                loss / whole,
+                n / weights,
+                f"{loss / whole:.0%} of the loss in {n / weights:.1%} of the weights",
+            )
+            for modules, loss, n in parts
+            if whole > 0 and loss / whole >= 2 * n / weights
+        ]
     else:
-        parts = [((m["module"],), m["relative"] ** 2, m["num_weights"]) for m in quantization["modules"]]
-        kind = "of the squared output error"
-    whole, weights = sum(p[1] for p in parts), sum(p[2] for p in parts)
-    if whole <= 0:
-        return []
-    found = [
-        Advice(modules, loss / whole, count / weights, f"{loss / whole:.0%} {kind}, {count / weights:.1%} of the weights")
-        for modules, loss, count in parts
-        if loss / whole >= 2 * count / weights
-    ]
+        found = _by_error(quantization["modules"])
     return sorted(found, key=lambda a: (-a.share, a.modules))[:most]
+
+
+def _by_error(modules: Seq[Mapping[str, Any]]) -> list[Advice]:
+    stored = [m for m in modules if m["relative"] > 0]
+    if not stored:
+        return []
+    usual = median(m["relative"] for m in stored)
+    whole, weights = sum(m["relative"] ** 2 for m in stored), sum(m["num_weights"] for m in modules)
+    return [
+        Advice(
+            (m["module"],),
+            m["relative"] ** 2 / whole,
+            m["num_weights"] / weights,
+            f"its output is off by {m['relative']:.1%}, the median module's by {usual:.1%}",
+        )
+        for m in stored
+        if m["relative"] >= 1.5 * usual
+    ]
 
 
 def as_dicts(sensitivities: Seq[Sensitivity]) -> list[dict[str, Any]]:

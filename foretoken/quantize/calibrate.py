@@ -1,4 +1,4 @@
-"""Calibration text to token rows: a .jsonl file (`text`, or `prompt`/`messages` for the chat template) or a .txt file."""
+"""Calibration text to token rows: a .jsonl file (`text`, or `prompt` or `messages` for the chat template), or .txt."""
 
 from __future__ import annotations
 

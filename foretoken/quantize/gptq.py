@@ -126,7 +126,8 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
         if not info:
             upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not info:
-                return upper.float()
+                found: Tensor = upper.float()
+                return found
         diagonal += max(damping, 0.01) * mean
         damping *= 2
     raise ConfigError("the inputs' statistics cannot be inverted; raise the option damping of gptq (e.g. 0.1)")

@@ -1,8 +1,8 @@
 """Quantizer rotate: turn the residual stream and the value heads so that no channel stands out.
 
 Ashkboos et al. (2024), "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs". Norms are folded into the weights that
-follow, then every matrix that reads or writes the stream takes a randomized Hadamard rotation. The rotations that QuaRot
-makes while running are left out: what comes out is a plain checkpoint of the same family.
+follow, then every matrix that reads or writes the stream takes a randomized Hadamard rotation. The rotations that
+QuaRot makes while running are left out: what comes out is a plain checkpoint of the same family.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Rotate(Quantizer):
     def _turn_values(self, block: Block, config: ModelConfig) -> None:
         """Each value head is turned, and turned back in what reads it: attention mixes tokens, not channels."""
         v, o = block.linears[V], block.linears[O]
-        heads = (config.num_kv_heads, config.head_dim)
-        v.weight = spread(v.weight.T.unflatten(1, heads)).flatten(1).T.contiguous().float()
+        dim = config.head_dim
+        v.weight = spread(v.weight.T.reshape(-1, config.num_kv_heads, dim)).flatten(1).T.contiguous().float()
         if v.bias is not None:
-            v.bias = spread(v.bias.unflatten(0, heads)).flatten().float()
-        o.weight = spread(o.weight.unflatten(1, (-1, config.head_dim))).flatten(1).float()
+            v.bias = spread(v.bias.view(-1, dim)).flatten().float()
+        o.weight = spread(o.weight.view(len(o.weight), -1, dim)).flatten(1).float()
 
     def embedding(self, rows: Tensor) -> Tensor:
         return rotate_rows(rows, self.seed)

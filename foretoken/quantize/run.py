@@ -21,7 +21,7 @@ from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.loader import resolve_model
 from foretoken.models.save import save_quantized
 from foretoken.models.weights import expected_shapes
-from foretoken.quantize import budget
+from foretoken.quantize import budget as bits
 from foretoken.quantize._decoder import Linear, chunks
 from foretoken.quantize._walk import ModuleError, Walk, module_error
 from foretoken.quantize._work import Work, digest, fingerprint
@@ -55,7 +55,7 @@ class Plan:
     seed: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
     budget: float | None = None
-    candidates: tuple[str, ...] = budget.CANDIDATES
+    candidates: tuple[str, ...] = bits.CANDIDATES
     overwrite: bool = False
     resume: bool = False
 
@@ -115,7 +115,7 @@ def check(plan: Plan, scheme: QuantScheme, pipeline: Pipeline) -> None:
             f"method {pipeline.text!r} learns from text; give --calibration FILE (.jsonl or .txt), or take --method rtn"
         )
     if plan.budget is not None:
-        budget.check_candidates(plan.candidates)
+        bits.check_candidates(plan.candidates)
         if plan.calibration is None:
             raise ConfigError("a budget is spent by measured loss; give --calibration FILE")
 
@@ -148,7 +148,7 @@ class _Run:
         self.tied = config.tied_embeddings and not pipeline.unties
         self._check_source()
         self.work = Work.open(plan.out, self._manifest(), plan.resume, plan.overwrite)
-        self.sensitivities: list[budget.Sensitivity] = []
+        self.sensitivities: list[bits.Sensitivity] = []
 
     def _check_source(self) -> None:
         scheme_of: Callable[[str], QuantScheme | None] = getattr(self.source, "scheme", lambda name: None)
@@ -226,15 +226,15 @@ class _Run:
             walk = Walk(self.config, self.source, Pipeline(first, ""), QuantScheme(), hidden)
             norm = self.source.tensor("model.norm.weight").float()
             head = Linear(self._dense(HEAD).float())
-            measured = budget.measure(
+            measured = bits.measure(
                 walk,
                 (self.pipeline.last_norm(norm), head),
                 self.plan.candidates,
                 lambda done, total: self.report(Progress("budget", done, total)),
             )
-            self.work.write_json("sensitivity.json", budget.as_dicts(measured))
-        self.sensitivities = budget.from_dicts(self.work.read_json("sensitivity.json"))
-        chosen = budget.assign(self.sensitivities, self.plan.budget)
+            self.work.write_json("sensitivity.json", bits.as_dicts(measured))
+        self.sensitivities = bits.from_dicts(self.work.read_json("sensitivity.json"))
+        chosen = bits.assign(self.sensitivities, self.plan.budget)
         return replace(self.scheme, rules=(*self.scheme.rules, *chosen.rules))
 
     def _layers(self, walk: Walk) -> list[ModuleError]:
@@ -252,7 +252,7 @@ class _Run:
         return errors
 
     def _hidden(self, rows: Tensor, name: str = "hidden") -> Tensor:
-        """Room for the hidden states [B, S, C] of rows [B, S]: memory, or a file in the work folder where it is much."""
+        """Room for hidden states [B, S, C] of rows [B, S]: memory, or if they are many a file in the work folder."""
         shape = (*rows.shape, self.config.hidden_size)
         count = rows.numel() * self.config.hidden_size
         if count * 4 < MAPPED:
@@ -261,7 +261,7 @@ class _Run:
 
     def _embed(self, rows: Tensor, embedding: tuple[Tensor | QuantTensor, ModuleError | None], out: Tensor) -> None:
         stored = embedding[0]
-        for part, ids in zip(chunks(out), rows.split(max(1, len(next(chunks(out))))), strict=True):
+        for part, ids in zip(chunks(out), torch.split(rows, max(1, len(next(chunks(out))))), strict=True):
             if isinstance(stored, Tensor):
                 part.copy_(stored[ids].float())
             else:
@@ -299,7 +299,7 @@ class _Run:
     def _end_matrix(
         self, name: str, hidden: Tensor | None, dense: bool = False
     ) -> tuple[Tensor | QuantTensor, ModuleError | None]:
-        """Embedding or head as it is to be stored, in chunks of rows; `hidden` [B, S, C]: what the head reads, unnormed.
+        """Embedding or head as it is to be stored, in chunks of rows; `hidden` [B, S, C]: what the last norm reads.
 
         A lookup has no inputs to weigh errors by: an embedding (tied ones too) is rounded to nearest.
         """
@@ -365,12 +365,12 @@ class _Run:
             "budget": self.plan.budget,
             "bits_per_weight": sum(e.bits * e.num_weights for e in errors) / weights,
             "modules": [asdict(e) for e in errors],
-            "sensitivity": budget.as_dicts(self.sensitivities) or None,
+            "sensitivity": bits.as_dicts(self.sensitivities) or None,
             "predicted_loss": None,
         }
         if self.plan.budget is not None:
-            found["predicted_loss"] = budget.assign(self.sensitivities, self.plan.budget).predicted_loss
-        found["recommendation"] = [asdict(a) for a in budget.recommend(found)]
+            found["predicted_loss"] = bits.assign(self.sensitivities, self.plan.budget).predicted_loss
+        found["recommendation"] = [asdict(a) for a in bits.recommend(found)]
         return found
 
 

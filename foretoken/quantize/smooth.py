@@ -30,7 +30,7 @@ class Smooth(Quantizer):
         alpha: float = 0.5
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
-        for stage, norm in NORM_OF.items():
+        for stage in NORM_OF:
             if all(is_dense(scheme_of(name)) for name in STAGES[stage]):
                 continue
             weights = torch.cat([block.linears[n].weight for n in STAGES[stage]])
