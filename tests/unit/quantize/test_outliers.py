@@ -5,13 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-import torch
 from fixtures_models import Stored
 from fixtures_quantize import source_of, tokens, walk_of
 
 from foretoken.models.config import ModelConfig
-from foretoken.quantize._decoder import INPUT_NORM, POST_NORM, STAGES, read_block
-from foretoken.quantize.base import Quantizer
+from foretoken.quantize._decoder import GATE, INPUT_NORM, POST_NORM, STAGES, K, Q, read_block
 
 WIDTH, PLANTED = 128, 17
 SETTINGS = {"hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
@@ -30,7 +28,7 @@ def planted(compensated: bool) -> tuple[ModelConfig, Stored]:
 
 @cache
 def output_error(method: str, scheme: str, compensated: bool) -> float:
-    """Relative error of what leaves q, k, v and gate, up, over the layer's own inputs."""
+    """Relative error of what leaves q, k and gate, over the layer's own inputs."""
     config, source = planted(compensated)
     ids = tokens(config, rows=8, length=32)
     walk, plain = walk_of(config, source, method, scheme, ids), walk_of(config, source, "rtn", "fp32", ids)
@@ -39,26 +37,28 @@ def output_error(method: str, scheme: str, compensated: bool) -> float:
     entering = walk.hidden.clone()
     block, _ = walk.layer(0)
     lost = whole = 0.0
-    for stage in ("qkv", "gate_up"):
+    # v and up are left out: methods may turn or scale what leaves them, for o and down to undo.
+    for stage, names in (("qkv", (Q, K)), ("gate_up", (GATE,))):
         x, y = walk.decoder.inputs(block, stage, entering), plain.decoder.inputs(original, stage, plain.hidden)
-        for name in STAGES[stage]:
+        for name in names:
             expected = original.linears[name](y)
             lost += float((block.linears[name](x) - expected).square().sum())
             whole += float(expected.square().sum())
     return (lost / whole) ** 0.5
 
 
-# method, scheme, outlier compensated in the weights?, factor. Measured: see the assertion's message when one fails.
+# method, scheme, is the outlier compensated in the weights?, by which factor the error is less than rounding's.
 FACTORS = [
-    ("smooth", "w8a8", True, 8.0),
-    ("rotate", "w8a8", True, 8.0),
-    ("smooth+gptq", "w8a8", True, 8.0),
-    ("rotate+gptq", "w8a8", True, 8.0),
-    ("awq", "w4a16", False, 4.0),
-    ("gptq", "w4a16", False, 1.5),
-    ("awq+gptq", "w4a16", False, 4.0),
-    ("smooth", "w4a8", True, 2.0),
-    ("rotate", "w4a8", True, 2.0),
+    ("smooth", "w8a8", True, 12.0),
+    ("rotate", "w8a8", True, 12.0),
+    ("awq", "w8a8", True, 12.0),
+    ("smooth+gptq", "w8a8", True, 12.0),
+    ("rotate+gptq", "w8a8", True, 12.0),
+    ("gptq", "w4a16", False, 2.5),
+    ("awq", "w4a16", False, 1.8),
+    ("rotate", "w4a16", False, 1.8),
+    ("awq+gptq", "w4a16", False, 2.0),
+    ("rotate", "w4a8-qoq", True, 1.6),
     ("rotate+gptq", "w4a8-qoq", True, 2.0),
 ]
 
@@ -70,8 +70,6 @@ def test_an_outlier_method_beats_rounding(method: str, scheme: str, compensated:
 
 
 def test_the_planted_channel_is_what_hurts() -> None:
-    torch.manual_seed(0)
     config, source = planted(True)
     assert source.tensors["model.layers.0.input_layernorm.weight"].abs().argmax() == PLANTED
-    assert output_error("rtn", "w8a8", True) > 0.05
-    assert not Quantizer.rounds
+    assert output_error("rtn", "w8a8", True) > 10 * output_error("rtn", "w8a16", True)
