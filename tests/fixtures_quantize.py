@@ -30,7 +30,9 @@ def correlated(rows: int, width: int, seed: int = 0) -> Tensor:
     """Inputs [rows, width] of unequal channels that depend on each other, as real ones are and do."""
     mix = randn(width, width // 2, seed=seed)
     size = torch.exp(randn(width, seed=seed + 1))
-    return (randn(rows, width // 2, seed=seed + 2) @ mix.T / width**0.5 + 0.3 * randn(rows, width, seed=seed + 3)) * size
+    return (
+        randn(rows, width // 2, seed=seed + 2) @ mix.T / width**0.5 + 0.3 * randn(rows, width, seed=seed + 3)
+    ) * size
 
 
 def source_of(name: str = "llama3.2", **settings: object) -> tuple[ModelConfig, Stored]:

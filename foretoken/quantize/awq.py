@@ -28,9 +28,11 @@ class Awq(Quantizer):
 
     @dataclass(frozen=True)
     class Options:
-        """`grid`: steps of the search between no scales and the inputs' own; `clip`: search each group's range too."""
+        """`grid`: steps of the search between no scales and the inputs' own, each with and without the weights' share;
+        `clip`: search each group's range too.
+        """
 
-        grid: int = 20
+        grid: int = 10
         clip: bool = True
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:

@@ -42,7 +42,8 @@ def read_calibration(
     if not documents:
         raise ConfigError(f"{path} holds no text; {SCHEMA}, or a .txt file")
     random.Random(seed).shuffle(documents)
-    rows = _pack(documents, length, samples + held_out)
+    begin = tokenizer.encode("")[:1]  # the token that opens every text, where the tokenizer has one
+    rows = pack(documents, length, samples + held_out, begin)
     if not rows:
         raise ConfigError(f"{path} holds fewer than 2 tokens; give a longer text")
     apart = min(held_out, len(rows) // 4)
@@ -99,14 +100,15 @@ def _encode(row: dict[str, Any], tokenizer: Tokenizer, where: str) -> list[int]:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _pack(documents: list[list[int]], length: int, most: int) -> list[list[int]]:
+def pack(documents: list[list[int]], length: int, most: int, begin: list[int]) -> list[list[int]]:
+    """At most `most` rows of `length` tokens; without enough for one, a shorter one."""
     rows: list[list[int]] = []
     row: list[int] = []
     for ids in documents:
         start = 0
         while start < len(ids):
-            # Later pieces open with the first token too: where a tokenizer has a begin token, models count on it.
-            lead = [] if start == 0 else ids[:1]
+            # Later pieces open with the begin token too, since models count on it.
+            lead = begin if start and ids[:1] == begin else []
             taken = ids[start : start + length - len(row) - len(lead)]
             row += [*lead, *taken]
             start += len(taken)

@@ -85,7 +85,9 @@ def test_an_identity_hessian_gives_rtn(scheme: str) -> None:
     near = (plain - weight).abs() - (found - weight).abs()
     slack = 1e-5 * weight.abs().max()
     assert near.min() >= -slack
-    if scheme.startswith("qoq"):  # its encode rounds twice (to int8, then to 4 bits); gptq rounds to the nearest at once
+    if scheme.startswith(
+        "qoq"
+    ):  # its encode rounds twice (to int8, then to 4 bits); gptq rounds to the nearest at once
         assert (found != plain).float().mean() < 0.05
     else:
         assert near.max() <= slack

@@ -15,21 +15,21 @@ WIDTH, PLANTED = 128, 17
 SETTINGS = {"hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
 
 
-def planted(compensated: bool) -> tuple[ModelConfig, Stored]:
-    """A layer whose norms blow one channel up by 100; compensated: what reads it has weights of a hundredth there."""
+def planted(compensated: bool, size: float = 100.0) -> tuple[ModelConfig, Stored]:
+    """A layer whose norms blow one channel up by `size`; compensated: what reads it has weights so much smaller."""
     config, source = source_of("llama2", **SETTINGS, num_key_value_heads=8)
     for norm, stage in ((INPUT_NORM, "qkv"), (POST_NORM, "gate_up")):
-        source.tensors[f"model.layers.0.{norm}.weight"][PLANTED] *= 100
+        source.tensors[f"model.layers.0.{norm}.weight"][PLANTED] *= size
         if compensated:
             for name in STAGES[stage]:
-                source.tensors[f"model.layers.0.{name}.weight"][:, PLANTED] /= 100
+                source.tensors[f"model.layers.0.{name}.weight"][:, PLANTED] /= size
     return config, source
 
 
 @cache
-def output_error(method: str, scheme: str, compensated: bool) -> float:
+def output_error(method: str, scheme: str, compensated: bool, size: float = 100.0) -> float:
     """Relative error of what leaves q, k and gate, over the layer's own inputs."""
-    config, source = planted(compensated)
+    config, source = planted(compensated, size)
     ids = tokens(config, rows=8, length=32)
     walk, plain = walk_of(config, source, method, scheme, ids), walk_of(config, source, "rtn", "fp32", ids)
     assert walk.hidden is not None and plain.hidden is not None
@@ -72,4 +72,4 @@ def test_an_outlier_method_beats_rounding(method: str, scheme: str, compensated:
 def test_the_planted_channel_is_what_hurts() -> None:
     config, source = planted(True)
     assert source.tensors["model.layers.0.input_layernorm.weight"].abs().argmax() == PLANTED
-    assert output_error("rtn", "w8a8", True) > 10 * output_error("rtn", "w8a16", True)
+    assert output_error("rtn", "w8a8", True) > 10 * output_error("rtn", "w8a8", True, size=1.0)
