@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/quantize.py --data CORPUS [--model embedded] [--out RECORDS.jsonl]
 
-CORPUS holds *.jsonl.gz with a `text` a line; valid.jsonl.gz is the held-out part, the others give calibration text. Each
-checkpoint is written, read again, and run in float32 on its decoded values (activations rounded where the scheme says so).
+CORPUS holds *.jsonl.gz with a `text` a line; valid.jsonl.gz is the held-out part, the others give calibration text.
+Each checkpoint is written, read again, and run in float32 on its decoded values (activations rounded where the scheme
+says so).
 """
 
 from __future__ import annotations

@@ -68,7 +68,23 @@ def logits_of(walk: Walk, source: Stored, ids: Tensor, blocks: list[Block]) -> T
 
 def write_text(path: Path, documents: int = 12) -> Path:
     """A calibration file of made-up text."""
-    words = "the sum of all parts is a whole the loop ends when the list is empty def add return for in".split()
+    words = [
+        "the",
+        "sum",
+        "of",
+        "all",
+        "parts",
+        "is",
+        "a",
+        "whole",
+        "loop",
+        "ends",
+        "when",
+        "list",
+        "empty",
+        "def",
+        "add",
+    ]
     order = torch.randint(0, len(words), (documents, 60), generator=torch.Generator().manual_seed(7)).tolist()
     lines = [json.dumps({"text": " ".join(words[i] for i in row)}) for row in order]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What every quantizer must keep, one body for all methods and formats: a new file on either shelf is tested at once."""
+"""What every quantizer must keep, one body for all methods and formats: a new file of either is tested at once."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_bad_files(tmp_path: Path, tokenizer: Tokenizer, name: str, content: str
 
 
 def test_unreadable_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="cannot read .*missing.jsonl"):
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.jsonl"):
         read_calibration(tmp_path / "missing.jsonl", tokenizer, 4, 16, seed=0)
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="no UTF-8"):

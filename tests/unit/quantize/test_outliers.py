@@ -70,6 +70,6 @@ def test_an_outlier_method_beats_rounding(method: str, scheme: str, compensated:
 
 
 def test_the_planted_channel_is_what_hurts() -> None:
-    config, source = planted(True)
+    _, source = planted(True)
     assert source.tensors["model.layers.0.input_layernorm.weight"].abs().argmax() == PLANTED
     assert output_error("rtn", "w8a8", True) > 10 * output_error("rtn", "w8a8", True, size=1.0)

@@ -134,7 +134,7 @@ def test_a_finished_layer_is_not_computed_again(plan: Plan, monkeypatch: pytest.
 def test_resuming_with_other_options_is_refused(plan: Plan, change: dict[str, object]) -> None:
     with pytest.raises(Stop):
         quantize(plan, stop_after(1))
-    with pytest.raises(ConfigError, match="was begun with .*--overwrite"):
+    with pytest.raises(ConfigError, match=r"was begun with .*--overwrite"):
         quantize(replace(plan, resume=True, **change))
     quantize(replace(plan, overwrite=True, **change))  # begins anew
 
@@ -152,7 +152,7 @@ def test_a_damaged_layer_file_is_named(plan: Plan) -> None:
         quantize(plan, stop_after(1))
     file = plan.out.with_name("out.partial") / "layer-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(ConfigError, match="layer-00000.safetensors is damaged"):
+    with pytest.raises(ConfigError, match=r"layer-00000\.safetensors is damaged"):
         quantize(replace(plan, resume=True))
 
 
