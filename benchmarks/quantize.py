@@ -18,14 +18,11 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.models.checkpoint import Checkpoint
-from foretoken.models.config import read_config
 from foretoken.models.loader import resolve_model
-from foretoken.quantize._decoder import Decoder, Linear, chunks, read_block
+from foretoken.quantize._losses import token_losses
 from foretoken.quantize.calibrate import read_calibration
 from foretoken.quantize.run import Plan, quantize
 from foretoken.study import record
@@ -55,36 +52,6 @@ def write_calibration(data: Path, path: Path, lines: int) -> None:
                     out.writelines(
                         json.dumps({"text": json.loads(row)["text"]}) + "\n" for _, row in zip(range(lines), rows)
                     )
-
-
-@torch.inference_mode()
-def token_losses(folder: Path, ids: Tensor) -> Tensor:
-    """Negative log-likelihoods in nats of every token of ids [B, S] but each row's first, float64."""
-    config = read_config(folder)
-    decoder = Decoder(config, ids.shape[1])
-    with Checkpoint(folder) as source:
-        source.check(config)
-
-        def matrix(name: str, linear: Linear) -> Linear:
-            if source.scheme(f"{name}.weight") is not None:
-                linear.store(source.stored(f"{name}.weight"))
-            return linear
-
-        h = source.tensor("model.embed_tokens.weight").float()[ids]
-        for index in range(config.num_layers):
-            block = read_block(config, source, index)
-            for name, linear in block.linears.items():
-                matrix(block.prefix + name, linear)
-            for part in chunks(h):
-                part.copy_(decoder.layer(block, part))
-        head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-        last = matrix(head, Linear(source.tensor(f"{head}.weight").float()))
-        norm = source.tensor("model.norm.weight").float()
-        losses = [
-            F.cross_entropy(decoder.logits(row, norm, last)[:-1], target[1:], reduction="none")
-            for row, target in zip(h, ids)
-        ]
-    return torch.cat(losses).double()
 
 
 def ratio_of(found: Tensor, plain: Tensor) -> dict[str, float]:

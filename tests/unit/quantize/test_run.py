@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,32 @@ def test_a_damaged_layer_file_is_named(plan: Plan) -> None:
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(ConfigError, match=r"layer-00000\.safetensors is damaged"):
         quantize(replace(plan, resume=True))
+
+
+@pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
+def test_one_layer_is_in_memory_at_a_time(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    write_model(tmp_path / "deep", **{**SMALL, "num_hidden_layers": 6})
+    alive: set[str] = set()
+    most = 0
+
+    def watched(self: Checkpoint, name: str) -> torch.Tensor:
+        nonlocal most
+        found = original(self, name)
+        if ".layers." in name and found.dim() == 2:
+            layer = name.split(".")[2]
+            key = f"{layer}:{name}"
+            alive.add(key)
+            weakref.finalize(found, alive.discard, key)
+            most = max(most, len({k.split(":")[0] for k in alive}))
+        return found
+
+    original = Checkpoint.tensor
+    monkeypatch.setattr(Checkpoint, "tensor", watched)
+    quantize(replace(plan, model=str(tmp_path / "deep"), method=method))
+    assert most == 1
+    assert not alive
 
 
 # --- budgets ---
