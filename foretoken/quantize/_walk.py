@@ -5,7 +5,7 @@ In memory are one layer in float32, the statistics of one product, and the hidde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -105,25 +105,22 @@ class Walk:
 
     def _stats(self, block: Block, stage: str) -> Stats:
         """Of what enters a stage, `hidden` being what enters the layer, or its second half."""
-        assert self.hidden is not None
-        width = block.linears[STAGES[stage][0]].weight.shape[1]
         hidden = self.hidden
+        assert hidden is not None
+        return self._stats_of(block, stage, lambda: chunks(hidden))
 
-        def inputs() -> Iterator[Tensor]:
-            for part in chunks(hidden):
-                yield self.decoder.inputs(block, stage, part)
-
-        return Stats.of(inputs, width)
+    def _stats_of(self, block: Block, stage: str, hidden: Callable[[], Iterable[Tensor]]) -> Stats:
+        width = block.linears[STAGES[stage][0]].weight.shape[1]
+        return Stats.of(lambda: (self.decoder.inputs(block, stage, part) for part in hidden()), width)
 
     def _all_stats(self, block: Block) -> Mapping[str, Stats]:
-        """Statistics of every stage of a layer in float32."""
-        assert self.hidden is not None
+        """Statistics of every stage of a layer in float32. What enters its second half is computed and not kept."""
+        hidden = self.hidden
+        assert hidden is not None
         found = {stage: self._stats(block, stage) for stage in ("qkv", "o")}
-        entering = self.hidden
-        self.hidden = entering.clone()  # of one layer, for as long as its second half is looked at
-        advance(self.hidden, partial(self.decoder.after_attention, block))
-        found |= {stage: self._stats(block, stage) for stage in ("gate_up", "down")}
-        self.hidden = entering
+        second = partial(self.decoder.after_attention, block)
+        for stage in ("gate_up", "down"):
+            found[stage] = self._stats_of(block, stage, lambda: map(second, chunks(hidden)))
         return found
 
 

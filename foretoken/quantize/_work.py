@@ -151,19 +151,24 @@ def _read_json(path: Path) -> Any:
 
 
 def fingerprint(folder: Path) -> str:
-    """Digest of a model folder: its JSON files whole, its weight files by name, size and both ends."""
+    """Digest of a model's folder (or GGUF file): JSON whole, weight files by name, size and both ends."""
     found = hashlib.sha256()
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")]):
+    files = [folder] if folder.is_file() else _model_files(folder)
+    for path in files:
         size = path.stat().st_size
         found.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
-            if path.suffix != ".safetensors" or size <= 2 * PROBE:
+            if path.suffix in (".json", ".jinja") or size <= 2 * PROBE:
                 found.update(file.read())
             else:
                 found.update(file.read(PROBE))
                 file.seek(-PROBE, os.SEEK_END)
                 found.update(file.read())
     return found.hexdigest()[:16]
+
+
+def _model_files(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")])
 
 
 def digest(tensor: Tensor) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from foretoken.formats.scheme import DENSE, QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
 from foretoken.quantize._decoder import Block
 
+DOUBLE = 4096  # widths up to this are summed and factored in float64
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -29,15 +31,16 @@ class Stats:
     hessian: Tensor
     absmax: Tensor
     mean_abs: Tensor
+    _kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, inputs: Callable[[], Any], width: int) -> Stats:
-        """Statistics over the tensors [..., K] that `inputs()` yields. Sums are float64: their order is fixed."""
-        hessian = torch.zeros(width, width, dtype=torch.float64)
+        """Statistics over the tensors [..., K] that `inputs()` yields, summed in float64 (wide ones in float32)."""
+        hessian = torch.zeros(width, width, dtype=torch.float64 if width <= DOUBLE else torch.float32)
         absmax, total, count = torch.zeros(width), torch.zeros(width, dtype=torch.float64), 0
         for x in inputs():
             rows = x.reshape(-1, width)
-            hessian += (rows.T @ rows).double()
+            hessian += rows.T @ rows
             size = rows.abs()
             absmax = torch.maximum(absmax, size.amax(0))
             total += size.sum(0).double()
@@ -45,6 +48,12 @@ class Stats:
         if not hessian.isfinite().all():
             raise ConfigError("the calibration text drives the model to NaN or infinity; are the weights sound?")
         return cls((hessian / max(count, 1)).float(), absmax, (total / max(count, 1)).float())
+
+    def kept(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """What `make()` gave for this key the first time: weights that share inputs share what follows from them."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def error(self, weight: Tensor, stored: Tensor) -> Tensor:
         """Mean square of what leaves `weight` [O, K] but not `stored`, by output [O]."""

@@ -13,9 +13,7 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.quantize._grid import Encode, Grid, clip, independent
-from foretoken.quantize.base import Quantizer, Stats, decoded, is_dense
-
-DOUBLE = 4096  # widths up to this are factored in float64
+from foretoken.quantize.base import DOUBLE, Quantizer, Stats, decoded, is_dense
 
 
 class Gptq(Quantizer):
@@ -59,7 +57,8 @@ class Gptq(Quantizer):
         else:
             order = torch.arange(weight.shape[1])
         along = not o.act_order and independent(start, q, encode)
-        factor = inverse_factor(stats.hessian[order][:, order], o.damping)
+        key = ("gptq", o.damping, o.act_order)
+        factor = stats.kept(key, lambda: inverse_factor(stats.hessian[order][:, order], o.damping))
         pass_ = _Pass(weight[:, order], q, order, factor, stats.hessian if o.clip else None)
         return pass_.run(o.block, encode if along else None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,18 +15,16 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme as formats
 from foretoken.formats.scheme import QuantScheme, QuantTensor
-from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import ModelConfig, read_config
-from foretoken.models.loader import resolve_model
+from foretoken.models.loader import load_tokenizer, open_checkpoint, resolve_model
 from foretoken.models.save import save_quantized
-from foretoken.models.weights import expected_shapes
+from foretoken.models.weights import Source, expected_shapes
 from foretoken.quantize import budget as bits
 from foretoken.quantize._decoder import Linear, chunks
 from foretoken.quantize._walk import ModuleError, Walk, module_error
 from foretoken.quantize._work import Work, digest, fingerprint
 from foretoken.quantize.base import Pipeline, Stats, is_dense, parse_method
 from foretoken.quantize.calibrate import Calibration, read_calibration
-from foretoken.tokenizer import Tokenizer
 
 SCHEMA = "foretoken.quantization/1"
 FILE = "quantization.json"  # beside the weights: what was done, and what it lost
@@ -92,13 +89,12 @@ def quantize(plan: Plan, report: Report | None = None) -> Result:
     config = read_config(folder)
     calibration = None
     if plan.calibration is not None:
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = load_tokenizer(folder)
         apart = HELD_OUT if plan.budget is not None else 0
         length = min(plan.length, config.max_model_len)
         calibration = read_calibration(plan.calibration, tokenizer, plan.samples, length, plan.seed, apart)
         _check_tokens(calibration, config, plan.calibration)
-    with torch.inference_mode(), ExitStack() as stack:
-        source = stack.enter_context(Checkpoint(folder))
+    with torch.inference_mode(), open_checkpoint(folder) as source:
         source.check(config)
         run = _Run(plan, folder, config, source, pipeline, scheme, calibration, report)
         return run.finish()
@@ -136,7 +132,7 @@ class _Run:
         plan: Plan,
         folder: Path,
         config: ModelConfig,
-        source: Checkpoint,
+        source: Source,
         pipeline: Pipeline,
         scheme: QuantScheme,
         calibration: Calibration | None,
@@ -151,9 +147,7 @@ class _Run:
         self.sensitivities: list[bits.Sensitivity] = []
 
     def _check_source(self) -> None:
-        scheme_of: Callable[[str], QuantScheme | None] = getattr(self.source, "scheme", lambda name: None)
-        names = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(self.config.num_layers)]
-        if any(scheme_of(n) is not None for n in names):
+        if any(self.source.scheme(f"{name}.weight") is not None for name, _ in _matrices(self.config)):
             raise ConfigError(
                 f"{self.plan.model} is quantized already, and doing it again loses twice; give the original model"
             )
@@ -312,8 +306,7 @@ class _Run:
             walk = Walk(self.config, self.source, self.pipeline, scheme, hidden)
             norm = self.pipeline.last_norm(self.source.tensor("model.norm.weight").float()).to(walk.dtype).float()
             stats = Stats.of(lambda: (walk.decoder.norm(part, norm) for part in chunks(hidden)), width)
-        together: int = getattr(scheme, "rows_together", 1)
-        step = HEAD_ROWS if together else height
+        step = HEAD_ROWS if scheme.rows_together else height  # 0: a choice for all rows
         pieces: list[QuantTensor] = []
         errors: list[ModuleError] = []
         for start in range(0, height, step):
