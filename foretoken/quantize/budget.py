@@ -5,6 +5,7 @@ A unit is what shares one input (q, k and v; o; gate and up; down): stored alike
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -122,23 +123,25 @@ def divergence(walk: Walk, ends: tuple[Tensor, Linear], before: Tensor, after: T
 def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
     """The choice of least predicted loss whose bits a weight stay within `budget`: a knapsack with one of each kind.
 
-    Bits are counted in steps of 1/20000 of the budget, rounded up: never beyond it. Raises ConfigError where even the
+    Bits beyond the smallest choice are counted in steps of 1/20000 of what there is to spend, rounded up. Raises ConfigError where even the
     smallest candidates exceed it.
     """
     units: dict[str, list[Sensitivity]] = {}
     for s in sensitivities:
         units.setdefault(s.unit, []).append(s)
     weights = sum(choices[0].num_weights for choices in units.values())
-    least = sum(min(s.bits * s.num_weights for s in choices) for choices in units.values()) / weights
+    smallest = {unit: min(s.bits * s.num_weights for s in choices) for unit, choices in units.items()}
+    least = sum(smallest.values()) / weights
     if budget < least:
         raise ConfigError(
             f"a budget of {budget:g} bits a weight is below the smallest candidates' {least:.3f}; raise it, or add "
             "candidates of fewer bits"
         )
-    size = budget * weights / STEPS
+    spare = (budget - least) * weights
 
     def cost(s: Sensitivity) -> int:
-        return int(-(-(s.bits * s.num_weights) // size)) if budget > least else 0
+        more = s.bits * s.num_weights - smallest[s.unit]
+        return 0 if more <= 0 else min(math.ceil(more / spare * STEPS), STEPS + 1) if spare > 0 else STEPS + 1
 
     best = torch.zeros(STEPS + 1, dtype=torch.float64)  # least loss with at most so many steps
     picks = []
@@ -147,13 +150,10 @@ def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
         for i, s in enumerate(choices):
             steps = cost(s)
             if steps <= STEPS:
-                options[i, steps:] = best[: STEPS + 1 - steps] + s.loss * 1.0
+                options[i, steps:] = best[: STEPS + 1 - steps] + s.loss
         best, pick = options.min(0)
         picks.append(pick)
-    if not best[STEPS].isfinite():  # the rounding of costs took the last bits: the smallest of each
-        chosen = {u: min(c, key=lambda s: (s.bits, s.loss)) for u, c in units.items()}
-    else:
-        chosen = _trace(units, picks, cost)
+    chosen = _trace(units, picks, cost)
     total = sum(s.bits * s.num_weights for s in chosen.values())
     return Assignment(chosen, total / weights, sum(s.loss for s in chosen.values()))
 
