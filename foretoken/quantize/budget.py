@@ -123,8 +123,8 @@ def divergence(walk: Walk, ends: tuple[Tensor, Linear], before: Tensor, after: T
 def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
     """The choice of least predicted loss whose bits a weight stay within `budget`: a knapsack with one of each kind.
 
-    Bits beyond the smallest choice are counted in steps of 1/20000 of what there is to spend, rounded up. Raises ConfigError where even the
-    smallest candidates exceed it.
+    Bits beyond the smallest choice are counted in steps of 1/20000 of what there is to spend, rounded up. Raises
+    ConfigError where even the smallest candidates exceed it.
     """
     units: dict[str, list[Sensitivity]] = {}
     for s in sensitivities:
