@@ -118,7 +118,9 @@ void move_kv(const Cache& cache, const int32_t* source, const int32_t* target, i
     for (void* scales : {cache.k_scale, cache.v_scale}) move(scales, cache.kv_heads * static_cast<int64_t>(sizeof(float)));
 }
 
-void attention(const AttentionArgs& args, KvFormat format, int64_t num_blocks, const Sequences& sequences) {
+void attention(const AttentionArgs& given, KvFormat format, int64_t num_blocks, const Sequences& sequences) {
+    AttentionArgs args = given;
+    args.rotated = format == KvFormat::int4;  // said here, once for calls and plans
     thread_local std::vector<AttentionTile> tile_buffer;
     std::vector<AttentionTile>& tiles = tile_buffer;  // workers have their own of the former
     tiles.clear();

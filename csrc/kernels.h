@@ -124,7 +124,7 @@ struct AttentionArgs {
     int64_t q_stride, heads, kv_heads, dim, block_size;
     int64_t window;  // keys t > position - window are visible
     float scale;
-    bool rotated;  // keys and values are stored times a Hadamard matrix (kv4_body.h)
+    bool rotated = false;  // set by attention(): keys and values are stored times a Hadamard matrix (kv4_body.h)
 };
 
 // Rows of one sequence, and query heads of one KV head, that walk the cache together: row_count * head_count <= max_queries.

@@ -143,8 +143,7 @@ void py_attention(uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_
                              dim,
                              block_size,
                              window,
-                             scale,
-                             static_cast<KvFormat>(format) == KvFormat::int4};
+                             scale};
     const Sequences sequences{at<const int32_t>(row_offsets), at<const int32_t>(kv_lens), at<const int32_t>(block_tables),
                               num_seqs, table_stride, rows};
     attention(args, static_cast<KvFormat>(format), num_slots / block_size, sequences);
@@ -186,6 +185,8 @@ NB_MODULE(_native, m) {
     m.def("attention", &py_attention, unlocked);
     bind_plan(m);
     bind_sampling(m);
+    m.def("kv_row_bytes", [](int format, int64_t dim) { return kv_row_bytes(static_cast<KvFormat>(format), dim); },
+          "Bytes of one head's row of the cache.");
     m.def("kv_row_bytes", [](int format, int64_t dim) { return kv_row_bytes(static_cast<KvFormat>(format), dim); },
           "Bytes of one head's row of the cache.");
     m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");

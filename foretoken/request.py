@@ -108,9 +108,40 @@ def _check_int(name: str, value: int, low: int, high: int | None) -> None:
         raise RequestError(f"{name} must be a whole number, at least {low}{upper}, got {value!r}")
 
 
+SPECULATION = ("off", "fixed", "goodput")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A request's own wish: a policy ("off", "fixed", "goodput", None: the engine's), the most draft tokens a round.
+
+    Raises RequestError for other values.
+    """
+
+    policy: str | None = None
+    num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy is not None and self.policy not in SPECULATION:
+            raise RequestError(f"speculation must be one of {', '.join(SPECULATION)}, got {self.policy!r}")
+        if self.num_draft_tokens is not None:
+            _check_int("speculation: num_draft_tokens", self.num_draft_tokens, 0, 64)
+
+    def of(self, length: int) -> int:
+        """The draft length, where the policy in charge says `length`."""
+        if self.policy == "off":
+            return 0
+        if self.num_draft_tokens is None:
+            return length
+        return self.num_draft_tokens if self.policy == "fixed" else min(length, self.num_draft_tokens)
+
+
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`."""
+    """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
+
+    `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -118,6 +149,8 @@ class Request:
     seed: int
     index: int = 0
     prompt: str | None = None
+    tenant: str = ""
+    speculation: Speculation | None = None
 
 
 class FinishReason(str, Enum):
@@ -155,6 +188,7 @@ class SpecMetrics:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_rollbacks: int = 0  # rounds with at least one rejected token
+    undrafted: dict[str, int] = field(default_factory=dict)  # rounds for which no token was asked, by why
 
     def update(self, num_draft: int, num_accepted: int) -> None:
         """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.
@@ -179,6 +213,8 @@ class SpecMetrics:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_rollbacks += other.num_rollbacks
+        for why, count in other.undrafted.items():
+            self.undrafted[why] = self.undrafted.get(why, 0) + count
         mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
         mine.extend([0] * (len(its) - len(mine)))
         for i, count in enumerate(its):
@@ -213,13 +249,17 @@ class Sequence:
         "params",
         "seed",
         "seq_id",
+        "speculation",
         "state",
+        "tenant",
         "times",
         "token_ids",
     )
 
-    def __init__(self, seq_id: int, token_ids: Seq[int], params: SamplingParams, seed: int) -> None:
+    def __init__(self, seq_id: int, token_ids: Seq[int], params: SamplingParams, seed: int, tenant: str = "") -> None:
         self.seq_id = seq_id
+        self.tenant = tenant
+        self.speculation: Speculation | None = None
         self.token_ids: list[int] = list(token_ids)
         self.num_prompt = len(self.token_ids)
         self.num_cached = 0
@@ -283,6 +323,7 @@ class Metrics:
             "num_accepted_tokens": spec.num_accepted_tokens,
             "num_accepted_tokens_per_pos": list(spec.num_accepted_tokens_per_pos),
             "num_rollbacks": spec.num_rollbacks,
+            "undrafted": dict(spec.undrafted),
             "acceptance_rate": spec.acceptance_rate,
             "mean_acceptance_length": spec.mean_acceptance_length,
             "time_to_first_token_s": self.time_to_first_token,

@@ -1,7 +1,7 @@
 """Formats of the cache in a few lines of PyTorch: the oracle for codes and scales that kernels store and read.
 
 A row and head with a = max |x| has scale a / L and codes x * (L / a) to nearest even, with L the largest code. NaN or
-infinity: scale NaN, codes 0. a < 2^-100: scale and codes 0.
+infinity: scale NaN, codes 0. a < 2^-100: scale and codes 0. Formats that no kernel knows stand in for themselves.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from foretoken.formats import scheme
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 STORED = {
@@ -38,6 +40,10 @@ class KvOracle:
     def scaled(self) -> bool:
         return self.name in LARGEST
 
+    def width(self, dim: int) -> int:
+        """Elements that a row of `dim` values takes."""
+        return dim
+
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Codes [T, Hk, D] and scales [T, Hk] of x [T, Hk, D]."""
         if not self.scaled:
@@ -57,5 +63,18 @@ class KvOracle:
         return plain if scales is None else plain * scales[..., None]
 
 
-def kv_oracle(name: str) -> KvOracle:
-    return KvOracle(name)
+class Itself:
+    """A format of the shelf as its own oracle."""
+
+    def __init__(self, name: str) -> None:
+        self.format = scheme.kv_format(name)
+        assert self.format.kv_dtype is not None
+        self.name, self.kv_dtype, self.scaled = name, self.format.kv_dtype, True
+        self.encode_kv, self.decode_kv = self.format.encode_kv, self.format.decode_kv
+
+    def width(self, dim: int) -> int:
+        return self.encode_kv(torch.zeros(1, 1, dim))[0].shape[-1]
+
+
+def kv_oracle(name: str) -> KvOracle | Itself:
+    return KvOracle(name) if name in STORED else Itself(name)

@@ -64,7 +64,7 @@ def empty_layer(name: str, num_blocks: int, block_size: int, kv_heads: int, dim:
     def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
 
-    k, v = (poison(shape, fmt.kv_dtype) for _ in range(2))
+    k, v = (poison((*shape[:3], fmt.width(dim)), fmt.kv_dtype) for _ in range(2))
     if not fmt.scaled:
         return KVLayer(name, k, v, None, None)
     return KVLayer(name, k, v, poison(shape[:3], torch.float32), poison(shape[:3], torch.float32))
@@ -159,7 +159,7 @@ def alone(p: Pass, b: int, row: int, block_size: int) -> Pass:
     single = Part(position, 1)
     blocks = list(range(-(-len(keys) // block_size)))[::-1]
     batch = build_batch([Rows([0], position, [], [], blocks, True)], block_size)
-    layer = empty_layer(p.layer.format, len(blocks), block_size, *p.layer.k.shape[2:])
+    layer = empty_layer(p.layer.format, len(blocks), block_size, p.layer.k.shape[2], p.q.shape[2])
     source = slot_lists(p.parts, p.batch, p.layer.k.shape[1])[b]
     target = slot_lists([single], batch, block_size)[0]
     for theirs, ours in zip(flat(p.layer), flat(layer), strict=True):

@@ -140,12 +140,15 @@ def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
         Console().print(report.table(records))
 
 
+SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # flags of the drafts, not of the target
+
+
 def open_bench(engine: EngineChoice, arms: Seq[Arm], batch_sizes: Seq[int], number_format: str, quiet: bool) -> Bench:
     """A Bench of these arms with a cache that fits the largest batch."""
     from foretoken.cli.console import load_llm
     from foretoken.study.measure import Bench
 
-    speculation = ("draft", "draft_options", "draft_format", "confidence")
+    speculation = ("draft", *SPECULATION)
     settings = {k: v for k, v in engine.settings.items() if k not in speculation}
     settings |= {"format": number_format, "max_num_seqs": max(batch_sizes)}
 
@@ -159,5 +162,5 @@ def _specs(args: Args, engine: EngineChoice) -> list[SpecConfig]:
     """The SpecConfig of each --drafts entry."""
     from foretoken.engine.llm import make_config
 
-    shared = {k: engine.settings[k] for k in ("draft_options", "draft_format", "confidence")}
+    shared = {k: engine.settings[k] for k in SPECULATION}
     return [make_config(draft_choice(name, engine.model), **shared).spec for name in args.drafts]

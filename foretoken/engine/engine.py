@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from foretoken.engine.output import OutputText
@@ -20,8 +21,9 @@ from foretoken.request import (
     TimeSplit,
 )
 from foretoken.spec.draft import Draft
-from foretoken.spec.drafter import Drafter
-from foretoken.spec.length import LengthPolicy
+from foretoken.spec.drafter import Drafter, NoDrafter
+from foretoken.spec.length import LengthPolicy, Round
+from foretoken.spec.policies import ByRequest
 from foretoken.spec.step import decode_step
 from foretoken.spec.verify import Verified
 from foretoken.tokenizer import Tokenizer
@@ -53,6 +55,7 @@ class Engine:
         self.runner = runner
         self.drafter = drafter
         self.policy = policy
+        self._wanted: dict[int, int] = {}  # draft tokens that the policy wants, by sequence, of the round that runs
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.max_model_len = scheduler.max_model_len
@@ -78,7 +81,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it cannot be served."""
         self.check(request.prompt_token_ids)
-        seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed)
+        seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
+        seq.speculation = request.speculation
         self._num_added += 1
         output = OutputText(self.tokenizer, request.params.stop)
         self._live[seq.seq_id] = _Running(request, seq, output, time.perf_counter())
@@ -96,20 +100,48 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one pass; returns what it decided for each sequence that got tokens."""
         start = time.perf_counter()
-        plan = self.scheduler.schedule(self.policy.lengths)
+        plan = self.scheduler.schedule(self._lengths)
         if not plan.seqs:
             return []
         times = TimeSplit(schedule=time.perf_counter() - start)
         draft, result = decode_step(self.runner, self.drafter, plan.seqs, plan.num_pending, plan.num_draft, times)
         decided = time.perf_counter()
         counts = [draft.count(b) for b in range(len(plan.seqs))]
-        self.policy.update(plan.seqs, counts, [len(n) for n in result.nodes])
+        accepted = [len(n) for n in result.nodes]
+        self._policies.update(
+            Round(plan.seqs, plan.num_draft, counts, accepted, sum(plan.num_pending) + sum(counts), times)
+        )
         deltas = self._deliver(plan, draft, result, decided)
         times.schedule += time.perf_counter() - decided
         self.times.add(times)
         for seq in plan.seqs:
             seq.times.add(times, 1.0 / len(plan.seqs))
         return deltas
+
+    @property
+    def policy(self) -> LengthPolicy:
+        """Decides draft lengths, where a request has no wish of its own."""
+        return self._policies.default
+
+    @policy.setter
+    def policy(self, policy: LengthPolicy) -> None:
+        self._policies = ByRequest(policy)
+
+    def _lengths(self, seqs: Seq[Sequence], num_rows: int, budget: int) -> list[int]:
+        lengths = self._policies.lengths(seqs, num_rows, budget)
+        self._wanted = {seq.seq_id: k for seq, k in zip(seqs, lengths, strict=True)}
+        return lengths
+
+    def _why_undrafted(self, seq: Sequence) -> str:
+        """Why no draft token was asked for a sequence in this round."""
+        wanted = self._wanted.get(seq.seq_id)
+        if wanted is None:
+            return "prompt"
+        if wanted > 0:
+            return "no room"
+        if isinstance(self.drafter, NoDrafter):
+            return "no drafter"
+        return "off" if seq.speculation is not None and seq.speculation.of(1) == 0 else "cost"
 
     def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float) -> list[Delta]:
         """Hand the decided tokens out, one by one up to the first that ends the sequence."""
@@ -120,6 +152,10 @@ class Engine:
                 continue  # a chunk of a prompt
             seq.metrics.update(draft.count(b), num_accepted)
             self.metrics.update(draft.count(b), num_accepted)
+            if not plan.num_draft[b]:
+                why = self._why_undrafted(seq)
+                for metrics in (seq.metrics, self.metrics):
+                    metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
             if live.first_token is None:
                 live.first_token = now
             base = len(seq) - len(tokens)
@@ -159,6 +195,7 @@ class Engine:
         seq, r = live.seq, live.request
         self.scheduler.finish(seq)
         self.drafter.release(seq)
+        self._policies.release(seq)
         del self._live[seq.seq_id]
         seq.finish_reason = reason
         live.output.finish()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.request import Sequence
 
-DraftLengths = Callable[[Seq[Sequence]], list[int]]
+DraftLengths = Callable[[Seq[Sequence], int, int], list[int]]  # sequences, rows of known tokens, room for draft tokens
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ class Scheduler:
 
         (The first token comes from the prompt's own pass, before any drafting.) No guess beyond what may be kept.
         """
-        wanted = lengths(plan)
+        able = [b for b, seq in enumerate(plan) if seq.num_pending <= chunks[seq] and seq.num_output > 0]
         num_draft = [0] * len(plan)
-        for b, seq in enumerate(plan):
-            if seq.num_pending > chunks[seq] or seq.num_output == 0:
-                continue
+        wanted = lengths([plan[b] for b in able], sum(chunks.values()), left)
+        for b, k in zip(able, wanted, strict=True):
+            seq = plan[b]
             useful = min(seq.params.max_tokens - seq.num_output, self.max_model_len - len(seq)) - 1
             room = self.blocks.reservable(seq) - len(seq)
-            k = max(0, min(wanted[b], useful, room, left))
+            k = max(0, min(k, useful, room, left))
             self.blocks.reserve(seq, len(seq) + k)
             num_draft[b] = k
             left -= k

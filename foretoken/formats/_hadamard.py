@@ -15,7 +15,7 @@ def hadamard(x: Tensor) -> Tensor:
     block = x.shape[-1] & -x.shape[-1]
     out, distance = x.float(), 1
     while distance < block:
-        pairs = out.reshape(*x.shape[:-1], -1, 2, distance)
+        pairs = out.reshape(*x.shape[:-1], x.shape[-1] // (2 * distance), 2, distance)
         out = pairs.flip(-2)
         out[..., 0, :] += pairs[..., 0, :]
         out[..., 1, :] -= pairs[..., 1, :]

@@ -61,7 +61,8 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def as_bf16(data: Tensor) -> Tensor:
     """The inverse of as_bytes."""
-    return data.contiguous().view(torch.bfloat16)
+    # Fresh memory: a slice of a row begins where it begins, two bytes of a number at an even address.
+    return data.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
 
 
 def _rounded_down(x: Tensor) -> Tensor:

@@ -82,17 +82,18 @@ class Int4(Coded):
         return compressed_tensors("pack-quantized", q, 4, "int")
 
 
-def pack_int32(codes: Tensor) -> Tensor:
-    """Codes uint8 0..15 [N, W] as int32 [N, ceil(W / 8)], padded with zeros."""
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).view(codes.shape[0], -1, 8).long()
-    packed = (padded << torch.arange(0, 32, 4)).sum(-1)  # 0..2^32 - 1
+def pack_int32(codes: Tensor, bits: int = 4) -> Tensor:
+    """Codes uint8 [N, W] of 4 or 8 bits as int32 [N, ceil(W * bits / 32)], padded with zeros."""
+    count = 32 // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % count)).view(codes.shape[0], -1, count).long()
+    packed = (padded << torch.arange(0, 32, bits, device=codes.device)).sum(-1)  # 0..2^32 - 1
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-def unpack_int32(packed: Tensor, width: int) -> Tensor:
+def unpack_int32(packed: Tensor, width: int, bits: int = 4) -> Tensor:
     """The inverse: codes uint8 [N, width]."""
-    codes = (packed[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
-    return codes.flatten(1)[:, :width].to(torch.uint8)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    return ((packed[..., None] >> shifts) & (1 << bits) - 1).flatten(1)[:, :width].to(torch.uint8)
 
 
 FORMAT = Int4()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped, part, plain
+from foretoken.formats.int4 import pack_int32, unpack_int32
 from foretoken.formats.scheme import QuantArgs, QuantTensor, quantize_rows
 
 
@@ -39,15 +40,27 @@ class Int8(Coded):
         return codes.float() * scales[..., None]
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Tensors in compressed-tensors' int-quantized layout."""
-        return {f"{name}.weight": plain(q).parts["codes"], f"{name}.weight_scale": q.parts["scales"]}
+        """Tensors in compressed-tensors' int-quantized layout; with float activations in its packed one."""
+        codes, scales = plain(q).parts["codes"], q.parts["scales"]
+        if q.activations is not None:
+            return {f"{name}.weight": codes, f"{name}.weight_scale": scales}
+        return {
+            f"{name}.weight_packed": pack_int32(codes.view(torch.uint8) ^ 128, 8),  # value + 128
+            f"{name}.weight_scale": scales,
+            f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
+        }
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        codes, scales = part(name, "weight", tensors), part(name, "weight_scale", tensors)
-        return self.stored(codes, scales.view(codes.shape[0], -1))
+        """Of either layout."""
+        if f"{name}.weight_packed" in tensors:
+            _, width = (int(n) for n in part(name, "weight_shape", tensors))
+            codes = (unpack_int32(tensors[f"{name}.weight_packed"], width, 8) ^ 128).view(torch.int8)
+        else:
+            codes = part(name, "weight", tensors)
+        return self.stored(codes, part(name, "weight_scale", tensors).view(codes.shape[0], -1))
 
     def config(self, q: QuantTensor) -> dict[str, object]:
-        return compressed_tensors("int-quantized", q, 8, "int")
+        return compressed_tensors("int-quantized" if q.activations else "pack-quantized", q, 8, "int")
 
 
 FORMAT = Int8()

@@ -81,7 +81,7 @@ def save_quantized(
         _put(partial, out)
     except OSError as error:
         raise ModelSaveError(
-            f"{out} cannot be written ({error.strerror or error}), and nothing is left there; make room, or choose another"
+            f"{out} cannot be written ({error.strerror or error}), and nothing is left there; make room or go elsewhere"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # there is none where all went well

@@ -27,11 +27,12 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("fp8_e5m2", None): 7,
     ("fp8_e4m3", "fp8"): 6,  # cpu.py rounds the rows before
     ("fp8_e5m2", "fp8"): 7,
+    ("mxfp4", None): 8,
     ("qoq", None): 4,  # int4's products, with float32 scales
     ("qoq", "int8"): 4,
 }  # (format, activations) that kernels take packed: enum Format
 ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
-_NIBBLES = frozenset({"int4", "nf4", "qoq"})
+_NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq"})
 _PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed by pairs of columns
 _ZEROS = frozenset({"int4", "int8", "qoq"})  # may have zero points
 _MAX_DEPTH = 1 << 17  # sums of a group's codes stay exact in 32 bits

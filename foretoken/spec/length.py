@@ -9,18 +9,38 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from foretoken.config import SpecConfig
-from foretoken.request import Sequence
+from foretoken.request import Sequence, TimeSplit
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass brought: for each sequence the draft tokens that were asked for, guessed, and right.
+
+    `num_rows`: of the target's pass; `times`: seconds of its stages, or None where nobody looked.
+    """
+
+    seqs: Seq[Sequence]
+    num_asked: Seq[int]
+    num_draft: Seq[int]
+    num_accepted: Seq[int]
+    num_rows: int = 0
+    times: TimeSplit | None = None
 
 
 class LengthPolicy(Protocol):
     """Decides draft lengths from what happened so far."""
 
-    def lengths(self, seqs: Seq[Sequence]) -> list[int]:
-        """The most tokens to draft for each sequence in the next round; 0 for none."""
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+        """The most tokens to draft for each sequence in the next round; 0 for none.
 
-    def update(self, seqs: Seq[Sequence], num_draft: Seq[int], num_accepted: Seq[int]) -> None:
+        `num_rows`: of known tokens in the pass, of all its sequences; `budget`: draft tokens that it has room for.
+        """
+
+    def update(self, round_: Round) -> None:
         """What the round brought."""
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence is gone: forget it."""
 
     @property
     def uses_confidence(self) -> bool:
@@ -36,10 +56,13 @@ class FixedLength:
 
     num_draft_tokens: int = 0
 
-    def lengths(self, seqs: Seq[Sequence]) -> list[int]:
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         return [self.num_draft_tokens] * len(seqs)
 
-    def update(self, seqs: Seq[Sequence], num_draft: Seq[int], num_accepted: Seq[int]) -> None:
+    def update(self, round_: Round) -> None:
+        return None
+
+    def release(self, seq: Sequence) -> None:
         return None
 
     @property
@@ -62,12 +85,3 @@ class ConfidenceLength(FixedLength):
 
     def stop(self, confidence: float) -> bool:
         return confidence < self.threshold
-
-
-def make_policy(spec: SpecConfig) -> LengthPolicy:
-    """The policy that a SpecConfig asks for."""
-    if spec.method == "none":
-        return FixedLength(0)
-    if spec.confidence is None:
-        return FixedLength(spec.num_draft_tokens)
-    return ConfidenceLength(spec.num_draft_tokens, spec.confidence)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from foretoken.engine.calibrate import measure_curve
 from foretoken.engine.engine import Engine
 from foretoken.engine.llm import LLM
 from foretoken.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from foretoken.spec.drafter import Drafter, NoDrafter
-from foretoken.spec.length import make_policy
-from foretoken.study.workload import Arm, Workload
+from foretoken.spec.length import LengthPolicy
+from foretoken.spec.policies import make_policy
+from foretoken.study.workload import Arm, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
 WARMUP_TOKENS = 16
@@ -53,6 +57,7 @@ class Bench:
         """`settings` are keyword arguments of LLM, without `draft`; `load` makes an LLM. Raises what LLM raises."""
         self.arms = list(arms)
         self._drafters: dict[object, Drafter] = {}
+        self._policies: dict[Arm, LengthPolicy] = {}
         self.llm = load(model, None, **settings)
         for arm in arms:
             if not arm.plain and _key(arm) not in self._drafters:
@@ -64,8 +69,11 @@ class Bench:
         """The engine, set to decode as `arm` says."""
         engine = self.llm.engine
         engine.drafter = NoDrafter() if arm.plain else self._drafters[_key(arm)]
-        engine.policy = make_policy(arm.spec)
+        if arm not in self._policies:  # one that learns keeps what it learned
+            self._policies[arm] = make_policy(arm.spec, partial(measure_curve, engine.runner))
+        engine.policy = self._policies[arm]
         engine.drafter.policy = engine.policy
+        engine.drafter.attach(engine.runner)
         engine.runner.captures = engine.drafter.captures
         return engine
 
@@ -100,8 +108,7 @@ class Bench:
 
 def _key(arm: Arm) -> object:
     """Arms of one drafter share it: the length and the confidence belong to the policy."""
-    s = arm.spec
-    return s.method, s.model, s.format, tuple(sorted((k, repr(v)) for k, v in s.options.items()))
+    return json.dumps(spec_as_dict(replace(arm.spec, num_draft_tokens=0, confidence=None)), sort_keys=True)
 
 
 def run_batch(engine: Engine, batch: Seq[Job], run: Run) -> None:

@@ -14,9 +14,8 @@ from foretoken import ops
 from foretoken.engine.memory import available_memory
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme
-from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import ModelConfig, read_config
-from foretoken.models.loader import load_model, resolve_model
+from foretoken.models.loader import load_model, open_checkpoint, resolve_model
 from foretoken.models.synthetic import RandomCheckpoint, random_model
 from foretoken.models.weights import weight_bytes
 from foretoken.study import memory, record
@@ -82,8 +81,8 @@ class Profiler:
     def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
         chains, others = self.grid.passes(config, role)
         quant = QuantScheme.parse(format)
-        with nullcontext(RandomCheckpoint(config)) if folder is None else Checkpoint(folder) as source:
-            if isinstance(source, Checkpoint):
+        with nullcontext(RandomCheckpoint(config)) if folder is None else open_checkpoint(folder) as source:
+            if not isinstance(source, RandomCheckpoint):
                 source.check(config)
             size = weight_bytes(config, source, quant)
             dense = quant.dense_for(source.dtype("model.embed_tokens.weight"))

@@ -18,17 +18,20 @@ from foretoken.errors import ConfigError
 from foretoken.formats import scheme
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 
-NAMES = registry.names("formats")
-KV_NAMES = [n for n in NAMES if scheme.get(n).kv_dtype is not None]
+NAMES = [n for n in registry.names("formats") if scheme.get(n).weights]
+KV_NAMES = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]
+PACKED_ROWS = ("int4", "int4_sparse")  # of the cache: a value's levels depend on the others of its row
 every_kv_format = pytest.mark.parametrize("name", KV_NAMES)
 K = 256  # a multiple of any group size
 
 
 def variants(name: str) -> list[str]:
-    """A format as schemes may ask for it: its own choice, groups, zero points."""
+    """A format as schemes may ask for it: its own choice, variants, groups, zero points."""
     options = scheme.get(name).options
+    own = ["", *(f"-{v}" for v in scheme.VARIANTS if v in options)]
     groups = ["", "-g32", "-g64", "-g128"] if "group" in options else [""]
-    return [f"{name}{g}{a}" for g in groups for a in (("", "-asym") if "asymmetric" in options else ("",))]
+    zeros = ["", "-asym"] if "asymmetric" in options else [""]
+    return [f"{name}{v}{g}{a}" for v in own for g in groups for a in zeros]
 
 
 every_format = pytest.mark.parametrize("name", [v for n in NAMES for v in variants(n)])
@@ -46,6 +49,13 @@ class Variant:
 
     def encode(self, weight: Tensor) -> QuantTensor:
         return self.format.encode(weight, self.scheme.args(weight.shape[1]))
+
+    def decode(self, q: QuantTensor) -> Tensor:
+        return scheme.get(q.format).decode(q)  # of a format that chooses, it may be another
+
+    @property
+    def rows_alone(self) -> bool:
+        return self.scheme.rows_together == 1
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -79,20 +89,23 @@ def staircase(decoded: Tensor, x: Tensor, slack: float) -> None:
 @pytest.mark.parametrize("size", [1.0, 1e-3, 300.0])
 def test_weights_are_rounded_to_nearest(name, size):
     """One number sweeps its range while its neighbours, and so every scale, stay the same."""
+    if "mse" in name:
+        pytest.skip("its scale follows the errors of the whole group")
     fmt = Variant(name)
     weight = randn(1, K).clamp(-0.99, 0.99).repeat(1001, 1)
     weight[:, ::8], weight[:, 4::8] = 1.0, -1.0  # the largest of each group, however groups lie
     sweep = torch.linspace(-1, 1, 1001)
     weight[:, 3] = sweep
     decoded = fmt.decode(fmt.encode(weight * size))
-    staircase(decoded[:, 3], sweep * size, 1e-6 * size)
+    level = size / 119 if name.startswith("qoq") else 0.0  # rounded to int8 first: what is nearest may differ by one
+    staircase(decoded[:, 3], sweep * size, 1.01 * level + 1e-6 * size)
     assert decoded[:, 5].unique().numel() == 1  # the sweep left its neighbours alone
 
 
 @every_format
 def test_stored_values_stay_under_a_second_encoding(name):
-    if name.startswith("int4"):
-        pytest.skip("its scale is not that of the largest stored value (absmax / 7.5, or a rounded zero point)")
+    if name.startswith(("int4", "qoq", "nf4-dq")):
+        pytest.skip("its scale is not that of the largest stored value (absmax / 7.5, a rounded zero point, a mean)")
     fmt = Variant(name)
     once = fmt.decode(fmt.encode(randn(16, K)))
     twice = fmt.decode(fmt.encode(once))
@@ -162,7 +175,7 @@ def test_rows_are_encoded_alone(name):
     fmt = Variant(name)
     parts = [randn(n, K, seed=n) * size for n, size in ((5, 1.0), (1, 100.0), (12, 0.01))]
     stacked = fmt.concat([fmt.encode(w) for w in parts])
-    assert same(stacked, fmt.encode(torch.cat(parts)))
+    assert same(stacked, fmt.encode(torch.cat(parts))) or not fmt.rows_alone
     assert fmt.decode(stacked).equal(torch.cat([fmt.decode(fmt.encode(w)) for w in parts]))
 
 
@@ -178,18 +191,14 @@ def test_checkpoint_and_back(name):
 
 @every_format
 def test_config_is_json(name):
-    """What vLLM reads: none for dense formats, else a method by name."""
+    """What vLLM reads: none for dense formats, else a method by name; "foretoken" for what no other engine reads."""
     fmt = Variant(name)
     q = fmt.encode(randn(2, K))
-    if name == "fp8_e5m2":
-        with pytest.raises(ConfigError, match="store it as fp8_e4m3"):
-            fmt.config(q)
-        return
     config = fmt.config(q)
     assert json.loads(json.dumps(config)) == config
     dense = set(q.parts) == {"weight"}
     assert dense == (config == {})
-    assert dense or isinstance(config["quant_method"], str)
+    assert dense or config["quant_method"] in ("compressed-tensors", "bitsandbytes", "foretoken")
 
 
 @every_format
@@ -227,8 +236,10 @@ def test_bits_per_weight(name, width):
     codes = (q.parts.get("codes", q.parts.get("weight"))).nbytes
     rest = (q.nbytes - codes) * 8 / (3 * width)
     told = fmt.scheme.bits_per_weight(width)
-    narrow = fmt.scheme.weights in ("int4", "nf4")
-    assert told == pytest.approx(rest + codes * 8 / (3 * width) / (2 if narrow else 1))
+    narrow = fmt.scheme.weights in ("int4", "nf4", "qoq", "mxfp4")
+    # Double scales have an offset for a matrix, and here one block that is hardly filled.
+    once = 64 / (3 * width) if name == "nf4-dq" else 0.0
+    assert told == pytest.approx(rest + codes * 8 / (3 * width) / (2 if narrow else 1), abs=once)
 
 
 @every_format
@@ -258,8 +269,11 @@ def test_extremes_of_weights_stay_numbers(name):
     fmt = Variant(name)
     decoded = fmt.decode(fmt.encode(weight))
     assert decoded.isfinite().all()
-    assert (decoded.abs().amax(1) <= 1.07 * weight.abs().amax(1)).all()
-    assert (decoded.abs().amax(1) >= 0.9 * weight.abs().amax(1) - 1e-37).all()
+    size, wanted = decoded.abs().amax(1), weight.abs().amax(1)
+    if not fmt.rows_alone:  # the small rows drown in the steps of the large ones
+        size, wanted = size.amax(), wanted.amax()
+    least = 0.75 if name.startswith("mxfp4") else 0.9  # its powers of two leave values up to 8 to a code that ends at 6
+    assert (size <= 1.07 * wanted).all() and (size >= least * wanted - 1e-37).all()
 
 
 @every_format
@@ -289,16 +303,20 @@ def test_packing_and_back(name, backend, shape):
     q = fmt.encode(randn(*shape))
     packed = chosen.pack(q)
     assert packed.shape == q.shape and packed.format == q.format
-    assert same(chosen.unpack(packed), q)
+    back = chosen.unpack(packed)
+    assert fmt.decode(back).equal(fmt.decode(q))
+    assert same(back, q) or "dq" in name  # kernels take double scales as single ones
 
 
-# --- int8 activations ---
+# --- int8 and fp8 activations ---
 
-SCHEMES = ["w8a8", "w8a8-g32", "w4a8", "w4a8-g32", "w4a8-g64-asym", "w8a16", "w4a16", "w4a16-g32-asym", "nf4", "fp8"]
+INTEGERS = ["w8a8", "w8a8-g32", "w4a8", "w4a8-g32", "w4a8-g64-asym", "w4a8-qoq", "w4a8-qoq-mse-g32"]
+FLOATS = ["w8a16", "w4a16", "w4a16-g32-asym", "nf4", "nf4-dq", "fp8", "fp8-b128", "fp8-auto", "qoq-g64", "mxfp4"]
+SCHEMES = [*INTEGERS, *FLOATS, "fp8-a8", "fp8_e5m2-a8", "fp8-a8-b128"]
 INVARIANT = [b for b in backends() if ops.resolve(b).row_invariant]
 
 
-@pytest.mark.parametrize("name", [n for n in SCHEMES if "a8" in n])
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("backend", backends())
 def test_products_of_integers_are_exact(name, backend):
     """Against whole numbers: scales that are powers of two leave nothing to round."""
@@ -309,6 +327,23 @@ def test_products_of_integers_are_exact(name, backend):
     wanted = x.double() @ scheme.get(q.format).decode(q).double().T
     chosen = ops.resolve(backend)
     assert chosen.linear(x, chosen.pack(q)).double().equal(wanted)
+
+
+@pytest.mark.parametrize("name", ["fp8-a8", "fp8-a8-b128", "fp8_e5m2-a8"])
+@pytest.mark.parametrize("backend", backends())
+def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
+    """And the fused ops round what they make of x: no other bits than those of the ops one by one."""
+    chosen = ops.resolve(backend)
+    q = QuantScheme.parse(name).encode(randn(33, K))
+    floats, rounding = chosen.pack(replace(q, activations=None)), chosen.pack(q)
+    x, norm = randn(5, K, seed=1), randn(K, seed=2)
+    wanted = chosen.linear(scheme.round_rows(x, q.group), floats)
+    assert chosen.linear(x, rounding).equal(wanted) and not chosen.linear(x, floats).equal(wanted)
+    rows = torch.tensor([3, 0], dtype=torch.int32)
+    normed = chosen.rms_norm(x[rows.long()], norm, 1e-5)
+    assert chosen.norm_linear(x, norm, 1e-5, rounding, rows=rows).equal(chosen.linear(normed, rounding))
+    gate_up = randn(5, 2 * K, seed=3)
+    assert chosen.silu_linear(gate_up, rounding).equal(chosen.linear(chosen.silu_mul(gate_up), rounding))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -352,7 +387,7 @@ def test_the_embedding_ignores_activations(name, backend):
 # --- the cache ---
 
 
-@every_kv_format
+@pytest.mark.parametrize("name", [n for n in KV_NAMES if n not in PACKED_ROWS])
 @pytest.mark.parametrize("size", [1.0, 1e-3, 300.0])
 def test_cache_rows_are_rounded_to_nearest(name, size):
     fmt = scheme.get(name)
@@ -366,6 +401,26 @@ def test_cache_rows_are_rounded_to_nearest(name, size):
     decoded = fmt.decode_kv(codes, scales)
     assert decoded.dtype == torch.float32 and decoded.shape == x.shape
     staircase(decoded[:, 0, 3], sweep * size, 1e-6 * size)
+
+
+@every_kv_format
+@pytest.mark.parametrize("dim", [2, 8, 12, 64, 96, 128, 320])
+def test_cache_rows_and_back(name, dim):
+    """Any even head dimension; a row's error is at most half a step for each value, all together."""
+    fmt = scheme.get(name)
+    x = randn(50, 3, dim) * torch.tensor([1e-3, 1.0, 300.0])[:, None]
+    x[:, :, 0] *= 20  # an outlier channel
+    codes, scales = fmt.encode_kv(x)
+    assert codes.shape[:2] == x.shape[:2] and codes.dtype == fmt.kv_dtype and codes.is_contiguous()
+    assert scales is None or (scales.shape == x.shape[:2] and scales.dtype == torch.float32)
+    decoded = fmt.decode_kv(codes, scales)
+    assert decoded.dtype == torch.float32 and decoded.shape == x.shape
+    error, length = (decoded - x).norm(dim=-1), x.norm(dim=-1)
+    relative = {"fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}.get(name, 2.0**-8)  # half a step of a float
+    steps = torch.zeros(()) if scales is None or name.startswith("fp8") else scales
+    assert (error <= dim**0.5 * steps / 2 + relative * length).all()
+    if name not in PACKED_ROWS:  # where a rotation, or another outlier, gives other levels
+        torch.testing.assert_close(fmt.decode_kv(*fmt.encode_kv(decoded)), decoded, rtol=1e-6, atol=1e-9)
 
 
 @every_kv_format
@@ -421,3 +476,21 @@ def test_cache_rows_of_almost_nothing(name, size):
     fmt = scheme.get(name)
     decoded = fmt.decode_kv(*fmt.encode_kv(size * randn(3, 2, 8)))
     assert (decoded.abs() <= 8 * size).all()
+
+
+# --- weights or the cache ---
+
+
+@pytest.mark.parametrize("name", registry.names("formats"))
+def test_a_format_serves_weights_or_the_cache_and_says_which(name):
+    fmt = scheme.get(name)
+    assert fmt.weights or fmt.kv_dtype is not None
+    if fmt.kv_dtype is None:
+        for use in (lambda: scheme.kv_format(name), lambda: fmt.encode_kv(randn(1, 1, 8))):
+            with pytest.raises(ConfigError, match=f"'{name}' does not serve the KV cache; use e.g. 'bf16'"):
+                use()
+    if not fmt.weights:
+        args = scheme.QuantArgs()
+        for use in (lambda: QuantScheme(name), lambda: QuantScheme.parse(name), lambda: fmt.encode(randn(1, K), args)):
+            with pytest.raises(ConfigError, match=f"'{name}' serves the KV cache only; store weights as"):
+                use()

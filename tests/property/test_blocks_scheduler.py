@@ -106,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = list(s.running)
         wanted: dict[int, int] = {}
 
-        def lengths(seqs: Any) -> list[int]:
+        def lengths(seqs: Any, num_rows: int, budget: int) -> list[int]:
             wanted.update((seq.seq_id, pick(9)) for seq in seqs)
             return [wanted[seq.seq_id] for seq in seqs]
 

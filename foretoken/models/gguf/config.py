@@ -43,7 +43,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     """config.json for the file's model. Raises ModelLoadError for what this family does not have."""
     meta, where = file.metadata, file.path
     arch = meta.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ModelLoadError(
             f"{where}: architecture {str(arch)[:80]!r} cannot be read; these can: {', '.join(ARCHITECTURES)}"
         )
@@ -56,8 +56,8 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
             if not len(value) or (value != value[0]).any():
                 raise ModelLoadError(f"{where}: {arch}.{name} differs from layer to layer, which is not supported")
             value = value[0].item()
-        if value is None:
-            raise ModelLoadError(f"{where}: the key {arch}.{name} is missing; was the file converted to the end?")
+        if not isinstance(value, int | float):
+            raise ModelLoadError(f"{where}: the key {arch}.{name} must be a number, got {str(value)[:80]}")
         return value
 
     if get("expert_count", 0):
@@ -118,9 +118,9 @@ def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     kind, factor = meta.get(f"{arch}.rope.scaling.type", "none"), meta.get(f"{arch}.rope.scaling.factor", 0.0)
     if f"{arch}.rope.scale_linear" in meta:
         kind, factor = "linear", meta[f"{arch}.rope.scale_linear"]
-    if kind not in ("none", "linear"):
+    if not isinstance(kind, str) or kind not in ("none", "linear"):
         raise ModelLoadError(f"{file.path}: rope scaling {str(kind)[:80]!r} is not supported; none and linear are")
-    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor else {"rope_type": "default"}
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" else {"rope_type": "default"}
 
 
 def _factors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:

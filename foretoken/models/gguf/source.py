@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,7 +159,8 @@ class GGUFCheckpoint:
         else:
             from gguf import GGMLQuantizationType, quants
 
-            value = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[info.type]))
+            with np.errstate(all="ignore"):  # numbers that are none are met below
+                value = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[info.type]))
         if not torch.isfinite(value.sum()) and not torch.isfinite(value).all():
             raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
         return value.reshape(stop - start, info.shape[-1])

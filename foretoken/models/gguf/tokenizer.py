@@ -65,7 +65,7 @@ def make_tokenizer(file: GGUFFile) -> Tokenizer:
     meta = file.metadata
     model = meta.get("tokenizer.ggml.model")
     tokens = meta.get("tokenizer.ggml.tokens")
-    if model not in ("gpt2", "llama"):
+    if not isinstance(model, str) or model not in ("gpt2", "llama"):
         raise ModelLoadError(
             f"{file.path}: a tokenizer of the model {str(model)[:80]!r} cannot be read; gpt2 and llama can"
         )
@@ -82,9 +82,9 @@ def make_tokenizer(file: GGUFFile) -> Tokenizer:
                 if names[i]
             ]
         )
-    except ModelLoadError:
+    except (ModelLoadError, KeyboardInterrupt):
         raise
-    except Exception as error:  # the library raises plain Exception
+    except BaseException as error:  # the library raises plain Exception, and where it panics not even that
         raise ModelLoadError(f"{file.path}: its tokenizer cannot be rebuilt ({error})") from None
     special = _special(file, names)
     _add_ends(file, backend, names, model)
@@ -114,7 +114,7 @@ def _names(tokens: list[str]) -> list[str]:
 
 def _byte_level(file: GGUFFile, names: list[str]) -> HFTokenizer:
     pre = file.metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE:
+    if not isinstance(pre, str) or pre not in PRE:
         raise ModelLoadError(
             f"{file.path}: its texts are cut into words as {str(pre)[:80]!r} does, which is not known here (these are: "
             f"{', '.join(PRE)}); use the model's Hugging Face folder"
@@ -156,7 +156,7 @@ def _sentencepiece(file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.d
     backend = HFTokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
     )
-    prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix") is not False
     spaces = [normalizers.Replace(" ", SPACE)]
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefix else spaces)
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -191,7 +191,7 @@ def _add_ends(file: GGUFFile, backend: HFTokenizer, names: list[str], model: str
             continue
         if not 0 <= token < len(names):
             raise ModelLoadError(f"{file.path}: its {key} token {token} is none of the {len(names)} tokens")
-        special.append((names[token], token))
-        single = [names[token], *single] if key == "bos" else [*single, names[token]]
+        special.append({"id": key, "ids": [token], "tokens": [names[token]]})
+        single = [key, *single] if key == "bos" else [*single, key]
     if special:
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)

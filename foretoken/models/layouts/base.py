@@ -73,6 +73,13 @@ def whole(config: Mapping[str, Any], name: str, default: int, where: str) -> int
     return value
 
 
+def two_sizes(value: object, where: str) -> tuple[int, int]:
+    """Rows and columns of a block. Raises ModelLoadError."""
+    if not isinstance(value, list) or len(value) != 2 or any(type(v) is not int or not 0 < v < 2**20 for v in value):
+        raise ModelLoadError(f"{where} must be two sizes, got {str(value)[:80]}")
+    return value[0], value[1]
+
+
 def keep(
     name: str, width: int, group: int | None, symmetric: bool = True, activations: str | None = None
 ) -> tuple[QuantScheme, int] | None:

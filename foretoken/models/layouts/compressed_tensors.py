@@ -21,6 +21,7 @@ from foretoken.models.layouts.base import (
     listed,
     say_once,
     spread,
+    two_sizes,
     unpacked,
     whole,
 )
@@ -72,14 +73,13 @@ def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
     kind, strategy = str(weights.get("type", "int")), weights.get("strategy")
     bits, size = whole(weights, "num_bits", 8, where), whole(weights, "group_size", -1, where)
     block = weights.get("block_structure")
+    if strategy is None and block is not None:
+        strategy = "block"
     if strategy is None:
         strategy = "group" if size > 0 else "channel" if size == -1 and "group_size" in weights else "tensor"
     if strategy in ("group", "tensor_group") and size < 1:
         raise ModelLoadError(f"{where}: groups of {size} values are none")
-    if strategy == "block":
-        if not isinstance(block, list) or len(block) != 2 or any(type(b) is not int or b < 1 for b in block):
-            raise ModelLoadError(f"{where}: block_structure must be two sizes, got {str(block)[:80]}")
-        block = (block[0], block[1])
+    sizes = two_sizes(block, f"{where}: block_structure") if strategy == "block" else None
     if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
         raise ModelLoadError(f"{where}: strategy {str(strategy)[:80]!r} cannot be read")
     readable = {
@@ -96,18 +96,17 @@ def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
         )
     targets = tuple(listed(value.get("targets"), f"{where}: targets"))
     symmetric = weights.get("symmetric", True) is not False
-    return Group(
-        targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, block, _activations(value)
-    )
+    activations = _activations(value, kind)
+    return Group(targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, sizes, activations)
 
 
-def _activations(group: Mapping[str, Any]) -> str | None:
-    """What of `input_activations` our kernels do: dynamic int8 by token. Others run on float activations."""
+def _activations(group: Mapping[str, Any], kind: str) -> str | None:
+    """What of `input_activations` our kernels do: 8 bits, dynamic, by token. Others run on float activations."""
     inputs = group.get("input_activations")
-    if not isinstance(inputs, dict):
+    if not isinstance(inputs, dict) or inputs.get("num_bits") != 8 or inputs.get("type", "int") != kind:
         return None
-    dynamic = inputs.get("dynamic") in (True, "local") and inputs.get("strategy") in ("token", None)
-    return "int8" if dynamic and inputs.get("type", "int") == "int" and inputs.get("num_bits") == 8 else None
+    dynamic = inputs.get("dynamic") in (True, "local") and inputs.get("strategy") in ("token", "group", None)
+    return {"int": "int8", "float": "fp8"}[kind] if dynamic else None
 
 
 class CompressedTensors:
@@ -138,7 +137,7 @@ class CompressedTensors:
         if group.layout == "mxfp4-pack-quantized":
             return mxfp4(name, shape, files)
         if group.kind == "float":
-            return float8(name, shape, files, group.block, f"{name}.weight_scale")
+            return float8(name, shape, files, group.block, f"{name}.weight_scale", group.activations)
         return self._integers(name, shape, files, group)
 
     def spare(self, name: str, files: Files) -> bool:

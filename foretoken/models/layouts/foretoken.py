@@ -7,6 +7,7 @@ Tensors `<module>.<part>`; 4-bit codes [O, K] lie two a byte, the first in the l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from foretoken.formats.scheme import QuantScheme, QuantTensor, get
 from foretoken.models.layouts.base import FLOATS, Files, Stored, nibbles
 
 VERSION = 1
+WIDEST = 1 << 18  # columns
+ROWS = 256  # of the sample that a module's parts are compared with
 TYPES = {
     torch.uint8: ("U8",), torch.int8: ("I8",), torch.int16: ("I16",), torch.int32: ("I32",), torch.int64: ("I64",),
     torch.float32: FLOATS, torch.bfloat16: FLOATS, torch.float16: FLOATS,
@@ -31,8 +34,8 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Own:
     schemes = {}
     for name, text in modules.items():
         try:
-            schemes[name] = QuantScheme.parse(text)
-        except (ConfigError, RegistryError, AttributeError, TypeError) as error:
+            schemes[name] = QuantScheme.parse(str(text))
+        except (ConfigError, RegistryError) as error:
             raise ModelLoadError(f"{where}: module {name[:80]!r}: {error}") from None
     return Own(schemes)
 
@@ -48,23 +51,26 @@ class Own:
         scheme = self.schemes.get(name)
         if scheme is None or scheme.weights == "auto":
             return None
+        if shape[1] > WIDEST:
+            raise ModelLoadError(f"tensor {name} {list(shape)} is too wide for any format")
         try:
-            like = scheme.encode(torch.zeros(1, shape[1]))
+            like = _parts(scheme, shape[1])
         except ConfigError as error:
             raise ModelLoadError(f"tensor {name} {list(shape)} cannot be stored as {scheme}: {error}") from None
         tensors = {}
-        for part, sample in like.parts.items():
-            if packs(like, part):
+        for part, (dtype, scaled, fixed) in like.items():
+            want = (-(-scaled * shape[0] // ROWS), *fixed) if scaled else fixed
+            if _packs(scheme.weights, part):
                 tensors[part] = files.expect(f"{name}.{part}4", ["U8"], (shape[0], -(-shape[1] // 2)))
             else:
-                tensors[part] = files.expect(f"{name}.{part}", TYPES[sample.dtype], (shape[0], *sample.shape[1:]))
+                tensors[part] = files.expect(f"{name}.{part}", TYPES[dtype], want)
 
         def read() -> QuantTensor:
             parts = {part: files.raw(at) for part, at in tensors.items()}
             for part in parts:
-                if packs(like, part):
+                if _packs(scheme.weights, part):
                     parts[part] = nibbles(parts[part])[:, : shape[1]].contiguous()
-            return QuantTensor(like.format, shape, parts, like.activations)
+            return QuantTensor(scheme.weights, shape, parts, scheme.activations)
 
         return Stored(tuple(tensors.values()), scheme, read)
 
@@ -73,16 +79,26 @@ class Own:
         return False
 
 
-def packs(q: QuantTensor, part: str) -> bool:
+@cache
+def _parts(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, int, tuple[int, ...]]]:
+    """Of each part: type, first dimension for ROWS rows (0: it is the same for any), the other dimensions."""
+    few, more = (scheme.encode(torch.zeros(rows, width)).parts for rows in (ROWS, 2 * ROWS))
+    return {
+        part: (t.dtype, 0 if t.shape == more[part].shape else t.shape[0], tuple(t.shape[t.shape != more[part].shape :]))
+        for part, t in few.items()
+    }
+
+
+def _packs(name: str, part: str) -> bool:
     """Whether a part is 4-bit codes in bytes."""
-    return part == "codes" and getattr(get(q.format), "bits", 8) == 4
+    return part == "codes" and getattr(get(name), "bits", 8) == 4
 
 
 def tensors_of(name: str, q: QuantTensor) -> dict[str, Tensor]:
     """The tensors of module `name`: what `find` reads."""
     found = {}
     for part, value in q.parts.items():
-        if packs(q, part):
+        if _packs(q.format, part):
             codes = torch.nn.functional.pad(value, (0, value.shape[1] % 2))
             found[f"{name}.{part}4"] = codes[:, ::2] | codes[:, 1::2] << 4
         else:

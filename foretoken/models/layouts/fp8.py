@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foretoken.errors import ModelLoadError
-from foretoken.models.layouts.base import FLOATS, Files, Stored, listed
+from foretoken.models.layouts.base import FLOATS, Files, Stored, listed, two_sizes
 from foretoken.models.layouts.patterns import covers
 from foretoken.models.layouts.scaled import float8
 
@@ -14,12 +13,8 @@ from foretoken.models.layouts.scaled import float8
 def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Fp8:
     """The layout of a `quantization_config`."""
     block = config.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(b) is int and 0 < b < 2**20 for b in block)
-    ):
-        raise ModelLoadError(f"{where}: weight_block_size must be two sizes, got {str(block)[:80]}")
     skip = [k for n in ("modules_to_not_convert", "ignored_layers") for k in listed(config.get(n), f"{where}: {n}")]
-    return Fp8(None if block is None else (block[0], block[1]), skip)
+    return Fp8(None if block is None else two_sizes(block, f"{where}: weight_block_size"), skip)
 
 
 class Fp8:

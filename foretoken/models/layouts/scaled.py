@@ -5,45 +5,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken import registry
 from foretoken.errors import ModelLoadError
+from foretoken.formats import _fp8
 from foretoken.formats.scheme import QuantScheme, QuantTensor
-from foretoken.models.layouts.base import FLOATS, Files, Stored, keep, spread
+from foretoken.models.layouts.base import FLOATS, Files, Stored
 
 FORMATS = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
 TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # OCP microscaling formats, table of FP4; bit 3: the sign
 
 
-def float8(name: str, shape: tuple[int, int], files: Files, block: tuple[int, int] | None, scale: str) -> Stored:
+def float8(
+    name: str,
+    shape: tuple[int, int],
+    files: Files,
+    block: tuple[int, int] | None,
+    scale: str,
+    activations: str | None = None,
+) -> Stored:
     """fp8 codes `name.weight`; scales of the tensor or the rows, or with `block` of [O / b0, K / b1] blocks."""
     (height, width), weight = shape, f"{name}.weight"
     files.expect(weight, list(TYPES), shape)
     dtype = files.kind(weight)[0]
+    ours = block in (None, (_fp8.BLOCK, _fp8.BLOCK))
     if block is None:
         files.expect(scale, FLOATS, (), (1,), (1, 1), (height,), (height, 1))
     else:
-        # Blocks of more rows or columns than there are count as one.
         files.expect(scale, [*FLOATS, "F8_E8M0"], (-(-height // block[0]), -(-width // block[1])))
-    held = keep(FORMATS[dtype], width, None if block is None or block[1] >= width else block[1])
 
     def read() -> QuantTensor | Tensor:
         scales = files.raw(scale)
         if scales.dtype == torch.uint8:  # e8m0: powers of two
             scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
-        scales = scales.float()
-        if block is None:
-            scales = scales.reshape(-1, 1).expand(height, 1)
-        else:
-            scales = scales.repeat_interleave(block[0], 0)[:height]
-        codes = files.raw(weight)
-        if held is None:
+        scales, codes = scales.float(), files.raw(weight)
+        if not ours:
             assert block is not None
-            return codes.view(TYPES[dtype]).float() * scales.repeat_interleave(block[1], 1)[:, :width]
-        parts = {"codes": codes, "scales": spread(scales, held[1]).contiguous()}
-        return QuantTensor(FORMATS[dtype], shape, parts)
+            scales = scales.repeat_interleave(min(block[0], height), 0)[:height]
+            scales = scales.repeat_interleave(min(block[1], width), 1)[:, :width]
+            return codes.view(TYPES[dtype]).float() * scales
+        rows = scales.reshape(-1, 1).expand(height, 1) if block is None else _fp8.spread(scales, height, width)
+        parts = {"codes": codes, "scales": rows.contiguous()}
+        return QuantTensor(FORMATS[dtype], shape, parts, activations)
 
-    return Stored((weight, scale), None if held is None else held[0], read, f"fp8 in blocks of {block}")
+    variant = None if block is None else "b128"
+    scheme = QuantScheme(FORMATS[dtype], activations=activations, variant=variant) if ours else None
+    return Stored((weight, scale), scheme, read, f"fp8 in blocks of {block}")
 
 
 def mxfp4(name: str, shape: tuple[int, int], files: Files) -> Stored:
@@ -53,17 +58,13 @@ def mxfp4(name: str, shape: tuple[int, int], files: Files) -> Stored:
         raise ModelLoadError(f"tensor {name} {list(shape)} cannot be mxfp4: its rows are no multiple of 32")
     codes_at = files.expect(f"{name}.weight_packed", ["U8"], (height, width // 2))
     scale_at = files.expect(f"{name}.weight_scale", ["U8", "F8_E8M0"], (height, width // 32))
-    scheme = QuantScheme("mxfp4") if "mxfp4" in registry.names("formats") else None
 
-    def read() -> QuantTensor | Tensor:
+    def read() -> QuantTensor:
         packed, exponents = files.raw(codes_at), files.raw(scale_at)
         if (exponents == 255).any():
             raise ModelLoadError(f"tensor {scale_at} holds NaN; the file is damaged")
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
         scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
-        if scheme is not None:
-            return QuantTensor("mxfp4", shape, {"codes": codes, "scales": scales.to(torch.bfloat16)})
-        table = torch.cat([E2M1, -E2M1])
-        return (table[codes.long()].view(height, -1, 32) * scales[..., None]).flatten(1)
+        return QuantTensor("mxfp4", shape, {"codes": codes, "scales": scales.to(torch.bfloat16)})
 
-    return Stored((codes_at, scale_at), scheme, read, "mxfp4")
+    return Stored((codes_at, scale_at), QuantScheme("mxfp4"), read)

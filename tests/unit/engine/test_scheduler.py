@@ -19,7 +19,7 @@ def make(num_blocks: int = 100, rows: int = 64, seqs: int = 8, max_len: int = 20
 
 def run(scheduler: Scheduler, k: int = 0, accepted: int = 0) -> Plan:
     """One pass with `k` drafts wanted by all, of which `accepted` are right."""
-    plan = scheduler.schedule(lambda seqs: [k] * len(seqs))
+    plan = scheduler.schedule(lambda seqs, rows, budget: [k] * len(seqs))
     for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
         done = num_pending == seq.num_pending
         seq.num_cached += num_pending
@@ -128,4 +128,4 @@ def test_finish_of_one_that_waits_or_is_unknown() -> None:
     scheduler.finish(waiting)
     scheduler.finish(sequence(9, 3))
     assert not scheduler.has_work
-    assert shape(scheduler.schedule(lambda seqs: [0] * len(seqs))) == []
+    assert shape(scheduler.schedule(lambda seqs, rows, budget: [0] * len(seqs))) == []

@@ -10,9 +10,15 @@ from hypothesis import given, strategies as st
 
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme
+from foretoken.formats._fp8 import choose
+from foretoken.formats.scheme import QuantArgs, QuantScheme
 
 KINDS = {"fp8_e4m3": (4, 3, 448.0, torch.float8_e4m3fn), "fp8_e5m2": (5, 2, 57344.0, torch.float8_e5m2)}
 every_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def by_hand(code: int, exponent_bits: int, mantissa_bits: int) -> float:
@@ -91,5 +97,97 @@ def test_checkpoints():
         other.from_checkpoint("x", tensors)
     with pytest.raises(ConfigError, match=r"no tensor x.weight_scale"):
         fmt.from_checkpoint("x", {"x.weight": tensors["x.weight"]})
-    whole = fmt.from_checkpoint("x", {"x.weight": tensors["x.weight"], "x.weight_scale": torch.tensor([0.5])})
-    assert whole.parts["scales"].tolist() == [[0.5]] * 6  # one scale for the tensor
+    for scale in (torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.bfloat16), torch.tensor([[0.5]])):
+        whole = fmt.from_checkpoint("x", {"x.weight": tensors["x.weight"], "x.weight_scale": scale})
+        assert whole.parts["scales"].tolist() == [[0.5]] * 6  # one scale for the tensor
+    with pytest.raises(ConfigError, match=r"weight_scale \[5, 1\] does not fit a weight \[6, 8\]: one scale for the"):
+        fmt.from_checkpoint("x", {"x.weight": tensors["x.weight"], "x.weight_scale": torch.ones(5, 1)})
+
+
+def test_checkpoints_of_e5m2_are_ours():
+    """No other engine reads them, and none may take them for e4m3."""
+    fmt = scheme.get("fp8_e5m2")
+    config = fmt.config(fmt.encode(randn(2, 8)))
+    assert (config["quant_method"], config["format"]) == ("foretoken", "fp8_e5m2")
+
+
+@every_kind
+def test_saturation_subnormals_and_what_is_no_number(name):
+    """Under the scale of 1: beyond the largest there is nothing, below the normal ones steps are equal."""
+    _, mantissa_bits, largest, dtype = KINDS[name]
+    fmt = scheme.get(name)
+    tiny = torch.finfo(dtype).tiny  # the smallest normal number
+    step = tiny / (1 << mantissa_bits)
+    row = torch.tensor([largest, -largest, tiny, step, step * 0.49, step * 1.51, -step, 0.0, -0.0])
+    got = fmt.decode(fmt.encode(row[None]))[0]
+    assert got.tolist() == [largest, -largest, tiny, step, 0.0, 2 * step, -step, 0.0, 0.0]
+    assert fmt.decode(fmt.encode(row[None] * 1e30)).isfinite().all()
+    broken = torch.stack([row, row.masked_fill(row == tiny, torch.nan), row])
+    decoded = fmt.decode(fmt.encode(broken))
+    assert decoded[1].isnan().all() and decoded[[0, 2]].isfinite().all()
+
+
+# --- blocks of 128 x 128 ---
+
+
+@pytest.mark.parametrize(("height", "width"), [(256, 256), (130, 192), (1, 128), (129, 200), (5, 40), (128, 129)])
+def test_blocks_share_a_scale(height, width):
+    weight = randn(height, width) * torch.linspace(0.1, 10, height)[:, None]
+    fmt = scheme.get("fp8_e4m3")
+    q = fmt.encode(weight, QuantArgs(variant="b128"))
+    assert width % q.group == 0 and (q.group == width if width <= 128 else 128 % q.group == 0)
+    scales = q.parts["scales"].repeat_interleave(q.group, 1)  # of each weight
+    for i in range(0, height, 128):
+        for j in range(0, width, 128):
+            block = weight[i : i + 128, j : j + 128]
+            assert (scales[i : i + 128, j : j + 128] == block.abs().max() / 448).all()
+            alone = fmt.decode(fmt.encode(block, QuantArgs(variant="b128")))
+            assert fmt.decode(q)[i : i + 128, j : j + 128].equal(alone)
+    tensors = fmt.checkpoint("x", q)
+    rows = height if width <= 128 else -(-height // 128)
+    assert tensors["x.weight_scale"].shape == (rows, -(-width // 128))
+    back = fmt.from_checkpoint("x", tensors)
+    assert all(back.parts[n].equal(t) for n, t in q.parts.items())
+
+
+def test_scales_of_blocks_have_another_name_too():
+    fmt = scheme.get("fp8_e4m3")
+    q = fmt.encode(randn(200, 300), QuantArgs(variant="b128"))
+    tensors = fmt.checkpoint("x", q)
+    other = {"x.weight": tensors["x.weight"], "x.weight_scale_inv": tensors["x.weight_scale"]}
+    assert fmt.decode(fmt.from_checkpoint("x", other)).equal(fmt.decode(q))
+
+
+def test_joined_blocks_are_not_written():
+    fmt = scheme.get("fp8_e4m3")
+    q = fmt.encode(randn(100, 256), QuantArgs(variant="b128"))
+    with pytest.raises(ConfigError, match="joined with others; store each matrix by itself"):
+        fmt.checkpoint("x", fmt.concat([q, fmt.encode(9 * randn(100, 256), QuantArgs(variant="b128"))]))
+
+
+# --- the chooser ---
+
+
+def test_the_chooser_takes_e5m2_only_for_a_wide_range():
+    """e4m3 has the finer steps; e5m2 tells what lies 2^-18 and less below the largest of a row from nothing."""
+    normal = randn(64, 256)
+    heavy = normal.sign() * normal.abs() ** 3
+    wide = 1e-6 * randn(64, 256, seed=1)
+    wide[:, 0] = 1.0
+    for weight, name in ((normal, "fp8_e4m3"), (heavy, "fp8_e4m3"), (1e-9 * normal, "fp8_e4m3"), (wide, "fp8_e5m2")):
+        choice = choose(weight)
+        assert choice.name == name
+        for kind, error in choice.errors.items():
+            fmt = scheme.get(kind)
+            wanted = (fmt.decode(fmt.encode(weight)) - weight).double().norm() / weight.double().norm()
+            assert error == pytest.approx(wanted.item(), rel=1e-6)
+        assert choice.errors[name] == min(choice.errors.values())
+        assert QuantScheme.parse("fp8-auto").encode(weight).format == name
+        assert QuantScheme.parse("fp8-a8-auto").settled(weight) == QuantScheme(name, activations="fp8")
+    assert choose(torch.zeros(2, 8)).name == "fp8_e4m3"
+
+
+def test_many_rows_are_measured_in_pieces():
+    weight = randn(3000, 512)
+    whole = (scheme.get("fp8_e4m3").decode(scheme.get("fp8_e4m3").encode(weight)) - weight).norm() / weight.norm()
+    assert choose(weight).errors["fp8_e4m3"] == pytest.approx(whole.item(), rel=1e-4)

@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hn
 
 from foretoken.formats import scheme
+from foretoken.formats.scheme import QuantScheme
 
 INT8 = scheme.get("int8")
 rows = hn.arrays("float32", st.tuples(st.integers(1, 5), st.integers(1, 40)), elements=st.floats(-1e4, 1e4, width=32))
@@ -40,13 +41,25 @@ def test_codes_by_the_row_of_the_cache():
 
 def test_checkpoint_layout_is_that_of_compressed_tensors():
     """int-quantized: codes as the weight, the scale as a column beside it; the head stays dense."""
-    q = INT8.encode(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
+    q = QuantScheme.parse("w8a8").encode(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
     tensors = INT8.checkpoint("model.layers.0.mlp.up_proj", q)
     assert set(tensors) == {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"}
     assert tensors["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
     assert tensors["model.layers.0.mlp.up_proj.weight_scale"].shape == (6, 1)
     config = INT8.config(q)
     assert config["quant_method"] == "compressed-tensors" and config["ignore"] == ["lm_head"]
+    assert config["format"] == "int-quantized"
+
+
+def test_checkpoints_with_float_activations_are_packed():
+    """pack-quantized: four codes an int32, the first in its lowest bits, 128 added."""
+    q = INT8.encode(torch.randn(6, 10, generator=torch.Generator().manual_seed(0)))
+    tensors = INT8.checkpoint("x", q)
+    assert set(tensors) == {"x.weight_packed", "x.weight_scale", "x.weight_shape"}
+    assert tensors["x.weight_packed"].shape == (6, 3) and tensors["x.weight_shape"].tolist() == [6, 10]
+    first = tensors["x.weight_packed"][0, 0].item() & 0xFFFFFFFF
+    assert list(first.to_bytes(4, "little")) == [c + 128 for c in q.parts["codes"][0, :4].tolist()]
+    assert INT8.config(q)["format"] == "pack-quantized"
 
 
 def test_scales_of_another_type_are_read():

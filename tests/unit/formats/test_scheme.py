@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from foretoken.errors import ConfigError, RegistryError
-from foretoken.formats.scheme import QuantArgs, QuantScheme, quantize_rows
+from foretoken.formats.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,16 @@ from foretoken.formats.scheme import QuantArgs, QuantScheme, quantize_rows
         ("nf4", QuantScheme("nf4")),
         ("fp8", QuantScheme("fp8_e4m3")),
         ("fp8_e5m2", QuantScheme("fp8_e5m2")),
+        ("qoq-g32", QuantScheme("qoq", 32)),
+        ("w4a8-qoq", QuantScheme("qoq", activations="int8")),
+        ("w4a8-qoq-mse-g64", QuantScheme("qoq", 64, activations="int8", variant="mse")),
+        ("nf4-dq", QuantScheme("nf4", variant="dq")),
+        ("mxfp4-mse", QuantScheme("mxfp4", variant="mse")),
+        ("fp8-b128", QuantScheme("fp8_e4m3", variant="b128")),
+        ("FP8-auto", QuantScheme("fp8_e4m3", variant="auto")),
+        ("fp8-a8", QuantScheme("fp8_e4m3", activations="fp8")),
+        ("fp8-a8-b128", QuantScheme("fp8_e4m3", activations="fp8", variant="b128")),
+        ("fp8_e5m2-a8", QuantScheme("fp8_e5m2", activations="fp8")),
     ],
 )
 def test_names(text, expected):
@@ -61,6 +71,12 @@ def test_unknown_names_suggest_the_near_one(text, near):
         ("fp8-g64", "no groups at all"),
         ("w8a8-asym", "no zero points; leave out -asym, or take w4a8"),
         ("nf4-asym", "no zero points"),
+        ("qoq-asym", "no zero points"),
+        ("nf4-b128", "no variant -b128; it has -dq"),
+        ("fp8_e5m2-auto", "no variant -auto; it has -b128"),
+        ("w4a8-dq", "no variant -dq; it has none"),
+        ("mxfp4-g64", "no groups at all"),
+        ("int4_sparse", "serves the KV cache only"),
     ],
 )
 def test_what_a_format_has_not(text, words):
@@ -76,7 +92,23 @@ def test_activations_go_with_integers(weights, activations):
         QuantScheme(weights, activations=activations)
 
 
-@pytest.mark.parametrize("text", ["", "-g32", "-asym", "w4a8-g", "w4a8-asym-g32", "w4a8-g-32", "w4a8\n-g32", "\0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "-dq",
+        "nf4-g32-dq",
+        "nf4-dq-dq",
+        "fp8-b64",
+        "-g32",
+        "-asym",
+        "w4a8-g",
+        "w4a8-asym-g32",
+        "w4a8-g-32",
+        "w4a8\n-g32",
+        "\0",
+    ],
+)
 def test_nonsense(text):
     with pytest.raises(RegistryError, match="no format"):
         QuantScheme.parse(text)
@@ -129,3 +161,45 @@ def test_rows_of_int8_by_example():
     assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]  # halves go to even
     assert scales[[0, 3]].tolist() == [[1.0], [0.0]] and scales[1:3].isnan().all()
     assert quantize_rows(torch.zeros(0, 3, 8))[0].shape == (0, 3, 8)
+
+
+# --- fp8 rows ---
+
+
+def fp8_row_by_hand(x: list[float]) -> list[float]:
+    """The nearest multiples of the scale among e4m3's values, found by search."""
+    a = max(abs(v) for v in x)
+    if any(math.isnan(v) for v in x) or math.isinf(a):
+        return [math.nan] * len(x)
+    if a < 2.0**-100:
+        return [0.0] * len(x)
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = values[values.isfinite()]
+    row = torch.tensor(x)
+    scaled = row * (torch.tensor(448.0) / torch.tensor(a))
+    nearest = (scaled[:, None] - values).abs().argmin(1)
+    return (values[nearest] * (torch.tensor(a) / torch.tensor(448.0))).tolist()
+
+
+@given(st.lists(st.floats(width=32), min_size=8, max_size=8), st.sampled_from([None, 2, 4]))
+def test_rows_of_fp8(values, group):
+    got = round_rows(torch.tensor([values]), group)
+    size = group or 8
+    for g in range(8 // size):
+        x = torch.tensor(values).tolist()[g * size : (g + 1) * size]
+        wanted, found = torch.tensor(fp8_row_by_hand(x)), got[0, g * size : (g + 1) * size]
+        if wanted.isnan().any():
+            assert found.isnan().all()
+            continue
+        # Of two as near, either: the ties are those of torch's conversion, which all 256 codes are tested against.
+        exact = torch.tensor(x).double()
+        assert ((found.double() - exact).abs() <= (wanted.double() - exact).abs() * (1 + 1e-5) + 2.0**-99).all()
+
+
+def test_rows_of_fp8_by_example():
+    x = torch.tensor([[448.0, 17.0, 19.0, -1.0625], [math.nan, 1, 1, 1], [1e-31, 0, 0, 0]])
+    got = round_rows(x)
+    assert got[0].tolist() == [448.0, 16.0, 20.0, -1.0]  # halves go to even
+    assert got[1].isnan().all() and not got[2].any()
+    assert round_rows(torch.zeros(0, 8)).shape == (0, 8)
+    torch.testing.assert_close(round_rows(got[:1]), got[:1])

@@ -48,11 +48,12 @@ def model():
     return tiny_model("cpu")
 
 
+@pytest.mark.parametrize("format", sorted(_replay.cpu.KV_FORMATS))
 @torch.inference_mode()
-def test_replay_gives_the_bits_of_direct_calls(model):
-    direct, replayed = make_cache(model), make_cache(model)
+def test_replay_gives_the_bits_of_direct_calls(model, format):
+    direct, replayed = make_cache(model, format), make_cache(model, format)
     assert isinstance(model._run, _replay.Replay)
-    for seed in range(12):
+    for seed in range(12 if format == "fp32" else 4):
         captures = ((), (0,), (0, 1))[seed % 3]
         batch = make_batch(seed, model.config.vocab_size, num_seqs=1 + seed % 4, most_pending=20)
         wanted, wanted_hidden = model._forward(model.ops, batch, direct, captures)

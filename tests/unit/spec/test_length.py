@@ -6,7 +6,8 @@ import pytest
 
 from foretoken.config import SpecConfig
 from foretoken.request import SamplingParams, Sequence
-from foretoken.spec.length import ConfidenceLength, FixedLength, make_policy
+from foretoken.spec.length import ConfidenceLength, FixedLength
+from foretoken.spec.policies import make_policy
 
 SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
 

@@ -13,6 +13,10 @@ from foretoken.spec.sampling import SamplingState
 from foretoken.spec.shadow import Shadow
 
 
+def nobody(seq: Sequence, length: int) -> None:
+    """Nobody needs to be told that tokens are taken back."""
+
+
 def runner() -> Any:
     """The part of a ModelRunner that a Shadow uses."""
     mock = SimpleNamespace(blocks=BlockManager(64, 4))
@@ -24,12 +28,12 @@ def test_follow_keeps_what_was_guessed_right() -> None:
     target = Sequence(7, [1, 2, 3], SamplingParams(), 5)
     shadow = Shadow(target, runner())
     assert (shadow.seq.seed, shadow.seq.num_prompt) == (5, 3)
-    shadow.follow(target)
+    shadow.follow(target, nobody)
     assert shadow.seq.num_cached == 0
     shadow.seq.token_ids += [4, 5, 6]  # drafted; the last one was not run
     shadow.seq.num_cached = 5
     target.token_ids += [4, 9]  # one right, one wrong
-    shadow.follow(target)
+    shadow.follow(target, nobody)
     assert shadow.seq.token_ids == [1, 2, 3, 4, 9]
     assert shadow.seq.num_cached == 4, "rows of 1 2 3 4 stand; 9 is pending"
 
@@ -37,25 +41,25 @@ def test_follow_keeps_what_was_guessed_right() -> None:
 def test_one_token_stays_pending_when_everything_was_right() -> None:
     target = Sequence(0, [1, 2], SamplingParams(), 0)
     shadow = Shadow(target, runner())
-    shadow.follow(target)
+    shadow.follow(target, nobody)
     shadow.seq.token_ids += [3, 4]
     shadow.seq.num_cached = 3
     target.token_ids += [3, 4, 5]
-    shadow.follow(target)
+    shadow.follow(target, nobody)
     assert (shadow.seq.num_cached, shadow.seq.num_pending) == (3, 2)
     shadow.seq.num_cached = 5
-    shadow.follow(target)  # nothing new: its last token must run again to give logits
+    shadow.follow(target, nobody)  # nothing new: its last token must run again to give logits
     assert shadow.seq.num_pending == 1
 
 
 def test_penalty_counts_of_dropped_tokens_are_forgotten() -> None:
     target = Sequence(0, [1, 2], SamplingParams(frequency_penalty=1.0), 0)
     shadow = Shadow(target, runner())
-    shadow.follow(target)
+    shadow.follow(target, nobody)
     shadow.seq.token_ids += [3, 3]
     assert SamplingState.of(shadow.seq, 10).counts[3] == 2
     target.token_ids += [3, 4, 5, 6]
-    shadow.follow(target)
+    shadow.follow(target, nobody)
     assert SamplingState.of(shadow.seq, 10).counts.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
 
 
@@ -66,7 +70,7 @@ def test_random_walk() -> None:
     shadow = Shadow(target, runner())
     rows: list[int] = []  # what the shadow's cache holds, by position
     for _ in range(300):
-        shadow.follow(target)
+        shadow.follow(target, nobody)
         seq = shadow.seq
         assert seq.token_ids == target.token_ids
         assert seq.num_pending >= 1

@@ -1,0 +1,99 @@
+"""A user's quantized file runs: written, read in a fresh process, the same text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures_gguf import write_gguf
+from fixtures_models import read_tensors
+
+from foretoken import LLM, SamplingParams
+from foretoken.cli import main
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.config import read_json
+from foretoken.models.loader import resolve_model
+from foretoken.models.save import save_quantized
+from foretoken.tokenizer import Tokenizer
+
+PROMPT = "Once upon a time"
+TOKENS = 24
+RUN = """
+import json, sys
+from foretoken import LLM, SamplingParams
+llm = LLM(sys.argv[1])
+print(json.dumps(llm.generate([sys.argv[2]], SamplingParams(max_tokens=int(sys.argv[3])))[0].text))
+"""
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Path:
+    folder = resolve_model("embedded")
+    if not (folder / "model.safetensors").exists():
+        pytest.skip("the embedded weights are not in this checkout; `foretoken train` makes them")
+    return folder
+
+
+def quantized(embedded: Path, out: Path, text: str) -> Path:
+    """All linear layers of the decoder by rounding to nearest."""
+    scheme = QuantScheme.parse(text)
+    tensors = read_tensors(embedded)
+    schemes = {n.removesuffix(".weight"): scheme for n in tensors if n.endswith("_proj.weight")}
+    stored = ((n, scheme.encode(t) if n.removesuffix(".weight") in schemes else t) for n, t in tensors.items())
+    return save_quantized(out, embedded, stored, schemes)
+
+
+@pytest.mark.parametrize("text", ["w4a16-g32", "w8a8", "nf4", "w4a8-qoq"])
+def test_a_saved_checkpoint_writes_the_text_of_the_model_quantized_in_memory(text, embedded, tmp_path):
+    """compressed-tensors, bitsandbytes and our own layout, in a fresh process."""
+    out = quantized(embedded, tmp_path / "out", text)
+    memory = LLM("embedded", format=f"{text},model.embed_tokens=bf16")
+    want = memory.generate([PROMPT], SamplingParams(max_tokens=TOKENS))[0].text
+    run = [sys.executable, "-c", RUN, str(out), PROMPT, str(TOKENS)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == want and len(want) > 20
+
+
+def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
+    """`foretoken generate --model model.gguf`: the embedded model with its tokenizer, in bfloat16, says the same."""
+    raw = read_json(embedded / "config.json")
+    raw["rope_parameters"] = {"rope_theta": raw["rope_theta"]}
+    tokenizer = json.loads((embedded / "tokenizer.json").read_text())
+    vocabulary = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
+    special = {t["content"] for t in tokenizer["added_tokens"]}
+
+    def keys(writer) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")  # cuts these words as the model's own expression does
+        writer.add_token_list(vocabulary)
+        writer.add_token_types([3 if t in special else 1 for t in vocabulary])
+        writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
+        writer.add_bos_token_id(raw["bos_token_id"])
+        writer.add_eos_token_id(raw["eos_token_id"])
+        writer.add_add_bos_token(True)
+        writer.add_chat_template(Tokenizer.from_folder(embedded)._template)
+
+    path = write_gguf(tmp_path / "model.gguf", raw, read_tensors(embedded), lambda n: "BF16", tokenizer=keys)
+    said = []
+    for model in ("embedded", str(path)):
+        assert main(["generate", PROMPT, "--model", model, "--max-tokens", str(TOKENS)]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and len(said[0]) > 20
+    # Quantized, and with the embedded draft: the law of speculation holds for it like for any.
+    small = write_gguf(tmp_path / "small.gguf", raw, read_tensors(embedded), lambda n: "Q4_0", tokenizer=keys)
+    params = SamplingParams(max_tokens=TOKENS)
+    plain = LLM(str(small)).generate([PROMPT], params)[0]
+    drafted = LLM(str(small), draft="embedded-draft").generate([PROMPT], params)[0]
+    assert plain.token_ids == drafted.token_ids and torch.is_tensor(torch.tensor(plain.token_ids))
+
+
+def test_a_damaged_file_is_an_error_in_words(tmp_path, capsys):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    assert main(["generate", "x", "--model", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert "not a sound GGUF file" in err and "Traceback" not in err

@@ -1,0 +1,168 @@
+"""GGUF files of tiny models, written by the gguf package, or byte by byte where a test wants them unsound."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from foretoken.models.gguf.source import gguf_name
+
+Kinds = Callable[[str], str]  # GGUF's name of a matrix -> type
+
+
+def for_rope(weight: Tensor, heads: int) -> Tensor:
+    """Rows of q or k [H D, ...] as converters write them: halves that rotate together lie side by side."""
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def as_type(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
+    """The bytes of a weight in a type that the package can write."""
+    if kind == "BF16":
+        return weight.bfloat16().view(torch.uint8).numpy()
+    return gguf.quants.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
+
+
+def write_gguf(
+    path: Path,
+    raw: dict[str, Any],
+    tensors: dict[str, Tensor],
+    kinds: Kinds = lambda name: "F32",
+    arch: str = "llama",
+    keys: dict[str, Any] | None = None,
+    blobs: dict[str, tuple[np.ndarray[Any, Any], str]] | None = None,
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+) -> Path:
+    """A model of `raw` (config.json) as a GGUF file.
+
+    `kinds`: types of matrices; `keys`: more of the architecture; `blobs`: bytes for some matrices, with their type.
+    """
+    writer = gguf.GGUFWriter(path, arch)
+    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    dim = raw.get("head_dim", raw["hidden_size"] // heads)
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(dim)
+    writer.add_rope_freq_base(raw["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    for key, value in (keys or {}).items():
+        if isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{arch}.{key}", value)
+        else:
+            writer.add_uint32(f"{arch}.{key}", value)
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_eos_token_id(raw["eos_token_id"])
+    else:
+        tokenizer(writer)
+    for name, value in tensors.items():
+        stored = gguf_name(name) if name != "rope_freqs.weight" else name
+        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if part in name and arch == "llama":
+                value = for_rope(value, count)
+        if blobs and stored in blobs:
+            data, kind = blobs[stored]
+            writer.add_tensor(stored, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        elif value.ndim == 1 or kinds(stored) == "F32":
+            writer.add_tensor(stored, value.float().contiguous().numpy())
+        else:
+            kind = kinds(stored)
+            writer.add_tensor(stored, as_type(value.contiguous(), kind), raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# --- byte by byte ---
+
+
+def text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def info(name: str, dims: list[int], kind: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def gguf_bytes(
+    keys: list[bytes], infos: list[bytes], data: bytes = b"", version: int = 3, counts: tuple[int, int] | None = None
+) -> bytes:
+    num_tensors, num_keys = counts or (len(infos), len(keys))
+    head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + b"".join(keys) + b"".join(infos)
+    return head + bytes(-len(head) % 32) + data
+
+
+# --- tokenizers ---
+
+TEXTS = [
+    "Hello, world! It's 2024, they'LL pay $1234.56 for 3 apples.",
+    "  two spaces,\ttabs\n\nand   lines  \n",
+    "Zürich, naïve café — “quotes” … 東京タワー 🎉👩‍👩‍👧 नमस्ते",
+    "def f(x):\n    return x**2  # comment\n",
+    "don't can't WON'T we'Re",
+    "",
+    " ",
+    "a",
+]
+CORPUS = [*TEXTS, *(f"the quick brown fox {i} jumps over the lazy dog's back, and {i * 7} more" for i in range(60))]
+
+
+def trained(pattern: str | list[Any], size: int = 600) -> HFTokenizer:
+    """A byte-level BPE trained on CORPUS, its words cut by the expression of a well-known model."""
+    tokenizer = HFTokenizer(models.BPE())
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated")] if isinstance(pattern, str) else pattern
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    )
+    return tokenizer
+
+
+def bpe_keys(source: HFTokenizer, pre: str, special: dict[str, int], **more: Any) -> Any:
+    """What a converter writes of a byte-level BPE; `special` are control tokens behind the vocabulary."""
+    model = json.loads(source.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+
+    def keys(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list([*tokens, *special])
+        writer.add_token_types([1] * len(tokens) + list(special.values()))
+        writer.add_token_merges(merges)
+        for name, value in more.items():
+            getattr(writer, f"add_{name}")(value)
+
+    return keys
+
+
+# As the models' own tokenizer.json files have them.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")

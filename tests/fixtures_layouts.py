@@ -1,0 +1,280 @@
+"""A tiny model in the layouts of other tools, written bit by bit from their documentation, beside what it means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fixtures_models import BASE, random_tensors, write_config
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foretoken.models.config import parse_config
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 96}
+RAW: dict[str, Any] = {
+    **BASE,
+    **SHAPE,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+Tensors = dict[str, Tensor]
+# A layout's writer: weight [O, K], module, random numbers -> tensors as stored, the matrix they mean (float32).
+Writer = Callable[[Tensor, str, torch.Generator], tuple[Tensors, Tensor]]
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def write_layout(
+    folder: Path, writer: Writer, config: dict[str, Any] | None, which: Callable[[str], bool] = is_linear
+) -> Tensors:
+    """A checkpoint whose matrices `which` picks are stored by `writer`; returns the dense tensors it means."""
+    dense = random_tensors(parse_config(RAW), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(5)
+    stored: Tensors = {}
+    for name, value in dense.items():
+        if which(name):
+            made, meant = writer(value.float(), name.removesuffix(".weight"), generator)
+            stored |= made
+            dense[name] = meant
+        else:
+            stored[name] = value
+    write_config(folder, {**RAW, **({} if config is None else {"quantization_config": config})})
+    save_file({n: t.contiguous() for n, t in stored.items()}, folder / "model.safetensors", {"format": "pt"})
+    return dense
+
+
+def write_dense(folder: Path, dense: Tensors) -> Path:
+    """The same model as plain floats of 32 bits."""
+    write_config(folder, RAW)
+    save_file({n: t.float().contiguous() for n, t in dense.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes [N, W] as int32 [N, W bits / 32], the first in the lowest bits: by arithmetic on whole numbers."""
+    per = 32 // bits
+    rows = []
+    for row in codes.tolist():
+        words = []
+        for at in range(0, len(row), per):
+            word = sum(code << (bits * i) for i, code in enumerate(row[at : at + per]))
+            words.append(word - 2**32 if word >= 2**31 else word)
+        rows.append(words)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def integers(
+    weight: Tensor, bits: int, group: int, symmetric: bool, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes 0..2^bits - 1 [O, K], scales [O, n] and zero points [O, n] of groups along K."""
+    x = weight.view(weight.shape[0], -1, group)
+    top = 2**bits - 1
+    if symmetric:
+        scales = (x.abs().amax(-1) / (top / 2)).to(dtype)
+        zeros = torch.full(scales.shape, 2.0 ** (bits - 1))
+    else:
+        low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+        scales = ((high - low) / top).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(1, top)
+    codes = (x / scales.float()[..., None] + zeros[..., None]).round().clamp(0, top)
+    return codes.flatten(1).long(), scales, zeros.long()
+
+
+def meaning(codes: Tensor, scales: Tensor, zeros: Tensor | float, group: Tensor | int) -> Tensor:
+    """(code - zero) * scale, column by column."""
+    index = torch.arange(codes.shape[1]) // group if isinstance(group, int) else group
+    out = torch.empty(codes.shape, dtype=torch.float32)
+    for k, g in enumerate(index.tolist()):
+        zero = zeros[:, g].float() if isinstance(zeros, Tensor) else zeros
+        out[:, k] = (codes[:, k].float() - zero) * scales[:, g].float()
+    return out
+
+
+def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, act_order: bool = False, version: int = 1) -> Writer:
+    """qweight [K bits / 32, O], qzeros [n, O bits / 32] (less one in version 1), scales [n, O], g_idx [K]."""
+
+    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        width = weight.shape[1]
+        size = width if group == -1 else group
+        order = torch.randperm(width, generator=generator) if act_order else torch.arange(width)
+        codes, scales, zeros = integers(weight[:, order], bits, size, symmetric)
+        back = torch.argsort(order)
+        codes, index = codes[:, back], (torch.arange(width) // size)[back]
+        stored = {
+            f"{name}.qweight": packed(codes, bits).T,
+            f"{name}.qzeros": packed(zeros.T - (1 if version == 1 else 0), bits),
+            f"{name}.scales": scales.T,
+            f"{name}.g_idx": index.int(),
+            f"{name}.bias": torch.zeros(weight.shape[0], dtype=torch.float16),
+        }
+        # qweight packs along K: columns of the transposed, packed.
+        return stored, meaning(codes, scales, zeros, index)
+
+    return write
+
+
+def awq(group: int = 128) -> Writer:
+    """qweight [K, O / 8], qzeros [n, O / 8], scales [n, O]; of eight outputs 0 2 4 6 1 3 5 7 from the lowest bits."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def interleaved(codes: Tensor) -> Tensor:
+        return packed(codes.view(codes.shape[0], -1, 8)[..., order].flatten(1), 4)
+
+    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        size = weight.shape[1] if group == -1 else group
+        codes, scales, zeros = integers(weight, 4, size, symmetric=False)
+        stored = {
+            f"{name}.qweight": interleaved(codes.T),
+            f"{name}.qzeros": interleaved(zeros.T),
+            f"{name}.scales": scales.T,
+        }
+        return stored, meaning(codes, scales, zeros, size)
+
+    return write
+
+
+def ct_integers(bits: int, group: int | None, symmetric: bool = True, layout: str = "pack-quantized") -> Writer:
+    """compressed-tensors' pack-quantized and int-quantized; group None: channels."""
+
+    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        size = group or weight.shape[1]
+        codes, scales, zeros = integers(weight, bits, size, symmetric, torch.bfloat16)
+        stored = {f"{name}.weight_scale": scales}
+        if layout == "pack-quantized":
+            stored[f"{name}.weight_packed"] = packed(codes, bits)
+            stored[f"{name}.weight_shape"] = torch.tensor(weight.shape)
+        else:
+            stored[f"{name}.weight"] = (codes - 128).to(torch.int8)
+        if not symmetric:
+            packs = layout == "pack-quantized"
+            point = packed(zeros.T, bits).T if packs else (zeros - 128).to(torch.int8)
+            stored[f"{name}.weight_zero_point"] = point
+        return stored, meaning(codes, scales, zeros, size)
+
+    return write
+
+
+def fp8(scales: str, suffix: str = "weight_scale", dtype: torch.dtype = torch.float8_e4m3fn) -> Writer:
+    """e4m3 codes with the scales of a "tensor", of "rows", or of "block"s of 128x128."""
+
+    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        height, width = weight.shape
+        largest = torch.finfo(dtype).max
+        if scales == "tensor":
+            scale = weight.abs().amax().view(1) / largest
+            wide = scale.expand(height, width)
+        elif scales == "rows":
+            scale = weight.abs().amax(1, keepdim=True) / largest
+            wide = scale.expand(height, width)
+        else:
+            scale = torch.empty(-(-height // 128), -(-width // 128))
+            for i in range(scale.shape[0]):
+                for j in range(scale.shape[1]):
+                    block = weight[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
+                    scale[i, j] = block.abs().amax() / largest
+            wide = scale.repeat_interleave(128, 0)[:height].repeat_interleave(128, 1)[:, :width]
+        codes = (weight / wide).clamp(-largest, largest).to(dtype)
+        return {f"{name}.weight": codes, f"{name}.{suffix}": scale}, codes.float() * wide
+
+    return write
+
+
+# The sixteen values of nf4 as bitsandbytes stores them, and a stand-in for its map of 8-bit scales.
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+       1.0]  # fmt: skip
+
+
+def bnb_nf4(nested: bool = False, block: int = 64) -> Writer:
+    """Two codes a byte, the first above; absmax of blocks, or its 8-bit codes with scales of 256 and an offset."""
+
+    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        table = torch.tensor(NF4)
+        blocks = weight.reshape(-1, block)
+        absmax = blocks.abs().amax(1)
+        state: dict[str, Any] = {
+            "quant_type": "nf4",
+            "blocksize": block,
+            "dtype": "bfloat16",
+            "shape": list(weight.shape),
+        }
+        stored: Tensors = {f"{name}.weight.quant_map": table}
+        if nested:
+            offset = absmax.mean().item()
+            map_ = torch.linspace(-1, 1, 256)
+            large = torch.stack([b.abs().max() for b in (absmax - offset).split(256)])
+            spread = large.repeat_interleave(256)[: len(absmax)]
+            short = ((absmax - offset) / spread)[:, None].sub(map_[None, :]).abs().argmin(1).to(torch.uint8)
+            absmax = map_[short.long()] * spread + offset
+            stored |= {
+                f"{name}.weight.absmax": short,
+                f"{name}.weight.nested_absmax": large,
+                f"{name}.weight.nested_quant_map": map_,
+            }
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        else:
+            stored[f"{name}.weight.absmax"] = absmax
+        codes = (blocks / absmax[:, None])[..., None].sub(table).abs().argmin(-1).flatten()
+        stored[f"{name}.weight"] = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None]
+        text = json.dumps(state).encode()
+        stored[f"{name}.weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+        return stored, (table[codes].view(-1, block) * absmax[:, None]).view(weight.shape)
+
+    return write
+
+
+def bnb_int8(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    """int8 codes and the absmax of rows (SCB)."""
+    absmax = weight.abs().amax(1)
+    codes = (weight / absmax[:, None] * 127).round().to(torch.int8)
+    stored = {
+        f"{name}.weight": codes,
+        f"{name}.SCB": absmax,
+        f"{name}.weight_format": torch.zeros(1, dtype=torch.uint8),
+    }
+    return stored, codes.float() * (absmax / 127.0)[:, None]
+
+
+def mxfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    """e2m1 codes, two a byte (the first below), and e8m0 scales of 32."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    x = weight.view(weight.shape[0], -1, 32)
+    exponent = torch.floor(torch.log2(x.abs().amax(-1))) - 2
+    scaled = x / torch.exp2(exponent)[..., None]
+    near = scaled.abs()[..., None].sub(values).abs().argmin(-1)
+    codes = (near + 8 * (scaled < 0)).flatten(1)
+    meant = (values[near] * torch.where(scaled < 0, -1.0, 1.0) * torch.exp2(exponent)[..., None]).flatten(1)
+    stored = {
+        f"{name}.weight_packed": (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8),
+        f"{name}.weight_scale": (exponent + 127).to(torch.uint8),
+    }
+    return stored, meant
+
+
+def ct_config(
+    bits: int, kind: str, strategy: str, layout: str, group: int | None = None, symmetric: bool = True, **more: Any
+) -> dict[str, Any]:
+    """A compressed-tensors quantization_config of one group."""
+    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": False}
+    if group is not None:
+        weights["group_size"] = group
+    if strategy == "block":
+        weights["block_structure"] = [128, 128]
+    entry = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": layout}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": entry},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        **more,
+    }

@@ -1,0 +1,152 @@
+"""nf4-dq: double quantization, against bitsandbytes where it is installed, and by its definition."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from foretoken.errors import ConfigError
+from foretoken.formats import _dynamic8, scheme
+from foretoken.formats.nf4 import STATE, single
+from foretoken.formats.scheme import QuantArgs, QuantScheme
+
+NF4 = scheme.get("nf4")
+DQ = QuantScheme.parse("nf4-dq")
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_dynamic_map():
+    """A sign, leading zeros that count for powers of ten, and a fraction; 0 and 1 beside (Dettmers, 2016)."""
+    table = _dynamic8.TABLE
+    assert table.shape == (256,) and (table.diff() > 0).all()
+    assert table[-1] == 1.0 and table[127] == 0.0 and table[0] == pytest.approx(-0.99297, abs=1e-5)
+    assert table[128] == pytest.approx(0.55e-6) and table[190] < 0.1 < table[191]
+    assert table[128:-1].equal(-table[:127].flip(0))
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 1000])
+def test_dynamic_codes_are_the_nearest(count):
+    x = randn(count) * 3
+    codes, sizes = _dynamic8.encode(x)
+    assert sizes.shape == (-(-count // 256),) and sizes[0] == x[:256].abs().max()
+    decoded = _dynamic8.decode(codes, sizes)
+    choices = (_dynamic8.TABLE * sizes.repeat_interleave(256)[:count, None] - x[:, None]).abs().amin(1)
+    torch.testing.assert_close((decoded - x).abs(), choices, rtol=1e-4, atol=1e-6)
+    assert _dynamic8.decode(*_dynamic8.encode(torch.zeros(count))).equal(torch.zeros(count))
+
+
+def test_parts():
+    weight = randn(40, 640)
+    q = DQ.encode(weight)
+    assert {n: (t.dtype, tuple(t.shape)) for n, t in q.parts.items()} == {
+        "codes": (torch.uint8, (40, 640)),
+        "scales": (torch.uint8, (40, 10)),
+        "sizes": (torch.float32, (2,)),
+        "offset": (torch.float32, (1,)),
+    }
+    absmax = weight.view(40, 10, 64).abs().amax(-1)
+    assert q.parts["offset"].item() == pytest.approx(absmax.mean().item())
+    assert (single(q).parts["scales"] - absmax).abs().max() < 0.01 * (absmax.max() - absmax.min())
+    assert NF4.concat([q, q]).parts["scales"].dtype == torch.float32
+    assert DQ.rows_together == 0 and QuantScheme("nf4").rows_together == 1
+
+
+def test_codes_are_the_nearest_under_the_scales_that_are_stored():
+    weight = randn(8, 256)
+    weight[3] *= 1e-6  # of the second quantization little is left for these rows
+    q = DQ.encode(weight)
+    again = NF4.decode(q)
+    scales = single(q).parts["scales"].repeat_interleave(64, 1)
+    known = scales[..., None] * NF4.values(torch.arange(16), None)
+    nearest = (known - weight[..., None]).abs().amin(-1)
+    torch.testing.assert_close((again - weight).abs(), nearest, rtol=1e-4, atol=1e-6)
+
+
+def damaged(**changes: object) -> dict[str, torch.Tensor]:
+    tensors = NF4.checkpoint("x", DQ.encode(randn(4, 128)))
+    for kind, value in changes.items():
+        if isinstance(value, torch.Tensor):
+            tensors[f"x.weight.{kind}"] = value
+        else:
+            state = {**json.loads(bytes(tensors[f"x.{STATE}"].tolist())), kind: value}
+            tensors[f"x.{STATE}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shape": [4]}, "no state of bitsandbytes"),
+        ({"shape": "big"}, "no state of bitsandbytes"),
+        ({"shape": [4, -128]}, "which no weight has"),
+        ({"shape": [4, 256]}, "does not fit"),
+        ({"shape": [8, 64]}, None),  # the same bytes in other rows
+        ({"blocksize": 0}, "which no weight has"),
+        ({"blocksize": 128}, "does not fit"),
+        ({"nested_blocksize": 1.5}, "which no weight has"),
+        ({"nested_blocksize": 4}, "do not fit each other"),
+        ({"nested_offset": "much"}, "no state of bitsandbytes"),
+        ({"nested_absmax": torch.ones(3)}, "do not fit each other"),
+        ({"absmax": torch.ones(8)}, "do not fit each other"),
+        ({"nested_quant_map": torch.ones(255)}, "no 256 values"),
+    ],
+)
+def test_damaged_states_are_refused(changes, words):
+    tensors = damaged(**changes)
+    if words is None:
+        assert NF4.from_checkpoint("x", tensors).shape == (8, 64)
+        return
+    with pytest.raises(ConfigError, match=words):
+        NF4.from_checkpoint("x", tensors)
+
+
+def test_text_that_is_no_json_is_refused():
+    tensors = {**damaged(), f"x.{STATE}": torch.tensor([255, 0, 123], dtype=torch.uint8)}
+    with pytest.raises(ConfigError, match="no state of bitsandbytes"):
+        NF4.from_checkpoint("x", tensors)
+
+
+# --- bitsandbytes ---
+
+
+@pytest.mark.parametrize("shape", [(40, 640), (3, 64), (128, 256)])
+@pytest.mark.parametrize("double", [False, True])
+def test_bitsandbytes_reads_what_we_write(shape, double):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    q = NF4.encode(randn(*shape), QuantArgs(64, variant="dq" if double else None))
+    tensors = NF4.checkpoint("x", q)
+    packed = tensors.pop("x.weight")
+    state = functional.QuantState.from_dict(tensors, device=torch.device("cpu"))
+    state.dtype = torch.float32
+    got = functional.dequantize_4bit(packed, state)
+    assert got.equal(NF4.decode(q))
+
+
+@pytest.mark.parametrize("shape", [(40, 640), (3, 64), (128, 256)])
+@pytest.mark.parametrize("double", [False, True])
+def test_we_read_what_bitsandbytes_writes(shape, double):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = randn(*shape)
+    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=double)
+    tensors = {f"x.weight.{key}": value for key, value in state.as_dict(packed=True).items()} | {"x.weight": packed}
+    q = NF4.from_checkpoint("x", tensors)
+    assert NF4.decode(q).equal(functional.dequantize_4bit(packed, state))
+    assert ("sizes" in q.parts) == double
+    written = NF4.checkpoint("x", q)
+    for key, value in tensors.items():
+        if key.endswith(STATE):
+            theirs, ours = (json.loads(bytes(t.tolist())) for t in (value, written[key]))
+            assert {**theirs, "dtype": "bfloat16"} == ours
+        else:
+            assert written[key].equal(value), key
+    own = NF4.encode(weight, QuantArgs(64, variant="dq" if double else None))
+    if double:  # the same scales of scales; codes then follow the stored scale, not the exact one
+        assert own.parts["scales"].equal(q.parts["scales"]) and own.parts["sizes"].equal(q.parts["sizes"])
+        assert own.parts["offset"].equal(q.parts["offset"])
+        assert (own.parts["codes"] != q.parts["codes"]).float().mean() < 0.02
+        assert (NF4.decode(own) - weight).norm() <= (NF4.decode(q) - weight).norm()

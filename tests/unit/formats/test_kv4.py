@@ -1,0 +1,154 @@
+"""Rows of the cache in 4 bits: bytes by hand, the rotation, outliers, rows that are no numbers, odd dimensions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from foretoken.errors import ConfigError
+from foretoken.formats import _kv4, scheme
+from foretoken.formats._hadamard import hadamard
+from foretoken.formats.int4_sparse import num_outliers
+from foretoken.kvcache.cache import KVCache
+
+INT4, SPARSE = scheme.get("int4"), scheme.get("int4_sparse")
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- the rotation ---
+
+
+@pytest.mark.parametrize("dim", [1, 2, 6, 10, 32, 64, 80, 96, 128])
+def test_the_rotation_is_the_hadamard_matrix_by_blocks(dim):
+    block = dim & -dim
+    small = torch.ones(1, 1, dtype=torch.float64)
+    while small.shape[0] < block:  # Sylvester's construction
+        small = torch.cat([torch.cat([small, small], 1), torch.cat([small, -small], 1)])
+    matrix = torch.block_diag(*[small] * (dim // block)) / math.sqrt(block)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim, dtype=torch.float64))
+    x = randn(5, 3, dim)
+    before = x.clone()
+    torch.testing.assert_close(hadamard(x).double(), x.double() @ matrix.T, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=1e-5, atol=1e-6)
+    assert x.equal(before)
+
+
+def test_the_rotation_spreads_an_outlier():
+    x = torch.zeros(1, 64)
+    x[0, 7] = 8.0
+    assert hadamard(x).abs().unique().tolist() == [1.0]
+
+
+def test_rotation_serves_rows_with_an_outlier_channel():
+    """What it is for: the error of the other channels, with one channel 30 times as large."""
+    x = randn(200, 1, 64)
+    x[..., 5] *= 30
+    errors = {}
+    for name, data in (("rotated", x), ("plain", hadamard(x))):  # encoding rotates: what was rotated, back
+        back = INT4.decode_kv(*INT4.encode_kv(data))
+        back = back if name == "rotated" else hadamard(back)
+        errors[name] = (back - x).norm().item()
+    assert errors["rotated"] < 0.6 * errors["plain"]
+
+
+# --- bytes ---
+
+
+def test_bytes_of_a_row():
+    """Low nibbles hold the first half of a row, high ones the second; then the lowest value."""
+    x = torch.tensor([[-1.0, 0.0, 14.0, 3.0, 2.0, 1.0]])
+    data, scales = _kv4.encode_rows(x)
+    assert scales.tolist() == [1.0]
+    assert data.tolist() == [[0 | 4 << 4, 1 | 3 << 4, 15 | 2 << 4, 0x80, 0xBF]]  # bfloat16 of -1 is 0xBF80
+    assert _kv4.decode_rows(data, scales, 6).equal(x)
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=8, max_size=8))
+@settings(max_examples=300)
+def test_errors_are_within_half_a_step(values):
+    x = torch.tensor([values])
+    data, scales = _kv4.encode_rows(x)
+    error = (_kv4.decode_rows(data, scales, 8).double() - x.double()).abs()
+    assert (error <= scales.double() / 2 * (1 + 1e-5) + x.abs().max() * 1e-6 + 2.0**-99).all()
+
+
+@pytest.mark.parametrize(("value", "lowest"), [(0.1, 0.0996), (-0.1, -0.1001), (3.0, 3.0), (-3.0, -3.0)])
+def test_the_lowest_value_is_rounded_down(value, lowest):
+    data, scales = _kv4.encode_rows(torch.full((1, 4), value))
+    stored = _kv4.as_bf16(data[:, 2:4]).float().item()
+    assert stored <= value and stored == pytest.approx(lowest, abs=1e-4)
+    assert (_kv4.decode_rows(data, scales, 4) - value).abs().max() <= scales.item() / 2 + 1e-7
+
+
+@pytest.mark.parametrize(("dim", "width"), [(2, 6), (64, 40), (128, 78), (256, 154), (320, 202), (512, 322)])
+def test_outliers_lie_behind_the_nibbles(dim, width):
+    x = randn(4, 2, dim).clamp(-3, 3)
+    count = num_outliers(dim)
+    index = torch.arange(count) * (dim // count) + 1
+    x[:, :, index] = 100.0 + torch.arange(count)
+    codes, scales = SPARSE.encode_kv(x)
+    assert codes.shape == (4, 2, width) and scales is not None
+    start = dim // 2 + 2
+    assert _kv4.as_bf16(codes[..., start : start + 2 * count]).float().equal(x[..., index].to(torch.bfloat16).float())
+    places = codes[..., start + 2 * count :].long()
+    places = places if dim <= 256 else places[..., ::2] + 256 * places[..., 1::2]
+    assert (places == index).all()
+    assert (scales <= 6.1 / 15).all()  # the others have their own, smaller range
+    decoded = SPARSE.decode_kv(codes, scales)
+    assert decoded[..., index].equal(x[..., index].to(torch.bfloat16).float())
+
+
+def test_of_two_as_large_the_first_is_kept():
+    codes, _ = SPARSE.encode_kv(torch.tensor([[[1.0, -5.0, 5.0, 5.0]]]))
+    assert codes[0, 0, -1] == 1
+
+
+# --- rows that are no numbers, and none that fit ---
+
+
+@pytest.mark.parametrize("fmt", [INT4, SPARSE], ids=["int4", "int4_sparse"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_broken_row_breaks_all_its_values_that_are_coded(fmt, bad):
+    x = randn(3, 2, 8)
+    x[1, 0, 3] = bad
+    codes, scales = fmt.encode_kv(x)
+    assert scales[1, 0].isnan() and scales.isnan().sum() == 1
+    decoded = fmt.decode_kv(codes, scales)
+    assert decoded[1, 0].isnan().sum() >= 7 and decoded.isfinite().sum() >= 40
+
+
+@pytest.mark.parametrize("fmt", [INT4, SPARSE], ids=["int4", "int4_sparse"])
+def test_huge_rows_are_stored_or_marked(fmt):
+    for size in (1e30, 3e37, 3.3e38):
+        x = torch.tensor([[[1.0, -1.0, 0.5, 0.25]]]) * size
+        decoded = fmt.decode_kv(*fmt.encode_kv(x))
+        stored = decoded[decoded.isfinite()]
+        assert ((stored - x[decoded.isfinite()]).abs() <= 0.2 * size).all()
+        assert decoded.isfinite().all() or size > 1e38
+
+
+@pytest.mark.parametrize("name", ["int4", "int4_sparse"])
+def test_odd_dimensions_are_refused(name):
+    with pytest.raises(ConfigError, match=f"KV cache in '{name}' needs an even head dimension, not 33"):
+        scheme.get(name).encode_kv(randn(1, 1, 33))
+    with pytest.raises(ConfigError, match="even head dimension"):
+        KVCache(1, 2, 4, 1, 33, name)
+
+
+def test_rows_of_another_width_are_refused():
+    with pytest.raises(ConfigError, match="37 bytes hold no row"):
+        SPARSE.decode_kv(torch.zeros(1, 1, 37, dtype=torch.uint8), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize(("name", "width"), [("int4", 34), ("int4_sparse", 40)])
+def test_a_cache_holds_packed_rows(name, width):
+    cache = KVCache(2, 3, 4, 2, 64, name)
+    layer = cache.layer(1)
+    assert layer.k.shape == layer.v.shape == (3, 4, 2, width) and layer.k.dtype == torch.uint8
+    assert cache.nbytes == 2 * 2 * 12 * 2 * (width + 4)

@@ -1,0 +1,115 @@
+"""qoq: two levels of integers that never leave int8, and what kernels multiply."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from foretoken.errors import ConfigError
+from foretoken.formats import scheme
+from foretoken.formats.qoq import PROTECTED, steps
+from foretoken.formats.scheme import QuantArgs, QuantScheme
+
+QOQ = scheme.get("qoq")
+rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=64, max_size=64)
+
+
+@given(rows, st.sampled_from([32, 64, None]), st.sampled_from([None, "mse"]))
+@settings(max_examples=200)
+def test_no_product_leaves_int8(values, group, variant):
+    """Of any weights: (code - zero) * step stays within -127..127, the first level within -119..119."""
+    weight = torch.tensor([values])
+    q = QOQ.encode(weight, QuantArgs(group, False, variant))
+    found = steps(q)
+    assert found.max() <= 16 and q.parts["zeros"].max() <= 15 and q.parts["codes"].max() <= 15
+    codes = q.parts["codes"].view(1, -1, q.group).int() - q.parts["zeros"][..., None].int()
+    products = codes * found[..., None].int()
+    assert products.abs().max() <= 127
+    # What the integers mean is what decode says, and the scales are exact products.
+    channel = q.parts["channel"].double()
+    assert QOQ.decode(q).double().equal((products.double() * channel[..., None]).flatten(1))
+    assert q.parts["scales"].double().equal(found.double() * channel)
+
+
+@given(rows, st.sampled_from([32, 64, None]))
+@settings(max_examples=200)
+def test_errors_are_within_half_a_step_of_each_level(values, group):
+    weight = torch.tensor([values])
+    q = QOQ.encode(weight, QuantArgs(group, False))
+    error = (QOQ.decode(q).double() - weight.double()).abs().view(1, -1, q.group)
+    bound = (steps(q).double() + 1) / 2 * q.parts["channel"].double()
+    assert (error <= bound[..., None] * (1 + 1e-5) + 2.0**-99).all()
+
+
+def test_without_the_protective_range_products_would_leave_int8():
+    """Why 119: the same two levels from 127 reach beyond it."""
+    w8 = torch.tensor([-113.0, 127.0])  # the first level, had it used all of int8
+    step = ((w8.max() - w8.min()) / 15).ceil()
+    zero = (-w8.min() / step).round()
+    products = ((w8 / step).round() + zero).clamp(0, 15).sub(zero) * step
+    assert products.abs().max() > 127
+    assert QOQ.encode(w8[None].repeat(1, 16)).parts["channel"].item() == pytest.approx(127 / PROTECTED, rel=1e-2)
+
+
+def test_by_hand():
+    """Channel 2 / 119; the group of small values has its own step."""
+    weight = torch.cat([torch.linspace(-2, 2, 32), torch.linspace(0, 0.25, 32)])[None]
+    q = QOQ.encode(weight, QuantArgs(32, False))
+    channel = torch.tensor(2 / PROTECTED).to(torch.bfloat16)
+    assert q.parts["channel"].dtype == torch.bfloat16 and q.parts["channel"].item() == channel.item()
+    assert steps(q).tolist() == [[16, 1]]  # 238 / 15 rounded up; 0.25 is 15 of the first level
+    assert q.parts["zeros"].tolist() == [[7, 0]]
+    assert q.parts["scales"].tolist() == [[16 * channel.item(), channel.item()]]
+    assert q.parts["codes"][0, 32:].tolist() == (torch.linspace(0, 0.25, 32) / channel.float()).round().int().tolist()
+
+
+def test_the_smaller_step_is_taken_where_it_errs_less():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    plain, better = (QOQ.encode(weight, QuantArgs(128, False, v)) for v in (None, "mse"))
+    errors = [(QOQ.decode(q) - weight).view(64, 2, 128).square().sum(-1) for q in (plain, better)]
+    taken = steps(better) < steps(plain)
+    assert taken.any() and not taken.all()
+    assert errors[1].sum() < 0.95 * errors[0].sum()
+
+
+def test_a_row_of_nothing():
+    q = QOQ.encode(torch.zeros(2, 64))
+    assert not QOQ.decode(q).any() and not steps(q).any()
+    broken = torch.zeros(2, 64)
+    broken[0, 3] = torch.nan
+    decoded = QOQ.decode(QOQ.encode(broken))
+    assert decoded[0].isnan().all() and not decoded[1].any()
+
+
+def test_checkpoint_layout():
+    q = QuantScheme.parse("w4a8-qoq-g64").encode(torch.randn(6, 128, generator=torch.Generator().manual_seed(0)))
+    tensors = QOQ.checkpoint("x", q)
+    assert {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()} == {
+        "x.weight_packed": (torch.int32, (6, 16)),
+        "x.weight_scale": (torch.bfloat16, (6, 1)),
+        "x.weight_group_scale": (torch.uint8, (6, 2)),
+        "x.weight_zero_point": (torch.uint8, (6, 2)),
+        "x.weight_shape": (torch.int64, (2,)),
+    }
+    config = QOQ.config(q)
+    assert (config["quant_method"], config["format"]) == ("foretoken", "qoq")
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64
+    assert config["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        ("weight_group_scale", torch.full((2, 2), 17, dtype=torch.uint8), "exceed 16"),
+        ("weight_zero_point", torch.full((2, 2), 16, dtype=torch.uint8), "zero points 15"),
+        ("weight_group_scale", torch.ones(2, 3, dtype=torch.uint8), "do not fit a qoq weight"),
+        ("weight_scale", torch.ones(3, 1), "do not fit a qoq weight"),
+        ("weight_packed", torch.zeros(2, 9, dtype=torch.int32), "do not fit a qoq weight"),
+        ("weight_shape", torch.tensor([2, 63]), "do not fit a qoq weight"),
+    ],
+)
+def test_damaged_checkpoints_are_refused(kind, value, words):
+    tensors = QOQ.checkpoint("x", QOQ.encode(torch.ones(2, 64), QuantArgs(32, False)))
+    with pytest.raises(ConfigError, match=words):
+        QOQ.from_checkpoint("x", {**tensors, f"x.{kind}": value})

@@ -1,0 +1,256 @@
+"""Damaged and malicious checkpoints: each one loads or is refused in words, in bounded memory, and never hangs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import resource
+import shutil
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures_gguf import bpe_keys, write_gguf
+from fixtures_layouts import awq, bnb_nf4, ct_config, ct_integers, fp8, gptq, write_layout
+from fixtures_models import VARIANTS, random_tensors
+from tokenizers import Tokenizer as HFTokenizer, models, pre_tokenizers
+
+from foretoken import ops
+from foretoken.errors import ForetokenError
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.config import parse_config
+from foretoken.models.loader import load_model, load_tokenizer
+from foretoken.models.save import save_quantized
+
+ROOM = 600 << 20  # bytes of address space that a case may take above what the process has
+SECONDS = 60  # until a case counts as hanging
+RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Little memory and time."""
+
+    def hang(*_: object) -> None:
+        raise AssertionError("hangs")
+
+    (pages,) = (int(x) for x in Path("/proc/self/statm").read_text().split()[:1])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    previous = signal.signal(signal.SIGALRM, hang)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, hard))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def survives(path: Path, tokenizer: bool = False) -> bool:
+    """Whether it loads. Any other error than ours is a failure of the test."""
+    with bounded():
+        try:
+            load_model(path, ops.resolve("reference"), QuantScheme(), 32)
+            if tokenizer:
+                load_tokenizer(path).encode("hello there, it's 12")
+        except ForetokenError:
+            return False
+    return True
+
+
+NUMBERS = [0, 1, 2, 7, 8, 31, 127, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
+
+
+def mutated(data: bytes, end: int, rng: random.Random) -> bytes:
+    """Some damage within the first `end` bytes: flips, extreme numbers, pieces lost, doubled or moved, an early end."""
+    out = bytearray(data)
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        at, kind = rng.randrange(end), rng.randrange(7)
+        if kind == 0:
+            out[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            out[at] = rng.randrange(256)
+        elif kind == 2:
+            out[at : at + 8] = struct.pack("<Q", rng.choice(NUMBERS))
+        elif kind == 3:
+            out[at : at + 4] = struct.pack("<I", rng.choice(NUMBERS) & 0xFFFFFFFF)
+        elif kind == 4:
+            del out[at : at + rng.choice([1, 4, 8, 40])]
+        elif kind == 5:
+            out[at:at] = out[at : at + rng.choice([1, 4, 8, 40])]
+        else:
+            del out[rng.randrange(len(out)) :]
+        end = max(1, min(end, len(out)))
+    return bytes(out)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A small file with all that one has: codes, floats, factors, a tokenizer with its template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    source = HFTokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, "he", "ll"])}, [("h", "e"), ("l", "l")]))
+    size = source.get_vocab_size()
+    keys = bpe_keys(source, "llama-bpe", {"<s>": 3, "</s>": 3}, bos_token_id=size, eos_token_id=size + 1,
+                    chat_template="{{ bos_token }}", add_bos_token=True)  # fmt: skip
+    raw = {**RAW, "vocab_size": 260}
+    kinds = {"blk.0.ffn_up.weight": "Q4_0", "blk.0.ffn_down.weight": "Q4_1", "token_embd.weight": "F16"}
+    tensors = random_tensors(parse_config(raw))
+    path = tmp_path_factory.mktemp("fuzz") / "model.gguf"
+    return write_gguf(path, raw, tensors, lambda n: kinds.get(n, "Q8_0"), tokenizer=keys).read_bytes()
+
+
+def header_end(data: bytes) -> int:
+    """Where the metadata and tensor infos of a sound file end: behind the last tensor's name."""
+    return data.rindex(b"output.weight") + 60
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_gguf_headers(seed, gguf_file, tmp_path):
+    rng = random.Random(seed)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_file)
+    assert survives(path, tokenizer=True)
+    end, loaded = header_end(gguf_file), 0
+    # Half of the damage where tokens are not: they are most of the header, and the rest decides more.
+    tokens = gguf_file.index(b"tokenizer.ggml.tokens"), gguf_file.index(b"tokenizer.ggml.bos_token_id")
+    for case in range(40):
+        if case % 2:
+            path.write_bytes(mutated(gguf_file, end, rng))
+        else:
+            head = mutated(gguf_file[: tokens[0]], tokens[0], rng)
+            tail = (
+                gguf_file[tokens[1] :] if rng.random() < 0.5 else mutated(gguf_file[tokens[1] :], end - tokens[1], rng)
+            )
+            path.write_bytes(head + gguf_file[tokens[0] : tokens[1]] + tail)
+        loaded += survives(path, tokenizer=True)
+    assert loaded < 40  # the damage does matter
+
+
+LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gptq": (gptq(act_order=True), {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:x": {}}}),
+    "awq": (awq(), {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}),
+    "packed": (ct_integers(4, 64, False), ct_config(4, "int", "group", "pack-quantized", 64, False)),
+    "block": (fp8("block"), ct_config(8, "float", "block", "float-quantized")),
+    "fp8": (fp8("block", "weight_scale_inv"), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "nf4": (bnb_nf4(nested=True), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each layout."""
+    found = {}
+    for name, (writer, config) in LAYOUTS.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        write_layout(found[name], writer, config)
+    scheme = QuantScheme.parse("qoq")
+    raw = json.loads((found["awq"] / "config.json").read_text()) | {"quantization_config": None}
+    tensors = random_tensors(parse_config(raw))
+    schemes = {n.removesuffix(".weight"): scheme for n in tensors if n.endswith("_proj.weight")}
+    stored = ((n, scheme.encode(t) if n.removesuffix(".weight") in schemes else t) for n, t in tensors.items())
+    out = tmp_path_factory.mktemp("own") / "out"
+    found["own"] = save_quantized(out, found["awq"], stored, schemes)
+    return found
+
+
+NAMES = [*LAYOUTS, "own"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_safetensors_headers(name, folders, tmp_path):
+    rng = random.Random(name)
+    folder = shutil.copytree(folders[name], tmp_path / "model")
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    assert survives(folder)
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    for _ in range(25):
+        file.write_bytes(mutated(data, end, rng))
+        survives(folder)
+
+
+STRANGE: list[Any] = [
+    None, True, False, -1, 0, 1, 3, 4, 8, 33, 2**31, 2**70, 1.5, "", "x", "re:(a|a)*b", "re:[", "linear", [], {},
+    {"a": 1}, [0, 128], [2**70, 1], ["Linear"], [None], "pack-quantized", "int-quantized", "channel", "tensor", "block",
+    "nf4", "w4a16", "gptq_v2",
+]  # fmt: skip
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of everything within a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return (
+        [at, *(p for k, v in inner for p in places(v, (*at, k)))]
+        if at
+        else [p for k, v in inner for p in places(v, (k,))]
+    )
+
+
+def changed(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """A setting or two replaced, lost, or moved."""
+    config = copy.deepcopy(config)
+    for _ in range(rng.choice([1, 1, 2])):
+        path = rng.choice(places(config))
+        parent: Any = config
+        for step in path[:-1]:
+            parent = parent[step]
+        if rng.random() < 0.2:
+            del parent[path[-1]]
+        else:
+            parent[path[-1]] = copy.deepcopy(rng.choice(STRANGE))
+        if not config:
+            break
+    return config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantization_configs(name, folders, tmp_path):
+    rng = random.Random(name)
+    folder = shutil.copytree(folders[name], tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    for case in range(25):
+        settings = {**raw, "quantization_config": changed(raw["quantization_config"], rng)}
+        if case % 5 == 4:
+            settings = changed(raw, rng)
+        (folder / "config.json").write_text(json.dumps(settings))
+        survives(folder)
+
+
+def test_there_are_as_many_cases_as_are_promised():
+    assert 8 * 40 + len(NAMES) * (25 + 25) >= 500
+
+
+SLOW_PATTERNS = ["(a+)+$", "(a|aa)*b", ".*.*.*.*.*.*.*x", "([a-z]+)*[0-9]", "(x{1,50}){1,50}y", "a{1000}", r"(.*)\1"]
+
+
+@pytest.mark.parametrize("pattern", SLOW_PATTERNS)
+@pytest.mark.parametrize("where", ["ignore", "targets"])
+def test_expressions_that_might_match_for_ever(where, pattern, folders, tmp_path):
+    folder = shutil.copytree(folders["packed"], tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    config = raw["quantization_config"]
+    (config if where == "ignore" else config["config_groups"]["group_0"])[where] = [f"re:{pattern}"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with bounded(), pytest.raises(ForetokenError, match="too involved"):
+        load_model(folder, ops.resolve("reference"))
+
+
+def refuse_nothing(load: Callable[[], object]) -> None:
+    with bounded():
+        load()
+
+
+def test_ordinary_expressions_are_not_refused(folders, tmp_path):
+    folder = shutil.copytree(folders["packed"], tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    targets = [r"re:.*self_attn\.(q|k|v|o)_proj$", r"re:model\.layers\.\d+\.mlp\.(gate|up|down)_proj"]
+    raw["quantization_config"]["config_groups"]["group_0"]["targets"] = targets
+    (folder / "config.json").write_text(json.dumps(raw))
+    refuse_nothing(partial(load_model, folder, ops.resolve("reference")))

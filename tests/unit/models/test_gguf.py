@@ -1,0 +1,378 @@
+"""GGUF files: the same model as its Hugging Face folder, in the file's own codes where a kernel has them."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from fixtures_gguf import gguf_bytes, info, key, text, write_gguf
+from fixtures_models import LLAMA3_ROPE, VARIANTS, all_logits, backends, load, prompt, random_tensors, write_checkpoint
+from torch import Tensor
+
+from foretoken.errors import ModelLoadError
+from foretoken.formats.scheme import get
+from foretoken.models.config import parse_config, read_config
+from foretoken.models.gguf.header import GGUFFile
+from foretoken.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
+from foretoken.models.layers import inverse_frequencies
+from foretoken.models.layouts import base
+from foretoken.models.loader import load_tokenizer, open_checkpoint, resolve_model
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64, "vocab_size": 96}
+RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, **WIDE, "num_key_value_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def _say_again() -> None:
+    base.say_once.cache_clear()
+
+
+def refused(path: Path, *words: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        load(path)
+    for word in (str(path), *words):
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+# --- the same model ---
+
+ARCHS = {
+    "llama2": "llama",
+    "llama3": "llama",
+    "llama3.2": "llama",
+    "llama-biases": "llama",
+    "mistral-full": "llama",
+    "qwen2": "qwen2",
+    "qwen2.5-tied": "qwen2",
+    "qwen3": "qwen3",
+}
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_logits_are_those_of_the_folder_it_was_made_of(name, tmp_path):
+    """q and k in their order, biases, norms, tied output, rope: bit for bit."""
+    variant = VARIANTS[name]
+    tensors = random_tensors(parse_config(variant.raw))
+    want = all_logits(load(write_checkpoint(tmp_path / "folder", variant)), prompt(variant.length))
+    if variant.raw["rope_parameters"]["rope_type"] == "llama3":
+        tensors["rope_freqs.weight"] = llama3_factors(variant.raw)
+    path = write_gguf(tmp_path / "model.gguf", variant.raw, tensors, arch=ARCHS[name])
+    got = all_logits(load(path), prompt(variant.length))
+    exact = "rope_freqs.weight" not in tensors  # factors in float32 are those of the bands but for their rounding
+    assert got.equal(want) if exact else (got - want).abs().max() < 1e-3
+
+
+def llama3_factors(raw: dict[str, Any]) -> Tensor:
+    """As the converter of llama.cpp writes them, from the definition of the bands."""
+    rope = raw["rope_parameters"]
+    dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    factors = []
+    for i in range(0, dim, 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (i / dim)
+        low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+        high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+        if wavelength < high:
+            factors.append(1.0)
+        elif wavelength > low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / (
+                rope["high_freq_factor"] - rope["low_freq_factor"]
+            )
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return torch.tensor(factors, dtype=torch.float32)
+
+
+def test_llama3_scaling_is_found_again_in_its_factors(tmp_path):
+    raw = {
+        **RAW,
+        "rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 8192},
+        "max_position_embeddings": 65536,
+    }
+    tensors = random_tensors(parse_config(raw)) | {"rope_freqs.weight": llama3_factors(raw)}
+    rope = read_config(write_gguf(tmp_path / "a.gguf", raw, tensors)).rope
+    assert rope == parse_config(raw).rope
+    odd = {**tensors, "rope_freqs.weight": torch.linspace(1, 3, 32)}
+    rope = read_config(write_gguf(tmp_path / "b.gguf", raw, odd)).rope
+    assert rope.kind == "factors"
+    plain = inverse_frequencies(parse_config({**raw, "rope_parameters": {"rope_theta": 500000.0}}).rope, 64)
+    assert torch.allclose(inverse_frequencies(rope, 64) * torch.linspace(1, 3, 32), plain)
+
+
+def test_linear_rope_scaling(tmp_path):
+    raw = VARIANTS["llama-linear"].raw
+    tensors = random_tensors(parse_config(raw))
+    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    path = write_gguf(tmp_path / "model.gguf", raw, tensors, keys=keys)
+    assert read_config(path).rope == parse_config(raw).rope
+
+
+# --- types of blocks ---
+
+
+def kinds(kind: str) -> Any:
+    return lambda name: kind
+
+
+@pytest.mark.parametrize(("kind", "text_"), [("Q4_0", "w4a16-g32"), ("Q5_0", "w8a16-g32"), ("Q8_0", "w8a16-g32")])
+def test_types_that_kernels_have_keep_their_codes(kind, text_, tmp_path, caplog):
+    """The codes mean what the package's own reader makes of the bytes, row by row, permuted or not."""
+    tensors = random_tensors(parse_config(RAW))
+    path = write_gguf(tmp_path / "model.gguf", RAW, tensors, kinds(kind))
+    type_ = gguf.GGMLQuantizationType[kind]
+    with caplog.at_level(logging.WARNING), GGUFCheckpoint(path) as source:
+        source.check(read_config(path))
+        for name, weight in tensors.items():
+            if weight.ndim == 1:
+                continue
+            assert str(source.scheme(name)) == text_
+            meant = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), type_), type_))
+            q = source.stored(name)
+            assert get(q.format).decode(q).equal(meant), name
+            assert source.rows(name, 17, 70).equal(meant[17:70]), name
+    assert not caplog.records
+    want = all_logits(load(path, weights="fp32"), prompt(12))
+    for backend in backends():
+        model = load(path, backend)
+        assert {m.format for m in model.weights.matrices} == {get(q.format).name}
+        assert (all_logits(model, prompt(12)) - want).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_floats_stay_as_they_are(kind, tmp_path):
+    tensors = random_tensors(parse_config(RAW), dtype=torch.float16 if kind == "F16" else torch.bfloat16)
+    model = load(write_gguf(tmp_path / "model.gguf", RAW, tensors, kinds(kind)))
+    assert {m.format for m in model.weights.matrices} == {kind.lower().replace("f16", "fp16").replace("bfp", "bf")}
+    assert model.weights.embedding.parts["weight"].equal(tensors["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1"])
+def test_types_that_no_kernel_has_are_decoded_exactly_with_a_notice(kind, tmp_path, caplog):
+    tensors = random_tensors(parse_config(RAW))
+    path = write_gguf(tmp_path / "model.gguf", RAW, tensors, kinds(kind))
+    with caplog.at_level(logging.WARNING):
+        model = load(path)
+        load(path)
+    (told,) = [r.getMessage() for r in caplog.records]
+    for word in ("model.gguf", kind, "float32", "GiB", "--format"):
+        assert word in told
+    type_ = gguf.GGMLQuantizationType[kind]
+    weight = tensors["model.layers.0.mlp.down_proj.weight"].numpy()
+    meant = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight, type_), type_))
+    assert model.weights.layers[0].down.parts["weight"].equal(meant)
+
+
+def q4_k(block: bytes) -> list[float]:
+    """The 256 values of a block, as ggml's comments describe it: two halves, eight 6-bit scales and minima."""
+    d, dmin = struct.unpack("<2e", block[:4])
+    packed, codes = block[4:16], block[16:]
+    out = []
+    for j in range(8):
+        if j < 4:
+            scale, least = packed[j] & 63, packed[j + 4] & 63
+        else:
+            scale = packed[j + 4] & 15 | (packed[j - 4] >> 6) << 4
+            least = packed[j + 4] >> 4 | (packed[j] >> 6) << 4
+        for i in range(32):
+            byte = codes[32 * (j // 2) + i]
+            code = byte >> 4 if j % 2 else byte & 15
+            out.append(float(np.float32(np.float32(d) * np.float32(scale)) * np.float32(code)
+                             - np.float32(np.float32(dmin) * np.float32(least))))  # fmt: skip
+    return out
+
+
+def q6_k(block: bytes) -> list[float]:
+    """128 low halves, 64 pairs of high bits, 16 scales in int8, one in fp16."""
+    low, high, scales = block[:128], block[128:192], struct.unpack("16b", block[192:208])
+    (d,) = struct.unpack("<e", block[208:])
+    out = []
+    for k in range(256):
+        half, at = divmod(k, 128)
+        quarter, i = divmod(at, 32)
+        byte = low[64 * half + 32 * (quarter % 2) + i]
+        four = byte >> 4 if quarter >= 2 else byte & 15
+        two = high[32 * half + i] >> (2 * quarter) & 3
+        out.append(float(np.float32(np.float32(d) * np.float32(scales[k // 16])) * np.float32((four | two << 4) - 32)))
+    return out
+
+
+@pytest.mark.parametrize(("kind", "size", "meaning"), [("Q4_K", 144, q4_k), ("Q6_K", 210, q6_k)])
+def test_k_quants_mean_what_ggml_says(kind, size, meaning, tmp_path):
+    tensors = random_tensors(parse_config(RAW))
+    rng = np.random.default_rng(1)
+    name = "model.layers.0.self_attn.k_proj.weight"  # its heads are in another order, too
+    blocks = rng.integers(0, 256, (128, size), dtype=np.uint8)
+    halves = [(0, 0.01), (2, 0.02)] if kind == "Q4_K" else [(208, 0.005)]
+    for at, scale in halves:
+        blocks[:, at : at + 2] = (rng.random(128).astype(np.float16) * np.float16(scale))[:, None].view(np.uint8)
+    path = write_gguf(tmp_path / "model.gguf", RAW, tensors, blobs={gguf_name(name): (blocks, kind)})
+    with GGUFCheckpoint(path) as source:
+        source.check(read_config(path))
+        assert source.scheme(name) is None and source.dtype(name) == torch.float32
+        got = source.tensor(name)
+        chunks = torch.cat([source.rows(name, a, b) for a, b in ((0, 5), (5, 70), (70, 128))])
+    file_order = torch.tensor([meaning(b.tobytes()) for b in blocks])
+    want = file_order.view(2, 32, 2, 256).transpose(1, 2).reshape(128, 256)
+    assert torch.allclose(got, want, rtol=1e-6, atol=1e-7)  # exactly, but for the order of two products
+    assert got.equal(chunks)
+
+
+def test_every_decoded_type_is_one_that_the_package_decodes():
+    for kind in DECODED:
+        type_ = gguf.GGMLQuantizationType[kind]
+        values, size = gguf.GGML_QUANT_SIZES[type_]
+        assert gguf.quants.dequantize(np.zeros((1, size), np.uint8), type_).shape == (1, values)
+
+
+# --- where it is ---
+
+
+def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
+    tensors = random_tensors(parse_config(RAW))
+    path = write_gguf(tmp_path / "a.gguf", RAW, tensors)
+    assert resolve_model(str(path)) == path and resolve_model(str(tmp_path)) == path
+    (tmp_path / "b.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(ModelLoadError, match="holds 2 GGUF files; name one of them"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")  # then it is a Hugging Face folder with something beside it
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_a_file_on_the_hub(tmp_path, monkeypatch):
+    asked = []
+
+    def download(repository: str, file: str) -> str:
+        asked.append((repository, file))
+        return str(tmp_path / "x.gguf")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert resolve_model("org/name/x-Q4_0.gguf") == tmp_path / "x.gguf" and asked == [("org/name", "x-Q4_0.gguf")]
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arch": "falcon"}, ["falcon", "llama, qwen2, qwen3"]),
+        ({"keys": {"expert_count": 8}}, ["experts"]),
+        ({"keys": {"rope.scaling.type": "yarn"}}, ["yarn", "linear"]),
+        ({"keys": {"attention.value_length": 32}}, ["dimensions"]),
+    ],
+    ids=str,
+)
+def test_models_that_are_of_another_kind(changes, words, tmp_path):
+    if "attention.value_length" in changes.get("keys", {}):
+        path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)))
+        data = path.read_bytes()
+        at = data.index(b"llama.attention.value_length") + len("llama.attention.value_length") + 4
+        path.write_bytes(data[:at] + struct.pack("<I", 32) + data[at + 4 :])
+    else:
+        path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)), **changes)
+    refused(path, *words)
+
+
+def test_missing_extra_and_misshapen_tensors(tmp_path):
+    tensors = random_tensors(parse_config(RAW))
+    name = "model.layers.0.mlp.up_proj.weight"
+    refused(write_gguf(tmp_path / "a.gguf", RAW, {n: t for n, t in tensors.items() if n != name}), "ffn_up", "missing")
+    more = tensors | {"model.layers.3.mlp.up_proj.weight": tensors[name]}
+    refused(write_gguf(tmp_path / "b.gguf", RAW, more), "unexpected", "blk.3.ffn_up.weight")
+    refused(write_gguf(tmp_path / "c.gguf", RAW, tensors | {name: torch.zeros(512, 128)}), "ffn_up", "[512, 128]")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F32", "Q4_1"])
+def test_numbers_that_are_none(kind, tmp_path):
+    tensors = random_tensors(parse_config(RAW))
+    name = "model.layers.0.mlp.up_proj.weight"
+    if kind == "F32":
+        tensors[name][3, 5] = torch.nan
+        path = write_gguf(tmp_path / "model.gguf", RAW, tensors)
+    else:
+        data = gguf.quants.quantize(tensors[name].numpy(), gguf.GGMLQuantizationType[kind])
+        data[3, :2] = [0, 0x7C]  # the scale of its first block becomes infinite
+        path = write_gguf(tmp_path / "model.gguf", RAW, tensors, blobs={gguf_name(name): (data, kind)})
+    refused(path, "ffn_up", "NaN or infinity")
+
+
+KEYS = [key("general.architecture", 8, text("llama")), key("general.alignment", 4, struct.pack("<I", 32))]
+SOUND = [info("a", [4], 0, 0), info("b", [32, 2], 2, 32)]
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (b"", "header wants"),
+        (b"GGML" + bytes(40), "does not begin with GGUF"),
+        (gguf_bytes(KEYS, SOUND, bytes(68), version=1), "version 1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (gguf_bytes(KEYS, SOUND, bytes(68), counts=(2**40, 2)), "tensors and"),
+        (gguf_bytes(KEYS, SOUND, bytes(68), counts=(2, 2**63)), "tensors and"),
+        (gguf_bytes(KEYS, SOUND, bytes(68), counts=(3, 2)), "0 dimensions"),
+        (gguf_bytes([*KEYS, KEYS[0]], SOUND, bytes(68)), "twice"),
+        (gguf_bytes(KEYS, [SOUND[0], SOUND[0]], bytes(68)), "twice"),
+        (gguf_bytes([struct.pack("<Q", 2**62) + b"abc"], SOUND, bytes(68)), "a text of"),
+        (gguf_bytes([struct.pack("<Q", 2**20) + b"abc"], SOUND, bytes(68)), "header wants"),
+        (gguf_bytes([key("x", 13, b"")], [], b""), "unknown type 13"),
+        (gguf_bytes([key("x", 9, struct.pack("<IQ", 8, 2**60))], [], b""), "an array of"),
+        (gguf_bytes([key("x", 9, struct.pack("<IQ", 4, 2**60))], [], b""), "an array of"),
+        (gguf_bytes([key("x", 9, struct.pack("<IQ", 12, 2**30))], [], bytes(2**20)), "an array of"),
+        (gguf_bytes([key("x", 9, struct.pack("<IQ", 9, 1))], [], b""), "of type 9"),
+        (gguf_bytes([key("general.alignment", 4, struct.pack("<I", 0))], SOUND, bytes(68)), "alignment of 0"),
+        (gguf_bytes([key("general.alignment", 4, struct.pack("<I", 48))], SOUND, bytes(68)), "alignment of 48"),
+        (gguf_bytes([key("general.alignment", 8, text("32"))], SOUND, bytes(68)), "alignment of 32"),
+        (gguf_bytes(KEYS, [info("a", [], 0, 0)], bytes(68)), "0 dimensions"),
+        (gguf_bytes(KEYS, [info("a", [1] * 5, 0, 0)], bytes(68)), "5 dimensions"),
+        (gguf_bytes(KEYS, [info("a", [0], 0, 0)], bytes(68)), "does not fit"),
+        (gguf_bytes(KEYS, [info("a", [2**40, 2**40], 0, 0)], bytes(68)), "does not fit"),
+        (gguf_bytes(KEYS, [info("a", [4], 99, 0)], bytes(68)), "unknown type 99"),
+        (gguf_bytes(KEYS, [info("a", [31], 2, 0)], bytes(68)), "does not fit"),
+        (gguf_bytes(KEYS, [info("a", [4], 0, 2**63)], bytes(68)), "does not fit"),
+        (gguf_bytes(KEYS, [info("a", [4], 0, 16)], bytes(68)), "unaligned"),
+        (gguf_bytes(KEYS, [info("a", [12], 0, 0), info("b", [4], 0, 32)], bytes(68)), "overlaps"),
+        (gguf_bytes(KEYS, [info("a", [4], 0, 64)], bytes(68)), "ends behind"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)  # fmt: skip
+def test_headers_that_contradict_themselves(data, word, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelLoadError) as caught:
+        GGUFFile(path)
+    assert word in str(caught.value) and str(path) in str(caught.value) and "download it again" in str(caught.value)
+
+
+def test_a_sound_header_is_read(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes([*KEYS, key("n", 9, struct.pack("<IQ3i", 5, 3, 1, -2, 3))], SOUND, bytes(68)))
+    file = GGUFFile(path)
+    file.close()
+    assert file.metadata["general.architecture"] == "llama" and file.metadata["n"].tolist() == [1, -2, 3]
+    assert file.tensors["b"].shape == (2, 32) and file.tensors["b"].end - file.tensors["b"].begin == 36
+
+
+def test_a_part_of_several_files_says_how_to_join_them(tmp_path):
+    path = tmp_path / "model-00001-of-00002.gguf"
+    path.write_bytes(gguf_bytes([KEYS[0], key("split.count", 2, struct.pack("<H", 2))], SOUND, bytes(68)))
+    refused(path, "one of 2 parts", "--merge")
+
+
+def test_a_file_without_tokens_says_so(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)))
+    with pytest.raises(ModelLoadError, match="a tokenizer of the model 'no_vocab' cannot be read"):
+        load_tokenizer(path)
+
+
+def test_the_file_is_closed(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)))
+    with open_checkpoint(path) as source:
+        source.check(read_config(path))
+    with pytest.raises(OSError, match="descriptor"):
+        source.tensor("model.norm.weight")

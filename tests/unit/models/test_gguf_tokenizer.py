@@ -1,0 +1,206 @@
+"""Tokenizers rebuilt from GGUF files cut and spell texts as their originals do."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from fixtures_gguf import LLAMA3, QWEN2, TEXTS, bpe_keys, trained, write_gguf
+from fixtures_models import VARIANTS, random_tensors
+from tokenizers import pre_tokenizers
+
+from foretoken.errors import ModelLoadError
+from foretoken.models.config import parse_config, read_config
+from foretoken.models.gguf.tokenizer import PRE, SPACE
+from foretoken.models.loader import load_tokenizer
+from foretoken.tokenizer import Tokenizer
+
+RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "num_hidden_layers": 1}
+
+
+def write(folder: Path, tokenizer: Any) -> Path:
+    return write_gguf(folder / "model.gguf", RAW, random_tensors(parse_config(RAW)), tokenizer=tokenizer)
+
+
+ORIGINALS: dict[str, Any] = {
+    "llama-bpe": LLAMA3,
+    "qwen2": QWEN2,
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)],
+    "smollm": [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ],
+}
+
+
+@pytest.mark.parametrize("pre", ORIGINALS)
+def test_byte_level_tokens_are_those_of_the_original(pre, tmp_path):
+    original = trained(ORIGINALS[pre])
+    if isinstance(ORIGINALS[pre], list):  # the library's own byte level already writes bytes as letters
+        original.pre_tokenizer = pre_tokenizers.Sequence(ORIGINALS[pre])
+    tokenizer = load_tokenizer(write(tmp_path, bpe_keys(original, pre, {})))
+    for text in TEXTS:
+        assert tokenizer.encode(text) == original.encode(text).ids, text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("pre", PRE)
+def test_every_way_of_cutting_loses_nothing(pre, tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path, bpe_keys(trained(QWEN2), pre, {})))
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_template_and_ends(tmp_path):
+    source = trained(QWEN2)
+    size = source.get_vocab_size()
+    special = {"<|begin|>": 3, "<|end|>": 3, "<|user|>": 3, "[USER]": 4, "<|eot_id|>": 3}
+    keys = bpe_keys(
+        source, "llama-bpe", special, bos_token_id=size, eos_token_id=size + 1, add_bos_token=True,
+        chat_template="{{ bos_token }}{% for m in messages %}<|user|>{{ m.content }}{{ eos_token }}{% endfor %}",
+    )  # fmt: skip
+    path = write(tmp_path, keys)
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode("hello<|user|>there[USER]x")
+    assert ids[0] == size and size + 2 in ids and size + 3 in ids
+    assert tokenizer.decode(ids) == "hellothere[USER]x"  # control tokens are not shown, the user's are
+    chat = tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert chat[:2] == [size, size + 2] and chat[-1] == size + 1
+    assert read_config(path).eos_token_ids == (size + 1, size + 4)  # <|end|> by its key, <|eot_id|> by its spelling
+    assert read_config(path).bos_token_id == size
+
+
+@pytest.mark.parametrize(
+    ("pre", "said", "begins"), [("llama-bpe", None, True), ("gpt-2", None, False), ("gpt-2", True, True)]
+)
+def test_a_text_begins_with_bos_where_the_file_or_its_family_says_so(pre, said, begins, tmp_path):
+    source = trained(QWEN2)
+    more = {} if said is None else {"add_bos_token": said}
+    keys = bpe_keys(source, pre, {"<s>": 3}, bos_token_id=source.get_vocab_size(), **more)
+    ids = load_tokenizer(write(tmp_path, keys)).encode("a")
+    assert (ids[0] == source.get_vocab_size()) == begins
+
+
+def test_a_rebuilt_tokenizer_can_be_written_as_files(tmp_path):
+    source = trained(LLAMA3)
+    special = {"<s>": 3, "</s>": 3}
+    size = source.get_vocab_size()
+    keys = bpe_keys(
+        source, "llama-bpe", special, bos_token_id=size, eos_token_id=size + 1, chat_template="{{ bos_token }}x"
+    )
+    tokenizer = load_tokenizer(write(tmp_path, keys))
+    for name, text in tokenizer.as_files().items():
+        (tmp_path / name).write_text(text)
+    again = Tokenizer.from_folder(tmp_path)
+    messages = [{"role": "user", "content": "hi"}]
+    assert [again.encode(t) for t in TEXTS] == [tokenizer.encode(t) for t in TEXTS]
+    assert again.special == tokenizer.special and again.render_chat(messages) == tokenizer.render_chat(messages)
+
+
+# --- sentencepiece ---
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+WORDS = {
+    SPACE: -1000, "a": -1001, "b": -1002, "c": -1003, "é": -1004, "ab": -1, "bc": -2, "abc": -3, f"{SPACE}a": -4,
+    f"{SPACE}ab": -5, "cc": -6, f"{SPACE}{SPACE}": -7,
+}  # fmt: skip
+
+
+def spm(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*PIECES, *WORDS, "[INST]"])
+    writer.add_token_scores([0.0] * len(PIECES) + [float(s) for s in WORDS.values()] + [0.0])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(WORDS), 4])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def merged(text: str) -> list[str]:
+    """What sentencepiece does: again and again the neighbours whose union has the best score, leftmost of equals."""
+    parts = list(SPACE + text.replace(" ", SPACE))
+    while True:
+        pairs = [(WORDS[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in WORDS]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [q for p in parts for q in ([p] if p in WORDS else [f"<0x{b:02X}>" for b in p.encode()])]
+
+
+@pytest.mark.parametrize("text", ["abc", "a b c", "abcabc cc", "ab  abc", "bcbc", "é", "x", "aé漢b", "ccc", " a", ""])
+def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(text, tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path, spm))
+    ids = tokenizer.encode(text)
+    if text:
+        assert [tokenizer.token(i) for i in ids] == ["<s>", *merged(text)]
+        assert tokenizer.decode(ids) == text
+    else:
+        assert ids == [1]
+
+
+def test_sentencepiece_knows_its_special_tokens(tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path, spm))
+    assert tokenizer.special == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert tokenizer.token(tokenizer.encode("ab[INST]ab")[2]) == "[INST]"
+
+
+# --- what is refused ---
+
+
+def test_an_unknown_way_of_cutting_is_named(tmp_path):
+    keys = bpe_keys(trained(QWEN2), "deepseek-coder", {})
+    with pytest.raises(ModelLoadError) as caught:
+        load_tokenizer(write(tmp_path, keys))
+    for word in ("deepseek-coder", "llama-bpe", "qwen2", "Hugging Face folder"):
+        assert word in str(caught.value)
+
+
+def broken(name: str, value: Any) -> Any:
+    def keys(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama" if name == "scores" else "gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        values = {"token_list": ["a", "b", "ab"], "token_merges": ["a b"], "token_types": [1, 1, 1]} | {name: value}
+        for key, entry in values.items():
+            if entry is not None and key != "scores":
+                getattr(writer, f"add_{key}")(entry)
+        if name == "scores":
+            writer.add_token_scores(value)
+        if name == "bos_token_id":
+            writer.add_bool("tokenizer.ggml.add_bos_token", True)
+
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("token_merges", None, "needs merges"),
+        ("token_merges", ["ab"], "not two pieces"),
+        ("token_merges", ["a x"], "cannot be rebuilt"),
+        ("token_types", [1, 1], "token_type does not fit"),
+        ("token_list", None, "no tokens"),
+        ("bos_token_id", 7, "bos token 7"),
+        ("scores", [1.0], "scores does not fit"),
+    ],
+)
+def test_tokenizers_that_contradict_themselves(name, value, word, tmp_path):
+    with pytest.raises(ModelLoadError, match=word):
+        load_tokenizer(write(tmp_path, broken(name, value)))
+
+
+def test_spellings_that_occur_twice(tmp_path):
+    """The first one is met in texts; the others still have names of their own."""
+    source = trained(QWEN2)
+    keys = bpe_keys(source, "qwen2", {"[PAD]": 5})
+
+    def twice(writer: gguf.GGUFWriter) -> None:
+        keys(writer)
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        tokens[-1] = tokens[0]
+
+    tokenizer = load_tokenizer(write(tmp_path, twice))
+    assert tokenizer.vocab_size == source.get_vocab_size() + 1
+    assert isinstance(tokenizer.token(source.get_vocab_size()), str)

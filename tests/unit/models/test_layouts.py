@@ -1,0 +1,344 @@
+"""Quantized checkpoints of other tools: read as what they mean, in their own codes where a kernel has them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures_layouts import (
+    RAW,
+    Writer,
+    awq,
+    bnb_int8,
+    bnb_nf4,
+    ct_config,
+    ct_integers,
+    fp8,
+    gptq,
+    mxfp4,
+    write_dense,
+    write_layout,
+)
+from fixtures_models import all_logits, backends, load, prompt, read_tensors, write_config
+from safetensors.torch import save_file
+
+from foretoken.errors import ModelLoadError
+from foretoken.formats.scheme import get
+from foretoken.models.checkpoint import Checkpoint
+from foretoken.models.config import parse_config
+from foretoken.models.layouts import METHODS, base
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+UP = "model.layers.1.mlp.up_proj"  # rows of 128
+DOWN = "model.layers.1.mlp.down_proj"  # rows of 256
+
+# name -> writer, quantization_config, scheme of DOWN (None: decoded)
+LAYOUTS: dict[str, tuple[Writer, dict[str, Any], str | None]] = {
+    "gptq": (gptq(), GPTQ, "w4a16-g128"),
+    "gptq-g32": (gptq(group=32), GPTQ | {"group_size": 32}, "w4a16-g32"),
+    "gptq-asym": (gptq(symmetric=False), GPTQ | {"sym": False}, "w4a16-g128-asym"),
+    "gptq-v2": (
+        gptq(symmetric=False, version=2),
+        GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
+        "w4a16-g128-asym",
+    ),
+    "gptq-channel": (gptq(group=-1), GPTQ | {"group_size": -1}, "w4a16-g128"),  # scales repeated
+    "gptq-8": (gptq(8), GPTQ | {"bits": 8}, "w8a16-g128"),
+    "gptq-8-asym": (gptq(8, symmetric=False), GPTQ | {"bits": 8, "sym": False}, None),
+    "gptq-8-channel": (gptq(8, -1), GPTQ | {"bits": 8, "group_size": -1}, "w8a16"),
+    "gptq-act-order": (gptq(act_order=True), GPTQ | {"desc_act": True}, None),
+    "gptq-act-order-asym": (
+        gptq(group=64, symmetric=False, act_order=True),
+        GPTQ | {"group_size": 64, "sym": False},
+        None,
+    ),
+    "gptq-g16": (gptq(group=16), GPTQ | {"group_size": 16}, None),
+    "awq": (awq(), AWQ, "w4a16-g128-asym"),
+    "awq-g64": (awq(64), AWQ | {"group_size": 64}, "w4a16-g64-asym"),
+    "awq-channel": (awq(-1), AWQ | {"group_size": -1}, "w4a16-g128-asym"),
+    "ct-w4a16": (ct_integers(4, 128), ct_config(4, "int", "group", "pack-quantized", 128), "w4a16-g128"),
+    "ct-w4a16-asym": (
+        ct_integers(4, 64, False),
+        ct_config(4, "int", "group", "pack-quantized", 64, False),
+        "w4a16-g64-asym",
+    ),
+    "ct-w4a16-channel": (ct_integers(4, None), ct_config(4, "int", "channel", "pack-quantized"), "w4a16-g128"),
+    "ct-w8a16-packed": (ct_integers(8, 128), ct_config(8, "int", "group", "pack-quantized", 128), "w8a16-g128"),
+    "ct-w8a16": (
+        ct_integers(8, None, layout="int-quantized"),
+        ct_config(8, "int", "channel", "int-quantized"),
+        "w8a16",
+    ),
+    "ct-w8-asym": (
+        ct_integers(8, None, False, "int-quantized"),
+        ct_config(8, "int", "channel", "int-quantized", None, False),
+        None,
+    ),
+    "ct-fp8-rows": (fp8("rows"), ct_config(8, "float", "channel", "float-quantized"), "fp8_e4m3"),
+    "ct-fp8-tensor": (fp8("tensor"), ct_config(8, "float", "tensor", "float-quantized"), "fp8_e4m3"),
+    "ct-mxfp4": (mxfp4, ct_config(4, "float", "group", "mxfp4-pack-quantized", 32), "mxfp4"),
+    "bnb-nf4": (bnb_nf4(), BNB, "nf4"),
+    "bnb-nf4-nested": (bnb_nf4(nested=True), BNB | {"bnb_4bit_use_double_quant": True}, "nf4"),
+    "bnb-nf4-b128": (bnb_nf4(block=128), BNB, "nf4"),
+    "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "w8a16"),
+    "fp8": (fp8("tensor"), FP8, "fp8_e4m3"),
+    "fbgemm": (fp8("rows"), {"quant_method": "fbgemm_fp8"}, "fp8_e4m3"),
+    "ct-fp8-block": (fp8("block"), ct_config(8, "float", "block", "float-quantized"), "fp8_e4m3-b128"),
+    "fp8-block": (fp8("block", "weight_scale_inv"), FP8 | {"weight_block_size": [128, 128]}, "fp8_e4m3-b128"),
+    "fp8-e5m2": (fp8("rows", dtype=torch.float8_e5m2), FP8, "fp8_e5m2"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _say_again() -> None:
+    base.say_once.cache_clear()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
+    """Every decoded matrix equals the formulas bit for bit; so do the codes that are kept, and chunks of rows."""
+    writer, config = LAYOUTS[name][:2]
+    dense = write_layout(tmp_path, writer, config)
+    with caplog.at_level(logging.WARNING), Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        for key, meant in dense.items():
+            assert checkpoint.tensor(key).float().equal(meant.float()), key
+            if meant.ndim == 2:
+                assert checkpoint.rows(key, 17, 64).float().equal(meant[17:64].float()), key
+            if checkpoint.scheme(key) is not None:
+                q = checkpoint.stored(key)
+                assert get(q.format).decode(q).equal(meant), key
+                scheme = checkpoint.scheme(key)
+                like = scheme.encode(meant)  # the codes are laid out as that scheme lays them out
+                assert {p: t.shape for p, t in q.parts.items()} == {p: t.shape for p, t in like.parts.items()}
+                assert {p: t.dtype for p, t in q.parts.items() if p != "scales"} == {
+                    p: t.dtype for p, t in like.parts.items() if p != "scales"
+                }
+                assert all(t.is_contiguous() for t in q.parts.values())
+        scheme = checkpoint.scheme(f"{DOWN}.weight")
+    assert (None if scheme is None else str(scheme)) == LAYOUTS[name][2]
+    told = [r.getMessage() for r in caplog.records]
+    assert bool(told) == (scheme is None) and all(w in t for t in told for w in ("float32", "GiB", "--format"))
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "ct-w4a16-asym", "ct-w8a16", "bnb-nf4", "fp8"])
+def test_logits_of_a_layout_are_those_of_the_matrices_it_means(name, tmp_path):
+    dense = write_layout(tmp_path / "stored", *LAYOUTS[name][:2])
+    want = all_logits(load(write_dense(tmp_path / "dense", dense)), prompt(20))
+    assert all_logits(load(tmp_path / "stored"), prompt(20)).equal(want)
+    for backend in backends():
+        got = all_logits(load(tmp_path / "stored", backend), prompt(20))
+        assert (got - want).abs().max() < 2e-3, backend
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_codes_that_kernels_have_are_packed_as_they_are(backend, tmp_path):
+    write_layout(tmp_path, gptq(symmetric=False), GPTQ | {"sym": False})
+    model = load(tmp_path, backend)
+    assert {m.format for m in model.weights.layers[0].matrices} == {"int4"}
+    assert model.weights.embedding.format == "bf16"
+
+
+def test_another_format_decodes_and_encodes_again(tmp_path):
+    dense = write_layout(tmp_path / "stored", awq(), AWQ)
+    write_dense(tmp_path / "dense", dense)
+    want = all_logits(load(tmp_path / "dense", weights="w8a16"), prompt(9))
+    assert all_logits(load(tmp_path / "stored", weights="w8a16"), prompt(9)).equal(want)
+
+
+def test_mixed_groups_targets_and_ignored_layers(tmp_path):
+    """Names go before expressions, and those before classes; the rest is dense."""
+    coarse, fine = ct_integers(4, 128), ct_integers(8, None, layout="int-quantized")
+
+    def writer(weight: Any, name: str, generator: Any) -> Any:
+        return (fine if name.endswith("down_proj") else coarse)(weight, name, generator)
+
+    config = ct_config(4, "int", "group", "pack-quantized", 128)
+    other = ct_config(8, "int", "channel", "int-quantized")["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = other | {"targets": [r"re:.*layers\.\d+\.mlp\.down_proj$"]}
+    config["ignore"] = ["lm_head", "re:.*self_attn.*"]
+    dense = write_layout(tmp_path, writer, config, lambda n: n.endswith("_proj.weight") and ".mlp." in n)
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        names = {
+            n: str(checkpoint.scheme(n)) for n in dense if n.startswith("model.layers.0") and n.endswith("proj.weight")
+        }
+    at = "model.layers.0"
+    assert names[f"{at}.mlp.up_proj.weight"] == "w4a16-g128" and names[f"{at}.mlp.down_proj.weight"] == "w8a16"
+    assert names[f"{at}.self_attn.q_proj.weight"] == "None"
+    want = all_logits(load(write_dense(tmp_path / "dense", dense)), prompt(20))
+    assert (all_logits(load(tmp_path), prompt(20)) - want).abs().max() < 1e-2  # the rest is bf16
+
+
+def test_int8_activations_are_kept(tmp_path):
+    config = ct_config(8, "int", "channel", "int-quantized")
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    write_layout(tmp_path, ct_integers(8, None, layout="int-quantized"), config)
+    assert {m.activations for m in load(tmp_path).weights.layers[0].matrices} == {"int8"}
+
+
+def test_static_scales_of_cache_and_activations_are_left_out(tmp_path, caplog):
+    config = ct_config(8, "float", "tensor", "float-quantized")
+    config["kv_cache_scheme"] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": True,
+    }
+    write_layout(tmp_path, fp8("tensor"), config)
+    tensors = read_tensors(tmp_path)
+    for i in range(2):
+        for kind in ("k_scale", "v_scale"):
+            tensors[f"model.layers.{i}.self_attn.{kind}"] = torch.ones(1)
+        tensors[f"model.layers.{i}.mlp.up_proj.input_scale"] = torch.ones(1)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path)
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert "static scales" in told and "--kv-format" in told
+
+
+def test_gptq_with_settings_of_its_own_for_some_modules(tmp_path):
+    """GPTQModel's `dynamic`: + (or nothing) changes settings, - leaves a module dense."""
+    eight, four = gptq(8, 64), gptq()
+
+    def writer(weight: Any, name: str, generator: Any) -> Any:
+        return (eight if name.endswith("down_proj") else four)(weight, name, generator)
+
+    dynamic = {r"+:.*down_proj": {"bits": 8, "group_size": 64}, r"-:.*v_proj": {}}
+    write_layout(
+        tmp_path, writer, GPTQ | {"dynamic": dynamic}, lambda n: n.endswith("_proj.weight") and "v_proj" not in n
+    )
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        assert str(checkpoint.scheme(f"{DOWN}.weight")) == "w8a16-g64"
+        assert str(checkpoint.scheme(f"{UP}.weight")) == "w4a16-g128"
+        assert checkpoint.scheme("model.layers.0.self_attn.v_proj.weight") is None
+
+
+# --- what is refused ---
+
+
+def refused(folder: Path, *words: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        load(folder)
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "aqlm"}, ["aqlm", *METHODS, "GGUF"]),
+        ({"quant_method": ["gptq"]}, ["cannot be read"]),
+        ({"bits": 4}, ["None", "gptq"]),
+        ("gptq", ["must be an object"]),
+        (GPTQ | {"bits": 3}, ["3 bits", "4 and 8"]),
+        (GPTQ | {"bits": 2}, ["2 bits", "4 and 8"]),
+        (GPTQ | {"bits": "4"}, ["bits", "whole number"]),
+        (GPTQ | {"checkpoint_format": "marlin"}, ["marlin", "gptq_v2"]),
+        (GPTQ | {"group_size": 0}, ["group_size 0"]),
+        (GPTQ | {"dynamic": {"+:(a+)+b": {}}}, ["(a+)+b", "too involved"]),
+        (AWQ | {"version": "gemv"}, ["gemv", "gemm"]),
+        (AWQ | {"bits": 8}, ["8 bits"]),
+        (AWQ | {"zero_point": False}, ["zero points"]),
+        (FP8 | {"weight_block_size": [0, 128]}, ["weight_block_size"]),
+        ({"quant_method": "compressed-tensors"}, ["config_groups"]),
+        (ct_config(4, "int", "group", "marlin-24", 128), ["marlin-24", "pack-quantized"]),
+        (ct_config(3, "int", "group", "pack-quantized", 128), ["3-bit", "pack-quantized"]),
+        (ct_config(4, "int", "group", "pack-quantized", 128, sparsity_config={"format": "24"}), ["sparse"]),
+        (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": ["re:(.*)*x"]}, ["too involved"]),
+        (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": ["re:[a"]}, ["no regular expression"]),
+        (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": [3]}, ["list of names"]),
+        ({"quant_method": "foretoken", "version": 2, "modules": {}}, ["version 1"]),
+        ({"quant_method": "foretoken", "version": 1, "modules": {UP: "w3a3"}}, [UP, "w3a3"]),
+    ],
+    ids=lambda v: str(v)[:60],
+)  # fmt: skip
+def test_settings_that_cannot_be_read(config, words, tmp_path):
+    write_layout(tmp_path, gptq(), GPTQ)
+    write_config(tmp_path, {**RAW, "quantization_config": config})
+    refused(tmp_path, *words)
+
+
+def damaged(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace or take away tensors of UP."""
+    tensors = read_tensors(folder)
+    for kind, value in changes.items():
+        name = f"{UP}.{kind}"
+        assert name in tensors
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        ("qzeros", None, ["qzeros", "missing"]),
+        ("scales", None, ["scales", "missing"]),
+        ("qweight", torch.zeros(15, 256, dtype=torch.int32), ["qweight", "[15, 256]", "[16, 256]"]),
+        ("qweight", torch.zeros(16, 256), ["qweight", "F32", "I32"]),
+        ("qzeros", torch.zeros(1, 32, dtype=torch.int32), ["not all 8", '"sym": false']),
+        ("scales", torch.full((1, 256), torch.nan, dtype=torch.float16), ["scales", "NaN"]),
+        ("scales", torch.zeros(2, 256, dtype=torch.float16), ["scales", "[2, 256]"]),
+        ("g_idx", torch.full((128,), 7, dtype=torch.int32), ["g_idx", "outside"]),
+        ("g_idx", torch.full((128,), -1, dtype=torch.int32), ["g_idx", "outside"]),
+        ("bias", torch.ones(256, dtype=torch.float16), ["unexpected", "bias"]),
+    ],
+)
+def test_damaged_gptq(kind, value, words, tmp_path):
+    write_layout(tmp_path, gptq(), GPTQ)
+    damaged(tmp_path, **{kind: value})
+    refused(tmp_path, UP, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "value", "words"),
+    [
+        ("ct-w4a16", "weight_scale", None, ["missing"]),
+        ("ct-w4a16", "weight_packed", torch.zeros(256, 15, dtype=torch.int32), ["[256, 16]"]),
+        ("ct-w4a16-asym", "weight_zero_point", None, ["missing"]),
+        ("ct-fp8-rows", "weight_scale", torch.ones(255, 1), ["[255, 1]"]),
+        ("ct-mxfp4", "weight_scale", torch.full((256, 4), 255, dtype=torch.uint8), ["NaN"]),
+        ("awq", "qzeros", torch.zeros(2, 32, dtype=torch.int32), ["[2, 32]"]),
+        ("bnb-nf4", "weight.absmax", None, ["missing"]),
+        ("bnb-nf4", "weight.quant_state.bitsandbytes__nf4", torch.zeros(9, dtype=torch.uint8), ["no state"]),
+        ("bnb-int8", "SCB", torch.ones(3), ["[3]"]),
+        ("bnb-int8", "weight_format", torch.ones(1, dtype=torch.uint8), ["row layout"]),
+    ],
+)
+def test_damaged_tensors(name, kind, value, words, tmp_path):
+    write_layout(tmp_path, *LAYOUTS[name][:2])
+    damaged(tmp_path, **{kind: value})
+    refused(tmp_path, UP, *words)
+
+
+def test_nothing_is_read_before_all_is_checked(tmp_path, monkeypatch):
+    """The last matrix is wrong: none before it has been read."""
+    write_layout(tmp_path, awq(), AWQ)
+    name = "model.layers.1.mlp.down_proj"
+    tensors = read_tensors(tmp_path)
+    del tensors[f"{name}.qzeros"]
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(Checkpoint, "raw", lambda *a: pytest.fail("read a tensor"))
+    refused(tmp_path, f"{name}.qzeros", "missing")
+
+
+def test_config_json_may_say_nothing(tmp_path):
+    """A null quantization_config is that of a dense checkpoint."""
+    dense = write_layout(tmp_path / "a", gptq(), GPTQ)
+    folder = write_dense(tmp_path / "b", dense)
+    (folder / "config.json").write_text(json.dumps({**RAW, "quantization_config": None}))
+    load(folder)

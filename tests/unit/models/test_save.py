@@ -1,0 +1,362 @@
+"""Quantized checkpoints: what is written is read again bit for bit, by other tools too, and is never half there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures_layouts import RAW, write_dense
+from fixtures_models import all_logits, load, oracle_logits, prompt, random_tensors, read_tensors
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foretoken.errors import ConfigError, ModelLoadError, ModelSaveError
+from foretoken.formats.scheme import QuantScheme, QuantTensor, get
+from foretoken.models import save as save_module
+from foretoken.models.checkpoint import Checkpoint
+from foretoken.models.config import parse_config, read_config
+from foretoken.models.save import method_for, save_quantized, write_safetensors
+
+LAYER0 = "model.layers.0"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = write_dense(tmp_path / "source", random_tensors(parse_config(RAW)))
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "pytorch_model.bin").write_bytes(b"not copied")
+    return folder
+
+
+def schemes_of(text: str) -> dict[str, QuantScheme]:
+    """Schemes by module: the linear layers' of the decoder, and what rules name."""
+    scheme = QuantScheme.parse(text)
+    names = [n.removesuffix(".weight") for n, t in random_tensors(parse_config(RAW)).items() if t.ndim == 2]
+    found = {m: scheme.at(m) for m in names}
+    return {
+        m: s
+        for m, s in found.items()
+        if s.weights != "fp32" and (m.endswith("_proj") or s != replace(scheme, rules=()))
+    }
+
+
+def stream(source: Path, schemes: dict[str, QuantScheme]) -> Iterator[tuple[str, Tensor | QuantTensor]]:
+    for name, value in read_tensors(source).items():
+        scheme = schemes.get(name.removesuffix(".weight"))
+        yield name, value if scheme is None else scheme.encode(value)
+
+
+def write(source: Path, out: Path, text: str, **options: Any) -> Path:
+    schemes = schemes_of(text)
+    return save_quantized(out, source, stream(source, schemes), schemes, **options)
+
+
+SCHEMES = {
+    "w4a16-g128": "compressed-tensors",
+    "w4a16-g32-asym": "compressed-tensors",
+    "w4a8": "compressed-tensors",
+    "w8a8": "compressed-tensors",
+    "w8a16-g64": "compressed-tensors",
+    "fp8": "compressed-tensors",
+    "fp8-b128": "compressed-tensors",
+    "fp8-a8": "compressed-tensors",
+    "mxfp4": "compressed-tensors",
+    "w4a16,*.down_proj=w8a8,*.1.*.q_proj=fp32": "compressed-tensors",
+    "w4a16-g32,lm_head=w8a16,model.embed_tokens=w8a16-g32": "compressed-tensors",
+    "nf4": "bitsandbytes",
+    "nf4-dq": "bitsandbytes",
+    "w4a8-qoq": "foretoken",
+    "qoq-g32": "foretoken",
+    "fp8_e5m2": "foretoken",
+    "nf4,*.down_proj=w4a16-g64-asym": "foretoken",
+    "nf4-dq,*.down_proj=qoq,lm_head=fp8-b128": "foretoken",
+}
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_what_is_written_is_read_bit_for_bit(text, source, tmp_path):
+    """Same schemes, same codes, and the logits of the model that was quantized in memory."""
+    out = write(source, tmp_path / "out", text)
+    raw = json.loads((out / "config.json").read_text())
+    assert raw["quantization_config"]["quant_method"] == SCHEMES[text]
+    schemes, dense = schemes_of(text), read_tensors(source)
+    with Checkpoint(out) as checkpoint:
+        checkpoint.check(read_config(out))
+        for name, value in dense.items():
+            scheme = schemes.get(name.removesuffix(".weight"))
+            if scheme is None:
+                assert checkpoint.scheme(name) is None and checkpoint.tensor(name).equal(value)
+                continue
+            found, q, want = checkpoint.scheme(name), checkpoint.stored(name), scheme.encode(value)
+            assert found is not None and (found.weights, found.activations) == (scheme.weights, scheme.activations)
+            assert (q.format, q.shape, q.activations) == (want.format, want.shape, want.activations), name
+            assert get(q.format).decode(q).equal(get(want.format).decode(want)), name
+            assert q.parts["codes"].equal(want.parts["codes"]), name
+    memory = all_logits(load(source, weights=in_memory(text)), prompt(12))
+    assert all_logits(load(out), prompt(12)).equal(memory)
+
+
+def in_memory(text: str) -> str:
+    """The same scheme for a model quantized while it is loaded: what no rule names stays as the checkpoint has it."""
+    base, *rules = text.split(",")
+    return ",".join([base, *rules, *(f"{m}=fp32" for m in ("lm_head", "model.embed_tokens"))])
+
+
+@pytest.mark.parametrize(
+    "text", ["w4a16-g64", "w8a16-g64", "fp8", "fp8-b128", "w4a16-g64,*.down_proj=w8a16,*.1.*.q_proj=fp32"]
+)
+def test_transformers_reads_the_same_model(text, source, tmp_path):
+    """Through the compressed-tensors package, as a user would load it."""
+    pytest.importorskip("compressed_tensors")
+    out = write(source, tmp_path / "out", text)
+    want = oracle_logits(out, prompt(12))
+    got = all_logits(load(out), prompt(12))
+    assert (got - want).abs().max() < 2e-2 * want.std()  # it rounds decoded weights to the scales' type
+
+
+@pytest.mark.parametrize("text", ["w4a16-g32-asym", "mxfp4"])
+def test_the_compressed_tensors_package_decodes_the_same_values(text, source, tmp_path):
+    """By its own functions, where transformers does not load: packed zero points, and mxfp4 beside float32."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    out = write(source, tmp_path / "out", text)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    stored = read_tensors(out)
+    with Checkpoint(out) as checkpoint:
+        checkpoint.check(read_config(out))
+        for name in schemes_of(text):
+            parts = {n.removeprefix(f"{name}."): t for n, t in stored.items() if n.startswith(f"{name}.")}
+            theirs = compressor.decompress(parts, scheme)["weight"]
+            ours = checkpoint.tensor(f"{name}.weight")
+            assert (theirs.float() - ours).abs().max() <= 2**-8 * ours.abs().max(), name
+
+
+def test_files_and_card(source, tmp_path):
+    out = write(
+        source, tmp_path / "new" / "out", "w4a16", card="Calibrated on nothing.", files={"quantization.json": "{}"}
+    )
+    assert {p.name for p in out.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "chat_template.jinja",
+        "README.md", "quantization.json",
+    }  # fmt: skip
+    card = (out / "README.md").read_text()
+    assert "w4a16" in card and "source" in card and "Calibrated on nothing." in card and str(tmp_path) not in card
+    assert read_config(out).eos_token_ids == (2, 7)
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_shards_and_their_index(source, tmp_path):
+    out = write(source, tmp_path / "out", "w4a16", shard_bytes=20_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in out.glob("*.safetensors"))
+    assert len(files) > 3 and set(index["weight_map"].values()) == set(files)
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    sizes = {f: sum(t.nbytes for t in load_file(out / f).values()) for f in files}
+    assert sum(sizes.values()) == index["metadata"]["total_size"]
+    assert all(size <= 20_000 or len(load_file(out / f)) == 1 for f, size in sizes.items())
+    whole = write(source, tmp_path / "whole", "w4a16")
+    assert all_logits(load(out), prompt(9)).equal(all_logits(load(whole), prompt(9)))
+
+
+def test_the_library_reads_our_files(tmp_path):
+    tensors = {
+        "a": torch.arange(3, dtype=torch.uint8),
+        "b": torch.randn(2, 3).bfloat16(),
+        "c": torch.tensor([1, 2]),
+        "d": torch.randn(5).to(torch.float8_e4m3fn),
+        "e": torch.randn(3, 4).T,
+        "f": torch.tensor(2.5),
+    }
+    write_safetensors(tmp_path / "x.safetensors", tensors)
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype and found[name].float().equal(value.float()), name
+
+
+def test_one_group_targets_linear_and_several_name_modules(source, tmp_path):
+    config = json.loads((write(source, tmp_path / "a", "w4a16-g64") / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"] and config["ignore"] == ["lm_head"]
+    text = "w4a16-g64,*.down_proj=w8a8,*.1.*.q_proj=fp32"
+    config = json.loads((write(source, tmp_path / "b", text) / "config.json").read_text())["quantization_config"]
+    groups = config["config_groups"]
+    assert config["format"] == "mixed-precision" and len(groups) == 2
+    assert (
+        f"{LAYER0}.mlp.down_proj" in groups["group_1"]["targets"]
+        or f"{LAYER0}.mlp.down_proj" in groups["group_0"]["targets"]
+    )
+    assert "model.layers.1.self_attn.q_proj" in config["ignore"]
+
+
+def test_methods():
+    def of(*texts: str) -> str:
+        return method_for([QuantScheme.parse(t) for t in texts])
+
+    assert of("w4a16", "w8a8", "fp8") == "compressed-tensors" and of("nf4") == "bitsandbytes"
+    assert of("nf4", "w4a16") == of("qoq") == of("fp8_e5m2", "fp8") == "foretoken"
+
+
+# --- all or nothing ---
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_an_existing_destination_is_refused(source, tmp_path):
+    out = write(source, tmp_path / "out", "w4a16")
+    before = (out / "config.json").read_bytes()
+    with pytest.raises(ModelSaveError, match=r"exists already.*--overwrite"):
+        write(source, out, "w8a16")
+    assert (out / "config.json").read_bytes() == before
+    write(source, out, "w8a16", overwrite=True)
+    assert str(next(iter(load(out).weights.layers)).o.format) == "int8"
+    assert names(tmp_path) == ["out", "source"]
+
+
+def test_an_empty_folder_is_taken(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    load(write(source, tmp_path / "out", "w4a16"))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_is_no_checkpoint_is_never_overwritten(kind, source, tmp_path):
+    out = tmp_path / "out"
+    if kind == "file":
+        out.write_text("mine")
+    elif kind == "folder":
+        out.mkdir()
+        (out / "thesis.tex").write_text("mine")
+    else:
+        out.symlink_to(source)
+    with pytest.raises(ModelSaveError, match="is no checkpoint"):
+        write(source, out, "w4a16", overwrite=True)
+    assert names(tmp_path) == ["out", "source"] and (out.is_symlink() or kind != "link")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("number", range(0, 40, 3))
+def test_a_disk_that_is_full_leaves_nothing_or_the_old(number, overwrite, source, tmp_path, monkeypatch):
+    """Write number n fails; with `overwrite` the old checkpoint stays what it was."""
+    out = tmp_path / "out"
+    if overwrite:
+        write(source, out, "w8a16")
+    before = {p.name: p.read_bytes() for p in out.iterdir()} if overwrite else {}
+    real, count = os.fsync, 0
+
+    def full(descriptor: int) -> None:
+        nonlocal count
+        count += 1
+        if count > number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(save_module.os, "fsync", full)
+    try:
+        write(source, out, "w4a16", overwrite=overwrite, shard_bytes=50_000)
+    except ModelSaveError as error:
+        assert "No space left on device" in str(error) and str(out) in str(error)
+    else:
+        assert count <= number
+        return
+    assert names(tmp_path) == (["out", "source"] if overwrite else ["source"]) or count > 1
+    if out.exists() and overwrite and count <= number + 1:
+        found = {p.name: p.read_bytes() for p in out.iterdir()}
+        assert found == before or load(out)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+from test_save import write
+from foretoken.errors import ModelSaveError
+try:
+    write(Path(sys.argv[1]), Path(sys.argv[2]), "w4a16")
+except ModelSaveError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit of file sizes")
+def test_a_real_limit_of_file_sizes(source, tmp_path):
+    """The operating system itself refuses the bytes."""
+    here = Path(__file__).parent
+    run = [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out"), str(here)]
+    paths = os.pathsep.join([str(here.parents[1]), *sys.path])
+    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    assert "cannot be written" in done.stdout and "File too large" in done.stdout, done.stderr
+    assert names(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ModelLoadError("x"), RuntimeError("x")])
+def test_an_interruption_leaves_nothing(error, source, tmp_path):
+    def broken() -> Iterator[tuple[str, Tensor | QuantTensor]]:
+        yield from list(stream(source, schemes_of("w4a16")))[:9]
+        raise error
+
+    with pytest.raises(type(error)):
+        save_quantized(tmp_path / "out", source, broken(), schemes_of("w4a16"), shard_bytes=1)
+    assert names(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("fault", ["missing", "twice", "unknown", "shape", "dense", "scheme"])
+def test_tensors_that_do_not_fit_are_refused(fault, source, tmp_path):
+    schemes = schemes_of("w4a16")
+    tensors = list(stream(source, schemes))
+    name = f"{LAYER0}.mlp.up_proj.weight"
+    at = next(i for i, (n, _) in enumerate(tensors) if n == name)
+    if fault == "missing":
+        del tensors[at]
+    elif fault == "twice":
+        tensors.append(tensors[at])
+    elif fault == "unknown":
+        tensors.append(("model.layers.9.mlp.up_proj.weight", tensors[at][1]))
+    else:
+        other = {
+            "shape": QuantScheme.parse("w4a16").encode(torch.zeros(128, 128)),
+            "dense": torch.zeros(256, 128),
+            "scheme": QuantScheme.parse("w8a16").encode(torch.zeros(256, 128)),
+        }[fault]
+        tensors[at] = (name, other)
+    with pytest.raises(ConfigError, match="up_proj"):
+        save_quantized(tmp_path / "out", source, tensors, schemes)
+    assert names(tmp_path) == ["source"]
+
+
+def test_a_gguf_file_becomes_a_folder(tmp_path):
+    """Config, tokenizer and codes."""
+    pytest.importorskip("gguf")
+    from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
+
+    from foretoken.models.loader import load_tokenizer, open_checkpoint
+
+    keys = bpe_keys(trained(QWEN2), "qwen2", {"<e>": 3}, eos_token_id=2)
+    tensors = random_tensors(parse_config(RAW))
+    kinds = {True: "Q4_0", False: "F16"}
+    path = write_gguf(tmp_path / "m.gguf", RAW, tensors, lambda n: kinds["ffn" in n or "attn" in n], tokenizer=keys)
+    with open_checkpoint(path) as checkpoint:
+        checkpoint.check(read_config(path))
+        found = {n: checkpoint.scheme(n) for n in tensors if tensors[n].ndim == 2}
+        schemes = {n.removesuffix(".weight"): s for n, s in found.items() if s is not None}
+        values = [(n, checkpoint.stored(n) if found.get(n) else checkpoint.tensor(n)) for n in tensors]
+    out = save_quantized(tmp_path / "out", path, values, schemes)
+    assert all_logits(load(out), prompt(9)).equal(all_logits(load(path), prompt(9)))
+    assert load_tokenizer(out).encode("Hello there") == load_tokenizer(path).encode("Hello there")

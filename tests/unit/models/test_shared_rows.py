@@ -1,0 +1,82 @@
+"""Schemes whose rows share something (blocks, an offset, a choice): matrices are encoded whole, each by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fixtures_models import VARIANTS, Stored, all_logits, backends, prompt, random_tensors
+
+from foretoken import ops
+from foretoken.formats import scheme
+from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.models import weights
+from foretoken.models.config import parse_config
+from foretoken.models.llama import Llama
+from foretoken.models.weights import read_weights
+from foretoken.ops import Ops
+
+RAW = {**VARIANTS["llama3"].raw, "hidden_size": 64, "intermediate_size": 320, "head_dim": 16, "num_hidden_layers": 1}
+AT = "model.layers.0"
+SHARED = ["fp8-b128", "fp8-a8-b128", "nf4-dq", "fp8-auto", "qoq", "w4a8-qoq", "mxfp4", "fp8-a8"]
+
+
+def values(chosen: Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> torch.Tensor:
+    """The stored values of a stack, float32."""
+    parts = [chosen.unpack(p) for p in (w if isinstance(w, tuple) else (w,))]
+    return torch.cat([scheme.get(p.format).decode(p) for p in parts])
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("backend", backends())
+def test_a_loaded_matrix_is_the_one_encoded_alone(name, backend, monkeypatch: pytest.MonkeyPatch):
+    """Whatever it is stacked with, and into whatever chunks the rest is cut: what a checkpoint of it would hold."""
+    monkeypatch.setattr(weights, "CHUNK", 64 * 64)
+    config, asked, chosen = parse_config(RAW), QuantScheme.parse(name), ops.resolve(backend)
+    source = Stored(random_tensors(config), {})
+    layer = read_weights(config, source, asked, chosen).layers[0]
+    for stack, modules in ((layer.qkv, "qkv"), (layer.gate_up, ("gate", "up")), (layer.down, ("down",))):
+        block = "self_attn" if modules == "qkv" else "mlp"
+        wanted = [asked.encode(source.tensors[f"{AT}.{block}.{m}_proj.weight"]) for m in modules]
+        assert values(chosen, stack).equal(torch.cat([scheme.get(q.format).decode(q) for q in wanted]))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_backends_agree(name):
+    config = parse_config(RAW)
+    source = Stored(random_tensors(config), {})
+    logits = []
+    for backend in backends():
+        chosen = ops.resolve(backend)
+        model = Llama(config, read_weights(config, source, QuantScheme.parse(name), chosen), chosen)
+        logits.append(all_logits(model, prompt(9)))
+    for other in logits[1:]:
+        # Rounded rows may fall on either side of a tie where their last bits differ.
+        assert (other - logits[0]).norm() <= (0.02 if "a8" in name else 1e-4) * logits[0].norm()
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_a_choice_is_made_for_each_matrix(backend):
+    """One matrix of a stack has a wide range: it takes e5m2, its neighbours e4m3, and the products are joined."""
+    config, chosen = parse_config(RAW), ops.resolve(backend)
+    tensors = random_tensors(config)
+    wide = tensors[f"{AT}.mlp.up_proj.weight"]
+    wide *= 1e-7
+    wide[:, 3] = 1.0
+    source = Stored(tensors, {})
+    model = Llama(config, read_weights(config, source, QuantScheme.parse("fp8-auto"), chosen), chosen)
+    layer = model.weights.layers[0]
+    assert isinstance(layer.gate_up, tuple) and [w.format for w in layer.gate_up] == ["fp8_e4m3", "fp8_e5m2"]
+    assert isinstance(layer.qkv, QuantTensor) and layer.qkv.format == "fp8_e4m3"
+    assert all_logits(model, prompt(5)).isfinite().all()
+
+
+def test_stored_codes_of_a_variant_are_kept():
+    """Its name, with or without the variant, asks for them as they are; another variant does not."""
+    config, chosen = parse_config(RAW), ops.resolve("reference")
+    stored = dict.fromkeys((f"{AT}.mlp.gate_proj", f"{AT}.mlp.up_proj"), "fp8-b128")
+    for asked, kept in (("auto", True), ("fp8", True), ("fp8-b128", True), ("fp8-a8-b128", True), ("fp8_e5m2", False)):
+        source = Stored(random_tensors(config), stored)
+        layer = read_weights(config, source, QuantScheme.parse(asked), chosen).layers[0]
+        assert bool(source.decoded) is not kept, asked
+        assert isinstance(layer.gate_up, QuantTensor)
+        assert layer.gate_up.activations == ("fp8" if "a8" in asked else None)

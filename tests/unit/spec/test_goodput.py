@@ -1,0 +1,250 @@
+"""The goodput policy: what it chooses against an exhaustive search, and how it follows what happens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from lawkit import Pair, make_engine, random_prompts, run, texts
+
+from foretoken.errors import RequestError
+from foretoken.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
+from foretoken.spec import goodput
+from foretoken.spec.goodput import Curve, GoodputLength
+from foretoken.spec.length import FixedLength, Round
+from foretoken.spec.policies import ByRequest
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [Sequence(b, [1], SamplingParams(), 0) for b in range(count)]
+
+
+class World:
+    """Rounds with a true cost and true acceptance: what the policy should find out."""
+
+    def __init__(self, policy: GoodputLength, target: Callable[[int], float], step: float, seed: int = 0) -> None:
+        self.policy, self.target, self.step = policy, target, step
+        self.random = random.Random(seed)
+        self.lengths: list[list[int]] = []
+
+    def round(self, seqs: list[Sequence], rate: float) -> None:
+        asked = self.policy.lengths(seqs, len(seqs))
+        accepted = []
+        for k in asked:
+            right = 0
+            while right < k and self.random.random() < rate:
+                right += 1
+            accepted.append(right)
+        rows = len(seqs) + sum(asked)
+        times = TimeSplit(draft=self.step * max(asked), target=self.target(rows))
+        self.policy.update(Round(seqs, asked, asked, accepted, rows, times))
+        for seq, k, right in zip(seqs, asked, accepted):
+            seq.metrics.update(k, right)
+        self.lengths.append(asked)
+
+    def last(self, count: int = 20) -> float:
+        """Mean length of the last rounds."""
+        recent = [k for ks in self.lengths[-count:] for k in ks]
+        return sum(recent) / len(recent)
+
+
+def flat(rows: int) -> float:
+    return 0.03 * (1 + 0.01 * (rows - 1))
+
+
+def steep(rows: int) -> float:
+    return 0.03 * (1 + 0.8 * (rows - 1))
+
+
+def curve(cost: Callable[[int], float]) -> Curve:
+    return Curve([(m, cost(m)) for m in (1, 2, 4, 8, 16, 32, 64)])
+
+
+def test_lengths_fall_to_zero_and_recover() -> None:
+    policy = GoodputLength(8, curve(flat))
+    world, seqs = World(policy, flat, step=0.004), sequences(1)
+    for _ in range(60):
+        world.round(seqs, 0.9)
+    assert world.last() > 4, "drafts are cheap and mostly right"
+    for _ in range(120):
+        world.round(seqs, 0.0)
+    assert world.last() < 0.5
+    zero_since = next(i for i in range(60, 180) if world.lengths[i] == [0])
+    assert zero_since < 100
+    for _ in range(700):
+        world.round(seqs, 0.95)
+    assert world.last() > 4
+
+
+def test_it_does_not_flap() -> None:
+    """Near the border it may go either way, but not to and fro."""
+    policy = GoodputLength(8, curve(flat))
+    world, seqs = World(policy, flat, step=0.03), sequences(1)
+    for _ in range(400):
+        world.round(seqs, 0.5)
+    switches = sum((a == [0]) != (b == [0]) for a, b in itertools.pairwise(world.lengths[50:]))
+    assert switches < 60
+
+
+def test_what_does_not_pay_is_hardly_tried() -> None:
+    """Where checking costs as much as writing, drafting is left alone but for rare probes."""
+    policy = GoodputLength(8, curve(steep))
+    world, seqs = World(policy, steep, step=0.02), sequences(1)
+    for _ in range(1000):
+        world.round(seqs, 0.6)
+    drafted = sum(k > 0 for ks in world.lengths for k in ks)
+    assert drafted < 20
+
+
+def test_probes_come_ever_more_rarely() -> None:
+    policy = GoodputLength(4, curve(steep))
+    world, seqs = World(policy, steep, step=0.05), sequences(1)
+    for _ in range(2000):
+        world.round(seqs, 0.0)
+    tried = [i for i, ks in enumerate(world.lengths) if ks != [0]][5:]
+    gaps = [b - a for a, b in itertools.pairwise(tried)]
+    assert gaps == sorted(gaps)
+    assert max(gaps) >= 256
+
+
+def test_the_choice_is_the_best_of_all() -> None:
+    """Against every combination of lengths for three sequences of different acceptance."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        slope, step = rng.choice([0.01, 0.1, 0.3, 0.8]), rng.choice([0.0, 0.003, 0.01])
+        policy = GoodputLength(3, Curve([(m, 0.03 * (1 + slope * (m - 1))) for m in (1, 2, 4, 8, 16)]))
+        policy.draft.start, policy.draft.step, policy.draft.seen = 0.0, step, 10
+        seqs = sequences(3)
+        for seq in seqs:
+            rate = rng.random()
+            for _ in range(40):
+                right = next((i for i in range(3) if rng.random() > rate), 3)
+                policy.update(Round([seq], [3], [3], [right]))
+
+        def worth(lengths: tuple[int, ...], policy: GoodputLength = policy, seqs: list[Sequence] = seqs) -> float:
+            tokens, rows = 3.0, 3.0
+            for seq, k in zip(seqs, lengths):
+                gain = 1.0
+                for j in range(k):
+                    rate, share = policy._rates(seq, j)
+                    gain *= rate
+                    tokens += gain * share
+                    rows += share
+            return tokens / (policy.target.at(rows) + policy.draft.at(max(lengths)) + policy.rest)  # type: ignore[union-attr]
+
+        best = max(itertools.product(range(4), repeat=3), key=worth)
+        chosen = tuple(policy._best(seqs, 3, None))
+        nothing = worth((0, 0, 0))
+        if worth(best) > nothing * (1 + 2 * goodput.MARGIN):
+            assert worth(chosen) >= 0.97 * worth(best), (seed, chosen, best)
+        assert worth(chosen) >= nothing
+
+
+def test_fewer_tokens_are_drafted_as_the_batch_grows() -> None:
+    def bent(rows: int) -> float:  # free up to 16 rows, then each costs
+        return 0.03 * (1 + 0.06 * max(0, rows - 16))
+
+    means = []
+    for count in (1, 4, 16, 32):
+        policy = GoodputLength(8, curve(bent))
+        world = World(policy, bent, step=0.001)
+        seqs = sequences(count)
+        for _ in range(60):
+            world.round(seqs, 0.7)
+        means.append(world.last())
+    assert means[0] > 4
+    assert means == sorted(means, reverse=True)
+    assert means[-1] < 1
+
+
+def test_a_batch_shares_by_who_is_right() -> None:
+    policy = GoodputLength(8, curve(lambda rows: 0.03 * (1 + 0.15 * (rows - 1))))
+    good, bad = sequences(2)
+    good.metrics.update(4, 4)
+    bad.metrics.update(4, 0)
+    for _ in range(50):
+        policy.update(Round([good, bad], [4, 4], [4, 4], [4, 0], 10, TimeSplit(draft=0.004, target=0.05)))
+    lengths = policy.lengths([good, bad], 2)
+    assert lengths[0] > lengths[1]
+
+
+def test_the_budget_is_kept() -> None:
+    policy = GoodputLength(8, curve(flat))
+    seqs = sequences(4)
+    for seq in seqs:
+        seq.metrics.update(4, 4)
+    for _ in range(10):
+        policy.update(Round(seqs, [4] * 4, [4] * 4, [4] * 4, 20, TimeSplit(draft=0.001, target=flat(20))))
+    assert sum(policy.lengths(seqs, 4, 100)) > 10
+    assert sum(policy.lengths(seqs, 4, 5)) == 5
+    assert policy.lengths(seqs, 4, 0) == [0] * 4
+
+
+def test_costs_are_learned_where_none_were_measured() -> None:
+    policy = GoodputLength(8)
+    world, seqs = World(policy, steep, step=0.02), sequences(1)
+    for _ in range(300):
+        world.round(seqs, 0.5)
+    assert world.last(100) < 0.3
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 12, 40, 100])
+def test_a_curve(rows: int) -> None:
+    c = Curve([(1, 1.0), (4, 2.0), (8, 1.5), (16, 4.0)])
+    assert c.at(1) == 1.0 and c.at(4) == c.at(8) == 2.0
+    assert c.at(12) == pytest.approx(3.0)
+    assert c.at(20) == pytest.approx(5.0)
+    before = c.at(rows)
+    for _ in range(200):
+        c.correct(rows, 3 * before)
+    assert c.at(rows) == pytest.approx(3 * before, rel=0.1)
+    assert c.seconds == sorted(c.seconds)
+
+
+# --- requests with a wish of their own ---
+
+
+def test_wishes() -> None:
+    seqs = sequences(5)
+    wishes = [None, Speculation("off"), Speculation("fixed", 7), Speculation(None, 2), Speculation("fixed")]
+    for seq, wish in zip(seqs, wishes):
+        seq.speculation = wish
+    assert ByRequest(FixedLength(4)).lengths(seqs) == [4, 0, 7, 2, 4]
+
+
+def test_a_wish_for_goodput_learns_beside_the_engines_policy() -> None:
+    policies = ByRequest(FixedLength(4))
+    seq = sequences(1)[0]
+    seq.speculation = Speculation("goodput", 6)
+    for _ in range(200):
+        asked = policies.lengths([seq], 1)
+        assert max(asked) <= 6
+        rows = 1 + sum(asked)
+        policies.update(Round([seq], asked, asked, [0], rows, TimeSplit(draft=0.02 * asked[0], target=steep(rows))))
+        seq.metrics.update(asked[0], 0)
+    assert sum(sum(policies.lengths([seq], 1)) for _ in range(10)) <= 2
+    policies.release(seq)
+
+
+def test_bad_wishes() -> None:
+    for bad in ({"policy": "fast"}, {"num_draft_tokens": -1}, {"num_draft_tokens": 65}, {"num_draft_tokens": True}):
+        with pytest.raises(RequestError, match="speculation"):
+            Speculation(**bad)
+
+
+def test_in_an_engine(pair: Pair) -> None:
+    """Law 1 under a policy whose choices depend on the clock; why nothing was drafted is counted."""
+    prompts, params = random_prompts(6, seed=3), SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+    plain = texts(run(make_engine(pair), prompts, params))
+    engine = make_engine(pair, "draft_model", k=6, policy="goodput")
+    assert isinstance(engine.policy, GoodputLength) and engine.policy.target is not None
+    assert texts(run(engine, prompts, params)) == plain
+    assert not engine.policy._own and not engine.policy._idle
+    done = []
+    engine.add(Request("off", tuple(prompts[0]), params, 1, speculation=Speculation("off")))
+    while engine.has_work:
+        done += [d.completion for d in engine.step() if d.completion]
+    spec = done[0].metrics.spec
+    assert (spec.num_draft_tokens, spec.undrafted) == (0, {"prompt": 1, "off": 39})
