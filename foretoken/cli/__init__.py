@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": "talk with a model, turn by turn",
     "bench": "measure speculative against plain decoding; one JSON line a measurement",
     "profile": "measure what a pass over M rows costs in each number format, and this machine's limits",
+    "quantize": "store a model's weights in fewer bits, by a method, as a checkpoint",
     "train": "make a tokenizer, a target and a draft model by a recipe",
     "info": "this machine, its backends, formats, drafters and the embedded models",
     "demo": "watch the embedded model write with and without speculation, side by side",
