@@ -23,7 +23,7 @@ def problem(number: int) -> dict[str, Any]:
         "prompt": f'import math\n\n\ndef plus_{number}(x):\n    """Add {number} to x.\n    """\n',
         "entry_point": f"plus_{number}",
         "canonical_solution": f"    return x + {number}\n",
-        "test": f"def check(candidate):\n    assert candidate(1) == {number + 1}\n    assert candidate(-2) == {number - 2}\n",
+        "test": f"def check(it):\n    assert it(1) == {number + 1}\n    assert it(-2) == {number - 2}\n",
     }
 
 

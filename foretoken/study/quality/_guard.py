@@ -1,7 +1,7 @@
 """The process that runs generated code: it takes away what the code must not have, runs it, and reports.
 
-Started by `sandbox.run` as a script of its own with the standard library only; never imported. It reads one JSON line on
-standard input and answers on the pipe that it names.
+Started by `sandbox.run` as a script of its own with the standard library only; never imported. It reads one JSON line
+on standard input and answers on the pipe that it names.
 """
 
 from __future__ import annotations

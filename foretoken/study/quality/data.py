@@ -169,7 +169,7 @@ def wikitext(folder: Path | None) -> tuple[str, str]:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file; of a .jsonl file (or .jsonl.gz) the "text" of all rows, blank lines between. Raises ConfigError."""
+    """The text of a file; of .jsonl and .jsonl.gz the "text" of all rows, blank lines between. Raises ConfigError."""
     if path.suffix != ".jsonl" and not path.name.endswith(".jsonl.gz"):
         return read_text(path)
     corpus = DataSet("a text", (path.name,), None, {"text": str})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence as Seq
 from decimal import Decimal, InvalidOperation
+from functools import partial
 
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
@@ -41,7 +43,7 @@ def extract(text: str) -> Decimal | None:
     return number(numbers[-1]) if numbers else None
 
 
-def prompt(shots: list[Row], question: str) -> str:
+def prompt(shots: Seq[Row], question: str) -> str:
     """Solved examples, then the question."""
     solved = [f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in shots]
     return f"{''.join(solved)}Question: {question}\nAnswer:"
@@ -63,10 +65,7 @@ def run(llm: LLM, settings: Settings, report: Report = silent) -> Result:
         raise ConfigError(f"the test set holds no more than the {SHOTS} examples; give more rows")
     params = settings.params(MAX_TOKENS, STOP)
     most = room(llm, params.max_tokens)
-    fitted = [
-        few_shot(llm, lambda n, q=row["question"]: prompt(shots[:n], q), len(shots), most, settings.chat)
-        for row in rows
-    ]
+    fitted = [few_shot(llm, partial(prompt, question=row["question"]), shots, most, settings.chat) for row in rows]
     prompts = [tokens for tokens, _ in fitted]
     texts, _ = answer(llm, prompts, params, lambda done, total: report("gsm8k", done, total))
     wanted = [extract(row["answer"]) for row in rows]

@@ -1,4 +1,4 @@
-"""HumanEval (Chen et al., 2021): functions from their docstrings, right if the tests pass; pass@1 of one sample each."""
+"""HumanEval (Chen et al., 2021): functions from their docstrings, right if the tests pass; pass@1 of one sample."""
 
 from __future__ import annotations
 

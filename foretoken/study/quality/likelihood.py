@@ -109,7 +109,7 @@ class Scorer:
             if following is None:
                 return True
             index, text = following
-            if len(text.tokens) > self.max_len:
+            if len(text.tokens) > self.max_len + 1:  # the last token is scored by the row before it
                 raise RequestError(f"a text of {len(text.tokens)} tokens does not fit the context of {self.max_len}")
             known = all(0 <= t < width for t in (*text.tokens, *text.others))
             if not known or not 1 <= text.start <= len(text.tokens):
@@ -125,7 +125,7 @@ class Scorer:
             start = job.seq.num_cached
             stop = start + min(job.left, left)
             stop = min(stop, max(start, job.first) + logits) if stop > job.first else stop
-            if stop <= start and job.left or not self.runner.blocks.reserve(job.seq, max(stop, 1)):
+            if (stop <= start and job.left) or not self.runner.blocks.reserve(job.seq, max(stop, 1)):
                 break
             left -= stop - start
             logits -= len(job.wanted(start, stop))
@@ -208,13 +208,15 @@ def log_likelihoods(
     """
     groups: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = []
     for context, continuation in pairs:
-        if not context or not continuation or len(continuation) >= scorer.max_len:
+        if not context or not continuation or len(continuation) > scorer.max_len:
             raise RequestError("a continuation is scored after at least one token, and both must fit the context")
-        pair = tuple(context)[-(scorer.max_len - len(continuation)) :], tuple(continuation)
+        pair = tuple(context)[-(scorer.max_len + 1 - len(continuation)) :], tuple(continuation)
         joins = groups and len(pair[1]) == 1 == len(groups[-1][0][1]) and groups[-1][0][0] == pair[0]
         groups[-1].append(pair) if joins else groups.append([pair])
     texts = (
-        Text((*group[0][0], *group[0][1]), len(group[0][0]), tuple(its[0] for _, its in group) if len(group) > 1 else ())
+        Text(
+            (*group[0][0], *group[0][1]), len(group[0][0]), tuple(its[0] for _, its in group) if len(group) > 1 else ()
+        )
         for group in groups
     )
     found: list[tuple[float, bool]] = []

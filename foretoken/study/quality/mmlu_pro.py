@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
@@ -103,10 +104,9 @@ def run(llm: LLM, settings: Settings, report: Report = silent) -> Result:
     rows, shots = read(settings)
     params = settings.params(MAX_TOKENS, STOP)
     most = room(llm, params.max_tokens)
-    fitted = []
-    for row in rows:
-        its = shots.get(row["category"], [])
-        fitted.append(few_shot(llm, lambda n, r=row, s=its: prompt(s[:n], r), len(its), most, settings.chat))
+    fitted = [
+        few_shot(llm, partial(prompt, row=row), shots.get(row["category"], []), most, settings.chat) for row in rows
+    ]
     prompts = [tokens for tokens, _ in fitted]
     texts, _ = answer(llm, prompts, params, lambda done, total: report("mmlu_pro", done, total))
     notes = notes_on_shots([n for _, n in fitted], SHOTS, sum(not p for p in prompts))
@@ -122,7 +122,7 @@ def run_likelihood(llm: LLM, settings: Settings, report: Report = silent) -> Res
     used = []
     for row in rows:
         its = shots.get(row["category"], [])
-        tokens, count = few_shot(llm, lambda n, r=row, s=its: short_prompt(s[:n], r), len(its), most, False)
+        tokens, count = few_shot(llm, partial(short_prompt, row=row), its, most, False)
         used.append(count)
         letters = LETTERS[: len(options(row))] if tokens else ""
         counts.append(len(letters))

@@ -91,9 +91,7 @@ def check(tasks: Seq[str], settings: Settings, text: Text) -> None:
         text.read(settings.data)
 
 
-def evaluate(
-    llm: LLM, tasks: Seq[str], settings: Settings, text: Text, report: Report = silent
-) -> Quality:
+def evaluate(llm: LLM, tasks: Seq[str], settings: Settings, text: Text, report: Report = silent) -> Quality:
     """Run the named tasks, perplexity first. Raises ConfigError as `check` does."""
     check_names(tasks, NAMES)
     found: Perplexity | None = None
@@ -122,7 +120,9 @@ def text_notes(found: Perplexity, asked: Text, content: str) -> list[str]:
             f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {asked.window})"
         )
     if found.stride < asked.stride:
-        notes.append(f"the stride is {found.stride}, so that each window overlaps the one before (asked: {asked.stride})")
+        notes.append(
+            f"the stride is {found.stride}, so that each window overlaps the one before (asked: {asked.stride})"
+        )
     if not found.whole:
         notes.append(f"only the first {found.tokens + 1} tokens of the text were read")
     if asked.file is None and "<unk>" in content:

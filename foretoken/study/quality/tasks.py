@@ -12,6 +12,7 @@ from foretoken.errors import ConfigError
 from foretoken.request import MAX_SEED, SamplingParams
 from foretoken.study.measure import Run, run_batch
 from foretoken.study.quality.bootstrap import Interval, mean_interval
+from foretoken.study.quality.data import Row
 
 Report = Callable[[str, int, int], None]  # stage, done, total
 
@@ -92,13 +93,15 @@ def encode(llm: LLM, text: str, chat: bool) -> list[int]:
     return llm.tokenizer.chat([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
 
 
-def few_shot(llm: LLM, build: Callable[[int], str], num_shots: int, most: int, chat: bool) -> tuple[list[int], int]:
+def few_shot(
+    llm: LLM, build: Callable[[Seq[Row]], str], shots: Seq[Row], most: int, chat: bool
+) -> tuple[list[int], int]:
     """The prompt with as many examples as fit into `most` tokens, and how many those are; [] where none fits.
 
-    `build(n)` writes the prompt with n examples.
+    `build(shots)` writes the prompt with these examples.
     """
-    for count in range(num_shots, -1, -1):
-        tokens = encode(llm, build(count), chat)
+    for count in range(len(shots), -1, -1):
+        tokens = encode(llm, build(shots[:count]), chat)
         if len(tokens) <= most:
             return tokens, count
     return [], 0

@@ -156,7 +156,7 @@ def test_options_share_a_pass_and_score_as_alone(llm: LLM) -> None:
 def test_a_long_context_loses_its_beginning(llm: LLM) -> None:
     tokens = llm.tokenizer.encode(TEXT)
     assert log_likelihoods(Scorer(llm.engine), [(tokens[:400], [8])]) == log_likelihoods(
-        Scorer(llm.engine), [(tokens[145:400], [8])]
+        Scorer(llm.engine), [(tokens[144:400], [8])]
     )
     with pytest.raises(RequestError):
         log_likelihoods(Scorer(llm.engine), [([], [8])])

@@ -66,11 +66,9 @@ def test_humaneval_itself_in_part() -> None:
     assert not any(o.passed for o in humaneval.score(rows, ["    pass\n"] * len(rows)))
 
 
-def test_humaneval_scores_what_the_model_wrote(
-    llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = {f"Add {n} to x.\n    \"\"\"\n": f"    return x + {n}\n" for n in (0, 2, 4)}
-    answering(monkeypatch, humaneval, answers | {"Add 1 to x.\n    \"\"\"\n": "    return x + 7\n"})
+def test_humaneval_scores_what_the_model_wrote(llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {f'Add {n} to x.\n    """\n': f"    return x + {n}\n" for n in (0, 2, 4)}
+    answering(monkeypatch, humaneval, answers | {'Add 1 to x.\n    """\n': "    return x + 7\n"})
     result = humaneval.run(llm, Settings(data_folder))
     assert result.scores == (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     assert result.extra["errors"]["AssertionError"] == 3
@@ -112,9 +110,7 @@ def test_gsm8k_reads_numbers(text: str, value: Any) -> None:
     assert gsm8k.extract(text) == value
 
 
-def test_gsm8k_scores_and_leaves_its_examples_out(
-    llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gsm8k_scores_and_leaves_its_examples_out(llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"the sum of 1003?\nAnswer:": "it is\n#### 1004", "the sum of 1005?\nAnswer:": "1005 + 1 = 1,006"}
     asked = answering(monkeypatch, gsm8k, answers)
     result = gsm8k.run(llm, Settings(data_folder))
@@ -206,7 +202,9 @@ def test_a_wrong_letter_in_the_data_is_refused(llm: LLM, data_folder: Path, tmp_
 def test_all_tasks_run_on_a_model_and_report(llm: LLM, data_folder: Path) -> None:
     seen: dict[str, int] = {}
     settings = Settings(data_folder, limit=2, max_tokens=12, chat=True, temperature=0.7, seed=3)
-    found = suite.evaluate(llm, suite.NAMES, settings, suite.Text(window=64, stride=32), lambda s, d, t: seen.update({s: d}))
+    found = suite.evaluate(
+        llm, suite.NAMES, settings, suite.Text(window=64, stride=32), lambda s, d, t: seen.update({s: d})
+    )
     assert [r.task for r in found.results] == list(suite.TASKS)
     assert found.perplexity is not None and found.perplexity.perplexity > 1
     assert {"perplexity", "humaneval", "humaneval, tests", "gsm8k", "mmlu_pro"} <= set(seen)
