@@ -30,7 +30,14 @@ except ImportError as error:
 
 MAX_TOKENS = 256
 # What the harness may say of generation, by SamplingParams' names.
-SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float, "seed": int}
+SAMPLING = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "seed": int,
+}
 IGNORED = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_length", "skip_special_tokens"}
 
 
