@@ -18,10 +18,6 @@ namespace {
 constexpr int64_t rows_of_a_tile = 32;  // more would waste products with keys that only the last rows see
 constexpr int64_t tasks_per_thread = 4;
 
-int64_t code_bytes(KvFormat format) {
-    return format == KvFormat::fp32 ? 4 : format == KvFormat::bf16 || format == KvFormat::fp16 ? 2 : 1;
-}
-
 // Everything that a kernel would follow blindly: offsets, lengths, masks, block numbers.
 void check_sequence(const AttentionArgs& a, const Sequences& s, int64_t b, int64_t num_blocks) {
     const int64_t begin = s.row_offsets[b], end = s.row_offsets[b + 1], kv_len = s.kv_lens[b];
@@ -97,7 +93,7 @@ void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride
               int64_t rows) {
     check("slot", slots, rows, cache.num_slots);
     const auto encode = kernels().encode_kv[static_cast<int>(cache.format)];
-    const int64_t width = cache.kv_heads * cache.dim, bytes = width * code_bytes(cache.format);
+    const int64_t width = cache.kv_heads * cache.dim, bytes = cache.kv_heads * kv_row_bytes(cache.format, cache.dim);
     by_rows(rows, 2 * width, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
             const int64_t slot = slots[t], scale = cache.k_scale == nullptr ? 0 : slot * cache.kv_heads;
@@ -118,7 +114,7 @@ void move_kv(const Cache& cache, const int32_t* source, const int32_t* target, i
         for (int64_t i = 0; i < count; i++) std::memcpy(rows.data() + i * bytes, base + source[i] * bytes, bytes);
         for (int64_t i = 0; i < count; i++) std::memcpy(base + target[i] * bytes, rows.data() + i * bytes, bytes);
     };
-    for (void* codes : {cache.k, cache.v}) move(codes, cache.kv_heads * cache.dim * code_bytes(cache.format));
+    for (void* codes : {cache.k, cache.v}) move(codes, cache.kv_heads * kv_row_bytes(cache.format, cache.dim));
     for (void* scales : {cache.k_scale, cache.v_scale}) move(scales, cache.kv_heads * static_cast<int64_t>(sizeof(float)));
 }
 

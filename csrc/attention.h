@@ -6,7 +6,7 @@
 
 namespace foretoken {
 
-// A layer of the cache: k and v [num_slots, Hk, D]; scales [num_slots, Hk], or null in dense formats.
+// A layer of the cache: k and v [num_slots, Hk] rows of kv_row_bytes; scales [num_slots, Hk], or null in dense formats.
 struct Cache {
     void *k, *v;
     float *k_scale, *v_scale;

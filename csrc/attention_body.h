@@ -6,7 +6,8 @@
 // and the blocks' (m, l, o) are merged in ascending order; the result is o / l. Neither the place of a key in the cache,
 // nor the other rows, nor who shares a tile enters: a draft node's ancestors stand at the positions after the known tokens.
 // Nor does it matter whether one thread walks the blocks or several share them: a block's results are the same alone.
-// (Blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022.)
+// Rows in 4 bits are decoded to floats when they are found, and have no scales then; where they are rotated, so is q, and
+// the result is rotated back. (Blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022.)
 
 constexpr int64_t few_queries = 4;  // up to so many, keys and values are widened in registers
 
@@ -15,8 +16,10 @@ struct Walk {
     const AttentionArgs& a;
     const AttentionTile& tile;
     int64_t group, queries, padded;     // query heads a row; rows * group; dim rounded up to vectors
+    int64_t row_bytes = 0;              // of a packed row
     float *q, *total, *block, *panel;   // [queries, padded] three times, [panel_keys, padded]
     float *scores, *key_scales, *value_scales;             // [queries, score_stride], [score_stride] twice: of a block
+    float* unpacked;                                       // [2 * key_block, padded]: keys, then values of a block
     float row_max[max_queries], row_sum[max_queries];      // of all blocks so far
     float block_max[max_queries] = {}, block_sum[max_queries] = {};  // of one
     int64_t begin[max_queries], end[max_queries];          // what row i sees of the block, relative to its start
@@ -28,6 +31,7 @@ struct Walk {
         q = scratch, total = q + area, block = total + area, panel = block + area;
         scores = panel + panel_keys * padded;
         key_scales = scores + max_queries * score_stride, value_scales = key_scales + score_stride;
+        unpacked = value_scales + score_stride;
         for (int64_t i = 0, c = 0; i < t.row_count; i++)
             for (int64_t g = 0; g < group; g++, c++) row_of[c] = i, row_max[c] = -__builtin_inff(), row_sum[c] = 0.0f;
         for (int64_t i = 0; i < queries * padded; i += lanes) store(total + i, zero());
@@ -46,17 +50,29 @@ struct Walk {
     }
 };
 
-// Keys and values stored at indices [begin, end) of the sequence; the first scale goes to place `at` of the block's.
+// What the products read: rows as they are stored, or floats that they were decoded to.
 template <class T>
-void find(Walk& w, int64_t begin, int64_t end, const T** keys, const T** values, int64_t at) {
+using Row = std::conditional_t<unpacked_first<T>, float, T>;
+
+// Keys and values stored at indices [begin, end) of the sequence; the first one's place in the block is `at`.
+template <class T>
+void find(Walk& w, int64_t begin, int64_t end, const Row<T>** keys, const Row<T>** values, int64_t at) {
     const AttentionArgs& a = w.a;
     uint32_t block = static_cast<uint32_t>(begin) / static_cast<uint32_t>(a.block_size);
     int64_t place = begin - block * a.block_size;
     for (int64_t i = begin; i < end; block++, place = 0)  // a division a key would cost more than its product
         for (int64_t row = (w.tile.block_table[block] * a.block_size + place) * a.kv_heads + w.tile.kv_head;
              place < a.block_size && i < end; place++, i++, at++, row += a.kv_heads) {
-            *keys++ = static_cast<const T*>(a.k) + row * a.dim;
-            *values++ = static_cast<const T*>(a.v) + row * a.dim;
+            if constexpr (unpacked_first<T>) {
+                float *key = w.unpacked + at * w.padded, *value = key + key_block * w.padded;
+                unpack_row(static_cast<const T*>(a.k) + row * w.row_bytes, a.k_scale[row], a.dim, key);
+                unpack_row(static_cast<const T*>(a.v) + row * w.row_bytes, a.v_scale[row], a.dim, value);
+                *keys++ = key;
+                *values++ = value;
+            } else {
+                *keys++ = static_cast<const T*>(a.k) + row * a.dim;
+                *values++ = static_cast<const T*>(a.v) + row * a.dim;
+            }
             if constexpr (scaled<T>) {
                 w.key_scales[at] = a.k_scale[row];
                 w.value_scales[at] = a.v_scale[row];
@@ -66,12 +82,12 @@ void find(Walk& w, int64_t begin, int64_t end, const T** keys, const T** values,
 
 // A draft node's own keys, at places [begin, end) of the block: its ancestors' and its own, at positions kv_len, kv_len + 1, ...
 template <class T>
-void own_keys(Walk& w, int64_t i, int64_t start, int64_t begin, int64_t end, const T** keys, const T** values) {
+void own_keys(Walk& w, int64_t i, int64_t start, int64_t begin, int64_t end, const Row<T>** keys, const Row<T>** values) {
     uint64_t mask = static_cast<uint64_t>(w.a.tree_mask[w.tile.row_begin + i]);
     for (int64_t at = w.tile.kv_len - start; mask && at < end; mask &= mask - 1, at++) {
         if (at < begin) continue;
         const int64_t index = w.tile.kv_len + __builtin_ctzll(mask);
-        find(w, index, index + 1, keys + (at - begin), values + (at - begin), at);
+        find<T>(w, index, index + 1, keys + (at - begin), values + (at - begin), at);
     }
 }
 
@@ -85,6 +101,7 @@ void load_queries(Walk& w) {
             const V part = mul(load_n(q + d, w.a.dim - d), scale);
             store(w.q + c * w.padded + d, paired<T> ? evens_then_odds(part) : part);  // as `linear` packs x
         }
+        if (w.a.rotated) rotate(w.q + c * w.padded, w.a.dim);
     }
 }
 
@@ -188,7 +205,7 @@ void add_shared(Walk& w, const T* const* values, int64_t low, int64_t high) {
 template <class T>
 void walk_block(Walk& w, int64_t block_index) {
     const int64_t start = block_index * key_block, rows = w.tile.row_count, group = w.group, dim = w.a.dim;
-    const T *shared[2 * key_block], *own[128];  // keys, then values
+    const Row<T> *shared[2 * key_block], *own[128];  // keys, then values
     w.look(block_index);
     int64_t low = key_block, high = 0;
     for (int64_t i = 0; i < rows; i++) {
@@ -198,9 +215,9 @@ void walk_block(Walk& w, int64_t block_index) {
     }
     const int64_t known = w.tile.kv_len - start < 0 ? 0 : w.tile.kv_len - start;  // here begin the nodes' own keys
     high = high < known ? high : known;
-    const T** values = shared + (low < high ? high - low : 0);
+    const Row<T>** values = shared + (low < high ? high - low : 0);
     if (low < high) {
-        find(w, start + low, start + high, shared, values, low);
+        find<T>(w, start + low, start + high, shared, values, low);
         score_shared(w, shared, low, high);
     }
     for (int64_t i = 0; i < w.queries * w.padded; i += lanes) store(w.block + i, zero());
@@ -208,8 +225,8 @@ void walk_block(Walk& w, int64_t block_index) {
         if (!w.sees(i)) continue;
         const int64_t from = w.begin[i] > known ? w.begin[i] : known, n = w.end[i] - from;
         if (n > 0) {
-            own_keys(w, i, start, from, w.end[i], own, own + 64);
-            score_keys(w, i * group, group, Stored<T>{own, n, 0, dim}, n, from, false);
+            own_keys<T>(w, i, start, from, w.end[i], own, own + 64);
+            score_keys(w, i * group, group, Stored<Row<T>>{own, n, 0, dim}, n, from, false);
         }
         for (int64_t c = i * group; c < (i + 1) * group; c++) soften<T>(w, c, w.begin[i], w.end[i]);
     }
@@ -217,10 +234,10 @@ void walk_block(Walk& w, int64_t block_index) {
     for (int64_t i = 0; i < rows; i++) {
         const int64_t from = w.begin[i] > known ? w.begin[i] : known, n = w.end[i] - from;
         if (!w.sees(i) || n <= 0) continue;
-        own_keys(w, i, start, from, w.end[i], own, own + 64);
+        own_keys<T>(w, i, start, from, w.end[i], own, own + 64);
         for (int64_t c = i * group, count, last = c + group; c < last; c += count) {
             count = last - c < query_tile ? last - c : query_tile;
-            add_values(w.scores + c * score_stride + from, count, Stored<T>{own + 64, n, 0, dim}, n, dim, w.block + c * w.padded,
+            add_values(w.scores + c * score_stride + from, count, Stored<Row<T>>{own + 64, n, 0, dim}, n, dim, w.block + c * w.padded,
                        w.padded, false);
         }
     }
@@ -254,12 +271,15 @@ inline void finish(const Walk& w) {
         const V inverse = set1(1.0f / w.row_sum[c]);
         for (int64_t d = 0; d < w.a.dim; d += lanes)
             store_n(out + d, mul(load(w.total + c * w.padded + d), inverse), w.a.dim - d);
+        if (w.a.rotated) rotate(out, w.a.dim);
     }
 }
 
 template <class T>
 void attention(const AttentionArgs& a, const AttentionTile& tile, int64_t block_begin, int64_t block_end, float* scratch) {
     Walk w(a, tile, scratch);
+    if constexpr (std::is_same_v<T, rotated4>) w.row_bytes = kv_row_bytes(KvFormat::int4, a.dim);
+    if constexpr (std::is_same_v<T, sparse4>) w.row_bytes = kv_row_bytes(KvFormat::int4_sparse, a.dim);
     load_queries<T>(w);
     for (int64_t b = block_begin; b < block_end; b++) {
         walk_block<T>(w, b);

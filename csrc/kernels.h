@@ -19,8 +19,8 @@
 namespace foretoken {
 
 // The dense formats come first: they index the tables of kernels below.
-enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, int4 = 4, nf4 = 5, fp8_e4m3 = 6, fp8_e5m2 = 7 };
-constexpr int num_formats = 8;
+enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, int4 = 4, nf4 = 5, fp8_e4m3 = 6, fp8_e5m2 = 7, mxfp4 = 8 };
+constexpr int num_formats = 9;
 
 constexpr int64_t bytes_of(Format format) {  // of one number of a dense format
     return format == Format::fp32 ? 4 : 2;
@@ -34,8 +34,27 @@ struct fp16 {
 };
 
 // Formats of the cache: the dense ones, and codes with a float32 scale for each token and head.
-enum class KvFormat : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, fp8_e4m3 = 4, fp8_e5m2 = 5 };
-constexpr int kv_formats = 6;
+enum class KvFormat : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, fp8_e4m3 = 4, fp8_e5m2 = 5, int4 = 6, int4_sparse = 7 };
+constexpr int kv_formats = 8;
+
+constexpr int64_t kv_outliers(int64_t dim) { return dim < 64 ? 1 : dim / 32; }  // of a row of int4_sparse
+
+// Bytes of one head's row; foretoken/formats/_kv4.py says what those of the 4-bit formats are.
+constexpr int64_t kv_row_bytes(KvFormat format, int64_t dim) {
+    switch (format) {
+        case KvFormat::fp32:
+            return 4 * dim;
+        case KvFormat::bf16:
+        case KvFormat::fp16:
+            return 2 * dim;
+        case KvFormat::int4:
+            return dim / 2 + 2;
+        case KvFormat::int4_sparse:
+            return dim / 2 + 2 + kv_outliers(dim) * (dim > 256 ? 4 : 3);
+        default:
+            return dim;
+    }
+}
 
 struct int8 {
     int8_t bits;
@@ -95,7 +114,7 @@ struct IntegerArgs {
 
 struct AttentionArgs {
     const float* q;  // [T, H, D] with a row stride
-    const void* k;   // [num_blocks, block_size, Hk, D], contiguous
+    const void* k;   // [num_blocks, block_size, Hk] rows of kv_row_bytes, contiguous
     const void* v;
     const float* k_scale;  // [num_blocks, block_size, Hk], contiguous; null for dense formats
     const float* v_scale;
@@ -105,6 +124,7 @@ struct AttentionArgs {
     int64_t q_stride, heads, kv_heads, dim, block_size;
     int64_t window;  // keys t > position - window are visible
     float scale;
+    bool rotated;  // keys and values are stored times a Hadamard matrix (kv4_body.h)
 };
 
 // Rows of one sequence, and query heads of one KV head, that walk the cache together: row_count * head_count <= max_queries.
@@ -173,7 +193,7 @@ struct Kernels {
 };
 
 constexpr int64_t attention_scratch(int64_t dim) {
-    return (3 * max_queries + panel_keys) * round_up(dim, lanes) + max_queries * score_stride + 2 * score_stride;
+    return (3 * max_queries + panel_keys + 2 * key_block) * round_up(dim, lanes) + max_queries * score_stride + 2 * score_stride;
 }
 constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + round_up(dim, lanes)); }
 

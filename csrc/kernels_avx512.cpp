@@ -21,6 +21,7 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 #include "rows_body.h"
 #include "linear_body.h"
 #include "codes_body.h"
+#include "kv4_body.h"
 #include "scores_body.h"
 #include "float_body.h"
 #include "quantize_body.h"

@@ -40,6 +40,7 @@ void linear(const Product& product) {
         case Format::int4:
             return product.weight->integer_rows ? linear_integer(product) : linear_float(product);
         case Format::nf4:
+        case Format::mxfp4:
         case Format::fp8_e4m3:
         case Format::fp8_e5m2:
             if (!product.weight->integer_rows) return linear_float(product);
@@ -67,6 +68,7 @@ void embedding(const int32_t* token_ids, const Weight& w, float* out, int64_t ro
                 for (int64_t t = begin; t < end; t++) decode_packed_row(w, token_ids[t], out + t * w.depth);
             });
         case Format::nf4:
+        case Format::mxfp4:
         case Format::fp8_e4m3:
         case Format::fp8_e5m2:
             break;

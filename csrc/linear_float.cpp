@@ -20,7 +20,7 @@ FloatArgs arguments(const Product& p, const Kernels& table) {
     a.scale_format = w.scale_format;
     const bool fp8 = w.format == Format::fp8_e4m3 || w.format == Format::fp8_e5m2;
     (fp8 ? a.nans : a.zeros) = w.zeros;
-    a.table = w.format == Format::nf4 ? nf4_values : int4_values;
+    a.table = nibble_values(w.format);
     a.middle = w.format == Format::int8 ? 128.0f : 8.0f;
     a.factor = w.format == Format::fp8_e4m3 ? 256.0f : 1.0f;
     a.bias = p.bias;

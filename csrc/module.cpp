@@ -143,7 +143,8 @@ void py_attention(uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_
                              dim,
                              block_size,
                              window,
-                             scale};
+                             scale,
+                             static_cast<KvFormat>(format) == KvFormat::int4};
     const Sequences sequences{at<const int32_t>(row_offsets), at<const int32_t>(kv_lens), at<const int32_t>(block_tables),
                               num_seqs, table_stride, rows};
     attention(args, static_cast<KvFormat>(format), num_slots / block_size, sequences);
@@ -185,6 +186,8 @@ NB_MODULE(_native, m) {
     m.def("attention", &py_attention, unlocked);
     bind_plan(m);
     bind_sampling(m);
+    m.def("kv_row_bytes", [](int format, int64_t dim) { return kv_row_bytes(static_cast<KvFormat>(format), dim); },
+          "Bytes of one head's row of the cache.");
     m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
     m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512vnni, avx512, avx2, portable.");
     m.def("num_threads", &num_threads, "Threads that a call may use.");

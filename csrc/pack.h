@@ -48,10 +48,10 @@ void decode_packed_row(const Weight& weight, int64_t o, float* out);
 void pack_pairs(const void* plain, void* packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element);
 void unpack_pairs(const void* packed, void* plain, int64_t outputs, int64_t depth, int64_t element);
 
-// Row `o` of a packed nf4, fp8 or bf16 weight as floats [K].
+// Row `o` of a packed nf4, mxfp4, fp8 or bf16 weight as floats [K].
 void decode_float_row(const Weight& weight, int64_t o, float* out);
 
-// Values of the 16 codes, int4's from its middle.
-extern const float int4_values[16], nf4_values[16];
+// Values of the 16 codes of nf4 and mxfp4; for any other format int4's, from its middle.
+const float* nibble_values(Format format);
 
 }  // namespace foretoken

@@ -9,6 +9,8 @@
 
 namespace foretoken {
 
+namespace {
+
 const float int4_values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 // Quantiles of the normal distribution (Dettmers et al., 2023, appendix E).
 const float nf4_values[16] = {-1.0f,
@@ -27,8 +29,8 @@ const float nf4_values[16] = {-1.0f,
                               0.5626170039176941f,
                               0.7229568362236023f,
                               1.0f};
-
-namespace {
+// One bit of sign, two of exponent, one of mantissa (OCP Microscaling Formats 1.0).
+const float mxfp4_values[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
 constexpr int64_t chunk = 64;  // columns at once: a line or two of each of 32 rows
 
@@ -58,6 +60,10 @@ void unpack_row(const T* packed, T* out, int64_t depth, int64_t o) {
 
 }  // namespace
 
+const float* nibble_values(Format format) {
+    return format == Format::nf4 ? nf4_values : format == Format::mxfp4 ? mxfp4_values : int4_values;
+}
+
 void pack_pairs(const void* plain, void* packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element) {
     const int64_t blocks = (outputs + block_outputs - 1) / block_outputs;
     by_rows(blocks, depth * block_outputs, [&](int64_t begin, int64_t end) {
@@ -83,9 +89,10 @@ void decode_float_row(const Weight& w, int64_t o, float* out) {
     const auto& decode = kernels().decode;
     const int64_t padded = round_up(w.depth, 8), groups = w.depth / w.group;
     std::vector<uint16_t> halves(static_cast<size_t>(w.depth));
-    if (w.format == Format::nf4) {
+    if (w.format == Format::nf4 || w.format == Format::mxfp4) {
+        const float* values = nibble_values(w.format);
         const uint8_t* in = static_cast<const uint8_t*>(w.codes) + o / block_outputs * padded * 16 + o % block_outputs * 4;
-        for (int64_t k = 0; k < w.depth; k++) out[k] = nf4_values[in[k / 8 * 128 + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15];
+        for (int64_t k = 0; k < w.depth; k++) out[k] = values[in[k / 8 * 128 + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15];
     } else if (w.format == Format::bf16) {
         unpack_row(static_cast<const uint16_t*>(w.codes), halves.data(), w.depth, o);
         return decode[static_cast<int>(Format::bf16)](halves.data(), w.depth, out);

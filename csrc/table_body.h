@@ -8,7 +8,7 @@ constexpr Kernels make_table(const char* name) {
         {linear<float>, linear<bf16>, linear<fp16>},
         float_tile,
         {nullptr, linear_float<Bf16Codes>, nullptr, linear_float<ByteCodes>, linear_float<NibbleCodes>, linear_float<NibbleCodes>,
-         linear_float<Float8Codes<false>>, linear_float<Float8Codes<true>>},
+         linear_float<Float8Codes<false>>, linear_float<Float8Codes<true>>, linear_float<NibbleCodes>},
         interleave,
         group_sums,
         integer_tile,
@@ -19,8 +19,10 @@ constexpr Kernels make_table(const char* name) {
         silu_mul,
         {encode<float>, encode<bf16>, encode<fp16>},
         {decode<float>, decode<bf16>, decode<fp16>},
-        {encode_dense<float>, encode_dense<bf16>, encode_dense<fp16>, encode_int8, encode_fp8<e4m3>, encode_fp8<e5m2>},
-        {attention<float>, attention<bf16>, attention<fp16>, attention<int8>, attention<e4m3>, attention<e5m2>},
+        {encode_dense<float>, encode_dense<bf16>, encode_dense<fp16>, encode_int8, encode_fp8<e4m3>, encode_fp8<e5m2>,
+         encode_rotated4, encode_sparse4},
+        {attention<float>, attention<bf16>, attention<fp16>, attention<int8>, attention<e4m3>, attention<e5m2>, attention<rotated4>,
+         attention<sparse4>},
         attention_merge,
     };
 }

@@ -110,7 +110,10 @@ def _check_int(name: str, value: int, low: int, high: int | None) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`."""
+    """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
+
+    `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -118,6 +121,7 @@ class Request:
     seed: int
     index: int = 0
     prompt: str | None = None
+    tenant: str = ""
 
 
 class FinishReason(str, Enum):
@@ -214,12 +218,14 @@ class Sequence:
         "seed",
         "seq_id",
         "state",
+        "tenant",
         "times",
         "token_ids",
     )
 
-    def __init__(self, seq_id: int, token_ids: Seq[int], params: SamplingParams, seed: int) -> None:
+    def __init__(self, seq_id: int, token_ids: Seq[int], params: SamplingParams, seed: int, tenant: str = "") -> None:
         self.seq_id = seq_id
+        self.tenant = tenant
         self.token_ids: list[int] = list(token_ids)
         self.num_prompt = len(self.token_ids)
         self.num_cached = 0

@@ -78,7 +78,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it cannot be served."""
         self.check(request.prompt_token_ids)
-        seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed)
+        seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
         self._num_added += 1
         output = OutputText(self.tokenizer, request.params.stop)
         self._live[seq.seq_id] = _Running(request, seq, output, time.perf_counter())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +42,10 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
     "int8": (3, torch.int8),
     "fp8_e4m3": (4, torch.uint8),
     "fp8_e5m2": (5, torch.uint8),
+    "int4": (6, torch.uint8),
+    "int4_sparse": (7, torch.uint8),
 }
-_SCALED = frozenset({"int8", "fp8_e4m3", "fp8_e5m2"})
+_SCALED = frozenset(_KV) - _CODES.keys()
 KV_FORMATS = frozenset(_KV)
 pack, unpack, concat, encode = _packed.pack, _packed.unpack, _packed.concat, _packed.encode_by
 _F32, _I32 = torch.float32, torch.int32
@@ -278,6 +280,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+@cache
+def _head_dim(code: int, width: int) -> int:
+    """Head dimension of rows of `width` elements in a cache of that format code. Raises ValueError where none fits."""
+    if code < _KV["int4"][0]:
+        return width
+    for dim in range(2, _MAX_DIM + 1, 2):
+        if _native.kv_row_bytes(code, dim) == width:
+            return dim
+    raise ValueError(f"no head dimension up to {_MAX_DIM} has rows of {width} bytes in this cache")
+
+
 def _cache(layer: KVLayer) -> tuple[int, int, int, int, int, int, int, int]:
     """Addresses of k, v and their scales (0 without), number of slots, KV heads, head dim, format code."""
     k, v, k_scale, v_scale = layer.k, layer.v, layer.k_scale, layer.v_scale
@@ -285,7 +298,8 @@ def _cache(layer: KVLayer) -> tuple[int, int, int, int, int, int, int, int]:
     if k.dtype is not dtype or v.dtype is not dtype or not k.is_contiguous() or not v.is_contiguous():
         raise TypeError(f"a KV cache in {layer.format} must be contiguous {dtype} tensors")
     _fit("v", v.shape, k.shape)
-    num_blocks, block_size, kv_heads, dim = k.shape
+    num_blocks, block_size, kv_heads, width = k.shape
+    dim = _head_dim(code, width)
     scales = (0, 0)
     if layer.format in _SCALED:
         for scale in (k_scale, v_scale):
@@ -303,7 +317,7 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
     Scales are those of the row and head alone: the formats' `encode_kv` says which.
     """
     k, v, slots = _floats(k), _floats(v), _ints(slots)
-    _fit("k", k.shape, (slots.shape[0], *layer.k.shape[2:]))
+    _fit("k", k.shape, (slots.shape[0], layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])))
     _fit("v", v.shape, k.shape)
     k_at, v_at, slots_at = k.data_ptr(), v.data_ptr(), slots.data_ptr()
     _native.store_kv(k_at, _row_stride(k), v_at, _row_stride(v), *_cache(layer), slots_at, k.shape[0])
@@ -324,7 +338,7 @@ def rope_store(
     With `norms` q and k are normed by head first. Bit for bit rms_norm, rope and store_kv. Raises as these do.
     """
     qkv, positions, slots = _floats(qkv), _ints(batch.positions), _ints(batch.slots)
-    kv_heads, dim = layer.k.shape[2:]
+    kv_heads, dim = layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])
     rows = qkv.shape[0]
     _fit("qkv", qkv.shape[1], (heads + 2 * kv_heads) * dim)
     _fit("rope table, positions and slots", (table.shape[1], positions.shape[0], slots.shape[0]), (dim, rows, rows))
@@ -369,7 +383,8 @@ def attention(
     """
     q = _floats(q)
     rows, heads, dim = q.shape
-    _, block_size, kv_heads, depth = layer.k.shape
+    _, block_size, kv_heads, width = layer.k.shape
+    depth = _head_dim(_KV[layer.format][0], width)
     if depth != dim or heads % kv_heads or dim > _MAX_DIM:
         raise ValueError(
             f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)} (head dim at most {_MAX_DIM})"

@@ -14,7 +14,7 @@ class Shadow:
 
     def __init__(self, target: Sequence, runner: ModelRunner) -> None:
         self.runner = runner
-        self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed)
+        self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed, target.tenant)
         self.seq.num_prompt = target.num_prompt
         self.num_agreed = len(target)  # target tokens never change, so this prefix needs no second look
 

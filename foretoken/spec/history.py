@@ -1,0 +1,92 @@
+"""History: texts of token ids, and where a suffix occurred in them before (for caches of what was written).
+
+A hash from each short n-gram to its latest places stands in for a suffix tree: lookups extend a place backwards to the
+whole match. One entry a token, and the oldest texts are dropped when the bound is reached.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+
+Text = list[int]
+
+
+@dataclass(frozen=True)
+class Place:
+    """`text[:end]` ends with the last `length` tokens of what was looked up."""
+
+    text: Text
+    end: int
+    length: int
+
+
+class History:
+    """Texts by key. A text may grow at its end; its last token is not indexed, so that it never finds itself."""
+
+    def __init__(self, ngram: int, most_places: int, most_tokens: int | None = None) -> None:
+        """`ngram`: the shortest match; `most_places`: kept of each n-gram, the latest; `most_tokens`: of all texts."""
+        self.ngram = ngram
+        self.most_places = most_places
+        self.most_tokens = most_tokens
+        self.num_tokens = 0
+        self._texts: dict[int, Text] = {}  # in order of entry
+        self._indexed: dict[int, int] = {}
+        self._places: dict[tuple[int, ...], deque[tuple[int, int]]] = {}  # (key, end), the latest last
+        self._num_places = 0
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._texts
+
+    def __iter__(self) -> Iterator[Text]:
+        return iter(self._texts.values())
+
+    def add(self, key: int, text: Text) -> None:
+        """Take a text in, or what was added to its end since."""
+        if key not in self._texts:
+            self._texts[key] = text
+            self._indexed[key] = 0
+        n, start = self.ngram, self._indexed[key]
+        self.num_tokens += max(0, len(text) - 1 - start)
+        for end in range(max(start + 1, n), len(text)):
+            gram = tuple(text[end - n : end])
+            places = self._places.get(gram)
+            if places is None:
+                places = self._places[gram] = deque(maxlen=self.most_places)
+            self._num_places += len(places) < self.most_places
+            places.append((key, end))
+        self._indexed[key] = max(start, len(text) - 1)
+        while self.most_tokens is not None and self.num_tokens > self.most_tokens and len(self._texts) > 1:
+            self.drop(next(iter(self._texts)))
+
+    def drop(self, key: int) -> None:
+        """Forget a text; unknown keys do nothing."""
+        if self._texts.pop(key, None) is None:
+            return
+        self.num_tokens -= self._indexed.pop(key)
+        if self._num_places > 2 * self.num_tokens + 1024:  # most of what the index holds is of dropped texts
+            self._purge()
+
+    def _purge(self) -> None:
+        self._num_places = 0
+        for gram in list(self._places):
+            alive = [p for p in self._places[gram] if p[0] in self._texts]
+            if alive:
+                self._places[gram] = deque(alive, maxlen=self.most_places)
+                self._num_places += len(alive)
+            else:
+                del self._places[gram]
+
+    def find(self, suffix: Seq[int], longest: int) -> list[Place]:
+        """Earlier places that match the end of `suffix`, the latest first; of a match at most `longest` tokens."""
+        found: list[Place] = []
+        for key, end in reversed(self._places.get(tuple(suffix[-self.ngram :]), ())):
+            text = self._texts.get(key)
+            if text is None:
+                continue
+            length, most = self.ngram, min(longest, end, len(suffix))
+            while length < most and text[end - length - 1] == suffix[-length - 1]:
+                length += 1
+            found.append(Place(text, end, length))
+        return found

@@ -1,0 +1,90 @@
+"""TextStore: texts of token ids in a file that grows at its end, so that what was learned outlives the process."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from foretoken.errors import ConfigError
+
+MAGIC = b"foretoken texts 1\n"
+_HEAD = struct.Struct("<II")  # number of tokens, their sum modulo 2^32
+
+
+class TextStore:
+    """A file: MAGIC, the vocabulary's size (uint32), then of each text its length, its sum, and its tokens int32.
+
+    A text that was cut off in mid-write, and all after it, is dropped. Raises ConfigError for a file of another kind or
+    vocabulary, and for a folder that does not exist.
+    """
+
+    def __init__(self, path: Path, max_tokens: int, vocab_size: int | None) -> None:
+        self.path = path.expanduser()
+        self.max_tokens = max_tokens
+        self.vocab_size = vocab_size or 0
+        self._since_rewrite = 0
+        if not self.path.parent.is_dir():
+            raise ConfigError(f"the store {self.path} has no folder; make {self.path.parent} first")
+        if self.path.is_dir():
+            raise ConfigError(f"the store {self.path} is a folder; name a file")
+
+    def read(self) -> list[list[int]]:
+        """The latest texts, at most `max_tokens` tokens in all, the oldest first."""
+        if not self.path.exists():
+            return []
+        data = self.path.read_bytes()
+        start = len(MAGIC) + 4
+        if data[: len(MAGIC)] != MAGIC or len(data) < start:
+            raise ConfigError(f"{self.path} is no store of texts; name another file, or delete it")
+        width = struct.unpack_from("<I", data, len(MAGIC))[0]
+        if width != self.vocab_size:
+            raise ConfigError(
+                f"{self.path} holds texts of a model with {width} tokens, not {self.vocab_size}; name another file"
+            )
+        texts: list[list[int]] = []
+        at = start
+        while at + _HEAD.size <= len(data):
+            length, total = _HEAD.unpack_from(data, at)
+            end = at + _HEAD.size + 4 * length
+            if end > len(data):
+                break
+            tokens = np.frombuffer(data, np.int32, length, at + _HEAD.size)
+            if int(tokens.sum(dtype=np.int64)) % 2**32 != total or (length and not 0 <= tokens.min() <= tokens.max()):
+                break
+            texts.append(tokens.tolist())
+            at = end
+        kept, size = len(texts), 0
+        while kept and size + len(texts[kept - 1]) <= self.max_tokens:
+            kept -= 1
+            size += len(texts[kept])
+        if kept or at != len(data):
+            self._write(texts[kept:])
+        return texts[kept:]
+
+    def append(self, text: list[int]) -> None:
+        """Add a text at the end."""
+        if not self.path.exists():
+            self._write([])
+        with self.path.open("ab") as file:
+            file.write(_packed(text))
+        self._since_rewrite += len(text)
+        if self._since_rewrite > self.max_tokens:  # reading drops what is too old
+            self._since_rewrite = 0
+            self.read()
+
+    def _write(self, texts: list[list[int]]) -> None:
+        part = self.path.with_name(self.path.name + ".part")
+        with part.open("wb") as file:
+            file.write(MAGIC + struct.pack("<I", self.vocab_size))
+            for text in texts:
+                file.write(_packed(text))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.path)
+
+
+def _packed(text: list[int]) -> bytes:
+    return _HEAD.pack(len(text), sum(text) % 2**32) + np.array(text, np.int32).tobytes()

@@ -1,0 +1,214 @@
+"""The suffix drafter against searches of whole texts: what is found, how it is scored, who sees whose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from lawkit import Pair, make_engine, random_prompts, run
+
+from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.errors import ConfigError
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.history import History
+from foretoken.spec.store import TextStore
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=25), min_size=1, max_size=5)
+
+
+def sequence(tokens: list[int], name: int = 0, tenant: str = "") -> Sequence:
+    return Sequence(name, list(tokens), SamplingParams(), 0, tenant)
+
+
+def options(**values: object) -> SuffixDrafter:
+    return SuffixDrafter(SuffixDrafter.Options(**values))  # type: ignore[arg-type]
+
+
+@given(TEXTS, st.integers(1, 3), st.integers(0, 4))
+def test_finds_what_a_search_of_all_texts_finds(texts: list[list[int]], ngram: int, more: int) -> None:
+    history = History(ngram, 1000)
+    for key, text in enumerate(texts):
+        grown: list[int] = []
+        for token in text:  # token by token, as a sequence grows
+            grown.append(token)
+            history.add(key, grown)
+    suffix, longest = texts[-1], ngram + more
+    wanted = []
+    for key, text in enumerate(texts):
+        for end in range(ngram, len(text)):
+            length = 0
+            while length < min(longest, end, len(suffix)) and text[end - length - 1] == suffix[-length - 1]:
+                length += 1
+            if length >= ngram:
+                wanted.append((key, end, length))
+    found = [
+        (next(k for k, t in enumerate(history) if t is p.text), p.end, p.length) for p in history.find(suffix, longest)
+    ]
+    assert sorted(found) == sorted(wanted)
+
+
+@given(TEXTS, st.integers(5, 40))
+def test_the_oldest_texts_go_when_the_bound_is_reached(texts: list[list[int]], bound: int) -> None:
+    history = History(2, 8, bound)
+    for key, text in enumerate(texts * 20):
+        history.add(key, text)
+        assert history.num_tokens <= max(bound, len(text) - 1)
+        assert key in history, "the latest stays"
+    assert history._num_places <= 2 * history.num_tokens + 1024
+    for text in texts:
+        assert all(any(p.text is t for t in history) for p in history.find(text, 9))
+
+
+def test_a_tree_by_how_often() -> None:
+    drafter = options(past="none", min_match=2)
+    text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2, 6, 9, 1, 2]
+    draft = drafter.propose([sequence(text)], [12])
+    tokens, parents = draft.nodes(0)
+    follows = Counter(text[i + 2] for i in range(len(text) - 2) if text[i : i + 2] == [1, 2])
+    assert (tokens[0], parents[0]) == (3, -1)
+    assert draft.confidence is not None
+    assert draft.confidence[0] == pytest.approx(follows[3] / follows.total())
+    by_token = dict(zip(tokens, zip(parents, draft.confidence.tolist())))
+    assert by_token[4] == (0, pytest.approx(0.75 * 2 / 3))
+    assert by_token[6] == (-1, pytest.approx(0.25))
+    assert by_token[5] == (0, pytest.approx(0.75 / 3))
+
+
+def test_a_longer_match_makes_a_longer_draft() -> None:
+    text = list(range(40))
+    drafter = options(past="none", min_match=2, length_factor=1.5)
+    lengths = []
+    for match in (2, 4, 8):
+        seq = sequence([*text, 99, *text[10 - match : 10]], match)
+        lengths.append(len(drafter.propose([seq], [64]).tokens))
+    assert lengths == [3, 6, 12]
+
+
+def test_rare_branches_are_left_out() -> None:
+    often = [7, 8, 1] * 9
+    text = [*often, 7, 8, 2, 3, 7, 8]
+    some, all_ = (options(past="none", min_probability=p).propose([sequence(text)], [8]) for p in (0.2, 0.0))
+    assert 2 not in some.tokens.tolist()
+    assert 2 in all_.tokens.tolist()
+
+
+def test_repetition_goes_on_past_the_end() -> None:
+    drafter = options(past="none", min_match=1, length_factor=8.0)
+    assert drafter.propose([sequence([5, 1, 2, 1, 2, 1])], [6]).tokens.tolist()[:5] == [2, 1, 2, 1, 2]
+
+
+def ended(drafter: SuffixDrafter, tokens: list[int], name: int, tenant: str = "") -> None:
+    seq = sequence(tokens, name, tenant)
+    drafter.propose([seq], [1])
+    drafter.release(seq)
+
+
+STORY = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+@pytest.mark.parametrize(
+    ("past", "mine", "others"), [("tenant", True, False), ("all", True, True), ("none", False, False)]
+)
+def test_whose_past_is_looked_at(past: str, mine: bool, others: bool) -> None:
+    drafter = options(past=past)
+    ended(drafter, STORY, 1, "ann")
+    for tenant, seen in (("ann", mine), ("bob", others)):
+        draft = drafter.propose([sequence([99, 11, 12, 13], 2, tenant)], [3])
+        assert draft.tokens.tolist() == ([14, 15, 16] if seen else [])
+
+
+def test_a_live_sequence_is_nobody_elses_business() -> None:
+    drafter = options(past="all")
+    drafter.propose([sequence(STORY, 1)], [3])
+    assert not len(drafter.propose([sequence([11, 12, 13], 2)], [3]).tokens)
+
+
+def test_memory_of_many_tenants_is_bounded() -> None:
+    drafter = options(past="tenant", max_tokens=100)
+    for i in range(50):
+        ended(drafter, [i, *STORY], i, f"tenant{i}")
+    assert sum(h.num_tokens for h in drafter._past.values()) <= 100 + len(STORY) + 1
+    assert len(drafter._past) < 20
+
+
+def test_a_second_request_is_drafted_from_the_first(pair: Pair) -> None:
+    """The model's own text again: with memory of the first run nearly all of it is guessed."""
+    prompts = random_prompts(3, seed=5)
+    params = SamplingParams(max_tokens=40, seed=3)
+    accepted = {}
+    for past in ("none", "tenant"):
+        engine = make_engine(pair, "suffix", k=8, options={"past": past, "length_factor": 4.0})
+        run(engine, prompts, params)
+        before = engine.metrics.num_accepted_tokens
+        run(engine, prompts, params)
+        accepted[past] = engine.metrics.num_accepted_tokens - before
+    assert accepted["tenant"] > accepted["none"]
+    assert accepted["tenant"] > 3 * 25
+
+
+# --- the store ---
+
+
+def test_the_store_outlives_the_drafter(tmp_path: Path) -> None:
+    def make() -> SuffixDrafter:
+        chosen = SuffixDrafter.Options(past="all", store=str(tmp_path / "texts"))
+        return SuffixDrafter.build(chosen, None, 100)
+
+    first = make()
+    ended(first, STORY, 1)
+    ended(first, [1, 2, 3], 2)
+    assert make().propose([sequence([11, 12, 13])], [3]).tokens.tolist() == [14, 15, 16]
+
+
+def test_the_store_keeps_the_latest(tmp_path: Path) -> None:
+    store = TextStore(tmp_path / "t", 10, 50)
+    for i in range(30):
+        store.append([i, i + 1, i + 2])
+    assert store.read() == [[27, 28, 29], [28, 29, 30], [29, 30, 31]]
+    assert (tmp_path / "t").stat().st_size < 200
+
+
+@pytest.mark.parametrize("cut", [1, 5, 13])
+def test_a_store_cut_off_keeps_what_is_whole(tmp_path: Path, cut: int) -> None:
+    store = TextStore(tmp_path / "t", 100, 50)
+    store.append([1, 2])
+    store.append([3, 4])
+    data = (tmp_path / "t").read_bytes()
+    (tmp_path / "t").write_bytes(data[:-cut])
+    assert store.read() == [[1, 2]]
+    store.append([5])
+    assert store.read() == [[1, 2], [5]]
+
+
+def test_bad_stores(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    TextStore(path, 100, 50).append([1])
+    with pytest.raises(ConfigError, match="50 tokens, not 60"):
+        TextStore(path, 100, 60).read()
+    path.write_bytes(b"something else entirely")
+    with pytest.raises(ConfigError, match="no store of texts"):
+        TextStore(path, 100, 50).read()
+    with pytest.raises(ConfigError, match=r"make .*missing first"):
+        TextStore(tmp_path / "missing" / "t", 100, 50)
+    with pytest.raises(ConfigError, match="is a folder"):
+        TextStore(tmp_path, 100, 50)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"min_match": 0},
+        {"min_match": 5, "max_match": 4},
+        {"length_factor": 0.0},
+        {"min_probability": 1.5},
+        {"past": "everyone"},
+        {"max_places": 0},
+        {"store": "x"},
+    ],
+)
+def test_bad_options(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        options(**values)
