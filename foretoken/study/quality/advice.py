@@ -85,10 +85,7 @@ def measured(
         llm = LLM(variant.model, **{**settings, "format": format, "kv_format": variant.kv_format, "max_num_seqs": 1})
         nats = perplexity(llm, text, WINDOW, STRIDE, TOKENS).nats
         model = llm.engine.runner.model
-        w = model.weights
-        matrices = [m for x in w.layers for m in (x.qkv, x.o, x.gate_up, x.down)]
-        own = () if model.config.tied_embeddings else (w.embedding,)
-        return nats, sum(m.nbytes for m in (*matrices, w.lm_head, *own)), w.dense, model.config
+        return nats, sum(m.nbytes for m in model.weights.matrices), model.weights.dense, model.config
 
     best, _, _, _ = read(baseline.format)
     nats, size, dense, config = read(variant.format)

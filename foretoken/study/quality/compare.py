@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +196,11 @@ def _judge(rows: list[Row], asked: Comparing, report: Report) -> None:
         if asked.advise and not row.advice and row.ratio is not None and row.ratio[0] > WORTH_ADVICE:
             text, _ = asked.text.read(asked.settings.data)
             stage = f"{row.label}: what to keep"
-            row.advice = advice.measured(
-                row.variant, base.variant, text, asked.engine, lambda name, s=stage: report(f"{s}, {name}", 0, 1)
-            )
+            row.advice = advice.measured(row.variant, base.variant, text, asked.engine, partial(_stage, report, stage))
+
+
+def _stage(report: Report, stage: str, part: str) -> None:
+    report(f"{stage}, {part}", 0, 1)
 
 
 def warnings(row: Row, base: Row) -> list[str]:
@@ -211,13 +214,13 @@ def warnings(row: Row, base: Row) -> list[str]:
             continue
         if mine.rate < NEAR_ZERO:
             found.append(
-                f"{role}, acceptance is {mine.rate:.1%}: near zero, so speculation only costs time. The format broke the "
-                "agreement of draft and target; keep more bits, or switch speculation off"
+                f"{role}, acceptance is {mine.rate:.1%}: near zero, so speculation only costs time. The format "
+                "broke the agreement of draft and target; keep more bits, or switch speculation off"
             )
         elif row is not base and its is not None and its.rate and mine.rate < FAR_BELOW * its.rate:
             found.append(
-                f"{role}, acceptance fell to {mine.rate:.1%} from the baseline's {its.rate:.1%}: speculation loses most "
-                "of what it bought; keep more bits, or draft with fewer tokens"
+                f"{role}, acceptance fell to {mine.rate:.1%} from the baseline's {its.rate:.1%}: speculation loses "
+                "most of what it bought; keep more bits, or draft with fewer tokens"
             )
     if row.ratio is not None and row.ratio[0] > LOST:
         found.append(f"perplexity is {row.ratio[0]:.2f} times the baseline's: too few bits, or a badly chosen scale")

@@ -10,7 +10,7 @@ from foretoken.study import record
 from foretoken.study.quality.compare import Comparison, Row
 from foretoken.study.quality.suite import Quality, Text
 from foretoken.study.quality.tasks import Settings
-from foretoken.study.quality.variant import Variant
+from foretoken.study.quality.variant import Variant, stored_format
 
 
 def _config(variant: Variant, tasks: Seq[str], settings: Settings, text: Text) -> dict[str, Any]:
@@ -51,11 +51,10 @@ def of_model(
 ) -> dict[str, Any]:
     """The record of one evaluated model."""
     runner = llm.engine.runner
-    asked = llm.config.format
     config = {
         **_config(variant, tasks, settings, text),
         "num_parameters": runner.model.config.num_parameters,
-        "format": runner.model.weights.layers[0].qkv.format if asked == "auto" else asked,
+        "format": stored_format(llm),
         "kv_format": runner.cache.format,
         "backend": runner.model.ops.name,
     }

@@ -15,7 +15,7 @@ from foretoken.request import SamplingParams
 from foretoken.study.measure import Bench, Run, run_batch
 from foretoken.study.passes import Pass, Subject
 from foretoken.study.quality.bootstrap import Interval, ratio_interval
-from foretoken.study.quality.variant import Variant
+from foretoken.study.quality.variant import Variant, stored_format
 from foretoken.study.workload import PLAIN, Arm, Prompt, Workload
 
 CHAIN = 8  # rows of c(8)
@@ -25,7 +25,7 @@ ROUNDS = 15
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of a run with a draft: accepted over drafted tokens, with the interval over prompts, and tokens a draft yields."""
+    """Of a run with a draft: accepted over drafted tokens, their interval over prompts, and tokens a draft yields."""
 
     rate: float | None
     length: float | None
@@ -153,8 +153,7 @@ def _passes(subjects: Subjects, found: Seq[Speed]) -> None:
         one, chain = (Pass("chain", context, rows) for rows in (1, CHAIN))
         subject = Subject(runner.model, runner.cache.format, [one, chain])
         speed.weight_bytes, speed.kv_row_bytes = subject.weight_bytes, subject.kv_row_bytes
-        asked = bench.llm.config.format
-        speed.format = runner.model.weights.layers[0].qkv.format if asked == "auto" else asked
+        speed.format = stored_format(bench.llm)
         speed.kv_format, speed.backend = runner.cache.format, runner.model.ops.name
         built.append((subject, one, chain, speed))
     gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -90,8 +91,8 @@ def _figures(found: Comparison) -> list[tuple[str, Callable[[Row], str]]]:
         ("bits a byte", lambda r: "" if r.quality.perplexity is None else f"{r.quality.perplexity.bits_per_byte:.4f}"),
     ]
     for i, task in enumerate(tasks):
-        figures.append((task, lambda r, i=i: _task(r, i, seed)))
-        figures.append(("  less the baseline's", lambda r, t=task: _difference(r, t)))
+        figures.append((task, partial(_task, i=i, seed=seed)))
+        figures.append(("  less the baseline's", partial(_difference, task=task)))
     figures += [
         ("tokens/s", lambda r: f"{r.speed.tokens_per_s:.1f}"),
         ("tokens/s drafted for", lambda r: f"{r.speed.drafted_tokens_per_s:.1f}"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme
 from foretoken.formats.scheme import QuantScheme
@@ -64,6 +65,13 @@ class Variant:
         return sum(f.stat().st_size for f in files)
 
 
+def stored_format(llm: LLM) -> str:
+    """How a loaded model's matrices are stored: as asked, or, where the checkpoint decides, the formats they have."""
+    if llm.config.format != "auto":
+        return llm.config.format
+    return ", ".join(sorted({m.format for m in llm.engine.runner.model.weights.matrices}))
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Resident bytes of a process of its own that loads a variant and writes a few tokens, and before it began."""
@@ -98,7 +106,7 @@ def footprint(variant: Variant, settings: dict[str, Any], tokens: int = 16) -> F
 def _probe() -> None:
     """What `footprint` runs."""
     job = json.loads(sys.stdin.read())
-    from foretoken import LLM, SamplingParams
+    from foretoken.request import SamplingParams
     from foretoken.study import memory
 
     memory.reset_peak()
