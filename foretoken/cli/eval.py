@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional
 
 from foretoken.cli.bench import RESULTS
-from foretoken.cli.options import EngineChoice, option, parse
+from foretoken.cli.options import EngineChoice, draft_choice, option, parse
 from foretoken.cli.profile import words
 from foretoken.errors import ConfigError
 
@@ -47,6 +47,7 @@ class Args:
     top_p: float = 1.0  # sample from the likeliest tokens that make up this probability
     max_tokens: Annotated[int | None, option("N")] = None  # longest answer; unset: each task's own
     seed: int = 0  # of sampled answers and of the intervals
+    draft: str = "auto"  # as generate's --draft; with --compare, auto is the embedded draft where it fits, else ngram
     compare: Annotated[tuple[str, ...], option("MODEL[@FORMAT[@KV]]")] = ()  # variants, the first is the baseline
     prompts: Annotated[Path | None, option("FILE")] = None  # --compare: what is written; unset: the embedded prompts
     num_prompts: int = 12  # --compare: so many of them
@@ -59,20 +60,20 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Check, measure, show and write."""
-    parsed = parse(Args, argv, prog, engine=True)
+    parsed = parse(Args, argv, prog, engine=True, left_out=("draft",))  # which means another thing for variants
     args, engine = parsed.args, parsed.engine
     if args.name is not None:
         if args.compare:
             raise ConfigError("give the models to --compare, and no other")
         engine = EngineChoice(args.name, engine.settings)
+    engine = EngineChoice(engine.model, engine.settings | {"draft": draft_choice(args.draft, engine.model)})
     from foretoken.study import record
     from foretoken.study.quality import suite
     from foretoken.study.quality.tasks import Settings
 
-    tokens = args.tokens
     settings = Settings(args.data, args.limit, args.chat, args.temperature, args.top_p, args.max_tokens, args.seed)
     settings.params(1, ())  # a bad value fails here
-    text = suite.Text(args.text, args.window, args.stride, tokens)
+    text = suite.Text(args.text, args.window, args.stride, args.tokens)
     out = args.out or (RESULTS / "eval.jsonl" if RESULTS.is_dir() else None)
     if out is not None:
         record.prepare(out)
@@ -122,7 +123,10 @@ def _compare(args: Args, engine: EngineChoice, settings: Settings, text: Text, o
         raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
     if text.tokens is None:
         text = replace(text, tokens=compare.COMPARE_TOKENS)
-    draft = engine.settings.get("draft")
+    variants = [Variant.parse(v) for v in args.compare]
+    draft = None if args.draft == "auto" else draft_choice(args.draft, variants[0].model)
+    if args.draft == "none":
+        raise ConfigError("a comparison measures acceptance: give a draft, or leave --draft out")
     asked = compare.Comparing(
         tasks=words(args.tasks),
         settings=settings,
@@ -135,7 +139,7 @@ def _compare(args: Args, engine: EngineChoice, settings: Settings, text: Text, o
         advise=not args.no_advice,
         engine={k: v for k, v in engine.settings.items() if k not in (*SPECULATION, "format", "kv_format")},
     )
-    found = report([Variant.parse(v) for v in args.compare], asked, args.json, args.plot)
+    found = report(variants, asked, args.json, args.plot)
     _write(records.of_comparison(found), out, args.json)
     return 0
 

@@ -1,11 +1,11 @@
-"""lm-evaluation-harness with foretoken as its model: every task of the harness, on the engine's own kernels and formats.
+"""lm-evaluation-harness with foretoken as its model: its tasks, on the engine's own kernels and formats.
 
     from foretoken.study.lm_eval import ForetokenLM
     lm_eval.simple_evaluate(model=ForetokenLM("embedded", format="w4a8"), tasks=["arc_easy"])
 
 or the harness's own command with this model in it:
 
-    python -m foretoken.study.lm_eval run --model foretoken --model_args pretrained=embedded,format=w4a8 --tasks arc_easy
+    python -m foretoken.study.lm_eval run --model foretoken --model_args pretrained=embedded --tasks arc_easy
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ def _quality(panels: Seq[Any], found: Comparison) -> None:
             (t, [(r.quality.results[i].value, r.quality.results[i].interval(seed)) for r in rows])
             for i, t in enumerate(tasks)
         ]
-        _bars(panels[1], found, series, "Share of questions answered right", ".1%")
+        title = "Share of questions answered right"
+        _bars(panels[1], found, series, f"{title}: {tasks[0]}" if len(tasks) == 1 else title, ".1%")
     else:
         bits = [None if r.quality.perplexity is None else (r.quality.perplexity.bits_per_byte, None) for r in rows]
         _bars(panels[1], found, [("", bits)], "Bits a byte", ".4f")

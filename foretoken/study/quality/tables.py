@@ -68,7 +68,7 @@ def comparison(found: Comparison) -> Table:
     """Figures of all variants, a column each."""
     turns = "in turns" if found.interleaved else "one after the other: not all fit in memory"
     made = _table(f"against {found.baseline.label}; draft: {found.draft}; speed {turns}")
-    made.add_column("")
+    made.add_column("", no_wrap=True)
     for row in found.rows:
         made.add_column(row.label.replace(" ", "\n"), justify="right")
     for name, cell in _figures(found):

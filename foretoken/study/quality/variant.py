@@ -47,7 +47,7 @@ class Variant:
     def label(self) -> str:
         """Its short name."""
         parts = [record.model_name(self.model)]
-        if self.format != "auto" or self.kv_format != "auto":
+        if self.format != "auto":
             parts.append(self.format)
         if self.kv_format != "auto":
             parts.append(f"kv {self.kv_format}")
