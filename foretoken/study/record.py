@@ -166,8 +166,8 @@ def weights_digest(model: str) -> str | None:
 
 
 def model_name(model: str) -> str:
-    """A model as a record names it: folders without the path, which is nobody's business."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    """A model as a record names it: folders and files without the path, which is nobody's business."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[str, object]:

@@ -40,7 +40,8 @@ def ratio_interval(
         counts = generator.multinomial(n, np.full(n, 1.0 / n), size=min(step, resamples - start))
         below = counts @ bottom
         found.append(np.divide(counts @ top, below, out=np.full(len(below), np.nan), where=below > 0))
-    values = transform(np.concatenate(found))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is left out below
+        values = transform(np.concatenate(found))
     values = values[np.isfinite(values)]
     if not len(values):
         return float("nan"), float("nan")

@@ -222,7 +222,9 @@ def warnings(row: Row, base: Row) -> list[str]:
                 f"{role}, acceptance fell to {mine.rate:.1%} from the baseline's {its.rate:.1%}: speculation loses "
                 "most of what it bought; keep more bits, or draft with fewer tokens"
             )
-    if row.ratio is not None and row.ratio[0] > LOST:
+    if row.quality.perplexity is not None and not row.quality.perplexity.finite:
+        found.append("perplexity is not finite: the format overflows, or the checkpoint is broken")
+    elif row.ratio is not None and row.ratio[0] > LOST:
         found.append(f"perplexity is {row.ratio[0]:.2f} times the baseline's: too few bits, or a badly chosen scale")
     if not row.speed.same_text:
         found.append("speculation changed the text: this must not happen, report it as a defect of foretoken")

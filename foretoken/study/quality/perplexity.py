@@ -49,6 +49,11 @@ class Perplexity:
         return math.exp(mean) if mean < 700 else math.inf
 
     @property
+    def finite(self) -> bool:
+        """Is it a number at all? A format that overflows gives none."""
+        return math.isfinite(self.perplexity)
+
+    @property
     def bits_per_byte(self) -> float:
         """Bits a byte of the text's UTF-8: comparable between tokenizers, where perplexity is not."""
         return self.nats / math.log(2) / self.num_bytes
@@ -125,4 +130,5 @@ def ratio(mine: Perplexity, its: Perplexity, seed: int) -> tuple[float, Interval
     a, counts = mine.blocks()
     b, _ = its.blocks()
     interval = ratio_interval([x - y for x, y in zip(a, b, strict=True)], counts, seed, np.exp)
-    return math.exp((mine.nats - its.nats) / mine.tokens), interval
+    mean = (mine.nats - its.nats) / mine.tokens
+    return (math.exp(mean) if mean < 700 else math.inf), interval

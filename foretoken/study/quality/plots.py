@@ -55,7 +55,6 @@ def plot(found: Comparison, path: Path) -> tuple[Path, Path]:
 
 
 Bar = tuple[float, Interval | None]
-NONE: Interval = (float("nan"), float("nan"))
 
 
 def _bars(

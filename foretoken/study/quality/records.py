@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
@@ -101,4 +102,5 @@ def _of_row(row: Row, found: Comparison, run_id: str) -> dict[str, Any]:
 
 def _pair(value: tuple[float, tuple[float, float]]) -> dict[str, Any]:
     low, high = value[1]
-    return {"value": value[0], "interval": None if low != low else [low, high]}
+    finite = math.isfinite(value[0])
+    return {"value": value[0] if finite else None, "interval": None if low != low or not finite else [low, high]}

@@ -123,8 +123,11 @@ def run_all(
     """Run several programs, as many at once as there are processors; outcomes in order."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     outcomes = []
-    with ThreadPoolExecutor(cores) as pool:
+    pool = ThreadPoolExecutor(cores)
+    try:
         for outcome in pool.map(lambda p: run(p, limits), programs):
             outcomes.append(outcome)
             tick()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, only what runs already is waited for
     return outcomes

@@ -59,9 +59,9 @@ class Quality:
             low, high = p.interval(seed)
             found["perplexity"] = {
                 "text": self.text,
-                "value": p.perplexity,
-                "interval": None if low != low else [low, high],
-                "bits_per_byte": p.bits_per_byte,
+                "value": p.perplexity if p.finite else None,
+                "interval": None if low != low or not p.finite else [low, high],
+                "bits_per_byte": p.bits_per_byte if p.finite else None,
                 "tokens": p.tokens,
                 "bytes": p.num_bytes,
                 "window": p.window,

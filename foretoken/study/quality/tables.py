@@ -21,6 +21,9 @@ LEGEND = (
 )
 
 
+NONE: Interval = (float("nan"), float("nan"))
+
+
 def _table(title: str) -> Table:
     return Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False
@@ -36,8 +39,11 @@ def quality(record: Mapping[str, Any]) -> Table:
     p = record["perplexity"]
     if p is not None:
         low_high = "" if p["interval"] is None else f"{p['interval'][0]:.3f} .. {p['interval'][1]:.3f}"
-        about = f"{p['bits_per_byte']:.4f} bits a byte; window {p['window']}, stride {p['stride']}"
-        made.add_row(p["text"], "perplexity", f"{p['value']:.3f}", low_high, f"{p['tokens']} tokens", about)
+        about = f"window {p['window']}, stride {p['stride']}"
+        value = "not finite"
+        if p["value"] is not None:
+            value, about = f"{p['value']:.3f}", f"{p['bits_per_byte']:.4f} bits a byte; {about}"
+        made.add_row(p["text"], "perplexity", value, low_high, f"{p['tokens']} tokens", about)
     for t in record["tasks"]:
         low_high = "" if t["interval"] is None else f"{t['interval'][0]:.1%} .. {t['interval'][1]:.1%}"
         made.add_row(t["task"], t["metric"], f"{t['value']:.1%}", low_high, str(t["num_questions"]), _about(t))
@@ -130,6 +136,33 @@ def _rate(a: Acceptance) -> str:
 
 def _length(a: Acceptance) -> str:
     return "" if a.length is None else f"{a.length:.2f}"
+
+
+def compared(records: Seq[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a comparison's records, a row each, the baseline first: what the docs show."""
+    tasks = [t["task"] for t in records[0]["tasks"]]
+    head = ["", "weights MB", "perplexity", "over the baseline's", *tasks, "tokens/s", "drafted for", f"c({CHAIN})"]
+    head += ["accepted as target", "per draft", "accepted as draft", "per draft"]
+    rows = []
+    for r in records:
+        c, p = r["comparison"], r["perplexity"]
+        row = [r["config"]["label"], f"{c['weight_bytes'] / 1e6:.1f}"]
+        row.append("" if p is None or p["value"] is None else f"{p['value']:.2f}")
+        row.append("" if c["perplexity_ratio"] is None else _stored(c["perplexity_ratio"], ".4f"))
+        row += [_stored(t, ".1%") for t in r["tasks"]]
+        row += [f"{c['tokens_per_s']:.0f}", f"{c['drafted_tokens_per_s']:.0f}", f"{c[f'c{CHAIN}']:.2f}"]
+        for role in (c["as_target"], c["as_draft"]):
+            rate = None if role is None else role["acceptance_rate"]
+            row += ["", ""] if rate is None else [f"{rate:.1%}", f"{role['mean_acceptance_length']:.2f}"]
+        rows.append(row)
+    return head, rows
+
+
+def _stored(pair: Mapping[str, Any], form: str) -> str:
+    low, high = pair["interval"] or NONE
+    if pair["value"] is None:
+        return "not finite"
+    return _value(pair["value"], (low, high), form).replace("\n", " ")
 
 
 def said(found: Comparison) -> tuple[list[str], list[str], list[str]]:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from lawkit import write_model
 
@@ -85,6 +87,8 @@ def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
         record.append(tmp_path / "eval.jsonl", line)
     read = record.read(tmp_path / "eval.jsonl")
     assert [r["config"]["label"] for r in read] == [row.label for row in found.rows]
+    head, rows = tables.compared(read)
+    assert all(len(row) == len(head) for row in rows) and rows[1][0].endswith("nf4") and ".." in rows[1][3]
     told = read[1]["comparison"]
     assert told["baseline"] == found.baseline.label
     assert told["as_target"]["acceptance_rate"] == found.rows[1].as_target.rate
@@ -138,6 +142,20 @@ def test_a_dead_baseline_is_warned_of_too(found: Comparison) -> None:
 def test_lost_perplexity_is_said(found: Comparison) -> None:
     row: Row = replace(found.rows[2], ratio=(1.3, (1.2, 1.4)), as_target=found.rows[0].as_target)
     assert any("1.30 times" in line for line in compare.warnings(row, found.rows[0]))
+
+
+def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison) -> None:
+    row = found.rows[1]
+    assert row.quality.perplexity is not None
+    broken = replace(row.quality.perplexity, nll=np.full(99, np.nan, np.float32))
+    row = replace(row, quality=replace(row.quality, perplexity=broken), ratio=(math.nan, (math.nan, math.nan)))
+    row.warnings = compare.warnings(row, found.rows[0])
+    assert any("not finite" in line for line in row.warnings)
+    lines = records.of_comparison(replace(found, rows=(found.rows[0], row)))
+    told = json.loads(json.dumps(lines[1], allow_nan=False))
+    assert told["perplexity"]["value"] is None
+    assert "not finite" in tables.compared(lines)[1][1]
+    assert tables.quality(lines[1]).row_count == 2
 
 
 # --- advice ---
