@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from foretoken import registry
 from foretoken.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 64
@@ -31,7 +34,8 @@ class SpecConfig:
     """How to speculate. `method` is a name on the drafters' shelf, or "none"; `model` is for drafters that own one.
 
     `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
-    of its last token falls below it. `options` go to the drafter's own Options.
+    of its last token falls below it. `options` go to the drafter's own Options. `below`: the drafters that this one
+    works with (a cascade's, those that `first` asks in turn), each with settings of its own.
     """
 
     method: str = "none"
@@ -40,6 +44,7 @@ class SpecConfig:
     num_draft_tokens: int = 4
     confidence: float | None = None
     options: Mapping[str, object] = field(default_factory=dict)
+    below: tuple[SpecConfig, ...] = ()
 
     def __post_init__(self) -> None:
         k = self.num_draft_tokens
@@ -47,6 +52,60 @@ class SpecConfig:
             raise ConfigError(f"num_draft_tokens (k) must be a whole number in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
         if self.confidence is not None and not 0.0 <= self.confidence <= 1.0:
             raise ConfigError(f"confidence must lie in 0..1, got {self.confidence!r}")
+
+
+def draft_text(spec: SpecConfig) -> str:
+    """The text that `parse_draft` reads, without settings: "ngram", "draft_model", "ngram > cascade"."""
+    if spec.method == "first":
+        return " + ".join(f"({draft_text(b)})" if b.method == "cascade" else draft_text(b) for b in spec.below)
+    return " > ".join([*(draft_text(b) for b in spec.below), spec.method])
+
+
+def parse_draft(text: str) -> SpecConfig:
+    """How to speculate, from text: a drafter's name, or a model (a folder, a hub id, "embedded-draft").
+
+    `a + b`: a cache first, and where it has no guess the next one (drafter `first`). `a > m`: model m writes the draft,
+    helped by a (drafter `cascade`). `+` binds more than `>`; brackets group. Raises ConfigError with the place.
+    """
+    if text in registry.names("drafters") or os.path.exists(os.path.expanduser(text)):
+        return _atom(text)
+    tokens = [t.strip() for t in re.split(r"([()+>])", text) if t.strip()]
+    spec, rest = _levels(tokens, text)
+    if rest:
+        raise ConfigError(f"--draft {text!r}: {rest[0]!r} has no place there; write e.g. 'suffix + embedded-draft'")
+    return spec
+
+
+def _levels(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
+    spec, tokens = _turns(tokens, text)
+    while tokens and tokens[0] == ">":
+        upper, tokens = _turns(tokens[1:], text)
+        if upper.method != "draft_model":
+            raise ConfigError(f"--draft {text!r}: right of '>' stands a model, not {upper.method!r}")
+        spec = replace(upper, method="cascade", below=(spec,))
+    return spec, tokens
+
+
+def _turns(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
+    turns: list[SpecConfig] = []
+    while True:
+        if not tokens or tokens[0] in ")+>":
+            raise ConfigError(f"--draft {text!r}: a drafter or a model is missing; write e.g. 'ngram > embedded-draft'")
+        if tokens[0] == "(":
+            spec, tokens = _levels(tokens[1:], text)
+            if not tokens or tokens[0] != ")":
+                raise ConfigError(f"--draft {text!r}: a bracket is not closed")
+            tokens = tokens[1:]
+        else:
+            spec, tokens = _atom(tokens[0]), tokens[1:]
+        turns.append(spec)
+        if not tokens or tokens[0] != "+":
+            return (turns[0] if len(turns) == 1 else SpecConfig("first", below=tuple(turns))), tokens
+        tokens = tokens[1:]
+
+
+def _atom(name: str) -> SpecConfig:
+    return SpecConfig(name) if name in registry.names("drafters") else SpecConfig("draft_model", name)
 
 
 @dataclass(frozen=True)

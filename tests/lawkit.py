@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizer
 
 from foretoken import ops, registry
 from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.engine.build import assemble
 from foretoken.engine.engine import Engine
 from foretoken.formats.scheme import QuantScheme
@@ -43,11 +43,12 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its draft, loaded, and their tokenizer."""
+    """A target with its draft, loaded, and their tokenizer; `low`: the target in a lower format."""
 
     target: Llama
     draft: Llama
     tokenizer: Tokenizer
+    low: Llama | None = None
 
 
 def write_tokenizer(folder: Path, size: int = TOKENIZER_SIZE) -> None:
@@ -102,7 +103,24 @@ def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any)
 
 def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "auto") -> Pair:
     chosen, quant = ops.resolve(backend), QuantScheme.parse(weights)
-    return Pair(load_model(target, chosen, quant), load_model(draft, chosen, quant), Tokenizer.from_folder(target))
+    low = load_model(target, chosen, QuantScheme.parse("int8"))
+    return Pair(load_model(target, chosen, quant), load_model(draft, chosen, quant), Tokenizer.from_folder(target), low)
+
+
+# What drafters that work with others get, unless a test says otherwise.
+BELOW = {
+    "cascade": (SpecConfig("ngram", num_draft_tokens=3),),
+    "first": (SpecConfig("suffix", num_draft_tokens=8), SpecConfig("draft_model", num_draft_tokens=8)),
+}
+
+
+def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama]:
+    """The models that the drafters of a SpecConfig own, all levels together."""
+    drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
+    own = [] if drafter is None or not drafter.needs_model else [target if drafter.of_target else pair.draft]
+    if drafter is not None and drafter.of_target and target is pair.target and pair.low is not None:
+        own = [pair.low]
+    return own + [m for b in spec.below for m in models_of(b, pair, own[0] if own else target)]
 
 
 def make_engine(
@@ -119,16 +137,16 @@ def make_engine(
     kv: str = "fp32",
     max_len: int | None = None,
     drafter: Drafter | None = None,
+    below: tuple[SpecConfig, ...] | None = None,
 ) -> Engine:
     """An Engine of loaded models; the cache holds `tokens`. `drafter` replaces the one that `method` names."""
-    spec = SpecConfig(method, num_draft_tokens=k, confidence=confidence, options=options or {})
+    under = BELOW.get(method, ()) if below is None else below
+    spec = SpecConfig(method, num_draft_tokens=k, confidence=confidence, options=options or {}, below=under)
     cache = CacheConfig(block_size=block, format=kv)
     config = EngineConfig(
         max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, cache=cache, spec=spec
     )
-    needs_model = method != "none" and getattr(registry.load("drafters", method).DRAFTER, "needs_model", False)
-    draft = pair.draft if needs_model else None
-    engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, draft)
+    engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, models_of(spec, pair, pair.target))
     if drafter is not None:
         engine.drafter, engine.policy = drafter, FixedLength(k)
         drafter.policy = engine.policy
@@ -173,10 +191,15 @@ def assert_nothing_left(engine: Engine) -> None:
     """Law 3: every block of target and draft is free, each once, and nobody is remembered."""
     runners = [engine.runner]
     drafter = engine.drafter
-    if isinstance(drafter, DraftModelDrafter):
-        runners.append(drafter.runner)
-        assert not drafter._shadows
-    assert not getattr(drafter, "_indexes", None)
+    stack: list[Any] = [drafter]
+    while stack:
+        level = stack.pop()
+        stack += [level.below] if isinstance(level, CascadeDrafter) else getattr(level, "below", ())
+        if hasattr(level, "followers"):
+            runners.append(level.runner)
+            assert not len(level.followers)
+        assert not getattr(level, "_indexes", None)
+        assert not getattr(level, "_own", None)
     assert not engine._live
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting

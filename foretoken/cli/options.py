@@ -19,7 +19,7 @@ import tyro
 from tyro.conf import arg
 
 from foretoken import registry
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig, parse_options
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig, parse_draft, parse_options
 from foretoken.errors import RegistryError, RequestError
 from foretoken.request import SamplingParams
 
@@ -42,7 +42,8 @@ def option(metavar: str | None = None) -> Any:
 CHOICE_HELP = {
     "model": "the target: 'embedded', a folder, or a hub id like org/name",
     "draft": "how to guess: none, a drafter's name (see `foretoken info`), or a draft model (embedded-draft, folder, "
-    "hub id); auto takes embedded-draft where the target is embedded, else none",
+    "hub id); 'suffix + MODEL' tries a cache first, 'ngram > MODEL' is a cascade; auto takes embedded-draft where the "
+    "target is embedded, else none",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
 }
 ENGINE_HELP = {
@@ -121,7 +122,7 @@ def engine_flags(defaults: Mapping[str, Any], left_out: Seq[str] = ()) -> type[A
         (name, "str", given[name], text) for name, text in CHOICE_HELP.items() if name not in left_out
     ]
     shelves: tuple[tuple[type[Any], dict[str, str], set[str]], ...] = (
-        (SpecConfig, {"format": "draft_format"}, {"method", "model", "options"}),
+        (SpecConfig, {"format": "draft_format"}, {"method", "model", "options", "below"}),
         (EngineConfig, {}, {"cache", "spec"}),
         (CacheConfig, {"format": "kv_format"}, set()),
     )
@@ -226,22 +227,27 @@ def _bias(text: str) -> tuple[int, float]:
 EMBEDDED_DRAFT = "embedded-draft"
 
 
-def draft_choice(draft: str, model: str) -> str | SpecConfig | None:
+def draft_choice(draft: str, model: str) -> SpecConfig | None:
     """What `make_config` takes for --draft. Raises RegistryError that suggests the nearest name."""
     embedded = model in ("embedded", "embedded-target")
     if draft == "auto":
         draft = EMBEDDED_DRAFT if embedded else "none"
     if draft == "none":
         return None
-    if draft == "draft_model" and embedded:
-        return SpecConfig(method="draft_model", model=EMBEDDED_DRAFT)
-    known = [*registry.names("drafters"), EMBEDDED_DRAFT, "none", "auto"]
-    if draft not in known and os.sep not in draft and not os.path.exists(draft):
-        near = difflib.get_close_matches(draft, known, n=1)
+    return _checked(parse_draft(draft), embedded)
+
+
+def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
+    """All levels of a draft: names that exist, and the embedded draft for the embedded target's."""
+    name = spec.model
+    if name is not None and name != EMBEDDED_DRAFT and os.sep not in name and not os.path.exists(name):
+        near = difflib.get_close_matches(name, [*registry.names("drafters"), EMBEDDED_DRAFT, "none", "auto"], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         drafters = ", ".join(registry.names("drafters"))
-        raise RegistryError(f"--draft {draft!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
-    return draft
+        raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
+    below = tuple(_checked(b, embedded) for b in spec.below)
+    model = EMBEDDED_DRAFT if embedded and spec.method == "draft_model" and name is None else name
+    return dataclasses.replace(spec, model=model, below=below)
 
 
 def stdin_text(what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -35,6 +36,11 @@ class NgramDrafter(Drafter):
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         return Draft.chains([self._lookup(seq, k) if k else [] for seq, k in zip(seqs, num_draft, strict=True)])
 
+    def rewind(self, seq: Sequence, length: int) -> None:
+        index = self._indexes.get(seq.seq_id)
+        if index is not None:
+            index.rewind(length)
+
     def release(self, seq: Sequence) -> None:
         self._indexes.pop(seq.seq_id, None)
 
@@ -55,6 +61,9 @@ class _Index:
     def __init__(self, low: int, high: int) -> None:
         self._sizes = range(low, high + 1)
         self._ends: dict[tuple[int, ...], int] = {}
+        self._entered: deque[tuple[int, tuple[int, ...], int | None]] = deque(
+            maxlen=1024
+        )  # end, n-gram, what it replaced
         self._num_indexed = 0
 
     def find(self, tokens: list[int]) -> int | None:
@@ -63,13 +72,30 @@ class _Index:
         for end in range(self._num_indexed + 1, len(tokens)):
             for n in self._sizes:
                 if n <= end:
-                    self._ends[tuple(tokens[end - n : end])] = end
+                    gram = tuple(tokens[end - n : end])
+                    self._entered.append((end, gram, self._ends.get(gram)))
+                    self._ends[gram] = end
         self._num_indexed = max(self._num_indexed, len(tokens) - 1)
         for n in reversed(self._sizes):
             found = self._ends.get(tuple(tokens[-n:])) if n <= len(tokens) else None
             if found is not None:
                 return found
         return None
+
+    def rewind(self, length: int) -> None:
+        """Take back what was entered from the text's place `length` on; all of it, where that is too long ago."""
+        if self._num_indexed < length:
+            return
+        while self._entered and self._entered[-1][0] >= length:
+            _, gram, before = self._entered.pop()
+            if before is None:
+                del self._ends[gram]
+            else:
+                self._ends[gram] = before
+        self._num_indexed = max(0, length - 1)
+        if not self._entered and self._ends:
+            self._ends.clear()
+            self._num_indexed = 0
 
 
 DRAFTER = NgramDrafter

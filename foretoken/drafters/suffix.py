@@ -12,10 +12,9 @@ from itertools import count
 from pathlib import Path
 
 from foretoken.errors import ConfigError
-from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence
 from foretoken.spec.draft import Draft
-from foretoken.spec.drafter import Drafter
+from foretoken.spec.drafter import Drafter, Parts
 from foretoken.spec.history import History, Place
 from foretoken.spec.store import TextStore
 
@@ -81,13 +80,18 @@ class SuffixDrafter(Drafter):
             self._past_of("").add(next(self._keys), text)
 
     @classmethod
-    def build(cls, options: Drafter.Options, runner: ModelRunner | None, vocab_size: int) -> SuffixDrafter:
+    def build(cls, options: Drafter.Options, parts: Parts) -> SuffixDrafter:
         assert isinstance(options, cls.Options)
-        return cls(options, vocab_size)
+        return cls(options, parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         guesses = [self._guess(seq, k) if k else Guess([], [], []) for seq, k in zip(seqs, num_draft, strict=True)]
         return Draft.trees([(g.tokens, g.parents) for g in guesses], [g.likely for g in guesses])
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        own = self._own.get(seq.seq_id)
+        if own is not None:
+            own.rewind(0, length)
 
     def release(self, seq: Sequence) -> None:
         if self._own.pop(seq.seq_id, None) is None or self.options.past == "none":

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
 from typing import Any
 
-from foretoken import registry
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, ForetokenError, RequestError
@@ -37,25 +36,26 @@ def make_config(
 ) -> EngineConfig:
     """An EngineConfig from keyword arguments, as LLM and the CLI take them.
 
-    `draft`: None for plain decoding; the name of a drafter that needs no model ("ngram"); or a model (folder, hub id,
-    "embedded-draft"), then the drafter is "draft_model". `settings` are fields of EngineConfig and CacheConfig
+    `draft`: None for plain decoding, or text as `parse_draft` reads it: "ngram", a model, "suffix + embedded-draft".
+    `draft_options` are those of its top level; under "below" a list has those of the levels below, each an object with
+    fields of SpecConfig. `settings` are fields of EngineConfig and CacheConfig
     (`block_size`, `num_blocks`, `kv_format`). Raises ConfigError for unknown settings.
     """
     if isinstance(draft, SpecConfig):
         spec = draft
     elif draft is None or draft == "none":
         spec = SpecConfig()
-    elif draft in registry.names("drafters"):
-        spec = SpecConfig(method=draft)
     else:
-        spec = SpecConfig(method="draft_model", model=draft)
+        spec = parse_draft(draft)
     changes: dict[str, Any] = {
         "num_draft_tokens": num_draft_tokens,
         "confidence": confidence,
         "options": draft_options,
         "format": draft_format,
     }
-    spec = dataclasses.replace(spec, **{k: v for k, v in changes.items() if v is not None})
+    below = _levels_below(spec, (draft_options or {}).get("below"))
+    changes["options"] = {k: v for k, v in (draft_options or {}).items() if k != "below"} or None
+    spec = dataclasses.replace(spec, below=below, **{k: v for k, v in changes.items() if v is not None})
     cache_names = {"block_size": "block_size", "num_blocks": "num_blocks", "kv_format": "format"}
     cache = {cache_names[k]: settings.pop(k) for k in list(settings) if k in cache_names}
     known = {f.name for f in dataclasses.fields(EngineConfig)} - {"cache", "spec"}
@@ -63,6 +63,22 @@ def make_config(
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r} (there are: {', '.join(sorted(known | set(cache_names)))})")
     return EngineConfig(spec=spec, cache=CacheConfig(**cache), **settings)
+
+
+def _levels_below(spec: SpecConfig, settings: object) -> tuple[SpecConfig, ...]:
+    """The levels below a drafter with settings from plain data: a list of objects, one for each, in their order."""
+    if settings is None:
+        return spec.below
+    if not isinstance(settings, list) or len(settings) != len(spec.below):
+        raise ConfigError(f"option 'below' must list {len(spec.below)} objects, one for each drafter below")
+    made = []
+    known = {f.name for f in dataclasses.fields(SpecConfig)} - {"method", "model"}
+    for level, values in zip(spec.below, settings, strict=True):
+        if not isinstance(values, dict) or values.keys() - known:
+            raise ConfigError(f"option 'below': {values!r} must be an object with some of {', '.join(sorted(known))}")
+        lower = _levels_below(level, values.get("below"))
+        made.append(dataclasses.replace(level, **{**values, "below": lower}))
+    return tuple(made)
 
 
 def make_requests(engine: Engine, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:

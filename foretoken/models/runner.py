@@ -35,10 +35,13 @@ class Output:
 class ModelRunner:
     """Runs the rows of sequences through a model. `captures`: layers whose hidden states `forward` keeps."""
 
-    def __init__(self, model: Llama, cache: KVCache, captures: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, model: Llama, cache: KVCache, captures: tuple[int, ...] = (), blocks: BlockManager | None = None
+    ) -> None:
+        """`blocks`: who gives out the cache's blocks, where another runner shares it."""
         self.model = model
         self.cache = cache
-        self.blocks = BlockManager(cache.num_blocks, cache.block_size)
+        self.blocks = blocks or BlockManager(cache.num_blocks, cache.block_size)
         self.captures = captures
 
     def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int]) -> Output:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.models.runner import ModelRunner
-from foretoken.request import Sequence
+from foretoken.request import Sequence, SpecMetrics
 from foretoken.spec.draft import Draft
 from foretoken.spec.length import FixedLength, LengthPolicy
 
@@ -25,6 +25,20 @@ class Span:
     end: int
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a drafter is made of: the target, the drafter's own model (if it `needs_model`), the drafters below it."""
+
+    target: ModelRunner
+    runner: ModelRunner | None = None
+    below: tuple[Drafter, ...] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target."""
+        return self.target.model.config.vocab_size
+
+
 class Drafter:
     """Base of all drafters. `policy` is set by who builds it and asked after each drafted token (`policy.stop`)."""
 
@@ -33,6 +47,8 @@ class Drafter:
         """Knobs of one drafter; flags, JSON keys and docs rows derive from the fields."""
 
     needs_model = False  # does it own a model, which `build` then gets in a runner of its own?
+    of_target = False  # is that model the target itself in another format, in the target's own cache?
+    num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
     policy: LengthPolicy = FixedLength(0)
 
@@ -40,9 +56,12 @@ class Drafter:
         """`options` are the class's own Options, or None for the defaults."""
 
     @classmethod
-    def build(cls, options: Options, runner: ModelRunner | None, vocab_size: int) -> Drafter:
-        """One for a target with `vocab_size` tokens; `runner` is the drafter's own model, if `needs_model`."""
+    def build(cls, options: Options, parts: Parts) -> Drafter:
+        """One for a target, of what the engine has prepared for it."""
         return cls(options)
+
+    def attach(self, target: ModelRunner) -> None:
+        """Draft for another target from now on, of the same model, with its own cache."""
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed."""
@@ -51,8 +70,15 @@ class Drafter:
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         """Learn what became certain: a span per sequence, hidden float32 [sum of spans, len(captures) * C]."""
 
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """Tokens of `seq` from `length` on are about to be taken back (in a cascade they were only guessed)."""
+
     def release(self, seq: Sequence) -> None:
         """The sequence is gone: forget it."""
+
+    def levels(self) -> list[tuple[str, SpecMetrics]]:
+        """Counters of the levels below, the lowest first, by name: what each model made of its drafter's guesses."""
+        return []
 
 
 class NoDrafter(Drafter):

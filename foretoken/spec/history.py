@@ -60,6 +60,21 @@ class History:
         while self.most_tokens is not None and self.num_tokens > self.most_tokens and len(self._texts) > 1:
             self.drop(next(iter(self._texts)))
 
+    def rewind(self, key: int, length: int) -> None:
+        """The text is about to lose its tokens from `length` on: take their places out of the index."""
+        n, text = self.ngram, self._texts.get(key)
+        if text is None:
+            return
+        for end in range(self._indexed[key], length - 1, -1):
+            gram = tuple(text[end - n : end]) if end >= n else ()
+            places = self._places.get(gram)
+            if places and places[-1] == (key, end):
+                places.pop()
+                self._num_places -= 1
+        kept = min(self._indexed[key], max(0, length - 1))
+        self.num_tokens -= self._indexed[key] - kept
+        self._indexed[key] = kept
+
     def drop(self, key: int) -> None:
         """Forget a text; unknown keys do nothing."""
         if self._texts.pop(key, None) is None:

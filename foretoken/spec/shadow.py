@@ -5,6 +5,8 @@ To follow the target is to truncate to the common prefix; the rest is pending. T
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence
 
@@ -16,15 +18,19 @@ class Shadow:
         self.runner = runner
         self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed, target.tenant)
         self.seq.num_prompt = target.num_prompt
-        self.num_agreed = len(target)  # target tokens never change, so this prefix needs no second look
+        self.num_agreed = len(target)  # of the target's tokens: these need no second look, unless it was rewound
 
-    def follow(self, target: Sequence) -> None:
-        """Take over the target's tokens; cached rows beyond the common prefix are forgotten."""
+    def follow(self, target: Sequence, rewind: Callable[[Sequence, int], None]) -> None:
+        """Take over the target's tokens; cached rows beyond the common prefix are forgotten.
+
+        `rewind(seq, length)` is told before tokens of the shadow are taken back.
+        """
         mine, its = self.seq.token_ids, target.token_ids
         same = min(self.num_agreed, len(its))
         while same < min(len(mine), len(its)) and mine[same] == its[same]:
             same += 1
         if same < len(mine):
+            rewind(self.seq, same)
             del mine[same:]
             self.seq.state = None  # penalty counts may hold a dropped token
         mine += its[same:]

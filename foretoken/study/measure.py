@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from foretoken.engine.llm import LLM
 from foretoken.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from foretoken.spec.drafter import Drafter, NoDrafter
 from foretoken.spec.length import make_policy
-from foretoken.study.workload import Arm, Workload
+from foretoken.study.workload import Arm, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
 WARMUP_TOKENS = 16
@@ -66,6 +67,7 @@ class Bench:
         engine.drafter = NoDrafter() if arm.plain else self._drafters[_key(arm)]
         engine.policy = make_policy(arm.spec)
         engine.drafter.policy = engine.policy
+        engine.drafter.attach(engine.runner)
         engine.runner.captures = engine.drafter.captures
         return engine
 
@@ -100,8 +102,7 @@ class Bench:
 
 def _key(arm: Arm) -> object:
     """Arms of one drafter share it: the length and the confidence belong to the policy."""
-    s = arm.spec
-    return s.method, s.model, s.format, tuple(sorted((k, repr(v)) for k, v in s.options.items()))
+    return json.dumps(spec_as_dict(replace(arm.spec, num_draft_tokens=0, confidence=None)), sort_keys=True)
 
 
 def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:

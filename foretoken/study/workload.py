@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foretoken.config import SpecConfig
+from foretoken.config import SpecConfig, draft_text
 from foretoken.errors import ConfigError, RequestError
 from foretoken.request import MAX_SEED, SamplingParams
 from foretoken.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
         if spec.method == "none":
             continue
         for k in ks:
-            label = f"{spec.method} k={k}" + (f" p>={spec.confidence:g}" if spec.confidence is not None else "")
+            label = f"{draft_text(spec)} k={k}" + (f" p>={spec.confidence:g}" if spec.confidence is not None else "")
             made.append(Arm(label, replace(spec, num_draft_tokens=k)))
     return made
 
@@ -133,4 +133,5 @@ def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
         "num_draft_tokens": 0 if spec.method == "none" else spec.num_draft_tokens,
         "confidence": spec.confidence,
         "draft_options": dict(spec.options),
+        **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
     }

@@ -33,8 +33,8 @@ def some_sequences() -> list[Sequence]:
 
 def rounds(engine: Engine, seqs: list[Sequence], num_draft: list[int], count: int = 8) -> Iterator[Draft]:
     """Run the sequences as the engine does, giving out each draft."""
-    for seq in seqs:
-        engine.runner.blocks.reserve(seq, len(seq) + 100)
+    for seq, k in zip(seqs, num_draft):
+        assert engine.runner.blocks.reserve(seq, len(seq) + (count + 1) * (k + 1))
     for _ in range(count):
         yield decode_step(engine.runner, engine.drafter, seqs, [s.num_pending for s in seqs], num_draft)[0]
 
@@ -57,7 +57,7 @@ def test_class_and_options(name: str) -> None:
 def test_drafts_are_well_formed(engine: Engine, name: str) -> None:
     num_draft = [0, 1, 2, 6, 64, 6]
     most = 0
-    for draft in rounds(engine, some_sequences(), num_draft):
+    for draft in rounds(engine, some_sequences(), num_draft, count=3):
         assert draft.num_seqs == 6
         for b, limit in enumerate(num_draft):
             tokens, parents = draft.nodes(b)

@@ -22,7 +22,7 @@ def parse(*argv: str) -> options.Parsed[Nothing]:
 
 
 def test_every_field_has_a_flag_with_help() -> None:
-    own = {"method", "model", "options", "cache", "spec"}
+    own = {"method", "model", "options", "below", "cache", "spec"}
     fields = [f.name for cls in (EngineConfig, CacheConfig, SpecConfig) for f in dataclasses.fields(cls)]
     assert set(fields) - own <= set(options.ENGINE_HELP)
     assert {f.name for f in dataclasses.fields(SamplingParams)} == set(options.SAMPLING_HELP)
@@ -52,10 +52,14 @@ def test_values_arrive() -> None:
 
 
 def test_the_embedded_model_brings_its_draft() -> None:
-    assert options.draft_choice("auto", "embedded") == "embedded-draft"
+    assert options.draft_choice("auto", "embedded") == SpecConfig("draft_model", "embedded-draft")
     assert options.draft_choice("auto", "org/name") is None
     chosen = options.draft_choice("draft_model", "embedded")
     assert isinstance(chosen, SpecConfig) and chosen.model == "embedded-draft"
-    assert options.draft_choice("org/name", "embedded") == "org/name"
+    assert options.draft_choice("org/name", "embedded") == SpecConfig("draft_model", "org/name")
+    both = options.draft_choice("suffix + draft_model", "embedded")
+    assert both is not None and [b.model for b in both.below] == [None, "embedded-draft"]
+    with pytest.raises(RegistryError, match="did you mean 'suffix'"):
+        options.draft_choice("sufix + draft_model", "embedded")
     with pytest.raises(RegistryError, match="did you mean 'embedded-draft'"):
         options.draft_choice("embeded-draft", "embedded")

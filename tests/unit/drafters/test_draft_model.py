@@ -117,9 +117,9 @@ def test_sequences_that_wait_give_their_blocks_back(pair: Pair) -> None:
     assert drafter.propose([first], [4]).count(0) == 4
     assert drafter.runner.blocks.num_free == 2
     assert drafter.propose([second], [4]).count(0) == 0, "both fit into no pass"
-    drafter.runner.blocks.reserve(drafter._shadows[first.seq_id].seq, 28)  # hardly any block is free now
+    drafter.runner.blocks.reserve(drafter.followers[first], 28)  # hardly any block is free now
     assert drafter.propose([second], [4]).count(0) == 4
-    assert drafter._shadows[first.seq_id].seq.num_cached == 0
+    assert drafter.followers[first].num_cached == 0
     assert drafter.propose([first], [0]).count(0) == 0
     drafter.release(second)
     again = drafter.propose([first], [4])
@@ -142,7 +142,7 @@ def test_padding_of_the_draft_is_never_proposed(pair: Pair, tmp_path: Path) -> N
     wide = with_draft(pair, tmp_path / "wide", vocab_size=MODEL_VOCAB + 64)
     wide = Pair(wide.target, favouring(wide.draft, MODEL_VOCAB + 5), wide.tokenizer)
     engine = make_engine(wide, "draft_model", k=4)
-    assert drafter_of(engine).vocab_limit == MODEL_VOCAB
+    assert drafter_of(engine).followers.vocab_limit == MODEL_VOCAB
     seen: list[int] = []
     propose = engine.drafter.propose
 
@@ -166,7 +166,7 @@ def test_tokens_that_the_draft_does_not_have(pair: Pair, tmp_path: Path) -> None
     plain = run(make_engine(pair), PROMPTS, asked)
     assert any(302 in c.token_ids for c in plain)
     engine = make_engine(narrow, "draft_model", k=4)
-    assert drafter_of(engine).vocab_limit == 300
+    assert drafter_of(engine).followers.vocab_limit == 300
     assert texts(run(engine, PROMPTS, asked)) == texts(plain)
     assert engine.metrics.num_draft_tokens > 0
 
@@ -176,7 +176,7 @@ def test_confidence_ends_a_chain_with_the_first_unsure_token(pair: Pair, monkeyp
     drafter = drafter_of(engine)
     drafter.policy = ConfidenceLength(8, threshold=0.2)
     sure = iter([0.9, 0.5, 0.1, 0.8])
-    monkeypatch.setattr("foretoken.drafters.draft_model.probability", lambda *args: next(sure))
+    monkeypatch.setattr("foretoken.spec.chains.probability", lambda *args: next(sure))
     draft = drafter.propose([Sequence(0, [5, 6, 7], SamplingParams(), 0)], [8])
     assert draft.count(0) == 3
     assert draft.confidence is not None

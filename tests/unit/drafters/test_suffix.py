@@ -155,7 +155,7 @@ def test_a_second_request_is_drafted_from_the_first(pair: Pair) -> None:
 def test_the_store_outlives_the_drafter(tmp_path: Path) -> None:
     def make() -> SuffixDrafter:
         chosen = SuffixDrafter.Options(past="all", store=str(tmp_path / "texts"))
-        return SuffixDrafter.build(chosen, None, 100)
+        return SuffixDrafter(chosen, 100)
 
     first = make()
     ended(first, STORY, 1)

@@ -1,0 +1,106 @@
+"""cascade drafter: a model writes the draft, itself helped by a drafter below it (hierarchical speculation).
+
+After SpecMQuant (Zhang et al., 2025): a tree or chain from below, which a middle model turns into a sequence, which the
+target checks. The middle model is a drafter whose text is exact for it, so levels stack to any depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from foretoken.errors import ConfigError
+from foretoken.models.runner import ModelRunner
+from foretoken.request import Sequence, SpecMetrics
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter, Parts
+from foretoken.spec.followers import Followers
+from foretoken.spec.step import decode_step
+
+
+class CascadeDrafter(Drafter):
+    """Runs `decode_step` on a model of its own until a sequence of at least `min_length` tokens is drafted."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`min_length`: the model goes on until it has so many tokens (or the round's limit). `prefill_rows`: the most
+        rows of one pass while it catches up with a prompt.
+        """
+
+        min_length: int = 4
+        prefill_rows: int = 512
+
+        def __post_init__(self) -> None:
+            if self.min_length < 1 or self.prefill_rows < 1:
+                raise ConfigError(
+                    f"min_length and prefill_rows must be at least 1, got {self.min_length} and {self.prefill_rows}"
+                )
+
+    needs_model = True
+    num_below = 1
+
+    def __init__(self, options: Options, runner: ModelRunner, below: Drafter, vocab_size: int) -> None:
+        self.options = options
+        self.runner = runner
+        self.below = below
+        self.metrics = SpecMetrics()  # what this level's model made of the guesses from below
+        self.followers = Followers(runner, options.prefill_rows, vocab_size, below)
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> CascadeDrafter:
+        assert isinstance(options, cls.Options) and parts.runner is not None
+        return cls(options, parts.runner, parts.below[0], parts.vocab_size)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        """Chains: what the model writes after each sequence, cut at num_draft[b], never padded."""
+        limit = self.followers.limit
+        active = self.followers.follow(seqs, num_draft)
+        drafting = list(active)
+        while active:
+            shadows = [self.followers[seqs[b]] for b in active]
+            failed = self._advance(shadows)
+            active = [
+                b
+                for b, shadow, stopped in zip(active, shadows, failed, strict=True)
+                if not stopped and len(shadow) - len(seqs[b]) < min(self.options.min_length, num_draft[b])
+                if len(shadow) < limit and self.runner.blocks.reserve(shadow, len(shadow))
+            ]
+        chains: list[list[int]] = [[] for _ in seqs]
+        for b in drafting:
+            written = self.followers[seqs[b]].token_ids[len(seqs[b]) : len(seqs[b]) + num_draft[b]]
+            known = next((i for i, t in enumerate(written) if t >= self.followers.vocab_limit), len(written))
+            chains[b] = written[:known]
+        return Draft.chains(chains)
+
+    def _advance(self, shadows: list[Sequence]) -> list[bool]:
+        """One pass of the model over a guess from below: each shadow grows by a token or more, unless it failed."""
+        self.followers.catch_up(shadows)
+        asked = self.below.policy.lengths(shadows)
+        room = [self._room(s, k) for s, k in zip(shadows, asked, strict=True)]
+        pending = [s.num_pending for s in shadows]
+        draft, result = decode_step(self.runner, self.below, shadows, pending, room)
+        counts = [draft.count(b) for b in range(len(shadows))]
+        accepted = [len(nodes) for nodes in result.nodes]
+        self.below.policy.update(shadows, counts, accepted)
+        for guessed, right in zip(counts, accepted, strict=True):
+            self.metrics.update(guessed, right)
+        return [bool(f) for f in result.failed]
+
+    def _room(self, shadow: Sequence, wanted: int) -> int:
+        """Nodes that the model's context and free blocks leave for a guess, reserved."""
+        blocks = self.runner.blocks
+        room = max(0, min(wanted, self.followers.limit - len(shadow) - 1, blocks.reservable(shadow) - len(shadow)))
+        blocks.reserve(shadow, len(shadow) + room)
+        return room
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self.followers.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self.followers.release(seq)
+
+    def levels(self) -> list[tuple[str, SpecMetrics]]:
+        return [*self.below.levels(), (f"level {len(self.below.levels()) + 1}", self.metrics)]
+
+
+DRAFTER = CascadeDrafter

@@ -1,0 +1,96 @@
+"""first drafter: several drafters in turn, for each sequence the first that has a guess (a cache, then a model).
+
+Looking something up costs nothing beside a pass of a model, so it is tried first (as SAM-Decoding: Hu et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.models.runner import ModelRunner
+from foretoken.request import Sequence, SpecMetrics
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter, Parts, Span
+
+
+class FirstDrafter(Drafter):
+    """Asks each drafter for the sequences that those before it had no guess for, or one that is too weak."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`min_tokens`: a guess must have so many nodes (or all that were asked for) to be taken. `min_expected`: where
+        the drafter says how likely its nodes are, their sum must be at least this.
+        """
+
+        min_tokens: int = 2
+        min_expected: float = 1.0
+
+        def __post_init__(self) -> None:
+            if self.min_tokens < 1 or self.min_expected < 0:
+                raise ConfigError("min_tokens must be at least 1, min_expected at least 0")
+
+    num_below = -1
+
+    def __init__(self, options: Options, below: Seq[Drafter]) -> None:
+        self.options = options
+        self.below = tuple(below)
+        self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> FirstDrafter:
+        assert isinstance(options, cls.Options)
+        return cls(options, parts.below)
+
+    def attach(self, target: ModelRunner) -> None:
+        for d in self.below:
+            d.attach(target)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
+        sure: list[list[float]] = [[] for _ in seqs]
+        open_ = [b for b, k in enumerate(num_draft) if k > 0]
+        for d in self.below:
+            if not open_:
+                break
+            limits = d.policy.lengths([seqs[b] for b in open_])
+            asked = [min(num_draft[b], k) for b, k in zip(open_, limits, strict=True)]
+            draft = d.propose([seqs[b] for b in open_], asked)
+            taken = []
+            for i, b in enumerate(open_):
+                begin, end = int(draft.offsets[i]), int(draft.offsets[i + 1])
+                likely = np.ones(end - begin) if draft.confidence is None else draft.confidence[begin:end]
+                enough = end - begin >= min(self.options.min_tokens, asked[i]) and begin < end
+                if enough and float(likely.sum()) >= min(self.options.min_expected, asked[i]):
+                    trees[b], sure[b] = draft.nodes(i), likely.tolist()
+                    taken.append(b)
+            open_ = [b for b in open_ if b not in taken]
+        return Draft.trees(trees, sure)
+
+    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        for d in self.below:
+            d.observe(seqs, spans, self._columns(hidden, d.captures) if d.captures and hidden is not None else None)
+
+    def _columns(self, hidden: Tensor, layers: tuple[int, ...]) -> Tensor:
+        """The hidden states of some of the captured layers."""
+        by_layer = hidden.chunk(len(self.captures), dim=1)
+        return torch.cat([by_layer[self.captures.index(layer)] for layer in layers], dim=1)
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        for d in self.below:
+            d.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        for d in self.below:
+            d.release(seq)
+
+    def levels(self) -> list[tuple[str, SpecMetrics]]:
+        return [level for d in self.below for level in d.levels()]
+
+
+DRAFTER = FirstDrafter

@@ -1,0 +1,268 @@
+"""Drafters that work with others: cascades of any depth, and caches that are tried before a model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
+
+from foretoken.config import SpecConfig, parse_draft
+from foretoken.drafters.cascade import CascadeDrafter
+from foretoken.drafters.first import FirstDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.engine.llm import make_config
+from foretoken.errors import ConfigError
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter
+from foretoken.spec.history import History
+from foretoken.spec.length import FixedLength
+
+PROMPTS = random_prompts(6, seed=12)
+GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, **SAMPLED)
+NGRAM, SUFFIX = SpecConfig("ngram", num_draft_tokens=4), SpecConfig("suffix", num_draft_tokens=8)
+
+
+class Scripted(Drafter):
+    """Guesses from a list of the right tokens, wrong at the places that it is told."""
+
+    def __init__(self, right: dict[int, list[int]], wrong_at: set[int]) -> None:
+        self.right = right  # by sequence: the text that the model will write
+        self.wrong_at = wrong_at
+        self.rewinds: list[int] = []
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        chains = []
+        for seq, k in zip(seqs, num_draft):
+            places = range(len(seq), min(len(seq) + k, len(self.right[seq.seq_id])))
+            chains.append([self.right[seq.seq_id][i] ^ (i in self.wrong_at) for i in places])
+        return Draft.chains(chains)
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        assert length < len(seq)
+        self.rewinds.append(length)
+
+
+def cascade_of(pair: Pair, below: Drafter, k: int, **options: Any) -> Any:
+    """An engine whose drafter is a cascade over the pair's draft with this drafter below."""
+    engine = make_engine(pair, "cascade", k=k, options=options)
+    assert isinstance(engine.drafter, CascadeDrafter)
+    engine.drafter.below = engine.drafter.followers.below = below
+    return engine
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("below", [(NGRAM,), (SUFFIX,), (SpecConfig("cascade", num_draft_tokens=4, below=(NGRAM,)),)])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_law_1_at_any_depth(pair: Pair, below: tuple[SpecConfig, ...], k: int, params: SamplingParams) -> None:
+    plain = texts(run(make_engine(pair), PROMPTS, params))
+    engine = make_engine(pair, "cascade", k=k, below=below)
+    assert texts(run(engine, PROMPTS, params)) == plain
+    assert engine.metrics.num_draft_tokens > 0
+    assert_nothing_left(engine)
+
+
+def test_the_model_is_a_drafter_as_good_as_alone(pair: Pair) -> None:
+    """Whatever is below, the middle model's text is its own: the target accepts what it would of the model alone."""
+    alone = make_engine(pair, "draft_model", k=4)
+    run(alone, PROMPTS, GREEDY)
+    helped = make_engine(pair, "cascade", k=4, options={"min_length": 4}, below=(SUFFIX,))
+    run(helped, PROMPTS, GREEDY)
+    assert helped.metrics.num_accepted_tokens_per_pos == alone.metrics.num_accepted_tokens_per_pos
+    assert helped.metrics.num_draft_tokens == alone.metrics.num_draft_tokens
+
+
+def written(pair: Pair, prompt: list[int], length: int) -> list[int]:
+    """The prompt and what the pair's draft model alone writes after it."""
+    twin = Pair(pair.draft, pair.draft, pair.tokenizer)
+    return [
+        *prompt,
+        *run(make_engine(twin), [prompt], SamplingParams(max_tokens=length, seed=2, ignore_eos=True))[0].token_ids,
+    ]
+
+
+@pytest.mark.parametrize(("right", "passes"), [(0, 6), (1, 3), (2, 2), (4, 2), (6, 1)])
+def test_passes_of_the_model_by_what_is_right_below(pair: Pair, right: int, passes: int) -> None:
+    """Six tokens are wanted; below, `right` tokens a guess are right: each pass gives them and one more."""
+    prompt = PROMPTS[0]
+    text = written(pair, prompt, 12)
+    below = Scripted({0: text}, set())
+    below.policy = FixedLength(right)
+    engine = cascade_of(pair, below, k=6, min_length=6)
+    seq = Sequence(0, prompt, GREEDY, 2)
+    draft = engine.drafter.propose([seq], [6])
+    assert draft.tokens.tolist() == text[len(prompt) :][:6], "never longer than asked for"
+    metrics = engine.drafter.metrics
+    assert (metrics.num_rounds, metrics.num_accepted_tokens) == (passes, passes * right)
+    assert engine.drafter.levels()[-1][1] is metrics
+    engine.drafter.release(seq)
+
+
+@pytest.mark.parametrize("min_length", [1, 2, 5])
+@pytest.mark.parametrize("right", [0, 3])
+def test_the_length_lies_between_the_least_and_one_pass_more(pair: Pair, min_length: int, right: int) -> None:
+    prompt = PROMPTS[1]
+    below = Scripted({0: written(pair, prompt, 30)}, set())
+    below.policy = FixedLength(right)
+    engine = cascade_of(pair, below, k=20, min_length=min_length)
+    seq = Sequence(0, prompt, GREEDY, 2)
+    length = len(engine.drafter.propose([seq], [20]).tokens)
+    assert min_length <= length <= min_length + right
+    engine.drafter.release(seq)
+
+
+def test_rejection_takes_the_shadow_and_what_is_below_back(pair: Pair) -> None:
+    """The target goes another way: at once, in the middle, after the last guess (then nothing is taken back)."""
+    prompt = PROMPTS[2]
+    text = written(pair, prompt, 30)
+    below = Scripted({0: text}, set())
+    below.policy = FixedLength(2)
+    for kept in range(5):
+        engine = cascade_of(pair, below, k=4, min_length=4)
+        below.rewinds.clear()
+        seq = Sequence(0, prompt, GREEDY, 2)
+        draft = engine.drafter.propose([seq], [4]).tokens.tolist()
+        shadow = engine.drafter.followers[seq]
+        grown = len(shadow)
+        seq.token_ids += [*draft[:kept], draft[kept] ^ 1 if kept < 4 else 3]
+        below.right = {0: list(seq.token_ids)}
+        engine.drafter.propose([seq], [4])
+        taken_back = len(prompt) + kept
+        assert below.rewinds == ([taken_back] if taken_back < grown else [])
+        assert shadow.token_ids[: len(seq)] == seq.token_ids
+        engine.drafter.release(seq)
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_scarce_blocks(pair: Pair, block: int) -> None:
+    params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
+    plain = texts(run(make_engine(pair), PROMPTS, params))
+    assert texts(run(make_engine(pair, "cascade", k=6, tokens=160, block=block), PROMPTS, params)) == plain
+
+
+# --- taking back ---
+
+
+def test_indexes_forget_what_is_taken_back() -> None:
+    """However a text was reached, by guesses taken back or directly, the drafter finds the same."""
+    drafter, direct = NgramDrafter(), NgramDrafter()
+    seq = Sequence(0, [1, 2, 3, 4, 1, 2], SamplingParams(), 0)
+    for guessed, kept in [([3, 4, 9, 9], 2), ([1, 2, 9, 1, 2], 0), ([5, 1, 2, 3], 3), ([4] * 1500, 0)]:
+        for token in guessed:
+            seq.token_ids.append(token)
+            drafter.propose([seq], [4])
+        length = len(seq) - len(guessed) + kept
+        if length < len(seq):
+            drafter.rewind(seq, length)
+            del seq.token_ids[length:]
+        fresh = Sequence(length, seq.token_ids, SamplingParams(), 0)
+        assert drafter.propose([seq], [4]).tokens.tolist() == direct.propose([fresh], [4]).tokens.tolist()
+
+
+def test_history_forgets_what_is_taken_back() -> None:
+    for start, guess, kept in itertools.product(([1, 2, 1, 2], [3]), ([1, 2, 1], [2, 2, 2]), (0, 1, 3)):
+        text = list(start)
+        history, direct = History(1, 100), History(1, 100)
+        history.add(0, text)
+        for token in guess:
+            text.append(token)
+            history.add(0, text)
+        history.rewind(0, len(start) + kept)
+        del text[len(start) + kept :]
+        history.add(0, text)
+        direct.add(0, text)
+        assert history._places.keys() >= direct._places.keys()
+        assert {g: list(p) for g, p in history._places.items() if p} == {g: list(p) for g, p in direct._places.items()}
+        assert (history.num_tokens, history._num_places) == (direct.num_tokens, direct._num_places)
+
+
+# --- first ---
+
+
+class Fixed(Drafter):
+    """Always the same guess, with some confidence."""
+
+    def __init__(self, chain: list[int], likely: float) -> None:
+        self.chain, self.likely, self.asked = chain, likely, 0
+        self.policy = FixedLength(8)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        self.asked += len(seqs)
+        chains = [self.chain[:k] for k in num_draft]
+        return Draft.chains(chains, [[self.likely] * len(c) for c in chains])
+
+
+@pytest.mark.parametrize(
+    ("chain", "likely", "num_draft", "taken"),
+    [
+        ([7, 8, 9], 1.0, 5, True),
+        ([], 1.0, 5, False),
+        ([7], 1.0, 5, False),  # too short
+        ([7], 1.0, 1, True),  # but all that was asked for
+        ([7, 8, 9], 0.2, 5, False),  # too unsure
+        ([7, 8, 9], 0.4, 5, True),
+    ],
+)
+def test_a_weak_guess_leaves_it_to_the_next(chain: list[int], likely: float, num_draft: int, taken: bool) -> None:
+    first, second = Fixed(chain, likely), Fixed([1, 2, 3], 0.9)
+    drafter = FirstDrafter(FirstDrafter.Options(), [first, second])
+    seqs = [Sequence(i, [1], SamplingParams(), 0) for i in range(2)]
+    draft = drafter.propose(seqs, [num_draft, 0])
+    assert draft.nodes(0)[0] == (chain if taken else [1, 2, 3])[:num_draft]
+    assert draft.nodes(1)[0] == []
+    assert (first.asked, second.asked) == (1, 0 if taken else 1)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
+def test_first_keeps_law_1(pair: Pair, params: SamplingParams) -> None:
+    plain = texts(run(make_engine(pair), PROMPTS, params))
+    engine = make_engine(pair, "first", k=6)
+    assert texts(run(engine, PROMPTS, params)) == plain
+    assert engine.metrics.num_accepted_tokens > 0
+
+
+# --- as text ---
+
+
+def test_drafts_as_text() -> None:
+    model = SpecConfig("draft_model", "some/model")
+    assert parse_draft("ngram") == SpecConfig("ngram")
+    assert parse_draft("some/model") == model
+    first = SpecConfig("first", below=(SpecConfig("suffix"), model))
+    assert parse_draft("suffix+some/model") == first
+    assert parse_draft("ngram > some/model") == SpecConfig("cascade", "some/model", below=(SpecConfig("ngram"),))
+    assert parse_draft("suffix + some/model > a/b") == SpecConfig("cascade", "a/b", below=(first,))
+    inner = SpecConfig("cascade", "some/model", below=(SpecConfig("ngram"),))
+    assert parse_draft("suffix + (ngram > some/model)") == SpecConfig("first", below=(SpecConfig("suffix"), inner))
+    assert parse_draft("ngram > some/model > a/b").below == (inner,)
+
+
+@pytest.mark.parametrize(
+    "text", ["+ngram", "ngram >", "(ngram", "ngram)", "> a/b", "a/b > ngram", "ngram (suffix)", ""]
+)
+def test_bad_drafts_as_text(text: str) -> None:
+    with pytest.raises(ConfigError, match="--draft"):
+        parse_draft(text)
+
+
+def test_settings_of_the_levels_below() -> None:
+    config = make_config(
+        "ngram > a/b", num_draft_tokens=9, draft_options={"min_length": 3, "below": [{"num_draft_tokens": 2}]}
+    )
+    assert config.spec.num_draft_tokens == 9
+    assert config.spec.options == {"min_length": 3}
+    assert config.spec.below == (SpecConfig("ngram", num_draft_tokens=2),)
+    for bad in ({"below": []}, {"below": [3]}, {"below": [{"method": "x"}]}, {"below": [{}, {}]}):
+        with pytest.raises(ConfigError, match="below"):
+            make_config("ngram > a/b", draft_options=bad)
+
+
+def test_a_drafter_without_what_it_works_with(pair: Pair) -> None:
+    with pytest.raises(ConfigError, match="works with 1 drafter"):
+        make_engine(pair, "cascade", below=())
+    with pytest.raises(ConfigError, match="two drafters or more"):
+        make_engine(pair, "first", below=(NGRAM,))

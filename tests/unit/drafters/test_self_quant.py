@@ -1,0 +1,86 @@
+"""Drafting by a low-bit copy of the target in the target's own cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
+
+from foretoken import LLM
+from foretoken.config import SpecConfig
+from foretoken.errors import ConfigError
+from foretoken.request import SamplingParams
+
+PROMPTS = random_prompts(6, seed=31)
+GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, **SAMPLED)
+both = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
+
+
+@both
+@pytest.mark.parametrize("kv", ["fp32", "int8"])
+@pytest.mark.parametrize("k", [1, 5])
+def test_the_copy_leaves_no_trace_in_the_cache(pair: Pair, k: int, kv: str, params: SamplingParams) -> None:
+    plain = texts(run(make_engine(pair, kv=kv), PROMPTS, params))
+    engine = make_engine(pair, "self_quant", k=k, kv=kv)
+    assert texts(run(engine, PROMPTS, params)) == plain
+    assert engine.metrics.acceptance_rate is not None and engine.metrics.acceptance_rate > 0.7
+    assert_nothing_left(engine)
+
+
+def test_a_copy_in_the_same_format_is_always_right(pair: Pair) -> None:
+    engine = make_engine(Pair(pair.target, pair.draft, pair.tokenizer), "self_quant", k=4)
+    run(engine, PROMPTS, DRAWN)
+    assert engine.metrics.acceptance_rate == 1.0
+
+
+def test_it_needs_no_cache_and_no_prefill_of_its_own(pair: Pair) -> None:
+    engine = make_engine(pair, "self_quant", k=4)
+    runner = engine.drafter.runner
+    assert runner.cache is engine.runner.cache and runner.blocks is engine.runner.blocks
+    rows: list[int] = []
+    forward = runner.forward
+    runner.forward = lambda seqs, draft, pending: (rows.extend(pending), forward(seqs, draft, pending))[1]
+    run(engine, [[5] * 60], GREEDY)
+    assert set(rows) == {1}
+
+
+@both
+def test_scarce_blocks_and_rows(pair: Pair, params: SamplingParams) -> None:
+    plain = texts(run(make_engine(pair), PROMPTS, params))
+    for settings in ({"tokens": 160}, {"rows": 9, "block": 1, "tokens": 200}):
+        engine = make_engine(pair, "self_quant", k=6, **settings)
+        assert texts(run(engine, PROMPTS, params)) == plain
+
+
+def test_below_a_cascade_it_copies_the_middle_model(pair: Pair) -> None:
+    plain = texts(run(make_engine(pair), PROMPTS, GREEDY))
+    engine = make_engine(pair, "cascade", k=6, below=(SpecConfig("self_quant", num_draft_tokens=3),))
+    assert texts(run(engine, PROMPTS, GREEDY)) == plain
+    assert engine.drafter.levels()[-1][1].acceptance_rate == 1.0
+
+
+def test_from_names(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", noise=0.0)
+    llm = LLM(str(tmp_path / "model"), "self_quant", format="fp32", num_draft_tokens=3)
+    assert {w.format for w in llm.engine.drafter.runner.model.weights.matrices} == {"int4"}
+    prompt = PROMPTS[0]
+    plain = LLM(str(tmp_path / "model"), format="fp32")
+    assert llm.generate([prompt], GREEDY)[0].token_ids == plain.generate([prompt], GREEDY)[0].token_ids
+    with pytest.raises(ConfigError, match="draft for itself"):
+        LLM(str(tmp_path / "model"), "self_quant", format="w4a8")
+    with pytest.raises(ConfigError, match="draft for itself"):
+        LLM(str(tmp_path / "model"), str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("method", ["self_quant", "first"])
+def test_attached_to_another_engine_it_uses_that_ones_cache(pair: Pair, method: str) -> None:
+    below = (SpecConfig("ngram"), SpecConfig("self_quant")) if method == "first" else None
+    other, engine = (make_engine(pair, method, k=4, below=below) for _ in range(2))
+    run(other, PROMPTS, GREEDY)
+    engine.drafter = other.drafter
+    engine.drafter.policy = engine.policy
+    engine.drafter.attach(engine.runner)
+    assert texts(run(engine, PROMPTS, GREEDY)) == texts(run(make_engine(pair), PROMPTS, GREEDY))
+    assert engine.metrics.num_accepted_tokens_per_pos == other.metrics.num_accepted_tokens_per_pos
