@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from foretoken.config import EngineConfig, SpecConfig
+from foretoken.config import EngineConfig, SpecConfig, draft_text
 from foretoken.engine.llm import LLM, make_config
 from foretoken.engine.memory import available_memory, demand
 from foretoken.errors import ConfigError
@@ -121,10 +121,12 @@ def compare(variants: Seq[Variant], asked: Comparing, report: Report = lambda st
             variants[0], v, asked.num_draft_tokens, prompts, asked.max_tokens, asked.engine, seed
         )
         notes = [] if why is None else [f"cannot draft for the baseline: {why}"]
+        if speed.drafts_for_itself(v, spec):
+            notes.append("it is the draft itself, so n-grams draft for it")
         target = Acceptance.of(its.drafted[0], seed)
         rows.append(Row(v, quality, v.disk_bytes(), memory, its, target, drafted, notes=notes))
     _judge(rows, asked, report)
-    name = spec.method if spec.model is None else Path(spec.model).name
+    name = draft_text(spec) if spec.model is None else Path(spec.model).name
     return Comparison(tuple(rows), f"{name}, {spec.num_draft_tokens} tokens", interleaved, asked)
 
 
@@ -191,7 +193,7 @@ def _judge(rows: list[Row], asked: Comparing, report: Report) -> None:
         for a, b in zip(row.quality.results, base.quality.results, strict=True):
             if row is not base:
                 row.differences[a.task] = a.value - b.value, paired_interval(a.scores, b.scores, seed)
-        row.warnings = warnings(row, base)
+        row.warnings = warnings(row, base, _own_rate(row, rows))
         row.advice = advice.recorded(row.variant)
         if asked.advise and not row.advice and row.ratio is not None and row.ratio[0] > WORTH_ADVICE:
             text, _ = asked.text.read(asked.settings.data)
@@ -203,13 +205,28 @@ def _stage(report: Report, stage: str, part: str) -> None:
     report(f"{stage}, {part}", 0, 1)
 
 
-def warnings(row: Row, base: Row) -> list[str]:
-    """What must be said loudly of a variant. Acceptance that is gone is the failure that no other figure shows."""
+def _own_rate(row: Row, rows: Seq[Row]) -> float | None:
+    """What a variant's weights should be accepted at as a draft: 1 where they are the baseline's, rounded; else as the
+    first variant of their model is.
+    """
+    if row.variant.model == rows[0].variant.model:
+        return 1.0
+    first = next(r for r in rows if r.variant.model == row.variant.model)
+    return None if first is row or first.as_draft is None else first.as_draft.rate
+
+
+def warnings(row: Row, base: Row, own_rate: float | None) -> list[str]:
+    """What must be said loudly of a variant. Acceptance that is gone is the failure that no other figure shows.
+
+    `own_rate`: what its model is accepted at as a draft before the format took its toll, if that is known.
+    """
     found = []
-    pairs = (("as target", row.as_target, base.as_target), ("as draft", row.as_draft, base.as_draft))
+    pairs = (("as target", row.as_target, base.as_target.rate), ("as draft", row.as_draft, own_rate))
     for role, mine, its in pairs:
-        if mine is None or mine.rate is None:
-            if its is not None and its.rate:
+        if mine is None:
+            continue
+        if mine.rate is None:
+            if its:
                 found.append(f"{role}, nothing was drafted at all: speculation is switched off in effect")
             continue
         if mine.rate < NEAR_ZERO:
@@ -217,9 +234,9 @@ def warnings(row: Row, base: Row) -> list[str]:
                 f"{role}, acceptance is {mine.rate:.1%}: near zero, so speculation only costs time. The format "
                 "broke the agreement of draft and target; keep more bits, or switch speculation off"
             )
-        elif row is not base and its is not None and its.rate and mine.rate < FAR_BELOW * its.rate:
+        elif row is not base and its and mine.rate < FAR_BELOW * its:
             found.append(
-                f"{role}, acceptance fell to {mine.rate:.1%} from the baseline's {its.rate:.1%}: speculation loses "
+                f"{role}, acceptance fell to {mine.rate:.1%} from the original's {its:.1%}: speculation loses "
                 "most of what it bought; keep more bits, or draft with fewer tokens"
             )
     if row.quality.perplexity is not None and not row.quality.perplexity.finite:

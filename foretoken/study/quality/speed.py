@@ -11,6 +11,8 @@ from typing import Any
 from foretoken.config import SpecConfig
 from foretoken.engine.llm import LLM
 from foretoken.errors import RequestError, VocabularyError
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.loader import resolve_model
 from foretoken.request import SamplingParams
 from foretoken.study.measure import Bench, Run, run_batch
 from foretoken.study.passes import Pass, Subject
@@ -110,20 +112,42 @@ class Subjects:
 
     benches: list[Bench]
     workloads: list[Workload]
-    arm: Arm
+    arms: list[Arm]  # how each is drafted for
 
 
 def load(variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], max_tokens: int, settings: Any) -> Subjects:
-    """Load variants, each with its drafter. Raises what LLM raises, RequestError for a prompt that does not fit."""
-    arm = Arm("draft", spec)
-    benches = [Bench(v.model, [PLAIN, arm], {**settings, **v.settings, "max_num_seqs": 1}) for v in variants]
+    """Load variants, each with its drafter; the draft itself, if it is among them, is drafted for by n-grams.
+
+    Raises what LLM raises, RequestError for a prompt that does not fit.
+    """
+    arms = [
+        Arm(
+            "draft", SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens) if drafts_for_itself(v, spec) else spec
+        )
+        for v in variants
+    ]
+    benches = [
+        Bench(v.model, [PLAIN, arm], {**settings, **v.settings, "max_num_seqs": 1})
+        for v, arm in zip(variants, arms, strict=True)
+    ]
     params = SamplingParams(max_tokens=max_tokens, seed=0)
     workloads = []
     for bench in benches:
         workload = Workload("prompts", tuple(p.encode(bench.llm.tokenizer) for p in prompts), params)
         bench.check(workload)
         workloads.append(workload)
-    return Subjects(benches, workloads, arm)
+    return Subjects(benches, workloads, arms)
+
+
+def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
+    """Is the draft this very model in this very format? It would agree with itself and save nothing."""
+    return spec.model is not None and same_weights(variant, Variant(spec.model, spec.format))
+
+
+def same_weights(one: Variant, other: Variant) -> bool:
+    """Do two variants differ in their cache at most?"""
+    folders = resolve_model(one.model).resolve() == resolve_model(other.model).resolve()
+    return folders and QuantScheme.parse(one.format) == QuantScheme.parse(other.format)
 
 
 def measure(subjects: Subjects, repeat: int, tick: Callable[[], None]) -> list[Speed]:
@@ -138,7 +162,7 @@ def measure(subjects: Subjects, repeat: int, tick: Callable[[], None]) -> list[S
             for v in order[(r + i) % len(order) :] + order[: (r + i) % len(order)]:
                 bench = subjects.benches[v]
                 run_batch(bench.install(PLAIN), jobs[v][i], found[v].plain[r])
-                run_batch(bench.install(subjects.arm), jobs[v][i], found[v].drafted[r])
+                run_batch(bench.install(subjects.arms[v]), jobs[v][i], found[v].drafted[r])
                 tick()
     _passes(subjects, found)
     return found
@@ -176,8 +200,11 @@ def as_draft(
 ) -> tuple[Acceptance | None, str | None]:
     """Acceptance of the variant's weights when they draft for the baseline; None, and why, where they cannot.
 
-    The draft's cache has the engine's format, which is the baseline's: what is measured is the weights.
+    None without a reason for the baseline's own weights, which agree by construction. The draft's cache has the engine's
+    format, which is the baseline's: what is measured is the weights.
     """
+    if same_weights(baseline, variant):
+        return None, None
     spec = SpecConfig("draft_model", variant.model, variant.format, num_draft_tokens)
     try:
         llm = LLM(baseline.model, spec, **{**settings, **baseline.settings, "max_num_seqs": 8})

@@ -61,7 +61,7 @@ def test_every_figure_is_there(found: Comparison, pair_folders: tuple[Path, Path
         assert row.speed.same_text and len(row.speed.plain) == 2 and len(row.speed.plain[0].completions) == 3
         assert row.memory.added == 2000
         assert row.disk_bytes == (pair_folders[0] / "model.safetensors").stat().st_size
-        assert row.as_target.rate is not None and row.as_draft is not None
+        assert row.as_target.rate is not None
         low, high = row.as_target.interval
         assert low <= row.as_target.rate <= high
     assert small.speed.weight_bytes < base.speed.weight_bytes / 3
@@ -74,10 +74,23 @@ def test_every_figure_is_there(found: Comparison, pair_folders: tuple[Path, Path
         assert "mmlu_pro_likelihood" in row.differences
 
 
-def test_a_model_drafts_perfectly_for_itself(found: Comparison) -> None:
-    base, small, _ = found.rows
-    assert base.as_draft is not None and base.as_draft.rate == 1.0 and base.as_draft.length == pytest.approx(4, abs=0.6)
-    assert small.as_draft is not None and small.as_draft.rate is not None and small.as_draft.rate < 1.0
+def test_other_weights_draft_for_the_baseline(found: Comparison) -> None:
+    base, small, cached = found.rows
+    assert base.as_draft is None and cached.as_draft is None and not base.notes
+    assert small.as_draft is not None and small.as_draft.rate is not None and 0.0 < small.as_draft.rate < 1.0
+
+
+def test_the_draft_among_the_variants_is_not_drafted_for_by_itself(
+    pair_folders: tuple[Path, Path], asked: Comparing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "footprint", lambda variant, settings: Footprint(3000, 1000))
+    target, draft = map(str, pair_folders)
+    found = compare.report([target, draft, f"{draft}@w8a8"], replace(asked, tasks=("perplexity",), repeat=1))
+    assert [bool(row.notes) for row in found.rows] == [False, True, False]
+    assert all(row.as_draft is not None and row.as_draft.rate for row in found.rows[1:])
+    assert compare._own_rate(found.rows[2], found.rows) == found.rows[1].as_draft.rate  # type: ignore[union-attr]
+    assert compare._own_rate(found.rows[1], found.rows) is None
+    assert compare._own_rate(found.rows[0], found.rows) == 1.0
 
 
 def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
@@ -125,23 +138,23 @@ def acceptance(rate: float | None) -> Acceptance:
     [(0.5, []), (0.4, []), (0.29, ["fell to 29.0%"]), (0.04, ["near zero"]), (0.0, ["near zero"]), (None, ["nothing"])],
 )
 def test_lost_acceptance_is_said_loudly(found: Comparison, rate: float | None, words: list[str]) -> None:
-    base = replace(found.rows[0], as_target=acceptance(0.5), as_draft=acceptance(1.0))
+    base = replace(found.rows[0], as_target=acceptance(0.5), as_draft=None)
     row = replace(found.rows[2], as_target=acceptance(rate), as_draft=acceptance(0.9), ratio=(1.0, (1.0, 1.0)))
-    said = compare.warnings(row, base)
+    said = compare.warnings(row, base, 1.0)
     assert len(said) == len(words)
     assert all(word in line and line.startswith("as target") for word, line in zip(words, said, strict=True))
-    said = compare.warnings(replace(row, as_target=acceptance(0.5), as_draft=acceptance(rate)), base)
+    said = compare.warnings(replace(row, as_target=acceptance(0.5), as_draft=acceptance(rate)), base, 1.0)
     assert all(line.startswith("as draft") for line in said) and bool(said) == (rate is None or rate < 0.6)
 
 
 def test_a_dead_baseline_is_warned_of_too(found: Comparison) -> None:
     dead = replace(found.rows[0], as_target=acceptance(0.01))
-    assert any("near zero" in line for line in compare.warnings(dead, dead))
+    assert any("near zero" in line for line in compare.warnings(dead, dead, 1.0))
 
 
 def test_lost_perplexity_is_said(found: Comparison) -> None:
     row: Row = replace(found.rows[2], ratio=(1.3, (1.2, 1.4)), as_target=found.rows[0].as_target)
-    assert any("1.30 times" in line for line in compare.warnings(row, found.rows[0]))
+    assert any("1.30 times" in line for line in compare.warnings(row, found.rows[0], 1.0))
 
 
 def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison) -> None:
@@ -149,7 +162,7 @@ def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison
     assert row.quality.perplexity is not None
     broken = replace(row.quality.perplexity, nll=np.full(99, np.nan, np.float32))
     row = replace(row, quality=replace(row.quality, perplexity=broken), ratio=(math.nan, (math.nan, math.nan)))
-    row.warnings = compare.warnings(row, found.rows[0])
+    row.warnings = compare.warnings(row, found.rows[0], 1.0)
     assert any("not finite" in line for line in row.warnings)
     lines = records.of_comparison(replace(found, rows=(found.rows[0], row)))
     told = json.loads(json.dumps(lines[1], allow_nan=False))
