@@ -200,8 +200,8 @@ def as_draft(
 ) -> tuple[Acceptance | None, str | None]:
     """Acceptance of the variant's weights when they draft for the baseline; None, and why, where they cannot.
 
-    None without a reason for the baseline's own weights, which agree by construction. The draft's cache has the engine's
-    format, which is the baseline's: what is measured is the weights.
+    None without a reason for the baseline's own weights, which agree by construction. The draft's cache has the
+    engine's format, which is the baseline's: what is measured is the weights.
     """
     if same_weights(baseline, variant):
         return None, None
