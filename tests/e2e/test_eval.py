@@ -12,8 +12,16 @@ from lawkit import write_model
 
 from foretoken.cli import main
 from foretoken.study import record
+from foretoken.study.quality import compare
+from foretoken.study.quality.variant import Footprint
 
 Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that measure memory take seconds each; they have a test of their own."""
+    monkeypatch.setattr(compare, "footprint", lambda variant, settings: Footprint(3000, 1000))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +80,7 @@ def test_any_text_file(cli: Cli, model: str, tmp_path: Path) -> None:
     assert code == 0 and found["text"] == "mine.txt" and found["tokens"] == 99 and not found["whole"]
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_comparing(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the sum of\nthe list is\n")
@@ -90,6 +99,7 @@ def test_comparing(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     assert all(line["comparison"]["memory_added_bytes"] > 0 for line in lines)
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_a_draft_that_never_agrees_is_warned_of(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_model(other, seed=77)
