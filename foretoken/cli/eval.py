@@ -144,6 +144,19 @@ def _compare(args: Args, engine: EngineChoice, settings: Settings, text: Text, o
     return 0
 
 
+def compared(models: Seq[str], asked: Comparing, as_json: bool, plot: Path | None) -> None:
+    """`quantize --report`: compare, show, and append the records."""
+    from foretoken.study import record
+    from foretoken.study.quality import records
+    from foretoken.study.quality.variant import Variant
+
+    out = RESULTS / "eval.jsonl" if RESULTS.is_dir() else None
+    if out is not None:
+        record.prepare(out)
+    found = report([Variant(m) for m in models], asked, as_json, plot)
+    _write(records.of_comparison(found), out, as_json)
+
+
 def report(variants: Seq[Any], asked: Comparing, quiet: bool = False, plot: Path | None = None) -> Comparison:
     """Compare variants under a progress bar and show the result: for `eval --compare` and `quantize --report`.
 

@@ -17,6 +17,7 @@ from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from foretoken.quantize.run import Plan, Progress, Report, Result
+    from foretoken.study.quality.compare import Comparing
 
 OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
 
@@ -40,6 +41,12 @@ class Args:
     candidates: str = "w4a16-g128,w4a16-g32,w8a16,bf16"  # the schemes that a budget chooses from
     overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
     resume: Annotated[bool, option()] = False  # go on with an interrupted run
+    report: Annotated[bool, option()] = (
+        False  # then measure the model and the checkpoint side by side, as eval --compare
+    )
+    text: Annotated[Path | None, option("FILE")] = None  # --report: text for perplexity; unset: the WikiText-2 test set
+    data: Annotated[Path | None, option("DIR")] = None  # --report: folder of the data sets; unset: from the hub
+    plot: Annotated[Path | None, option("FILE.png")] = None  # --report: draw FILE-quality.png and FILE-cost.png
     json: Annotated[bool, option()] = False  # one JSON object with the errors instead of tables
 
 
@@ -65,12 +72,29 @@ def run(argv: Seq[str], prog: str) -> int:
         overwrite=args.overwrite,
         resume=args.resume,
     )
+    if not args.report and (args.text or args.data or args.plot):
+        raise ConfigError("--text, --data and --plot are for --report")
+    asked = _report_settings(args) if args.report else None  # what is missing should not be found out at the end
     result = quantized(plan, quiet=args.json)
     if args.json:
         print(json.dumps({"folder": str(result.folder), **result.quantization}))
     else:
         _show(result)
+    if asked is not None:
+        from foretoken.cli.eval import compared
+
+        compared([args.model, str(result.folder)], asked, args.json, args.plot)
     return 0
+
+
+def _report_settings(args: Args) -> Comparing:
+    from foretoken.study.quality import compare, suite
+    from foretoken.study.quality.tasks import Settings
+
+    text = suite.Text(args.text, tokens=compare.COMPARE_TOKENS)
+    asked = compare.Comparing(settings=Settings(data=args.data, seed=args.seed), text=text)
+    suite.check(asked.tasks, asked.settings, asked.text)
+    return asked
 
 
 def quantized(plan: Plan, quiet: bool = False) -> Result:
