@@ -70,12 +70,14 @@ def _bars(
     step = 0.8 / len(series)
     top = 0.0
     for s, (name, bars) in enumerate(series):
+        label: str | None = name
         for i, bar in enumerate(bars):
             if bar is None or bar[0] != bar[0]:
                 continue
             value, interval = bar
             y = i - 0.4 + step * (s + 0.5)
-            panel.barh(y, value, 0.9 * step, color=COLOURS[s], label=name if i == 0 else None, alpha=0.85)
+            panel.barh(y, value, 0.9 * step, color=COLOURS[s], label=label, alpha=0.85)
+            label = None  # the legend names a series once
             end = value
             if interval is not None and interval[0] == interval[0]:
                 low, high = interval
