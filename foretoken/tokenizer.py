@@ -97,6 +97,11 @@ class Tokenizer:
         """
         return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can render conversations."""
+        return self._template is not None
+
     def render_chat(self, messages: Seq[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as the template writes it."""
         if self._template is None:

@@ -1,0 +1,52 @@
+"""Quantizer smooth: move the outliers of a norm's output into the weights that read it.
+
+Xiao et al. (2023), "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.models.config import ModelConfig
+from foretoken.quantize._decoder import INPUT_NORM, POST_NORM, STAGES, Block
+from foretoken.quantize.base import Quantizer, SchemeOf, Stats, is_dense
+
+NORM_OF = {"qkv": INPUT_NORM, "gate_up": POST_NORM}
+
+
+class Smooth(Quantizer):
+    """Channel j of x is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), which the weights take."""
+
+    needs = frozenset({"hessian"})
+
+    @dataclass(frozen=True)
+    class Options:
+        """`alpha`: 0 leaves all to the activations, 1 moves all into the weights."""
+
+        alpha: float = 0.5
+
+    def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
+        for stage in NORM_OF:
+            if all(is_dense(scheme_of(name)) for name in STAGES[stage]):
+                continue
+            weights = torch.cat([block.linears[n].weight for n in STAGES[stage]])
+            fold_into_norm(block, stage, self._scales(stats[stage].absmax, weights.abs().amax(0)))
+
+    def _scales(self, inputs: Tensor, weights: Tensor) -> Tensor:
+        alpha = self.options.alpha
+        scales = inputs.pow(alpha) / weights.pow(1 - alpha)
+        return torch.where((inputs > 0) & (weights > 0) & scales.isfinite(), scales, 1.0).clamp_(1e-5, 1e5)
+
+
+def fold_into_norm(block: Block, stage: str, scales: Tensor) -> None:
+    """Divide what a norm gives by scales [C] and multiply the weights that read it."""
+    block.norms[NORM_OF[stage]] = block.norms[NORM_OF[stage]] / scales
+    for name in STAGES[stage]:
+        block.linears[name].weight = block.linears[name].weight * scales
+
+
+METHOD = Smooth

@@ -1,0 +1,144 @@
+"""What every quantizer must keep, one body for all methods and formats: a new file of either is tested at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fixtures_models import VARIANTS, all_logits, prompt
+from fixtures_quantize import SMALL, correlated, logits_of, randn, source_of, stats_of, tokens, walk_of
+from torch import Tensor
+
+from foretoken import ops, registry
+from foretoken.formats import scheme as formats
+from foretoken.formats.scheme import DENSE, QuantScheme
+from foretoken.models.llama import Llama
+from foretoken.models.weights import read_weights
+from foretoken.quantize._grid import Grid
+from foretoken.quantize.base import Stats, decoded, parse_method
+
+METHODS = registry.names("quantize")
+K = 256
+
+
+def weight_schemes() -> list[str]:
+    """Every format that stores weights in codes, and the groups and zero points it may be asked for."""
+    found = []
+    for name in registry.names("formats"):
+        fmt = formats.get(name)
+        if not fmt.weights or name in DENSE.values():
+            continue
+        found.append(name)
+        found += [f"{name}-{v}" for v in formats.VARIANTS if v in fmt.options]
+        found += [f"{name}-g32"] if "group" in fmt.options else []
+        found += [f"{name}-g64-asym"] if "asymmetric" in fmt.options else []
+    return found
+
+
+every_method = pytest.mark.parametrize("method", METHODS)
+every_scheme = pytest.mark.parametrize("scheme", weight_schemes())
+
+
+def quantized(method: str, scheme: str, weight: Tensor, stats: Stats, **options: object) -> Tensor:
+    chosen = QuantScheme.parse(scheme).settled(weight)
+    q = parse_method(method, options).quantize(weight, chosen, stats)
+    assert (q.format, q.shape, q.layout) == (chosen.weights, tuple(weight.shape), "plain")
+    like = chosen.encode(weight)
+    assert {n: (t.shape, t.dtype) for n, t in q.parts.items()} == {
+        n: (t.shape, t.dtype) for n, t in like.parts.items()
+    }, "the layout is the format's own"
+    return decoded(q)
+
+
+@every_scheme
+@every_method
+def test_the_output_error_is_no_worse_than_rounding(method: str, scheme: str) -> None:
+    weight, stats = randn(32, K), stats_of(correlated(600, K))
+    plain = stats.error(weight, decoded(QuantScheme.parse(scheme).encode(weight)))
+    found = stats.error(weight, quantized(method, scheme, weight, stats))
+    assert found.isfinite().all()
+    assert found.sum() <= plain.sum() * (1 + 1e-6)
+    if method == "gptq":
+        assert (found <= plain * (1 + 1e-5) + 1e-9).all() or "b128" in scheme, "row by row"
+        assert found.sum() < 0.8 * plain.sum(), "correlated inputs leave room"
+
+
+@every_scheme
+def test_every_code_is_among_the_values_of_its_grid(scheme: str) -> None:
+    weight = randn(8, K)
+    q = QuantScheme.parse(scheme).encode(weight)
+    grid = Grid(q)
+    values = decoded(q).view(8, -1, q.group)
+    for g in range(values.shape[1]):
+        for column in values[:, g].T:
+            codes, found = grid.nearest(column, g)
+            assert found.equal(column)
+    assert codes.dtype == q.parts["codes"].dtype
+
+
+@every_scheme
+def test_an_identity_hessian_gives_rtn(scheme: str) -> None:
+    weight = randn(16, K, seed=4)
+    stats = Stats(torch.eye(K), torch.ones(K), torch.ones(K))
+    plain = decoded(QuantScheme.parse(scheme).encode(weight))
+    found = quantized("gptq", scheme, weight, stats, clip=False)
+    # Where both are as near, either is rounding to nearest.
+    near = (plain - weight).abs() - (found - weight).abs()
+    slack = 1e-5 * weight.abs().max()
+    assert near.min() >= -slack
+    if scheme.startswith(
+        "qoq"
+    ):  # its encode rounds twice (to int8, then to 4 bits); gptq rounds to the nearest at once
+        assert (found != plain).float().mean() < 0.05
+    else:
+        assert near.max() <= slack
+        assert (found != plain).float().mean() < 0.01
+
+
+@every_method
+def test_the_same_seed_gives_the_same_bits(method: str) -> None:
+    config, source = source_of(**SMALL)
+    ids = tokens(config)
+    runs = []
+    for _ in range(2):
+        walk = walk_of(config, source, method, "w4a16-g32", ids)
+        blocks = [walk.layer(i)[0] for i in range(config.num_layers)]
+        runs.append([linear.weight for b in blocks for linear in b.linears.values()] + [walk.hidden])
+    assert all(a.equal(b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_rotation_follows_its_seed() -> None:
+    first, second = (parse_method("rotate", seed=s).embedding(randn(2, 64)) for s in (1, 2))
+    assert not torch.allclose(first, second)
+
+
+# --- what a method does to a layer leaves the function alone ---
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_calibration_forward_is_the_engine_s(name: str) -> None:
+    config, source = source_of(name)
+    reference = ops.resolve("reference")
+    model = Llama(config, read_weights(config, source, QuantScheme.parse("fp32"), reference), reference)
+    ids = torch.tensor([prompt(VARIANTS[name].length)])
+    walk = walk_of(config, source, "rtn", "fp32", ids)
+    found = logits_of(walk, source, ids, [walk.prepared(i) for i in range(config.num_layers)])
+    assert torch.allclose(found[0], all_logits(model, ids[0].tolist()), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "rotate+awq", "rotate+smooth", "smooth+awq"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_rewritten_layer_computes_the_same(name: str, method: str) -> None:
+    config, source = source_of(name)
+    ids = tokens(config, rows=3, length=24)
+    plain = walk_of(config, source, "rtn", "w4a16", ids)
+    expected = logits_of(plain, source, ids, [plain.prepared(i) for i in range(config.num_layers)])
+    walk = walk_of(config, source, method, "w4a16", ids)
+    blocks = []
+    for i in range(config.num_layers):
+        blocks.append(walk.prepared(i))
+        walk.skip(blocks[-1])
+    before = [plain.prepared(b.index).linears for b in blocks]
+    changed = any(not b.linears[n].weight.equal(old[n].weight) for b, old in zip(blocks, before) for n in old)
+    assert changed == any(part in method for part in ("awq", "smooth", "rotate"))
+    found = logits_of(walk, source, ids, blocks)
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()

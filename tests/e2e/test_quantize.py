@@ -1,0 +1,110 @@
+"""`foretoken quantize` as a user runs it, and the text that its checkpoints write."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fixtures_quantize import SMALL, write_text
+from lawkit import write_model
+
+from foretoken import LLM, SamplingParams
+from foretoken.cli import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "model"
+    write_model(folder, **SMALL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "calibration.jsonl")
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "foretoken", *argv]
+
+
+def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["quantize", str(model), "--scheme", "w4a8-g32", "-o", str(out)]) == 0
+    in_memory = LLM(str(model), format="w4a8-g32,lm_head=auto,model.embed_tokens=auto")
+    prompt = "the sum of all parts"
+    expected = in_memory.generate(prompt, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+    argv = ["generate", "--model", str(out), "--draft", "none", "--max-tokens", "24", "--temperature", "0", "--json"]
+    fresh = subprocess.run(command(*argv, "--ignore-eos", prompt), capture_output=True, text=True, check=True)
+    assert json.loads(fresh.stdout)["text"] == expected[0].text
+
+
+def test_json_and_tables(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["quantize", str(model), "--method", "rotate+gptq", "--scheme", "w4a16-g32", "--calibration", str(text)]
+    sizes = ["--samples", "4", "--length", "32"]
+    assert main([*base, *sizes, "-o", str(tmp_path / "a"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["folder"] == str(tmp_path / "a") and len(found["modules"]) == 14
+    assert found == {"folder": str(tmp_path / "a"), **json.loads((tmp_path / "a" / "quantization.json").read_text())}
+    budget = ["--budget", "6", "--candidates", "w4a16-g32,w8a16", "-o", str(tmp_path / "b")]
+    assert main([*base, *sizes, *budget]) == 0
+    captured = capsys.readouterr()
+    assert "what got which bits" in captured.out and "model.layers.1.down" in captured.out
+    assert "layer 2/2: output error q " in captured.err
+
+
+def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **{**SMALL, "num_hidden_layers": 12})
+    argv = [
+        "quantize",
+        str(tmp_path / "model"),
+        "--method",
+        "awq",
+        "--scheme",
+        "w4a16-g32",
+        "-o",
+        str(tmp_path / "out"),
+    ]
+    argv += ["--calibration", str(text), "--samples", "8", "--length", "64"]
+    process = subprocess.Popen(command(*argv), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = tmp_path / "out.partial" / "layer-00000.safetensors"
+    while not first.exists() and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "the same command with --resume goes on" in stderr
+    assert not (tmp_path / "out").exists()
+    assert main([*argv, "--resume", "--json"]) == 0
+    assert (tmp_path / "out" / "config.json").exists() and not first.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--scheme", "w4a8"], "-o is missing"),
+        (["--scheme", "w4a61", "-o", "out"], "did you mean 'w4a16'"),
+        (["--method", "gptg", "-o", "out"], "did you mean 'gptq'"),
+        (["--method", "gptq", "-o", "out"], "give --calibration FILE"),
+        (["--options", "{", "-o", "out"], "no JSON object"),
+        (["-o", "."], "exists"),
+    ],
+)
+def test_bad_usage(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["quantize", str(model), *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and words in captured.err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,91 @@
+"""What the tests of quantizers share: tiny sources in memory, hidden states, inputs with structure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from fixtures_models import VARIANTS, Stored, random_tensors
+from torch import Tensor
+
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.config import ModelConfig, parse_config
+from foretoken.quantize._decoder import Block
+from foretoken.quantize._walk import Walk
+from foretoken.quantize.base import Stats, parse_method
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # groups of 32 divide all rows
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stats_of(x: Tensor) -> Stats:
+    return Stats.of(lambda: [x], x.shape[-1])
+
+
+def correlated(rows: int, width: int, seed: int = 0) -> Tensor:
+    """Inputs [rows, width] of unequal channels that depend on each other, as real ones are and do."""
+    mix = randn(width, width // 2, seed=seed)
+    size = torch.exp(randn(width, seed=seed + 1))
+    return (
+        randn(rows, width // 2, seed=seed + 2) @ mix.T / width**0.5 + 0.3 * randn(rows, width, seed=seed + 3)
+    ) * size
+
+
+def source_of(name: str = "llama3.2", **settings: object) -> tuple[ModelConfig, Stored]:
+    """A random model of the family, in memory."""
+    config = parse_config({**VARIANTS[name].raw, **settings})
+    return config, Stored(random_tensors(config))
+
+
+def tokens(config: ModelConfig, rows: int = 4, length: int = 16, seed: int = 5) -> Tensor:
+    return torch.randint(3, config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def walk_of(
+    config: ModelConfig, source: Stored, method: str, scheme: str, ids: Tensor, options: dict[str, object] | None = None
+) -> Walk:
+    """A walk at the first layer, the hidden states those of `ids` [B, S]."""
+    pipeline = parse_method(method, options or {}, seed=3)
+    rows = pipeline.embedding(source.tensor("model.embed_tokens.weight").float())
+    return Walk(config, source, pipeline, QuantScheme.parse(scheme), rows[ids])
+
+
+def logits_of(walk: Walk, source: Stored, ids: Tensor, blocks: list[Block]) -> Tensor:
+    """Logits [B, S, V] of blocks that a walk made, with the ends that its methods ask for."""
+    tied = walk.config.tied_embeddings
+    embedding = source.tensor("model.embed_tokens.weight").float()
+    head = embedding if tied else source.tensor("lm_head.weight").float()
+    norm = source.tensor("model.norm.weight").float()
+    h = walk.pipeline.embedding(embedding)[ids]
+    for block in blocks:
+        h = walk.decoder.layer(block, h)
+    return walk.decoder.norm(h, walk.pipeline.last_norm(norm)) @ walk.pipeline.head(head, norm).T
+
+
+def write_text(path: Path, documents: int = 12) -> Path:
+    """A calibration file of made-up text."""
+    words = [
+        "the",
+        "sum",
+        "of",
+        "all",
+        "parts",
+        "is",
+        "a",
+        "whole",
+        "loop",
+        "ends",
+        "when",
+        "list",
+        "empty",
+        "def",
+        "add",
+    ]
+    order = torch.randint(0, len(words), (documents, 60), generator=torch.Generator().manual_seed(7)).tolist()
+    lines = [json.dumps({"text": " ".join(words[i] for i in row)}) for row in order]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path

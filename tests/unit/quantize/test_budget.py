@@ -1,0 +1,79 @@
+"""The knapsack against every choice, and what a rotation is made of."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from fixtures_quantize import randn
+
+from foretoken.errors import ConfigError
+from foretoken.quantize._hadamard import rotate_columns, rotate_rows, spread
+from foretoken.quantize.budget import STEPS, Sensitivity, as_dicts, assign, from_dicts, recommend
+
+CANDIDATES = [("w4a16-g128", 4.125), ("w4a16-g32", 4.5), ("w8a16", 8.1), ("bf16", 16.0)]
+
+
+def units(seed: int, count: int = 5) -> list[Sensitivity]:
+    rng = random.Random(seed)
+    found = []
+    for u in range(count):
+        size, hurt = rng.choice([100, 300, 1000]), rng.random()
+        for scheme, bits in CANDIDATES:
+            loss = 0.0 if scheme == "bf16" else hurt * 4 ** -(bits - 4) * rng.uniform(0.7, 1.3)
+            found.append(Sensitivity(f"unit{u}", (f"unit{u}.a", f"unit{u}.b"), scheme, bits, size, loss))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("budget", [4.125, 4.4, 5.0, 7.5, 16.0])
+def test_the_choice_is_the_best_of_all(seed: int, budget: float) -> None:
+    rows = units(seed)
+    found = assign(rows, budget)
+    assert found.bits <= budget * (1 + 1e-9)
+    choices = [[r for r in rows if r.unit == f"unit{u}"] for u in range(5)]
+    weights = sum(c[0].num_weights for c in choices)
+    feasible = [
+        sum(r.loss for r in pick)
+        for pick in itertools.product(*choices)
+        # The knapsack rounds costs up, each by less than a step of what there is to spend.
+        if sum(r.bits * r.num_weights for r in pick) <= (budget - (budget - 4.125) * 5 / STEPS) * weights
+    ]
+    assert found.predicted_loss <= min(feasible, default=math.inf) + 1e-12
+    assert found.predicted_loss == pytest.approx(sum(r.loss for r in found.chosen.values()))
+    assert {glob: str(s) for glob, s in found.rules} == {m: r.scheme for r in found.chosen.values() for m in r.modules}
+
+
+def test_too_small_a_budget() -> None:
+    with pytest.raises(ConfigError, match=r"below the smallest candidates' 4\.125"):
+        assign(units(0), 4.0)
+
+
+def test_json_and_advice() -> None:
+    rows = units(1)
+    assert from_dicts(as_dicts(rows)) == rows
+    worst = Sensitivity("bad", ("bad.q",), "w4a16-g128", 4.125, 10, 50.0)
+    modules = [{"module": "bad.q", "scheme": "w4a16-g128", "relative": 0.1, "num_weights": 10}]
+    modules += [{"module": r.modules[0], "scheme": r.scheme} for r in rows if r.scheme == "w4a16-g128"]
+    advice = recommend({"sensitivity": as_dicts([*rows, worst]), "modules": modules})
+    assert advice[0].modules == ("bad.q",) and "of the loss in" in advice[0].reason
+
+
+@pytest.mark.parametrize("size", [1, 2, 12, 20, 48, 96, 128, 3 * 64, 7 * 32])
+def test_rotations_are_orthogonal_and_spread(size: int) -> None:
+    matrix = spread(torch.eye(size))
+    assert torch.allclose(matrix @ matrix.T, torch.eye(size, dtype=torch.float64), atol=1e-12)
+    assert matrix.abs().max() <= math.sqrt(2 / size) + 1e-12, "no entry stands out"
+    if size & (size - 1) == 0:
+        assert torch.allclose(matrix.abs(), torch.full_like(matrix, size**-0.5)), "Hadamard"
+
+
+def test_rows_and_columns_turn_alike() -> None:
+    x, weight = randn(5, 48), randn(48, 16, seed=1)
+    assert torch.allclose(rotate_rows(x, 3) @ rotate_columns(weight, 3), x @ weight, atol=1e-4)
+    spike = torch.zeros(1, 96)
+    spike[0, 7] = 100.0
+    assert rotate_rows(spike, 3).abs().max() < 15

@@ -1,0 +1,97 @@
+"""gptq against the paper's formulas written plainly, its blocks and groups, and the search of ranges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fixtures_quantize import correlated, randn, stats_of
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.formats.scheme import QuantScheme
+from foretoken.quantize._grid import Grid, clip
+from foretoken.quantize.base import Stats, decoded, parse_method
+from foretoken.quantize.gptq import inverse_factor
+
+K = 128
+
+
+def gptq(weight: Tensor, scheme: str, stats: Stats, **options: object) -> Tensor:
+    return decoded(parse_method("gptq", options).quantize(weight, QuantScheme.parse(scheme), stats))
+
+
+def textbook(weight: Tensor, hessian: Tensor, grid: Grid, group: int, damping: float) -> Tensor:
+    """Optimal brain quantization in a fixed order: after each column, the inverse of what is left is taken afresh."""
+    work, hessian = weight.double(), hessian.double()
+    hessian = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    out = torch.empty_like(work)
+    for i in range(work.shape[1]):
+        inverse = torch.linalg.inv(hessian[i:, i:])
+        out[:, i] = grid.nearest(work[:, i].float(), i // group)[1].double()
+        error = (work[:, i] - out[:, i]) / inverse[0, 0]
+        work[:, i:] -= error[:, None] * inverse[0]
+    return out.float()
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a8-qoq", "fp8"])
+def test_it_is_the_paper_s_method(scheme: str) -> None:
+    # Formats whose scales do not move on the way, so that the textbook can round by the same grid.
+    weight, stats = randn(24, K), stats_of(correlated(500, K))
+    q = QuantScheme.parse(scheme).encode(weight)
+    expected = textbook(weight, stats.hessian, Grid(q), q.group, 0.01)
+    plain = decoded(q)
+    kept = stats.error(weight, expected) <= stats.error(weight, plain)  # the other rows fall back to rounding
+    found = gptq(weight, scheme, stats, clip=False)
+    assert kept.sum() > 12
+    assert (found[kept] == expected[kept]).float().mean() > 0.99
+    assert found[~kept].equal(plain[~kept])
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w4a16-g64-asym", "nf4", "w8a16"])
+def test_blocks_do_not_matter(scheme: str, act_order: bool) -> None:
+    weight, stats = randn(16, K, seed=1), stats_of(correlated(500, K))
+    whole = gptq(weight, scheme, stats, block=K, act_order=act_order)
+    for block in (16, 48, 100):  # groups end inside blocks, and blocks inside groups
+        found = gptq(weight, scheme, stats, block=block, act_order=act_order)
+        assert (found == whole).float().mean() > 0.97  # sums in another order
+        assert stats.error(weight, found).sum() == pytest.approx(float(stats.error(weight, whole).sum()), rel=0.05)
+
+
+def test_act_order_helps_where_few_channels_are_large() -> None:
+    x = correlated(800, K)
+    x[:, -8:] *= 20  # the last ones: in plain order nothing is left to make up for them
+    weight, stats = randn(32, K, seed=2), stats_of(x)
+    plain, ordered = (gptq(weight, "w4a16-g32", stats, act_order=a) for a in (False, True))
+    assert stats.error(weight, ordered).sum() < 0.9 * stats.error(weight, plain).sum()
+
+
+def test_clipping_lessens_the_error_of_a_lone_outlier() -> None:
+    weight, stats = randn(16, K, seed=3), stats_of(randn(500, K))
+    weight[:, 5] = 9.0
+    stats.hessian[5] = stats.hessian[:, 5] = 0.0  # nothing ever enters there
+    encode = QuantScheme.parse("w4a16-g32").encode
+    plain, cut = encode(weight), encode(clip(weight, encode, stats.hessian))
+    assert stats.error(weight, decoded(cut)).sum() < 0.8 * stats.error(weight, decoded(plain)).sum()
+
+
+def test_the_factor_inverts_the_hessian() -> None:
+    hessian = stats_of(correlated(500, 32)).hessian
+    factor = inverse_factor(hessian, 0.01)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(32)
+    assert torch.allclose(factor.T @ factor @ damped, torch.eye(32), atol=1e-3)
+    assert factor.triu().equal(factor)
+
+
+def test_inputs_that_never_vary_are_survived() -> None:
+    x = torch.zeros(40, K)
+    x[:, :3] = 1.0  # rank one, most channels dead
+    weight, stats = randn(8, K), stats_of(x)
+    for x_stats in (stats, stats_of(torch.zeros(40, K))):
+        assert gptq(weight, "w4a16-g32", x_stats).isfinite().all()
+
+
+def test_a_format_without_codes_of_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be rounded column by column"):
+        Grid(QuantScheme.parse("bf16").encode(randn(4, 32)))
+    assert gptq(randn(4, 32), "bf16", stats_of(randn(9, 32))).shape == (4, 32), "a dense weight is as it is"

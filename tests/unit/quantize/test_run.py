@@ -1,0 +1,272 @@
+"""A whole run: the checkpoint it writes, going on after an interruption, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures_quantize import SMALL, write_text
+from lawkit import write_model
+from safetensors.torch import load_file
+
+from foretoken import ops
+from foretoken.errors import ConfigError, ForetokenError, RegistryError
+from foretoken.models.checkpoint import Checkpoint
+from foretoken.models.config import read_config
+from foretoken.models.loader import load_model
+from foretoken.quantize import run as quantizing
+from foretoken.quantize.budget import recommend
+from foretoken.quantize.run import FILE, Plan, Progress, quantize
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "model"
+    write_model(folder, **SMALL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "calibration.jsonl")
+
+
+@pytest.fixture
+def plan(model: Path, text: Path, tmp_path: Path) -> Plan:
+    return Plan(str(model), tmp_path / "out", "w4a16-g32", "gptq", text, samples=6, length=32)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(a: Path, b: Path) -> bool:
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(first[n].equal(second[n]) for n in first)
+
+
+class Stop(KeyboardInterrupt):
+    pass
+
+
+def stop_after(layers: int, stage: str = "layers") -> Callable[[Progress], None]:
+    def report(p: Progress) -> None:
+        if p.stage == stage and p.done == layers:
+            raise Stop
+
+    return report
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "smooth", "rotate", "rotate+gptq", "smooth+gptq", "awq+gptq"])
+def test_what_is_written_loads_and_says_what_was_lost(plan: Plan, method: str) -> None:
+    seen: list[Progress] = []
+    result = quantize(replace(plan, method=method), seen.append)
+    config = read_config(result.folder)
+    model = load_model(result.folder, ops.resolve("reference"))
+    assert model.weights.layers[0].down.format == "int4"
+    assert model.weights.embedding.format == model.weights.lm_head.format == "fp32", "they stay as they are"
+    found = json.loads((result.folder / FILE).read_text())
+    assert found == json.loads(json.dumps(result.quantization))
+    assert len(found["modules"]) == 7 * config.num_layers
+    assert all(0 < m["relative"] < 0.5 and m["scheme"] == "w4a16-g32" for m in found["modules"])
+    assert found["bits_per_weight"] == pytest.approx(4.5)
+    assert [p.done for p in seen] == [1, 2]
+    assert [e.module for p in seen for e in p.errors] == [m["module"] for m in found["modules"]]
+    assert not list(plan.out.parent.glob("*.partial"))
+
+
+def test_rules_name_head_and_layers(plan: Plan) -> None:
+    scheme = "w4a16-g32,lm_head=w8a16,model.layers.1.mlp.*=bf16,*.v_proj=fp8"
+    result = quantize(replace(plan, scheme=scheme, method="gptq"))
+    schemes = {m["module"]: m["scheme"] for m in result.quantization["modules"]}
+    assert schemes["lm_head"] == "w8a16" and schemes["model.layers.0.self_attn.v_proj"].startswith("fp8")
+    assert schemes["model.layers.1.mlp.up_proj"] == "bf16" and "model.embed_tokens" not in schemes
+    with Checkpoint(result.folder) as checkpoint:
+        checkpoint.check(read_config(result.folder))
+        assert str(checkpoint.scheme("lm_head.weight")) == "w8a16"
+        assert checkpoint.scheme("model.layers.1.mlp.up_proj.weight") is None
+        assert checkpoint.dtype("model.layers.1.mlp.up_proj.weight") == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", ["rtn", "rotate"])
+def test_tied_embeddings(plan: Plan, tmp_path: Path, method: str) -> None:
+    write_model(tmp_path / "tied", **SMALL, tie_word_embeddings=True)
+    for scheme, expected in (("w8a8", "fp32"), ("w8a8,lm_head=w8a16", "int8")):
+        out = tmp_path / f"out-{expected}"
+        result = quantize(replace(plan, model=str(tmp_path / "tied"), out=out, scheme=scheme, method=method))
+        model = load_model(result.folder, ops.resolve("reference"))
+        assert model.config.tied_embeddings == (method == "rtn"), "a rotated head takes the last norm: it is another"
+        assert model.weights.lm_head.format == expected
+
+
+@pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
+def test_a_resumed_run_gives_the_same_bits(plan: Plan, method: str) -> None:
+    plan = replace(plan, method=method, scheme="w4a8-g32,lm_head=w8a8")
+    whole = quantize(replace(plan, out=plan.out.with_name("whole")))
+    with pytest.raises(Stop):
+        quantize(plan, stop_after(1))
+    assert not plan.out.exists(), "nothing half stands under the final name"
+    with pytest.raises(ConfigError, match="--resume goes on"):
+        quantize(plan)
+    resumed = quantize(replace(plan, resume=True))
+    assert same(whole.folder, resumed.folder)
+    assert whole.quantization == resumed.quantization
+
+
+def test_a_finished_layer_is_not_computed_again(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Stop):
+        quantize(plan, stop_after(1))
+    computed: list[int] = []
+    layer = quantizing.Walk.layer
+    monkeypatch.setattr(quantizing.Walk, "layer", lambda walk, i: computed.append(i) or layer(walk, i))
+    quantize(replace(plan, resume=True))
+    assert computed == [1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"scheme": "w8a8"}, {"method": "awq"}, {"seed": 1}, {"samples": 5}, {"length": 16}, {"options": {"clip": False}}],
+)
+def test_resuming_with_other_options_is_refused(plan: Plan, change: dict[str, object]) -> None:
+    with pytest.raises(Stop):
+        quantize(plan, stop_after(1))
+    with pytest.raises(ConfigError, match=r"was begun with .*--overwrite"):
+        quantize(replace(plan, resume=True, **change))
+    quantize(replace(plan, overwrite=True, **change))  # begins anew
+
+
+def test_resuming_with_another_model_is_refused(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        quantize(plan, stop_after(1))
+    write_model(tmp_path / "other", seed=9, **SMALL)
+    with pytest.raises(ConfigError, match="was begun with model"):
+        quantize(replace(plan, model=str(tmp_path / "other"), resume=True))
+
+
+def test_a_damaged_layer_file_is_named(plan: Plan) -> None:
+    with pytest.raises(Stop):
+        quantize(plan, stop_after(1))
+    file = plan.out.with_name("out.partial") / "layer-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(ConfigError, match=r"layer-00000\.safetensors is damaged"):
+        quantize(replace(plan, resume=True))
+
+
+@pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
+def test_one_layer_is_in_memory_at_a_time(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    write_model(tmp_path / "deep", **{**SMALL, "num_hidden_layers": 6})
+    alive: set[str] = set()
+    most = 0
+
+    def watched(self: Checkpoint, name: str) -> torch.Tensor:
+        nonlocal most
+        found = original(self, name)
+        if ".layers." in name and found.dim() == 2:
+            layer = name.split(".")[2]
+            key = f"{layer}:{name}"
+            alive.add(key)
+            weakref.finalize(found, alive.discard, key)
+            most = max(most, len({k.split(":")[0] for k in alive}))
+        return found
+
+    original = Checkpoint.tensor
+    monkeypatch.setattr(Checkpoint, "tensor", watched)
+    quantize(replace(plan, model=str(tmp_path / "deep"), method=method))
+    assert most == 1
+    assert not alive
+
+
+# --- budgets ---
+
+
+def test_a_budget_is_kept_and_spent(plan: Plan) -> None:
+    candidates = ("w4a16-g32", "w8a16", "bf16")
+    plan = replace(plan, budget=6.0, candidates=candidates, samples=8)
+    result = quantize(plan)
+    found = result.quantization
+    assert 5.0 < found["bits_per_weight"] <= 6.0
+    schemes = {m["module"].split("layers.")[1]: m["scheme"] for m in found["modules"]}
+    for i in range(2):
+        assert len({schemes[f"{i}.self_attn.{n}_proj"] for n in "qkv"}) == 1, "one product"
+        assert schemes[f"{i}.mlp.gate_proj"] == schemes[f"{i}.mlp.up_proj"]
+    assert len(found["sensitivity"]) == 2 * 4 * len(candidates)
+    losses = {(s["unit"], s["scheme"]): s["loss"] for s in found["sensitivity"]}
+    for unit, _ in losses:
+        assert losses[unit, "bf16"] < losses[unit, "w8a16"] < losses[unit, "w4a16-g32"]
+    load_model(result.folder, ops.resolve("reference"))
+
+
+def test_an_interrupted_budget_goes_on(plan: Plan) -> None:
+    plan = replace(plan, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=8)
+    whole = quantize(replace(plan, out=plan.out.with_name("whole")))
+    with pytest.raises(Stop):
+        quantize(plan, stop_after(1))
+    assert same(whole.folder, quantize(replace(plan, resume=True)).folder)
+
+
+def test_a_recommendation_names_what_stands_out() -> None:
+    modules = [{"module": f"m{i}", "scheme": "w4a16", "relative": 0.1, "num_weights": 100} for i in range(9)]
+    modules.append({"module": "bad", "scheme": "w4a16", "relative": 0.4, "num_weights": 100})
+    (advice,) = recommend({"modules": modules, "sensitivity": None})
+    assert advice.modules == ("bad",) and advice.of_weights == pytest.approx(0.1)
+    assert recommend({"modules": modules[:-1], "sensitivity": None}) == []
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"scheme": "w4a61"}, RegistryError, "did you mean 'w4a16'"),
+        ({"method": "gptk"}, RegistryError, "did you mean 'gptq'"),
+        ({"method": "gptq+rotate"}, ConfigError, "write rotate first"),
+        ({"method": "gptq+awq"}, ConfigError, "it comes last"),
+        ({"method": "gptq+gptq"}, ConfigError, "twice"),
+        ({"scheme": "w4a16-g128"}, ConfigError, "do not divide"),
+        ({"scheme": "auto"}, ConfigError, "changes nothing"),
+        ({"calibration": None}, ConfigError, "--calibration FILE"),
+        ({"options": {"dampin": 1.0}}, ConfigError, "did you mean 'damping'"),
+        ({"options": {"clip": 3}}, ConfigError, "type bool"),
+        ({"samples": 0}, ConfigError, "at least 1"),
+        ({"budget": 3.0, "candidates": ("w4a16-g32", "bf16")}, ConfigError, "below the smallest"),
+        ({"budget": 6.0, "candidates": ("bf16",)}, ConfigError, "candidates of fewer bits"),
+        ({"method": "rtn", "budget": 6.0, "calibration": None}, ConfigError, "measured loss"),
+        ({"model": "/nowhere/at/all"}, ForetokenError, "no model"),
+    ],
+)
+def test_bad_plans(plan: Plan, change: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        quantize(replace(plan, **change))
+    assert not plan.out.exists()
+
+
+def test_a_destination_in_use(plan: Plan, model: Path) -> None:
+    quantize(replace(plan, method="rtn"))
+    before = weights(plan.out)
+    with pytest.raises(ConfigError, match="--overwrite"):
+        quantize(replace(plan, method="rtn"))
+    assert weights(plan.out).keys() == before.keys()
+    quantize(replace(plan, method="rtn", scheme="w8a8", overwrite=True))
+    assert weights(plan.out).keys() != before.keys()
+    with pytest.raises(ConfigError, match="the model itself"):
+        quantize(replace(plan, out=model, overwrite=True))
+    with pytest.raises(ConfigError, match="quantized already"):
+        quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("twice"), method="rtn"))
+
+
+def test_a_folder_in_the_way(plan: Plan) -> None:
+    folder = plan.out.with_name("out.partial")
+    folder.mkdir()
+    (folder / "mine.txt").write_text("keep")
+    for change in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(ConfigError, match="no work of this command"):
+            quantize(replace(plan, **change))
+    assert (folder / "mine.txt").exists()
