@@ -60,14 +60,10 @@ def write_dense(folder: Path, dense: Tensors) -> Path:
 def packed(codes: Tensor, bits: int) -> Tensor:
     """Codes [N, W] as int32 [N, W bits / 32], the first in the lowest bits: by arithmetic on whole numbers."""
     per = 32 // bits
-    rows = []
-    for row in codes.tolist():
-        words = []
-        for at in range(0, len(row), per):
-            word = sum(code << (bits * i) for i, code in enumerate(row[at : at + per]))
-            words.append(word - 2**32 if word >= 2**31 else word)
-        rows.append(words)
-    return torch.tensor(rows, dtype=torch.int32)
+    words = (codes.reshape(codes.shape[0], -1, per).long() * torch.tensor([2 ** (bits * i) for i in range(per)])).sum(
+        -1
+    )
+    return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
 def integers(
