@@ -187,8 +187,6 @@ NB_MODULE(_native, m) {
     bind_sampling(m);
     m.def("kv_row_bytes", [](int format, int64_t dim) { return kv_row_bytes(static_cast<KvFormat>(format), dim); },
           "Bytes of one head's row of the cache.");
-    m.def("kv_row_bytes", [](int format, int64_t dim) { return kv_row_bytes(static_cast<KvFormat>(format), dim); },
-          "Bytes of one head's row of the cache.");
     m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
     m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512vnni, avx512, avx2, portable.");
     m.def("num_threads", &num_threads, "Threads that a call may use.");

@@ -3,6 +3,7 @@
 A table stands between two markers, and what lies between them is replaced:
 
     <!-- table:bench -->      the newest run in benchmarks/results/bench.jsonl
+    <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
@@ -83,10 +84,29 @@ def peers() -> str:
     return "\n\n".join(module.render(record) for record in module.newest(path)) + "\n"
 
 
+def evaluations() -> str:
+    """What number formats cost: the newest comparison of `foretoken eval`."""
+    from foretoken.study import record
+    from foretoken.study.quality import tables
+
+    path = RECORDS / "eval.jsonl"
+    found = [r for r in record.read(path) if r["comparison"] is not None] if path.exists() else []
+    if not found:
+        return "*No record yet: `foretoken eval --compare ... --out benchmarks/results/eval.jsonl` writes one.*"
+    newest = [r for r in found if r["run"] == found[-1]["run"]]
+    head, rows = tables.compared(newest)
+    machine = newest[0]["machine"]
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['isa']}"
+    where += f"; {newest[0]['time'][:10]}, commit {newest[0]['commit']}"
+    return f"{markdown(head, rows, range(1, len(head)))}\n\n{where}.\n"
+
+
 def table(name: str) -> str:
     """The newest run of one record file, a table for each workload, and where and when it was measured."""
     if name == "peers":
         return peers()
+    if name == "eval":
+        return evaluations()
     from foretoken.study import record, report
 
     path = RECORDS / f"{name}.jsonl"

@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "continue a prompt, with the text streaming as it is written",
     "chat": "talk with a model, turn by turn",
     "bench": "measure speculative against plain decoding; one JSON line a measurement",
+    "eval": "measure perplexity and tasks; compare formats in quality, memory, speed and acceptance",
     "profile": "measure what a pass over M rows costs in each number format, and this machine's limits",
     "quantize": "store a model's weights in fewer bits, by a method, as a checkpoint",
     "train": "make a tokenizer, a target and a draft model by a recipe",

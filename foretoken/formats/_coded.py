@@ -43,6 +43,9 @@ def divided(x: Tensor, scales: Tensor) -> Tensor:
     return out.masked_fill_(scales.isnan()[..., None], 0.0) if scales.isnan().any() else out
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class Coded:
     """A format for weights; `values` is what its codes mean. Subclasses that serve the cache define more."""
 
@@ -110,6 +113,47 @@ def part(name: str, kind: str, tensors: Mapping[str, Tensor]) -> Tensor:
     if found is None:
         raise ConfigError(f"the checkpoint has no tensor {name}.{kind}; it is stored otherwise than its format says")
     return found
+
+
+def shape_part(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """O and K of layer `name`, from its weight_shape. Raises ConfigError unless these are two sizes."""
+    found = part(name, "weight_shape", tensors)
+    if found.numel() != 2 or found.dtype.is_floating_point or (found < 1).any():
+        raise ConfigError(f"tensor {name}.weight_shape holds {found.flatten()[:4].tolist()}, no height and width")
+    height, width = (int(n) for n in found.flatten())
+    return height, width
+
+
+def fitting(
+    name: str, kind: str, tensors: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...], *shape: int
+) -> Tensor:
+    """Tensor `kind` of layer `name`, of these types and this shape (-1: any size but 0).
+
+    Raises ConfigError otherwise: what a file says of itself may be false.
+    """
+    found = part(name, kind, tensors)
+    as_wanted = found.dim() == len(shape) and all(n in (-1, m) for n, m in zip(shape, found.shape, strict=True))
+    if not as_wanted or found.dtype not in dtypes or 0 in found.shape:
+        wanted = (
+            f"{[n if n >= 0 else '...' for n in shape]} in {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+        )
+        raise ConfigError(
+            f"tensor {name}.{kind} is {list(found.shape)} in {str(found.dtype).removeprefix('torch.')}, not {wanted}; "
+            "the file is damaged, or of another layout"
+        )
+    return found
+
+
+def scales_part(name: str, tensors: Mapping[str, Tensor], height: int, width: int) -> Tensor:
+    """weight_scale [O, K / G] of layer `name`; [O] counts as [O, 1]. Raises ConfigError where it does not fit."""
+    found = part(name, "weight_scale", tensors)
+    scales = found[:, None] if found.dim() == 1 else found
+    scales = fitting(name, "weight_scale", {f"{name}.weight_scale": scales}, FLOATS, height, -1)
+    if width % scales.shape[1]:
+        raise ConfigError(
+            f"tensor {name}.weight_scale has {scales.shape[1]} groups, which do not divide {width} columns"
+        )
+    return scales
 
 
 def compressed_tensors(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.formats._coded import plain
+from foretoken.formats._coded import part, plain
 from foretoken.formats.scheme import QuantArgs, QuantTensor
 
 
@@ -60,7 +60,10 @@ class Dense:
         return {f"{name}.weight": plain(q).parts["weight"]}
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        return self.encode(tensors[f"{name}.weight"])
+        weight = part(name, "weight", tensors)
+        if weight.dim() != 2 or not weight.dtype.is_floating_point:
+            raise ConfigError(f"tensor {name}.weight {list(weight.shape)} in {weight.dtype} is no matrix of floats")
+        return self.encode(weight)
 
     def config(self, q: QuantTensor) -> dict[str, object]:
         return {}  # a dense checkpoint has no quantization_config

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme
-from foretoken.formats._coded import Coded, compressed_tensors, part, plain
+from foretoken.formats._coded import FLOATS, Coded, compressed_tensors, fitting, part, plain
 from foretoken.formats.scheme import SMALLEST, QuantArgs, QuantTensor
 
 BLOCK = 128  # rows and columns that share a scale under -b128 (DeepSeek-AI, 2024)
@@ -99,7 +99,11 @@ class Float8(Coded):
         if codes.dtype != self.dtype:
             raise ConfigError(f"tensor {name}.weight is {codes.dtype}, not {self.dtype}; it is no {self.name}")
         kind = "weight_scale_inv" if f"{name}.weight_scale_inv" in tensors else "weight_scale"
-        scales, (height, width) = part(name, kind, tensors).float(), codes.shape
+        codes = fitting(name, "weight", tensors, (self.dtype,), -1, -1)
+        found, (height, width) = part(name, kind, tensors), codes.shape
+        if found.dtype not in FLOATS:
+            raise ConfigError(f"tensor {name}.{kind} is {found.dtype}: scales are floats; the file is damaged")
+        scales = found.float()
         if scales.shape == (-(-height // BLOCK), -(-width // BLOCK)):
             return self.stored(codes.view(torch.uint8), spread(scales, height, width))
         if scales.numel() not in (1, height):

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from foretoken.formats import _kv4
-from foretoken.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped, part, plain
+from foretoken.formats._coded import (
+    Coded,
+    bf16_scales,
+    compressed_tensors,
+    divided,
+    fitting,
+    grouped,
+    plain,
+    scales_part,
+    shape_part,
+)
 from foretoken.formats._hadamard import hadamard
 from foretoken.formats.scheme import QuantArgs, QuantTensor
 
@@ -70,13 +80,14 @@ class Int4(Coded):
         return tensors
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        shape = part(name, "weight_shape", tensors)
-        height, width = (int(n) for n in shape)
-        codes = unpack_int32(part(name, "weight_packed", tensors), width)
-        zeros = tensors.get(f"{name}.weight_zero_point")
-        if zeros is not None:
-            zeros = unpack_int32(zeros.T, height).T.contiguous()
-        return self.stored(codes, part(name, "weight_scale", tensors).view(height, -1), zeros)
+        """Raises ConfigError where the tensors do not fit each other."""
+        height, width = shape_part(name, tensors)
+        packed = fitting(name, "weight_packed", tensors, (torch.int32,), height, -(-width // 8))
+        scales, zeros = scales_part(name, tensors, height, width), None
+        if f"{name}.weight_zero_point" in tensors:
+            given = fitting(name, "weight_zero_point", tensors, (torch.int32,), -(-height // 8), scales.shape[1])
+            zeros = unpack_int32(given.T, height).T.contiguous()
+        return self.stored(unpack_int32(packed, width), scales, zeros)
 
     def config(self, q: QuantTensor) -> dict[str, object]:
         return compressed_tensors("pack-quantized", q, 4, "int")

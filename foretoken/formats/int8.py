@@ -7,7 +7,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from foretoken.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped, part, plain
+from foretoken.errors import ConfigError
+from foretoken.formats._coded import (
+    Coded,
+    bf16_scales,
+    compressed_tensors,
+    divided,
+    fitting,
+    grouped,
+    plain,
+    scales_part,
+    shape_part,
+)
 from foretoken.formats.int4 import pack_int32, unpack_int32
 from foretoken.formats.scheme import QuantArgs, QuantTensor, quantize_rows
 
@@ -51,13 +62,16 @@ class Int8(Coded):
         }
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """Of either layout."""
+        """Of either layout. Raises ConfigError where the tensors do not fit each other, or have zero points."""
+        if f"{name}.weight_zero_point" in tensors:
+            raise ConfigError(f"{name} has 8-bit codes with zero points, which int8 has not; store it symmetrically")
         if f"{name}.weight_packed" in tensors:
-            _, width = (int(n) for n in part(name, "weight_shape", tensors))
-            codes = (unpack_int32(tensors[f"{name}.weight_packed"], width, 8) ^ 128).view(torch.int8)
+            height, width = shape_part(name, tensors)
+            packed = fitting(name, "weight_packed", tensors, (torch.int32,), height, -(-width // 4))
+            codes = (unpack_int32(packed, width, 8) ^ 128).view(torch.int8)
         else:
-            codes = part(name, "weight", tensors)
-        return self.stored(codes, part(name, "weight_scale", tensors).view(codes.shape[0], -1))
+            codes = fitting(name, "weight", tensors, (torch.int8,), -1, -1)
+        return self.stored(codes, scales_part(name, tensors, *codes.shape))
 
     def config(self, q: QuantTensor) -> dict[str, object]:
         return compressed_tensors("int-quantized" if q.activations else "pack-quantized", q, 8, "int")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.formats._coded import Coded, compressed_tensors, grouped, part, plain
+from foretoken.formats._coded import Coded, compressed_tensors, fitting, grouped, plain
 from foretoken.formats.scheme import SMALLEST, QuantArgs, QuantTensor
 
 # e2m1: sign, two bits of exponent, one of mantissa.
@@ -72,11 +72,14 @@ class MXFP4(Coded):
         }
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        packed, scales = part(name, "weight_packed", tensors), part(name, "weight_scale", tensors)
-        if packed.dtype != torch.uint8 or scales.shape != (packed.shape[0], packed.shape[1] * 2 // BLOCK):
+        """Bytes of two codes, and a byte of scale for 32 of them. Raises ConfigError otherwise."""
+        packed = fitting(name, "weight_packed", tensors, (torch.uint8,), -1, -1)
+        e8m0 = (torch.uint8, torch.float8_e8m0fnu)
+        scales = fitting(name, "weight_scale", tensors, e8m0, packed.shape[0], -1)
+        if packed.shape[1] * 2 != scales.shape[1] * BLOCK:
             raise ConfigError(
                 f"tensors {name}.weight_packed {list(packed.shape)} and .weight_scale {list(scales.shape)} "
-                "are no mxfp4: bytes of two codes, and a byte of scale for 32 of them"
+                "are no mxfp4: a byte of scale goes with 16 of codes"
             )
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
         return self.stored(codes, from_e8m0(scales.view(torch.uint8)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.formats import _dynamic8
-from foretoken.formats._coded import Coded, bf16_scales, divided, grouped, part, plain
+from foretoken.formats._coded import FLOATS, Coded, bf16_scales, divided, grouped, part, plain
 from foretoken.formats.scheme import SMALLEST, QuantArgs, QuantTensor
 
 # Appendix E of the paper, as float32.
@@ -97,8 +97,10 @@ class NF4(Coded):
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
         """Raises ConfigError for states that do not fit the tensors."""
         state = read_state(name, tensors)
-        height, width = state["shape"]
+        (height, width), nested = state["shape"], "nested_offset" in state
         packed, scales = part(name, "weight", tensors).flatten(), part(name, "weight.absmax", tensors)
+        if packed.dtype != torch.uint8 or (scales.dtype != torch.uint8 if nested else scales.dtype not in FLOATS):
+            raise ConfigError(f"tensors {name}.weight and its absmax are {packed.dtype} and {scales.dtype}: no nf4's")
         count = height * width // state["blocksize"]
         if width % state["blocksize"] or scales.numel() != count or packed.numel() != -(-height * width // 2):
             raise ConfigError(
@@ -107,7 +109,7 @@ class NF4(Coded):
             )
         codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: height * width].view(height, width)
         q = self.stored(codes, scales.view(height, -1))
-        if "nested_offset" in state:
+        if nested:
             return _nested(name, q, state, tensors)
         short = q.parts["scales"].to(torch.bfloat16)
         return self.stored(codes, short) if short.float().equal(q.parts["scales"]) else q
@@ -134,9 +136,9 @@ def single(q: QuantTensor) -> QuantTensor:
 
 def read_state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What bitsandbytes notes of weight `name`. Raises ConfigError unless it has a shape and blocks."""
-    text = bytes(part(name, STATE, tensors).tolist())
+    given = part(name, STATE, tensors)
     try:
-        state = json.loads(text)
+        state = json.loads(bytes(given.flatten().tolist()))
         height, width = state["shape"]
         sizes = [height, width, state["blocksize"], state.get("nested_blocksize", 1)]
         offset = float(state.get("nested_offset", 0.0))
@@ -151,7 +153,7 @@ def _nested(name: str, q: QuantTensor, state: Mapping[str, Any], tensors: Mappin
     """`q` with the double scales of the state; with float32 ones where these are not laid out as ours."""
     sizes, table = part(name, "weight.nested_absmax", tensors).float(), tensors.get(f"{name}.weight.nested_quant_map")
     codes, block = q.parts["scales"], state["nested_blocksize"]
-    if codes.dtype != torch.uint8 or sizes.shape != (-(-codes.numel() // block),):
+    if sizes.shape != (-(-codes.numel() // block),):
         raise ConfigError(f"tensors {name}.weight.absmax and nested_absmax do not fit each other; the file is damaged")
     if table is not None and (table.shape != (256,) or table.dtype != torch.float32):
         raise ConfigError(f"tensor {name}.weight.nested_quant_map {list(table.shape)} has no 256 values; it is damaged")

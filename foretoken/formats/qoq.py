@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped, part, plain
+from foretoken.formats._coded import (
+    Coded,
+    bf16_scales,
+    compressed_tensors,
+    divided,
+    fitting,
+    grouped,
+    plain,
+    shape_part,
+)
 from foretoken.formats.int4 import pack_int32, unpack_int32
 from foretoken.formats.scheme import QuantArgs, QuantTensor
 
@@ -79,18 +88,13 @@ class QoQ(Coded):
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
         """Raises ConfigError where the tensors do not fit each other, or are out of qoq's range."""
-        height, width = (int(n) for n in part(name, "weight_shape", tensors))
-        packed, channel = part(name, "weight_packed", tensors), part(name, "weight_scale", tensors)
-        zeros, group_scales = part(name, "weight_zero_point", tensors), part(name, "weight_group_scale", tensors)
-        if (
-            packed.shape != (height, -(-width // 8))
-            or channel.shape != (height, 1)
-            or group_scales.dim() != 2
-            or zeros.shape != group_scales.shape
-            or group_scales.shape[0] != height
-            or width % max(1, group_scales.shape[1])
-        ):
-            raise ConfigError(f"the tensors of {name} do not fit a qoq weight {[height, width]}; the file is damaged")
+        height, width = shape_part(name, tensors)
+        packed = fitting(name, "weight_packed", tensors, (torch.int32,), height, -(-width // 8))
+        channel = fitting(name, "weight_scale", tensors, (torch.bfloat16,), height, 1)
+        group_scales = fitting(name, "weight_group_scale", tensors, (torch.uint8,), height, -1)
+        zeros = fitting(name, "weight_zero_point", tensors, (torch.uint8,), *group_scales.shape)
+        if width % group_scales.shape[1]:
+            raise ConfigError(f"{name} has {group_scales.shape[1]} groups, which do not divide {width} columns")
         if (group_scales > 16).any() or (zeros > 15).any():
             raise ConfigError(f"group scales of {name} exceed 16, or zero points 15: this is no qoq, or a damaged file")
         return self.leveled(unpack_int32(packed, width), group_scales, zeros, channel)

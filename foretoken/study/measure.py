@@ -111,8 +111,8 @@ def _key(arm: Arm) -> object:
     return json.dumps(spec_as_dict(replace(arm.spec, num_draft_tokens=0, confidence=None)), sort_keys=True)
 
 
-def run_batch(engine: Engine, batch: Seq[Job], run: Run) -> None:
-    """Run prompts together to their end, and add what it took to `run`."""
+def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:
+    """Run prompts together to their end, and add what it took to `run`; `tick` is called for each that ended."""
     before = replace(engine.times)
     done: dict[str, Completion] = {}
     start = time.perf_counter()
@@ -123,6 +123,7 @@ def run_batch(engine: Engine, batch: Seq[Job], run: Run) -> None:
         for delta in engine.step():
             if delta.completion is not None:
                 done[delta.request_id] = delta.completion
+                tick()
     run.seconds += time.perf_counter() - start
     run.times.add(engine.times)
     run.times.add(before, -1.0)

@@ -69,6 +69,20 @@ PROFILE_FIELDS: dict[str, tuple[type, ...]] = {
     "draft": (dict, type(None)),
 }
 
+EVAL_SCHEMA = "foretoken.eval/1"
+EVAL_FIELDS: dict[str, tuple[type, ...]] = {
+    "schema": (str,),
+    "run": (str,),
+    "time": (str,),
+    "commit": (str,),
+    "machine": (dict,),
+    "config": (dict,),
+    "perplexity": (dict, type(None)),
+    "tasks": (list,),
+    "comparison": (dict, type(None)),
+}
+OTHERS = {PROFILE_SCHEMA: ("profile", PROFILE_FIELDS), EVAL_SCHEMA: ("eval", EVAL_FIELDS)}
+
 
 def now() -> str:
     """UTC, to the second."""
@@ -153,8 +167,8 @@ def weights_digest(model: str) -> str | None:
 
 
 def model_name(model: str) -> str:
-    """A model as a record names it: folders without the path, which is nobody's business."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    """A model as a record names it: folders and files without the path, which is nobody's business."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[str, object]:
@@ -274,15 +288,14 @@ def spread(values: Seq[float]) -> dict[str, float | None]:
 
 def check(record: Mapping[str, object]) -> None:
     """Raise ConfigError naming the first field that is missing or of a wrong type."""
-    command, fields = "bench", FIELDS
-    if record.get("schema") == PROFILE_SCHEMA:
-        command, fields = "profile", PROFILE_FIELDS
+    schema = record.get("schema")
+    command, fields = OTHERS.get(schema if isinstance(schema, str) else "", ("bench", FIELDS))
     for name, kinds in fields.items():
         if name not in record:
             raise ConfigError(f"the record lacks {name!r}; it was not written by `foretoken {command}`")
         if not isinstance(record[name], kinds):
             raise ConfigError(f"the record's {name!r} is {record[name]!r}; it was not written by `foretoken {command}`")
-    if record["schema"] not in (SCHEMA, PROFILE_SCHEMA):
+    if record["schema"] not in (SCHEMA, *OTHERS):
         raise ConfigError(f"the record has schema {record['schema']!r}, this version reads {SCHEMA!r}")
 
 

@@ -189,6 +189,33 @@ def test_checkpoint_and_back(name):
     assert same(fmt.from_checkpoint("model.layers.3.mlp.up_proj", stored), q)
 
 
+def damages(t: Tensor) -> list[Tensor]:
+    """A tensor of other sizes, dimensions and types."""
+    flat = t.flatten()
+    shapes = [flat, flat[:0], flat[:1], t[None], torch.cat([t, t]), t[..., :0], t.new_zeros(()), torch.cat([t, t], -1)]
+    return [*shapes, t.double(), t.to(torch.int64), t.to(torch.bool)]
+
+
+@every_format
+def test_damaged_tensors_are_refused_or_read(name):
+    """What a file says of itself may be false: a ConfigError, or a weight that can be decoded, and nothing else."""
+    fmt = Variant(name)
+    tensors = fmt.checkpoint("x", fmt.encode(randn(16, K)))
+    refused = 0
+    for key, tensor in tensors.items():
+        for damaged in [None, *damages(tensor)]:
+            given = {k: damaged if k == key else t for k, t in tensors.items()}
+            given = {k: t for k, t in given.items() if t is not None}
+            try:
+                q = fmt.from_checkpoint("x", given)
+            except ConfigError as error:
+                assert "x." in str(error) or "x " in str(error)
+                refused += 1
+                continue
+            assert fmt.decode(q).shape == q.shape
+    assert refused >= len(tensors)
+
+
 @every_format
 def test_config_is_json(name):
     """What vLLM reads: none for dense formats, else a method by name; "foretoken" for what no other engine reads."""

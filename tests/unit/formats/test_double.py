@@ -92,7 +92,7 @@ def damaged(**changes: object) -> dict[str, torch.Tensor]:
         ({"nested_blocksize": 4}, "do not fit each other"),
         ({"nested_offset": "much"}, "no state of bitsandbytes"),
         ({"nested_absmax": torch.ones(3)}, "do not fit each other"),
-        ({"absmax": torch.ones(8)}, "do not fit each other"),
+        ({"absmax": torch.ones(8)}, "no nf4's"),
         ({"nested_quant_map": torch.ones(255)}, "no 256 values"),
     ],
 )

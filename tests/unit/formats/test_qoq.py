@@ -103,10 +103,12 @@ def test_checkpoint_layout():
     [
         ("weight_group_scale", torch.full((2, 2), 17, dtype=torch.uint8), "exceed 16"),
         ("weight_zero_point", torch.full((2, 2), 16, dtype=torch.uint8), "zero points 15"),
-        ("weight_group_scale", torch.ones(2, 3, dtype=torch.uint8), "do not fit a qoq weight"),
-        ("weight_scale", torch.ones(3, 1), "do not fit a qoq weight"),
-        ("weight_packed", torch.zeros(2, 9, dtype=torch.int32), "do not fit a qoq weight"),
-        ("weight_shape", torch.tensor([2, 63]), "do not fit a qoq weight"),
+        ("weight_group_scale", torch.ones(2, 4, dtype=torch.uint8), "the file is damaged"),
+        ("weight_scale", torch.ones(3, 1), "the file is damaged"),
+        ("weight_packed", torch.zeros(2, 9, dtype=torch.int32), "the file is damaged"),
+        ("weight_shape", torch.tensor([2, 63]), "do not divide 63 columns"),
+        ("weight_shape", torch.tensor([2, 0]), "no height and width"),
+        ("weight_shape", torch.tensor([2]), "no height and width"),
     ],
 )
 def test_damaged_checkpoints_are_refused(kind, value, words):

@@ -1,0 +1,139 @@
+"""The process that runs generated code: it takes away what the code must not have, runs it, and reports.
+
+Started by `sandbox.run` as a script of its own with the standard library only; never imported. It reads one JSON line
+on standard input and answers on the pipe that it names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import resource
+import runpy
+import sys
+from typing import Any
+
+CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
+NO_NEW_PRIVILEGES = 38
+# What has no place in a solution; the rest of these families is refused by prefix.
+REFUSED = (
+    "os.fork",
+    "os.forkpty",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.startfile",
+    "os.system",
+    "os.kill",
+    "os.killpg",
+    "os.putenv",
+    "os.chown",
+    "os.chroot",
+    "os.setxattr",
+    "subprocess.",
+    "pty.",
+    "socket.",
+    "ctypes.",
+    "signal.pthread_kill",
+    "resource.setrlimit",
+    "resource.prlimit",
+    "sys._current_frames",
+    "sys.setprofile",
+    "sys.settrace",
+    "gc.get_objects",
+    "gc.get_referrers",
+    "winreg.",
+    "syslog.",
+    "fcntl.",
+)
+REFUSED_MODULES = {"_posixsubprocess", "_ctypes", "_socket", "_multiprocessing"}
+# The first arguments of these are paths that would be changed.
+CHANGES = (
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+    "os.utime",
+    "shutil.",
+    "tempfile.",
+)
+READABLE = ("/dev/null", "/dev/zero", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime")
+
+
+def isolate() -> None:
+    """No network and no other process's shared memory where the system lets a process say so; no new privileges."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC)  # may be forbidden: the hook refuses sockets anyway
+
+
+def limit(limits: dict[str, int]) -> None:
+    """Hard limits: nothing raises them again."""
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}", None)
+        if kind is not None:
+            _, most = resource.getrlimit(kind)
+            value = value if most == resource.RLIM_INFINITY else min(value, most)
+            resource.setrlimit(kind, (value, value))
+
+
+def watch(folder: str) -> None:
+    """Refuse, from here on and for good, processes, sockets, signals and files elsewhere (an audit hook stays)."""
+    library = [os.path.realpath(p) for p in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *READABLE}]
+    own = os.path.realpath(folder)
+    realpath, fspath, fsdecode, isinstance_, separator = os.path.realpath, os.fspath, os.fsdecode, isinstance, os.sep
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+    def inside(path: Any, roots: list[str]) -> bool:
+        if isinstance_(path, int):
+            return True  # an open file is one that was allowed
+        full = realpath(fsdecode(fspath(path)))
+        return any(full == root or full.startswith(root + separator) for root in roots)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = args
+            writes = bool(flags & writing) if isinstance_(flags, int) else bool(set(mode or "") & set("wax+"))
+            if not inside(path, [own] if writes else [own, *library]):
+                raise PermissionError(f"refused here: {event} {path!r}")
+        elif event == "import":
+            if args[0] in REFUSED_MODULES:
+                raise ImportError(f"refused here: {args[0]}")
+        elif event.startswith(REFUSED):
+            raise PermissionError(f"refused here: {event}")
+        elif event.startswith(CHANGES):
+            paths = [a for a in args[:2] if isinstance_(a, (str, bytes, os.PathLike))]
+            if not all(inside(p, [own]) for p in paths):
+                raise PermissionError(f"refused here: {event} {paths!r}")
+
+    sys.addaudithook(hook)
+
+
+def main() -> None:
+    """Run `program` (a path) in the working directory and write {"token", "error"} to the pipe."""
+    job = json.loads(sys.stdin.readline())
+    sys.stdin = io.StringIO("")
+    answer, token = job["pipe"], job["token"]
+    isolate()
+    limit(job["limits"])
+    watch(os.getcwd())
+    for name in REFUSED_MODULES | {"ctypes"}:
+        sys.modules.pop(name, None)
+    del job
+    error = None
+    try:
+        runpy.run_path("program.py", run_name="program")
+    except BaseException as fault:  # SystemExit too: a program that leaves early has not passed its tests
+        error = f"{type(fault).__name__}: {fault}"[:400]
+    os.write(answer, json.dumps({"token": token, "error": error}).encode())
+    os._exit(0)  # no atexit handlers, no threads that go on
+
+
+if __name__ == "__main__":
+    main()

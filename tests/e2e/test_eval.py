@@ -1,0 +1,142 @@
+"""`foretoken eval` as a user meets it: what it prints where, its records, and how it takes bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fixtures_quality import write_data
+from lawkit import write_model
+
+from foretoken.cli import main
+from foretoken.study import record
+from foretoken.study.quality import compare
+from foretoken.study.quality.variant import Footprint
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that measure memory take seconds each; they have a test of their own."""
+    monkeypatch.setattr(compare, "footprint", lambda variant, settings: Footprint(3000, 1000))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_model(folder, max_position_embeddings=1024)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_data(tmp_path_factory.mktemp("data")))
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(["eval", *argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_one_model_all_tasks(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
+    flags = ["--tasks", "perplexity,humaneval,gsm8k,mmlu_pro,mmlu_pro_likelihood", "--data", data, "--limit", "2"]
+    code, out, err = cli(model, *flags, "--window", "64", "--stride", "32", "--max-tokens", "8", "--out", "r.jsonl")
+    assert code == 0
+    for words in ("perplexity", "pass@1", "exact match", "accuracy", "bits a byte", "window 64, stride 32"):
+        assert words in out
+    assert "serve as examples" in err
+    (line,) = record.read(tmp_path / "r.jsonl")
+    assert line["config"]["model"] == "tiny" and line["config"]["format"] == "fp32"
+    assert [t["task"] for t in line["tasks"]] == ["humaneval", "gsm8k", "mmlu_pro", "mmlu_pro_likelihood"]
+
+
+def test_json_is_the_record_and_a_format_changes_it(cli: Cli, model: str, data: str) -> None:
+    values = []
+    for more in ([], ["--format", "nf4"], ["--kv-format", "int8"], ["--draft", "ngram"]):
+        code, out, _ = cli("--model", model, "--data", data, "--window", "64", "--json", *more)
+        assert code == 0
+        line = json.loads(out)
+        record.check(line)
+        low, high = line["perplexity"]["interval"]
+        assert low < line["perplexity"]["value"] < high
+        values.append(line["perplexity"]["value"])
+    assert len(set(values[:3])) == 3 and values[3] == values[0]
+
+
+def test_any_text_file(cli: Cli, model: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("the sum of all parts is a whole. " * 30)
+    code, out, _ = cli(model, "--text", "mine.txt", "--tokens", "100", "--json")
+    found = json.loads(out)["perplexity"]
+    assert code == 0 and found["text"] == "mine.txt" and found["tokens"] == 99 and not found["whole"]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_comparing(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the sum of\nthe list is\n")
+    flags = ["--data", data, "--prompts", str(prompts), "--repeat", "1", "--tokens", "200", "--window", "64"]
+    flags += ["--draft", "ngram", "--no-advice"]
+    code, out, err = cli("--compare", model, f"{model}@w8a8", *flags, "--plot", "page.png", "--out", "r.jsonl")
+    assert code == 0, err
+    for words in ("over the baseline's", "tokens/s", "c(8)", "accepted as target", "accepted as draft", "w8a8"):
+        assert words in out
+    assert "bootstrap intervals" in err and "page-quality.png" in err
+    assert (tmp_path / "page-quality.png").exists() and (tmp_path / "page-cost.png").exists()
+    lines = record.read(tmp_path / "r.jsonl")
+    assert [line["config"]["label"] for line in lines] == ["tiny", "tiny w8a8"]
+    assert lines[0]["comparison"]["as_draft"] is None
+    assert 0.5 < lines[1]["comparison"]["as_draft"]["acceptance_rate"] <= 1.0
+    assert all(line["comparison"]["memory_added_bytes"] > 0 for line in lines)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_draft_that_never_agrees_is_warned_of(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_model(other, seed=77)
+    flags = ["--data", data, "--num-prompts", "2", "--repeat", "1", "--tokens", "50", "--draft", str(other), "--json"]
+    code, out, err = cli("--compare", model, *flags)
+    assert code == 0
+    assert "WARNING" in err and "near zero" in err
+    (line,) = map(json.loads, out.splitlines())
+    assert line["comparison"]["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tasks", "humanevl"], "did you mean 'humaneval'"),
+        (["--tasks", ""], "no tasks"),
+        (["--limit", "0", "--tasks", "gsm8k"], "--limit"),
+        (["--window", "1"], "--window"),
+        (["--temperature", "-1"], "temperature"),
+        (["--plot", "x.png"], "--compare"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--compare", "a@b@c@d"], "MODEL@FORMAT"),
+        (["--compare", "embedded@w4a9"], "did you mean"),
+        (["--compare", "embedded", "--plot", "x.pdf"], ".png"),
+        (["--compare", "embedded", "--format", "w4a8"], "MODEL@FORMAT"),
+        (["--compare", "embedded", "embedded"], "each once"),
+        (["--compare", "embedded", "--draft", "none"], "acceptance"),
+        (["--compare", "embedded", "--repeat", "0"], "--repeat"),
+        (["embedded", "--compare", "embedded"], "no other"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(cli: Cli, data: str, flags: list[str], says: str) -> None:
+    code, out, err = cli(*flags, "--data", data)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+def test_missing_data_tells_of_the_folder(cli: Cli, model: str, tmp_path: Path) -> None:
+    code, _, err = cli(model, "--tasks", "humaneval", "--data", str(tmp_path))
+    assert code == 2 and "humaneval.jsonl" in err

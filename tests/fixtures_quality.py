@@ -1,0 +1,55 @@
+"""Small evaluation sets, as files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+
+
+def problem(number: int) -> dict[str, Any]:
+    """A problem as HumanEval writes them: add a number to another."""
+    return {
+        "task_id": f"Test/{number}",
+        "prompt": f'import math\n\n\ndef plus_{number}(x):\n    """Add {number} to x.\n    """\n',
+        "entry_point": f"plus_{number}",
+        "canonical_solution": f"    return x + {number}\n",
+        "test": f"def check(it):\n    assert it(1) == {number + 1}\n    assert it(-2) == {number - 2}\n",
+    }
+
+
+def exam(number: int, category: str, size: int = 4) -> dict[str, Any]:
+    names = [f"option {i} of {number}" for i in range(size)] + ["N/A"] * (10 - size)
+    return {
+        "question_id": number,
+        "category": category,
+        "question": f"the sum of {number}?",
+        "options": names,
+        "answer": "ABCD"[number % 3],
+        "answer_index": number % 3,
+    }
+
+
+def write_data(folder: Path) -> Path:
+    """A small set of every kind, some packed."""
+    write_rows(folder / "humaneval.jsonl.gz", [problem(n) for n in range(6)])
+    sums = [{"question": f"the sum of {n}?", "answer": f"It is {n} + 1.\n#### {n + 1:,}"} for n in range(998, 1012)]
+    write_rows(folder / "gsm8k-test.jsonl", sums)
+    subjects = ("math", "law")
+    write_rows(folder / "mmlu_pro-test.jsonl.gz", [exam(n, subjects[n % 2]) for n in range(8)])
+    shots = [exam(n, subjects[n % 2]) for n in range(100, 110)]
+    for row in shots:
+        row["cot_content"] = f"A: Let's think step by step. It is so. The answer is ({row['answer']})."
+    write_rows(folder / "mmlu_pro-shots.jsonl", shots)
+    lines = [" \n", " = the whole = \n", " \n", " the sum of all parts is a whole ; the loop ends . \n", " \n"] * 12
+    (folder / "wikitext2-test.txt").write_text("".join(lines))
+    return folder
