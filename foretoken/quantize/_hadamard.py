@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from foretoken.formats._hadamard import hadamard
+
 
 def hartley(size: int) -> Tensor:
     """The orthogonal Hartley matrix float64 [n, n]: cos + sin of 2 pi i j / n, over sqrt(n)."""
@@ -19,30 +21,25 @@ def hartley(size: int) -> Tensor:
 
 
 def spread(x: Tensor) -> Tensor:
-    """x [..., n] times the orthogonal matrix of that size, float64."""
-    size = x.shape[-1]
-    odd = size // (size & -size)
-    out = x.double().reshape(*x.shape[:-1], size // odd, odd)
-    if odd > 1:
-        out = out @ hartley(odd)
-    span = 1
-    while span < size // odd:  # the fast Hadamard transform, along the second last dimension
-        pairs = out.view(*x.shape[:-1], -1, 2, span, odd)
-        low, high = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        out = torch.stack([low + high, low - high], dim=-3).view(*x.shape[:-1], size // odd, odd)
-        span *= 2
-    return out.flatten(-2) / math.sqrt(size // odd)
+    """x [..., n] times the orthogonal matrix of that size, float32."""
+    out = hadamard(x)  # in blocks of the largest power of two
+    power = x.shape[-1] & -x.shape[-1]
+    if power == x.shape[-1]:
+        return out
+    blocks = out.view(*x.shape[:-1], -1, power)
+    mixed: Tensor = hartley(blocks.shape[-2]).float() @ blocks
+    return mixed.flatten(-2)
 
 
 def signs(size: int, seed: int) -> Tensor:
-    """Random signs float64 [n]: the same seed, the same signs."""
+    """Random signs float32 [n]: the same seed, the same signs."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
+    return torch.randint(0, 2, (size,), generator=generator).float() * 2 - 1
 
 
 def rotate_rows(x: Tensor, seed: int) -> Tensor:
-    """Rows x [..., C] times the randomized matrix Q (signs, then `spread`), in x's type."""
-    return spread(x.double() * signs(x.shape[-1], seed)).to(x.dtype)
+    """Rows x [..., C] times the randomized matrix Q (signs, then `spread`), float32."""
+    return spread(x.float() * signs(x.shape[-1], seed))
 
 
 def rotate_columns(weight: Tensor, seed: int) -> Tensor:

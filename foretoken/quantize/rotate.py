@@ -42,10 +42,10 @@ class Rotate(Quantizer):
         """Each value head is turned, and turned back in what reads it: attention mixes tokens, not channels."""
         v, o = block.linears[V], block.linears[O]
         dim = config.head_dim
-        v.weight = spread(v.weight.T.reshape(-1, config.num_kv_heads, dim)).flatten(1).T.contiguous().float()
+        v.weight = spread(v.weight.T.reshape(-1, config.num_kv_heads, dim)).flatten(1).T.contiguous()
         if v.bias is not None:
-            v.bias = spread(v.bias.view(-1, dim)).flatten().float()
-        o.weight = spread(o.weight.view(len(o.weight), -1, dim)).flatten(1).float()
+            v.bias = spread(v.bias.view(-1, dim)).flatten()
+        o.weight = spread(o.weight.view(len(o.weight), -1, dim)).flatten(1)
 
     def embedding(self, rows: Tensor) -> Tensor:
         return rotate_rows(rows, self.seed)

@@ -65,8 +65,8 @@ def test_json_and_advice() -> None:
 @pytest.mark.parametrize("size", [1, 2, 12, 20, 48, 96, 128, 3 * 64, 7 * 32])
 def test_rotations_are_orthogonal_and_spread(size: int) -> None:
     matrix = spread(torch.eye(size))
-    assert torch.allclose(matrix @ matrix.T, torch.eye(size, dtype=torch.float64), atol=1e-12)
-    assert matrix.abs().max() <= math.sqrt(2 / size) + 1e-12, "no entry stands out"
+    assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-5)
+    assert matrix.abs().max() <= math.sqrt(2 / size) + 1e-6, "no entry stands out"
     if size & (size - 1) == 0:
         assert torch.allclose(matrix.abs(), torch.full_like(matrix, size**-0.5)), "Hadamard"
 
