@@ -28,7 +28,6 @@ from foretoken.models.layouts.base import (
 from foretoken.models.layouts.patterns import fits
 from foretoken.models.layouts.scaled import float8, mxfp4
 
-INTEGERS = ("pack-quantized", "int-quantized", "naive-quantized")
 SPARE = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_global_scale")
 CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
 
