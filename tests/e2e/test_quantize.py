@@ -72,7 +72,13 @@ def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
         str(tmp_path / "out"),
     ]
     argv += ["--calibration", str(text), "--samples", "8", "--length", "64"]
-    process = subprocess.Popen(command(*argv), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(*argv),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a job in the background has none
+    )
     first = tmp_path / "out.partial" / "layer-00000.safetensors"
     while not first.exists() and process.poll() is None:
         time.sleep(0.01)
