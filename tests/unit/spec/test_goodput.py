@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from lawkit import Pair, make_engine, random_prompts, run, texts
 
@@ -196,6 +197,8 @@ def test_a_curve(rows: int) -> None:
     assert c.at(1) == 1.0 and c.at(4) == c.at(8) == 2.0
     assert c.at(12) == pytest.approx(3.0)
     assert c.at(20) == pytest.approx(5.0)
+    some = np.array([1.0, 2.5, 9.0, 16.0, 90.0])
+    assert c.at_many(some).tolist() == pytest.approx([c.at(m) for m in some])
     before = c.at(rows)
     for _ in range(200):
         c.correct(rows, 3 * before)
