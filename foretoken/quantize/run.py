@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from foretoken.formats import scheme as formats
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.loader import load_tokenizer, open_checkpoint, resolve_model
-from foretoken.models.save import save_quantized
+from foretoken.models.save import check_destination, save_quantized
 from foretoken.models.weights import Source, expected_shapes
 from foretoken.quantize import budget as bits
 from foretoken.quantize._decoder import Linear, chunks
@@ -84,8 +85,7 @@ def quantize(plan: Plan, report: Report | None = None) -> Result:
     pipeline = parse_method(plan.method, plan.options, plan.seed)
     check(plan, scheme, pipeline)
     folder = resolve_model(plan.model)
-    if folder.resolve() == plan.out.resolve():
-        raise ConfigError(f"{plan.out} is the model itself; choose another -o")
+    check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # not found out at the end
     config = read_config(folder)
     calibration = None
     if plan.calibration is not None:
