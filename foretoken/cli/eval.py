@@ -169,7 +169,8 @@ def report(variants: Seq[Any], asked: Comparing, quiet: bool = False, plot: Path
     console = _console()
     warnings, advice, notes = tables.said(found)
     if not quiet:
-        console.print(tables.comparison(found))
+        for table in tables.comparison(found, console.width):
+            console.print(table)
         for line in advice:
             console.print(line, soft_wrap=True)
     errors = _console(stderr=True)

@@ -15,7 +15,7 @@ from lawkit import write_model
 from safetensors.torch import load_file
 
 from foretoken import ops
-from foretoken.errors import ConfigError, ForetokenError, RegistryError
+from foretoken.errors import ConfigError, ForetokenError, ModelSaveError, RegistryError
 from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import read_config
 from foretoken.models.loader import load_model
@@ -256,7 +256,7 @@ def test_a_destination_in_use(plan: Plan, model: Path) -> None:
     assert weights(plan.out).keys() == before.keys()
     quantize(replace(plan, method="rtn", scheme="w8a8", overwrite=True))
     assert weights(plan.out).keys() != before.keys()
-    with pytest.raises(ConfigError, match="the model itself"):
+    with pytest.raises(ModelSaveError, match="the model itself"):
         quantize(replace(plan, out=model, overwrite=True))
     with pytest.raises(ConfigError, match="quantized already"):
         quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("twice"), method="rtn"))

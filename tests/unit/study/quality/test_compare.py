@@ -115,7 +115,8 @@ def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path) -> None:
     from rich.console import Console
 
     console = Console(width=140, file=io.StringIO())
-    console.print(tables.comparison(found))
+    for table in tables.comparison(found, 80):
+        console.print(table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("perplexity", "over the baseline's", "accepted as draft", "c(8)", "memory added MB", "nf4"):
         assert words in text
