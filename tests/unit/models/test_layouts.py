@@ -325,6 +325,31 @@ def test_damaged_tensors(name, kind, value, words, tmp_path):
     refused(tmp_path, UP, *words)
 
 
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize("offset", ["1" + "0" * 400, "1e999", "NaN", "-Infinity", '"1"', "null", "1" * 5000])
+def test_offsets_of_nf4_that_are_no_numbers(offset, tmp_path):
+    write_layout(tmp_path, bnb_nf4(nested=True), BNB)
+    state = json.loads(bytes(read_tensors(tmp_path)[f"{UP}.{STATE}"].tolist()))
+    text = json.dumps({k: v for k, v in state.items() if k != "nested_offset"})
+    text = f'{text[:-1]}, "nested_offset": {offset}}}'
+    damaged(tmp_path, **{STATE: torch.tensor(list(text.encode()), dtype=torch.uint8)})
+    with pytest.raises(ModelLoadError) as caught, Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+    assert f"{UP}.{STATE}" in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_the_state_of_nf4_is_bounded_by_its_values(tmp_path, monkeypatch):
+    """Not by the sum of its sizes: 300 x 300 of them are not read."""
+    write_layout(tmp_path, bnb_nf4(), BNB)
+    damaged(tmp_path, **{STATE: torch.full((300, 300), 32, dtype=torch.uint8)})
+    raw = Checkpoint.raw
+    monkeypatch.setattr(Checkpoint, "raw", lambda s, n: pytest.fail("read") if n == f"{UP}.{STATE}" else raw(s, n))
+    with pytest.raises(ModelLoadError, match="missing or none"), Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+
+
 def test_nothing_is_read_before_all_is_checked(tmp_path, monkeypatch):
     """The last matrix is wrong: none before it has been read."""
     write_layout(tmp_path, awq(), AWQ)
