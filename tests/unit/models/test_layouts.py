@@ -20,6 +20,7 @@ from fixtures_layouts import (
     fp8,
     gptq,
     mxfp4,
+    packed,
     write_dense,
     write_layout,
 )
@@ -223,6 +224,51 @@ def test_gptq_with_settings_of_its_own_for_some_modules(tmp_path):
         assert str(checkpoint.scheme(f"{DOWN}.weight")) == "w8a16-g64"
         assert str(checkpoint.scheme(f"{UP}.weight")) == "w4a16-g128"
         assert checkpoint.scheme("model.layers.0.self_attn.v_proj.weight") is None
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 16), (8, 32)])
+def test_gptq_adds_to_whole_words_what_its_writers_subtract(bits, group, tmp_path):
+    """A zero point of 0 borrows from its neighbour; read back it is 0, and the neighbour what it was."""
+    write_layout(tmp_path, gptq(bits, group, symmetric=False), GPTQ | {"bits": bits, "group_size": group, "sym": False})
+    count = 128 // group
+    zeros = torch.arange(256 * count).view(count, 256) % 2**bits  # [n, O]
+    assert (zeros == 0).any() and (zeros == 2**bits - 1).any()
+    words = packed(zeros, bits) - (0x11111111 if bits == 4 else 0x01010101)
+    damaged(tmp_path, qzeros=words, scales=torch.ones(count, 256), qweight=torch.zeros(128 * bits // 32, 256).int())
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        assert checkpoint.tensor(f"{UP}.weight").equal(-zeros.T.repeat_interleave(group, 1).float())
+
+
+PATHS = {
+    "kept": (gptq(version=2), GPTQ),
+    "8 bits": (gptq(8, version=2), GPTQ | {"bits": 8}),
+    "act-order": (gptq(act_order=True, version=2), GPTQ | {"desc_act": True}),
+    "g16": (gptq(group=16, version=2), GPTQ | {"group_size": 16}),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_symmetric_gptq_whose_zero_points_are_of_the_second_version(name, tmp_path, caplog):
+    """Some writers leave the format's name at the first: all zero points in the middle can mean nothing else."""
+    dense = write_layout(tmp_path, *PATHS[name])
+    with caplog.at_level(logging.WARNING), Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        for at in (UP, DOWN):
+            assert checkpoint.tensor(f"{at}.weight").equal(dense[f"{at}.weight"])
+    assert len([r for r in caplog.records if "gptq_v2" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_symmetric_gptq_with_other_zero_points_is_refused_on_every_path(name, tmp_path):
+    write_layout(tmp_path, *PATHS[name])
+    zeros = read_tensors(tmp_path)[f"{UP}.qzeros"]
+    zeros[0, 0] += 1
+    damaged(tmp_path, qzeros=zeros)
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        with pytest.raises(ModelLoadError, match=f'{UP} symmetric.*"sym": false.*"checkpoint_format": "gptq_v2"'):
+            checkpoint.tensor(f"{UP}.weight")
 
 
 # --- what is refused ---
