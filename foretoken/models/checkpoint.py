@@ -26,6 +26,7 @@ from foretoken.formats.scheme import QuantScheme, QuantTensor, get
 from foretoken.models.config import ModelConfig, read_json
 from foretoken.models.layouts import make_layout
 from foretoken.models.layouts.base import Layout, Stored, say_once
+from foretoken.models.layouts.finite import finite
 from foretoken.models.weights import expected_shapes
 
 # Tensors of older checkpoints that can be computed from the config.
@@ -172,7 +173,12 @@ class Checkpoint:
     def _read(self, name: str) -> QuantTensor | Tensor:
         if self._recent is None or self._recent[0] != name:
             self._recent = None  # the last one goes before the next one comes
-            self._recent = name, self._stored[name].read()
+            value = self._stored[name].read()
+            if not finite(value):
+                raise ModelLoadError(
+                    f"tensor {name} in {self.folder} means NaN or infinity by its codes and scales; the file is damaged"
+                )
+            self._recent = name, value
         return self._recent[1]
 
     def _finite(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:

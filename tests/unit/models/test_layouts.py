@@ -371,6 +371,85 @@ def test_damaged_tensors(name, kind, value, words, tmp_path):
     refused(tmp_path, UP, *words)
 
 
+def damaged_codes(folder: Path, kind: str, code: int) -> None:
+    """The last byte of a tensor of UP is another."""
+    tensor = read_tensors(folder)[f"{UP}.{kind}"]
+    tensor.view(torch.uint8).view(-1)[-1] = code
+    damaged(folder, **{kind: tensor})
+
+
+def not_finite(folder: Path) -> None:
+    """Refused by all that a matrix is read with."""
+    for read in (lambda c, n: c.rows(n, 0, 2), Checkpoint.tensor, Checkpoint.stored):
+        with Checkpoint(folder) as checkpoint:
+            checkpoint.check(parse_config(RAW))
+            with pytest.raises(ModelLoadError, match=f"{UP}.* NaN"):
+                read(checkpoint, f"{UP}.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("ct-fp8-rows", 0x7F), ("ct-fp8-rows", 0xFF), ("fp8-block", 0x7F), ("ct-fp8-block", 0xFF), ("other-blocks", 0x7F)]
+    + [("fp8-e5m2", code) for code in (0x7C, 0x7D, 0x7F, 0xFC, 0xFF)],
+)
+def test_codes_of_8_bits_that_are_no_numbers(name, code, tmp_path):
+    layout = LAYOUTS["fp8-block" if name == "other-blocks" else name]
+    write_layout(tmp_path, *layout[:2])
+    if name == "other-blocks":  # decoded
+        write_config(tmp_path, {**RAW, "quantization_config": FP8 | {"weight_block_size": [256, 128]}})
+        tensors = read_tensors(tmp_path)
+        tensors |= {n: t[:1] for n, t in tensors.items() if n.endswith("_inv")}
+        save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    damaged_codes(tmp_path, "weight", code)
+    not_finite(tmp_path)
+
+
+@pytest.mark.parametrize("code", [0x7E, 0xFE])
+def test_the_largest_code_is_a_number(code, tmp_path):
+    write_layout(tmp_path, *LAYOUTS["ct-fp8-rows"][:2])
+    damaged_codes(tmp_path, "weight", code)
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        assert checkpoint.tensor(f"{UP}.weight").isfinite().all()
+
+
+def test_scales_that_are_powers_of_two_and_no_numbers(tmp_path):
+    write_layout(tmp_path, *LAYOUTS["fp8-block"][:2])
+    ones = torch.full((2, 1), 127, dtype=torch.uint8)
+    damaged(tmp_path, weight_scale_inv=ones.view(torch.float8_e8m0fnu))
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        assert checkpoint.tensor(f"{UP}.weight").isfinite().all()
+    damaged_codes(tmp_path, "weight_scale_inv", 255)
+    not_finite(tmp_path)
+
+
+@pytest.mark.parametrize("exponent", [254, 255])
+def test_mxfp4_beyond_float32(exponent, tmp_path):
+    """2^127 times a code of 6."""
+    write_layout(tmp_path, *LAYOUTS["ct-mxfp4"][:2])
+    damaged_codes(tmp_path, "weight_scale", exponent)
+    damaged_codes(tmp_path, "weight_packed", 0x77)
+    not_finite(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ct-fp8-rows", {"weight_scale": torch.full((256, 1), 1e38)}),
+        ("gptq", {"scales": torch.full((1, 256), 3e38)}),
+        (
+            "bnb-nf4-nested",
+            {"weight.nested_absmax": torch.full((2,), 3e38), "weight.nested_quant_map": torch.ones(256) * 2},
+        ),
+    ],
+)
+def test_scales_that_overflow(name, changes, tmp_path):
+    write_layout(tmp_path, *LAYOUTS[name][:2])
+    damaged(tmp_path, **changes)
+    not_finite(tmp_path)
+
+
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
