@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +29,10 @@ from fixtures_models import all_logits, backends, load, prompt, read_tensors, wr
 from safetensors.torch import save_file
 
 from foretoken.errors import ModelLoadError
-from foretoken.formats.scheme import get
+from foretoken.formats.scheme import QuantScheme, get
 from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import parse_config
-from foretoken.models.layouts import METHODS, base
+from foretoken.models.layouts import METHODS, base, foretoken as own
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -448,6 +449,28 @@ def test_scales_that_overflow(name, changes, tmp_path):
     write_layout(tmp_path, *LAYOUTS[name][:2])
     damaged(tmp_path, **changes)
     not_finite(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qoq", "nf4-dq", "w4a16-g32-asym", "fp8-b128"])
+@pytest.mark.parametrize("width", [4096 + 64, 5632])
+def test_our_own_layout_knows_the_shapes_of_wide_matrices_from_samples(name, width):
+    scheme = QuantScheme.parse(name)
+    encoded = scheme.encode(torch.zeros(512, width)).parts
+    for part, (dtype, first, rest) in own._parts(scheme, width).items():
+        assert encoded[part].dtype == dtype
+        assert tuple(encoded[part].shape) == ((2 * first, *rest) if first else rest)
+
+
+def test_our_own_layout_encodes_nothing_wide(monkeypatch):
+    """A file of some bytes, whose config.json names wide matrices, takes no memory for them."""
+    encode, widths = QuantScheme.encode, []
+    monkeypatch.setattr(QuantScheme, "encode", lambda s, w: (widths.append(w.shape[1]), encode(s, w))[1])
+    schemes = {n: QuantScheme.parse(n) for n in ("qoq", "nf4", "w8a16")}
+    layout, none = own.Own(schemes), SimpleNamespace(expect=lambda n, *_: n)
+    for name in schemes:
+        layout.find(name, (1 << 20, own.WIDEST), none)
+        layout.find(name, (1 << 20, own.WIDEST - 128), none)
+    assert widths and max(widths) <= 4 * own.COLUMNS
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
