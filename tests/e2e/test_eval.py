@@ -100,6 +100,20 @@ def test_comparing(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_processes")
+def test_records_outlive_what_fails_after_them(
+    cli: Cli, model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise ValueError("cannot be drawn")
+
+    monkeypatch.setattr("foretoken.study.quality.plots.plot", broken)
+    flags = ["--data", data, "--num-prompts", "1", "--repeat", "1", "--tokens", "50", "--draft", "ngram"]
+    with pytest.raises(ValueError, match="cannot be drawn"):
+        cli("--compare", model, *flags, "--plot", "page.png", "--out", "r.jsonl")
+    assert len(record.read(tmp_path / "r.jsonl")) == 1
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_a_draft_that_never_agrees_is_warned_of(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_model(other, seed=77)

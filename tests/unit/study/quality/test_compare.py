@@ -171,6 +171,19 @@ def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison
     assert tables.quality(lines[1]).row_count == 2
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_pages_leave_out_what_is_not_finite(found: Comparison, value: float, tmp_path: Path) -> None:
+    row = found.rows[1]
+    assert row.quality.perplexity is not None
+    nll = np.full(99, value, np.float32)
+    quality = replace(row.quality, perplexity=replace(row.quality.perplexity, nll=nll), results=())
+    rows = [replace(r, quality=quality, ratio=(value, (1.0, value))) for r in found.rows]
+    rows[1].ratio = 1.5, (1.0, value)
+    rows[0].as_target = replace(acceptance(0.5), length=value)
+    pages = plots.plot(replace(found, rows=tuple(rows)), tmp_path / "page.png")
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pages)
+
+
 # --- advice ---
 
 
