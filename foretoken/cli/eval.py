@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from foretoken.study.quality.suite import Text
     from foretoken.study.quality.tasks import Settings
 
-SPECULATION = ("draft", "draft_options", "draft_format", "confidence", "num_draft_tokens")
+SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # how the draft is made, beside its length
+OF_VARIANTS = ("draft", "num_draft_tokens", "format", "kv_format", *SPECULATION)  # not of every engine of a comparison
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,12 @@ def _compare(args: Args, engine: EngineChoice, settings: Settings, text: Text, o
         text=text,
         draft=draft,
         num_draft_tokens=engine.settings["num_draft_tokens"],
+        speculation={name: engine.settings[name] for name in SPECULATION},
         prompts=args.prompts or DEFAULT_PROMPTS,
         num_prompts=args.num_prompts,
         repeat=args.repeat,
         advise=not args.no_advice,
-        engine={k: v for k, v in engine.settings.items() if k not in (*SPECULATION, "format", "kv_format")},
+        engine={k: v for k, v in engine.settings.items() if k not in OF_VARIANTS},
     )
     report(variants, asked, out, args.json, args.plot)
     return 0

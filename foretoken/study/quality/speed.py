@@ -120,12 +120,8 @@ def load(variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], max_tok
 
     Raises what LLM raises, RequestError for a prompt that does not fit.
     """
-    arms = [
-        Arm(
-            "draft", SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens) if drafts_for_itself(v, spec) else spec
-        )
-        for v in variants
-    ]
+    ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
+    arms = [Arm("draft", ngram if drafts_for_itself(v, spec) else spec) for v in variants]
     benches = [
         Bench(v.model, [PLAIN, arm], {**settings, **v.settings, "max_num_seqs": 1})
         for v, arm in zip(variants, arms, strict=True)
