@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.config import SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.errors import RequestError, VocabularyError
+from foretoken.errors import ConfigError, RequestError, VocabularyError
 from foretoken.formats.scheme import QuantScheme
 from foretoken.models.loader import resolve_model
 from foretoken.request import SamplingParams
@@ -208,6 +208,6 @@ def as_draft(
         jobs = [(tuple(p.encode(llm.tokenizer)), params) for p in prompts]
         run = Run()
         run_batch(llm.engine, [(tokens, replace(params, seed=i)) for i, (tokens, _) in enumerate(jobs)], run)
-    except (VocabularyError, RequestError) as error:
+    except (VocabularyError, RequestError, ConfigError) as error:
         return None, str(error)
     return Acceptance.of(run, seed), None

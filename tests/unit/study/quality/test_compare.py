@@ -299,3 +299,15 @@ def test_a_draft_of_another_vocabulary_is_said(pair_folders: tuple[Path, Path], 
         Variant(str(pair_folders[0])), Variant(str(tmp_path)), 3, read_prompts(prompts), 4, {}, 0
     )
     assert rate is None and "the target's token" in str(why)
+
+
+def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foretoken.study.workload import read_prompts
+
+    def refused(*args: object, **settings: object) -> None:
+        raise ConfigError("max_model_len 512 is above the model's own 256; lower it")
+
+    monkeypatch.setattr(speed, "LLM", refused)
+    monkeypatch.setattr(speed, "same_weights", lambda one, other: False)
+    rate, why = speed.as_draft(Variant("one"), Variant("other"), 3, read_prompts(prompts), 4, {}, 0)
+    assert rate is None and "lower it" in str(why)
