@@ -221,6 +221,8 @@ class GoodputLength:
 
     def update(self, round_: Round) -> None:
         """Learn from a round: what was right, and what it took."""
+        # A drafter's own prefill is paid whatever is decided. A drafter that found nothing was asked all the same.
+        catching_up = any(k and s.seq_id not in self._own for s, k in zip(round_.seqs, round_.num_asked, strict=True))
         for seq, asked, drafted, accepted in zip(
             round_.seqs, round_.num_asked, round_.num_draft, round_.num_accepted, strict=True
         ):
@@ -234,8 +236,7 @@ class GoodputLength:
         if times is None:
             return
         longest = max(round_.num_asked, default=0)
-        catching_up = any(k and seq.metrics.num_drafts == 0 for seq, k in zip(round_.seqs, round_.num_asked))
-        if longest and not catching_up:  # a drafter's own prefill is paid whatever is decided
+        if longest and not catching_up:
             self.draft.correct(longest, times.draft)
         self.rest += 0.1 * (times.verify + times.schedule - self.rest)
         if self.target is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope

@@ -99,6 +99,8 @@ def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
         (["--method", "gptq", "-o", "out"], "give --calibration FILE"),
         (["--options", "{", "-o", "out"], "no JSON object"),
         (["-o", "."], "exists"),
+        (["-o", "out", "--report", "--text", "t.txt", "--plot", "page.pdf"], ".png"),
+        (["-o", "out", "--report", "--text", "t.txt", "--seed", "-1"], "seed"),
     ],
 )
 def test_bad_usage(
@@ -110,6 +112,7 @@ def test_bad_usage(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("the sum of all parts is a whole. " * 30)
     assert main(["quantize", str(model), *argv]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and words in captured.err

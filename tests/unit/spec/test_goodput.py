@@ -191,6 +191,18 @@ def test_costs_are_learned_where_none_were_measured() -> None:
     assert world.last(100) < 0.3
 
 
+def test_costs_are_learned_beside_a_sequence_that_has_no_guess_yet() -> None:
+    policy, seqs = GoodputLength(4, curve(flat)), sequences(2)
+    for _ in range(3):
+        policy.update(Round(seqs, [4, 4], [4, 0], [2, 0], 6, TimeSplit(draft=0.004, target=flat(6))))
+        seqs[0].metrics.update(4, 2)
+        seqs[1].metrics.update(0, 0)
+    assert policy.draft.seen == 2, "all rounds but the first, in which a drafter reads the prompts"
+    policy.release(seqs[0])
+    policy.update(Round(seqs, [4, 4], [4, 0], [2, 0], 6, TimeSplit(draft=0.004, target=flat(6))))
+    assert policy.draft.seen == 2
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5, 12, 40, 100])
 def test_a_curve(rows: int) -> None:
     c = Curve([(1, 1.0), (4, 2.0), (8, 1.5), (16, 4.0)])
