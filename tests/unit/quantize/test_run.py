@@ -15,7 +15,7 @@ from lawkit import write_model
 from safetensors.torch import load_file
 
 from foretoken import ops
-from foretoken.errors import ConfigError, ForetokenError, RegistryError
+from foretoken.errors import ConfigError, ForetokenError, ModelSaveError, RegistryError
 from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import read_config
 from foretoken.models.loader import load_model
@@ -91,6 +91,24 @@ def test_rules_name_head_and_layers(plan: Plan) -> None:
         assert str(checkpoint.scheme("lm_head.weight")) == "w8a16"
         assert checkpoint.scheme("model.layers.1.mlp.up_proj.weight") is None
         assert checkpoint.dtype("model.layers.1.mlp.up_proj.weight") == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", ["rtn", "rotate"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rule_keeps_embedding_or_head_dense(plan: Plan, tmp_path: Path, method: str, tied: bool) -> None:
+    write_model(tmp_path / "model", **SMALL, tie_word_embeddings=tied)
+    scheme = "w4a16-g32,lm_head=bf16,model.embed_tokens=fp16"
+    result = quantize(replace(plan, model=str(tmp_path / "model"), scheme=scheme, method=method))
+    one = tied and method == "rtn"
+    stored = weights(result.folder)
+    assert stored["model.embed_tokens.weight"].dtype == (torch.bfloat16 if one else torch.float16)
+    assert ("lm_head.weight" in stored) != one
+    assert one or stored["lm_head.weight"].dtype == torch.bfloat16
+    if method == "rtn":
+        before = weights(tmp_path / "model")["model.embed_tokens.weight"]
+        assert torch.allclose(stored["model.embed_tokens.weight"].float(), before.float(), rtol=2**-8, atol=1e-6)
+    assert not {"lm_head", "model.embed_tokens"} & {m["module"] for m in result.quantization["modules"]}
+    load_model(result.folder, ops.resolve("reference"))
 
 
 @pytest.mark.parametrize("method", ["rtn", "rotate"])
@@ -256,7 +274,7 @@ def test_a_destination_in_use(plan: Plan, model: Path) -> None:
     assert weights(plan.out).keys() == before.keys()
     quantize(replace(plan, method="rtn", scheme="w8a8", overwrite=True))
     assert weights(plan.out).keys() != before.keys()
-    with pytest.raises(ConfigError, match="the model itself"):
+    with pytest.raises(ModelSaveError, match="the model itself"):
         quantize(replace(plan, out=model, overwrite=True))
     with pytest.raises(ConfigError, match="quantized already"):
         quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("twice"), method="rtn"))
