@@ -310,6 +310,7 @@ class _Run:
         errors: list[ModuleError] = []
         for start in range(0, height, step):
             rows = self._rows(name, start, min(start + step, height))
+            scheme = scheme.settled(rows)  # a choice of format is one for all rows
             q = scheme.encode(rows) if stats is None else self.pipeline.quantize(rows, scheme, stats)
             pieces.append(q)
             errors.append(module_error(name, scheme, rows, formats.get(q.format).decode(q), stats))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fixtures_quantize import SMALL, write_text
 from lawkit import write_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from foretoken import ops
 from foretoken.errors import ConfigError, ForetokenError, ModelSaveError, RegistryError
@@ -109,6 +109,20 @@ def test_a_rule_keeps_embedding_or_head_dense(plan: Plan, tmp_path: Path, method
         assert torch.allclose(stored["model.embed_tokens.weight"].float(), before.float(), rtol=2**-8, atol=1e-6)
     assert not {"lm_head", "model.embed_tokens"} & {m["module"] for m in result.quantization["modules"]}
     load_model(result.folder, ops.resolve("reference"))
+
+
+def test_a_head_whose_format_is_chosen(plan: Plan, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **SMALL)
+    tensors = weights(tmp_path / "model")
+    tensors["lm_head.weight"][:] = 2.0**-20
+    tensors["lm_head.weight"][:, 0] = 1.0  # beside it, e4m3 rounds the others to zero
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    scheme = "w4a16-g32,lm_head=fp8-auto,model.embed_tokens=fp8-auto"
+    result = quantize(replace(plan, model=str(tmp_path / "model"), scheme=scheme))
+    schemes = {m["module"]: m["scheme"] for m in result.quantization["modules"]}
+    assert schemes["lm_head"] == "fp8_e5m2" and schemes["model.embed_tokens"] == "fp8_e4m3"
+    model = load_model(result.folder, ops.resolve("reference"))
+    assert (model.weights.lm_head.format, model.weights.embedding.format) == ("fp8_e5m2", "fp8_e4m3")
 
 
 @pytest.mark.parametrize("method", ["rtn", "rotate"])
