@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme as formats
-from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.formats.scheme import DENSE, QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.loader import load_tokenizer, open_checkpoint, resolve_model
 from foretoken.models.save import check_destination, save_quantized
@@ -219,7 +218,7 @@ class _Run:
             first = [m for m in self.pipeline.methods if m.first]  # what changes the model as a whole
             walk = Walk(self.config, self.source, Pipeline(first, ""), QuantScheme(), hidden)
             norm = self.source.tensor("model.norm.weight").float()
-            head = Linear(self._dense(HEAD).float())
+            head = Linear(self._dense(HEAD, QuantScheme()).float())
             measured = bits.measure(
                 walk,
                 (self.pipeline.last_norm(norm), head),
@@ -263,13 +262,10 @@ class _Run:
 
     # --- embedding and head ---
 
-    def _named(self, name: str) -> QuantScheme | None:
-        """The scheme of embedding or head if a rule names it; None: it stays as it is."""
+    def _named(self, name: str) -> QuantScheme:
+        """The scheme of embedding or head if a rule names it; else "auto": it stays as it is."""
         names = (EMBEDDING, HEAD) if self.tied else (name,)
-        for glob, scheme in self.scheme.rules:
-            if any(fnmatchcase(n, glob) for n in names):
-                return None if is_dense(scheme) and scheme.weights == "auto" else scheme
-        return None
+        return QuantScheme(rules=self.scheme.rules).at(*names)
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of embedding or head, float32, as the methods want them."""
@@ -279,11 +275,14 @@ class _Run:
             return self.pipeline.embedding(rows)
         return self.pipeline.head(rows, self.source.tensor("model.norm.weight").float())
 
-    def _dense(self, name: str) -> Tensor:
-        """Embedding or head [V, C] in the checkpoint's type."""
-        out = torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=self._dtype(name))
+    def _dense(self, name: str, scheme: QuantScheme) -> Tensor:
+        """Embedding or head [V, C] in a dense scheme ("auto": the checkpoint's type)."""
+        stored = scheme.format_for(self._dtype(name))
+        dtype = next(dtype for dtype, format in DENSE.items() if format == stored)
+        out = torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=dtype)
         for start in range(0, len(out), HEAD_ROWS):
-            out[start : start + HEAD_ROWS] = self._rows(name, start, min(start + HEAD_ROWS, len(out)))
+            rows = self._rows(name, start, min(start + HEAD_ROWS, len(out)))
+            out[start : start + HEAD_ROWS] = formats.get(stored).encode(rows).parts["weight"]  # says what does not fit
         return out
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -297,9 +296,9 @@ class _Run:
 
         A lookup has no inputs to weigh errors by: an embedding (tied ones too) is rounded to nearest.
         """
-        scheme = None if dense else self._named(name)
-        if scheme is None:
-            return self._dense(name), None
+        scheme = QuantScheme() if dense else self._named(name)
+        if is_dense(scheme):
+            return self._dense(name, scheme), None
         height, width = self.config.vocab_size, self.config.hidden_size
         stats = None
         if hidden is not None and name == HEAD:
@@ -311,6 +310,7 @@ class _Run:
         errors: list[ModuleError] = []
         for start in range(0, height, step):
             rows = self._rows(name, start, min(start + step, height))
+            scheme = scheme.settled(rows)  # a choice of format is one for all rows
             q = scheme.encode(rows) if stats is None else self.pipeline.quantize(rows, scheme, stats)
             pieces.append(q)
             errors.append(module_error(name, scheme, rows, formats.get(q.format).decode(q), stats))

@@ -62,6 +62,21 @@ def test_the_output_error_is_no_worse_than_rounding(method: str, scheme: str) ->
         assert found.sum() < 0.8 * plain.sum(), "correlated inputs leave room"
 
 
+@pytest.mark.parametrize("width", [K, 192])  # 192: groups end inside the blocks of -b128
+@every_scheme
+@every_method
+def test_what_is_chosen_can_be_saved_and_read(method: str, scheme: str, width: int) -> None:
+    weight, stats = randn(160, width), stats_of(correlated(400, width))
+    if scheme.endswith("b128"):
+        weight[:, :64] *= 2  # the first group of each block holds its largest value
+    chosen = QuantScheme.parse(scheme).settled(weight)
+    q = parse_method(method, {}).quantize(weight, chosen, stats)
+    fmt = formats.get(q.format)
+    read = fmt.from_checkpoint("name", fmt.checkpoint("name", q))
+    assert read.shape == q.shape
+    assert torch.allclose(decoded(read), decoded(q), rtol=1e-2)  # scales may be stored in 16 bits
+
+
 @every_scheme
 def test_every_code_is_among_the_values_of_its_grid(scheme: str) -> None:
     weight = randn(8, K)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fixtures_quantize import SMALL, write_text
 from lawkit import write_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from foretoken import ops
 from foretoken.errors import ConfigError, ForetokenError, ModelSaveError, RegistryError
@@ -91,6 +91,38 @@ def test_rules_name_head_and_layers(plan: Plan) -> None:
         assert str(checkpoint.scheme("lm_head.weight")) == "w8a16"
         assert checkpoint.scheme("model.layers.1.mlp.up_proj.weight") is None
         assert checkpoint.dtype("model.layers.1.mlp.up_proj.weight") == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", ["rtn", "rotate"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rule_keeps_embedding_or_head_dense(plan: Plan, tmp_path: Path, method: str, tied: bool) -> None:
+    write_model(tmp_path / "model", **SMALL, tie_word_embeddings=tied)
+    scheme = "w4a16-g32,lm_head=bf16,model.embed_tokens=fp16"
+    result = quantize(replace(plan, model=str(tmp_path / "model"), scheme=scheme, method=method))
+    one = tied and method == "rtn"
+    stored = weights(result.folder)
+    assert stored["model.embed_tokens.weight"].dtype == (torch.bfloat16 if one else torch.float16)
+    assert ("lm_head.weight" in stored) != one
+    assert one or stored["lm_head.weight"].dtype == torch.bfloat16
+    if method == "rtn":
+        before = weights(tmp_path / "model")["model.embed_tokens.weight"]
+        assert torch.allclose(stored["model.embed_tokens.weight"].float(), before.float(), rtol=2**-8, atol=1e-6)
+    assert not {"lm_head", "model.embed_tokens"} & {m["module"] for m in result.quantization["modules"]}
+    load_model(result.folder, ops.resolve("reference"))
+
+
+def test_a_head_whose_format_is_chosen(plan: Plan, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **SMALL)
+    tensors = weights(tmp_path / "model")
+    tensors["lm_head.weight"][:] = 2.0**-20
+    tensors["lm_head.weight"][:, 0] = 1.0  # beside it, e4m3 rounds the others to zero
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    scheme = "w4a16-g32,lm_head=fp8-auto,model.embed_tokens=fp8-auto"
+    result = quantize(replace(plan, model=str(tmp_path / "model"), scheme=scheme))
+    schemes = {m["module"]: m["scheme"] for m in result.quantization["modules"]}
+    assert schemes["lm_head"] == "fp8_e5m2" and schemes["model.embed_tokens"] == "fp8_e4m3"
+    model = load_model(result.folder, ops.resolve("reference"))
+    assert (model.weights.lm_head.format, model.weights.embedding.format) == ("fp8_e5m2", "fp8_e4m3")
 
 
 @pytest.mark.parametrize("method", ["rtn", "rotate"])
