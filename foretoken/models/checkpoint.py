@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from foretoken.errors import ModelLoadError
 from foretoken.formats.scheme import QuantScheme, QuantTensor, get
+from foretoken.models._file import TensorFile
 from foretoken.models.config import ModelConfig, read_json
 from foretoken.models.layouts import make_layout
 from foretoken.models.layouts.base import Layout, Stored, say_once
@@ -279,48 +279,34 @@ def notice_decoded(path: Path, decoded: dict[str, str], values: int) -> None:
         )
 
 
-class SafetensorsFile:
+class SafetensorsFile(TensorFile):
     """One open file and its checked header. Raises ModelLoadError if it is unsound."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise self._unsound(str(error)) from None
-        try:
-            self.entries = self._header()
-        except (OSError, ValueError, RecursionError) as error:
-            self.close()
-            raise (error if isinstance(error, ModelLoadError) else self._unsound(str(error))) from None
+    kind = "safetensors"
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
-
-    def _unsound(self, reason: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.path} is not a sound safetensors file ({reason}); download it again")
+    def read_header(self) -> None:
+        self.entries = self._header()
 
     def _header(self) -> dict[str, Entry]:
-        size = os.fstat(self._file).st_size
+        size = self.size
         if size < 8:
-            raise self._unsound(f"{size} bytes are too few")
-        length = struct.unpack("<Q", os.pread(self._file, 8, 0))[0]
+            raise self.unsound(f"{size} bytes are too few")
+        length = struct.unpack("<Q", bytes(self.read(0, 8).numpy()))[0]
         if length > min(MAX_HEADER, size - 8):
-            raise self._unsound(f"a header of {length} bytes in a file of {size}")
+            raise self.unsound(f"a header of {length} bytes in a file of {size}")
         text = bytes(self.read(8, 8 + length).numpy()).decode("utf-8")
         raw = json.loads(text, object_pairs_hook=_no_duplicates)
         if not isinstance(raw, dict):
-            raise self._unsound("its header is no JSON object")
+            raise self.unsound("its header is no JSON object")
         raw.pop("__metadata__", None)
         entries = {name: self._entry(name, value, 8 + length) for name, value in raw.items()}
         at = 8 + length  # each byte belongs to one tensor: no overlap, no hole, no end beyond the file's
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != at:
-                raise self._unsound(f"tensor {name[:80]} begins at byte {entry.begin}, not at {at}")
+                raise self.unsound(f"tensor {name[:80]} begins at byte {entry.begin}, not at {at}")
             at = entry.end
         if at != size:
-            raise self._unsound(f"its tensors end at byte {at}, the file at {size}")
+            raise self.unsound(f"its tensors end at byte {at}, the file at {size}")
         return entries
 
     def _entry(self, name: str, value: Any, data: int) -> Entry:
@@ -328,25 +314,12 @@ class SafetensorsFile:
         dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
         bits = _BITS.get(dtype) if isinstance(dtype, str) else None
         # The number of sizes is checked before their product is taken: that of many would be without end.
-        small = _naturals(shape, MAX_DIMENSIONS) and _naturals(offsets, 2) and len(offsets) == 2
-        if bits is None or not small:
-            raise self._unsound(f"the header says of tensor {name[:80]}: {str(value)[:80]}")
+        if bits is None or not _naturals(shape, MAX_DIMENSIONS) or not _naturals(offsets, 2) or len(offsets) != 2:
+            raise self.unsound(f"the header says of tensor {name[:80]}: {str(value)[:80]}")
         begin, end = offsets
         if begin > end or (end - begin) * 8 != math.prod(shape) * bits:
-            raise self._unsound(f"tensor {name[:80]}, {dtype} {shape}, cannot take bytes {begin} to {end}")
+            raise self.unsound(f"tensor {name[:80]}, {dtype} {shape}, cannot take bytes {begin} to {end}")
         return Entry(str(dtype), tuple(shape), data + begin, data + end)
-
-    def read(self, begin: int, end: int) -> Tensor:
-        """Bytes begin..end-1 of the file, uint8, in memory of their own."""
-        out = torch.empty(end - begin, dtype=torch.uint8)
-        view: memoryview = out.numpy().data  # of the same memory
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._file, [view[done:]], begin + done)
-            if count == 0:
-                raise self._unsound(f"it ends before byte {end}; was it changed while it was read?")
-            done += count
-        return out
 
 
 def _naturals(value: object, most: int) -> TypeGuard[list[int]]:

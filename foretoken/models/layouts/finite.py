@@ -25,4 +25,4 @@ def finite(value: QuantTensor | Tensor) -> bool:
             return False
     if end is None:
         return True
-    return all(bool(((rows & 0x7F) < end).all()) for rows in value.parts["codes"].split(ROWS))
+    return all(bool(((rows & 0x7F) < end).all()) for rows in torch.split(value.parts["codes"], ROWS))
