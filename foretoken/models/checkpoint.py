@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
@@ -291,7 +292,7 @@ class SafetensorsFile(TensorFile):
         size = self.size
         if size < 8:
             raise self.unsound(f"{size} bytes are too few")
-        length = struct.unpack("<Q", bytes(self.read(0, 8).numpy()))[0]
+        length = struct.unpack("<Q", os.pread(self._file, 8, 0))[0]
         if length > min(MAX_HEADER, size - 8):
             raise self.unsound(f"a header of {length} bytes in a file of {size}")
         text = bytes(self.read(8, 8 + length).numpy()).decode("utf-8")
