@@ -139,7 +139,7 @@ def _choose_rows(lost: Tensor, a: QuantTensor, b: QuantTensor, together: int) ->
     """
     if together == 0:
         return a if lost.sum() > 0 else b
-    worse = torch.stack([part.sum() for part in lost.split(together)]) > 0
+    worse = torch.stack([part.sum() for part in torch.split(lost, together)]) > 0
     first = worse.repeat_interleave(together)[: len(lost)]
     parts = {
         name: torch.where(first.view(-1, *[1] * (part.dim() - 1)), a.parts[name], part)
