@@ -35,6 +35,10 @@ class Awq(Quantizer):
         grid: int = 10
         clip: bool = True
 
+        def __post_init__(self) -> None:
+            if self.grid < 1:
+                raise ConfigError(f"awq's grid has at least 1 step, e.g. 10; got {self.grid}")
+
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
         for stage in STAGES:
             choices = [(block.linears[n].weight, scheme_of(n)) for n in STAGES[stage]]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foretoken.errors import ConfigError
 from foretoken.models.config import ModelConfig
 from foretoken.quantize._decoder import NORM_OF, STAGES, Block
 from foretoken.quantize.base import Quantizer, SchemeOf, Stats, is_dense
@@ -26,6 +27,10 @@ class Smooth(Quantizer):
         """`alpha`: 0 leaves all to the activations, 1 moves all into the weights."""
 
         alpha: float = 0.5
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.alpha <= 1:
+                raise ConfigError(f"smooth's alpha lies from 0 to 1, e.g. 0.5; got {self.alpha:g}")
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
         for stage in NORM_OF:
