@@ -5,6 +5,7 @@ Frantar et al. (2023), "GPTQ: Accurate Post-Training Quantization for Generative
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +35,12 @@ class Gptq(Quantizer):
         block: int = 128
         act_order: bool = False
         clip: bool = True
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.damping < math.inf:
+                raise ConfigError(f"gptq's damping is a share of at least 0, e.g. 0.01; got {self.damping:g}")
+            if self.block < 1:
+                raise ConfigError(f"gptq's block is at least 1 column, e.g. 128; got {self.block}")
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
         if stats is None:

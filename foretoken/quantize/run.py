@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken import __version__
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme as formats
 from foretoken.formats.scheme import DENSE, QuantScheme, QuantTensor
@@ -39,7 +41,7 @@ class Plan:
     """What is asked: a model, how it is to be stored and by which method, and where the result goes.
 
     `budget`: bits a weight on average, over the linear layers of the decoder; `candidates` are then the schemes to
-    choose from, and `scheme` counts only for modules its rules name.
+    choose from, and `scheme` counts only for modules its rules name (these are part of the average).
     """
 
     model: str
@@ -113,6 +115,10 @@ def check(plan: Plan, scheme: QuantScheme, pipeline: Pipeline) -> None:
         bits.check_candidates(plan.candidates)
         if plan.calibration is None:
             raise ConfigError("a budget is spent by measured loss; give --calibration FILE")
+        if not 0 < plan.budget < math.inf:
+            raise ConfigError(f"a budget is a number of bits a weight, e.g. 4.5; got {plan.budget:g}")
+    if not 0 <= plan.seed < 2**63:
+        raise ConfigError(f"the seed is a number from 0 to 2^63 - 1; got {plan.seed}")
 
 
 def _check_tokens(calibration: Calibration, config: ModelConfig, path: Path) -> None:
@@ -158,17 +164,26 @@ class _Run:
                 except ConfigError as error:
                     raise ConfigError(f"{name} {list(shape)} cannot be stored as {scheme}: {error}") from None
 
+        if self.plan.budget is not None:
+            shapes = {name: shape for name, shape in _matrices(self.config) if name not in (EMBEDDING, HEAD)}
+            bits.check_budget(shapes, self.scheme, self.plan.candidates, self.plan.budget)
+
     def _manifest(self) -> dict[str, Any]:
         """What must be equal for a run to go on."""
         p = self.plan
-        rows = self.calibration.rows if self.calibration is not None else torch.empty(0)
+        none = torch.empty(0)
+        rows, held_out = (
+            (none, none) if self.calibration is None else (self.calibration.rows, self.calibration.held_out)
+        )
         return {
             "schema": SCHEMA,
+            "version": __version__,  # another one may compute otherwise
             "model": fingerprint(self.folder),
             "scheme": str(self.scheme),
             "method": self.pipeline.text,
             "options": dict(sorted(p.options.items())),
             "calibration": digest(rows),
+            "held_out": digest(held_out),
             "samples": p.samples,
             "length": p.length,
             "seed": p.seed,
@@ -222,7 +237,7 @@ class _Run:
             measured = bits.measure(
                 walk,
                 (self.pipeline.last_norm(norm), head),
-                self.plan.candidates,
+                lambda modules: bits.offered(modules, self.scheme, self.plan.candidates),
                 lambda done, total: self.report(Progress("budget", done, total)),
             )
             self.work.write_json("sensitivity.json", bits.as_dicts(measured))

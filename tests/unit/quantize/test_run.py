@@ -235,6 +235,50 @@ def test_a_budget_is_kept_and_spent(plan: Plan) -> None:
     load_model(result.folder, ops.resolve("reference"))
 
 
+def test_rules_count_in_the_budget(plan: Plan) -> None:
+    rule = "w4a16,model.layers.0.mlp.down_proj=bf16"
+    plan = replace(plan, scheme=rule, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=8)
+    found = quantize(plan).quantization
+    schemes = {m["module"]: m["scheme"] for m in found["modules"]}
+    assert schemes["model.layers.0.mlp.down_proj"] == "bf16"
+    assert 6.0 < found["bits_per_weight"] <= 7.0
+    assert [s["scheme"] for s in found["sensitivity"] if s["unit"] == "model.layers.0.down"] == ["bf16"]
+
+
+def measured(*args: object) -> None:
+    raise AssertionError("refused before anything is measured")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scheme": "w4a16,*.q_proj=bf16"}, "stored alike"),
+        ({"scheme": "w4a16,*_proj=bf16"}, r"below the smallest candidates' 16\.000"),
+        ({"candidates": ("w4a16-g32", "w4a16-g128")}, r"layers\.0\.self_attn\.q_proj .*do not divide"),
+        ({"budget": float("nan")}, "number of bits"),
+        ({"budget": 0.0}, "number of bits"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], words: str
+) -> None:
+    monkeypatch.setattr(quantizing.bits, "measure", measured)
+    with pytest.raises(ConfigError, match=words):
+        quantize(replace(plan, **{"budget": 6.0, "candidates": ("w4a16-g32", "w8a16"), **change}))
+
+
+@pytest.mark.parametrize("name", ["__version__", "HELD_OUT"])
+def test_what_a_run_was_begun_with_is_compared(plan: Plan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plan = replace(plan, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=4)
+    with pytest.raises(Stop):
+        quantize(plan, stop_after(1))
+    monkeypatch.setattr(quantizing, name, {"__version__": "0.0.0", "HELD_OUT": 2}[name])
+    with pytest.raises(ConfigError, match="was begun with"):
+        quantize(replace(plan, resume=True))
+
+
 def test_an_interrupted_budget_goes_on(plan: Plan) -> None:
     plan = replace(plan, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=8)
     whole = quantize(replace(plan, out=plan.out.with_name("whole")))
@@ -267,6 +311,13 @@ def test_a_recommendation_names_what_stands_out() -> None:
         ({"calibration": None}, ConfigError, "--calibration FILE"),
         ({"options": {"dampin": 1.0}}, ConfigError, "did you mean 'damping'"),
         ({"options": {"clip": 3}}, ConfigError, "type bool"),
+        ({"options": {"block": 0}}, ConfigError, "at least 1 column"),
+        ({"options": {"block": -1}}, ConfigError, "at least 1 column"),
+        ({"options": {"damping": -0.1}}, ConfigError, "damping"),
+        ({"options": {"damping": float("nan")}}, ConfigError, "damping"),
+        ({"method": "awq", "options": {"grid": 0}}, ConfigError, "grid"),
+        ({"method": "smooth", "options": {"alpha": 1.5}}, ConfigError, "alpha"),
+        ({"method": "smooth", "options": {"alpha": float("nan")}}, ConfigError, "alpha"),
         ({"samples": 0}, ConfigError, "at least 1"),
         ({"budget": 3.0, "candidates": ("w4a16-g32", "bf16")}, ConfigError, "below the smallest"),
         ({"budget": 6.0, "candidates": ("bf16",)}, ConfigError, "candidates of fewer bits"),
