@@ -1,6 +1,7 @@
 """Through a model layer by layer: prepare a layer, choose its codes, pass the hidden states on.
 
-In memory are one layer in float32, the statistics of one product, and the hidden states of the calibration rows.
+In memory are one layer in float32, the statistics of one product (while a method that needs them rewrites the layer,
+those of its four stages), and the hidden states of the calibration rows.
 """
 
 from __future__ import annotations

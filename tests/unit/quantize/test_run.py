@@ -12,6 +12,7 @@ import pytest
 import torch
 from fixtures_quantize import SMALL, write_text
 from lawkit import write_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from foretoken import ops
@@ -19,7 +20,7 @@ from foretoken.errors import ConfigError, ForetokenError, ModelSaveError, Regist
 from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import read_config
 from foretoken.models.loader import load_model
-from foretoken.quantize import run as quantizing
+from foretoken.quantize import _work, run as quantizing
 from foretoken.quantize.budget import recommend
 from foretoken.quantize.run import FILE, Plan, Progress, quantize
 
@@ -189,6 +190,44 @@ def test_a_damaged_layer_file_is_named(plan: Plan) -> None:
         quantize(replace(plan, resume=True))
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_full_disk_says_how_to_go_on(plan: Plan, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    written: list[str] = []
+
+    def full(tensors: dict[str, torch.Tensor], path: str, **settings: object) -> None:
+        written.append(path)
+        if len(written) == 2:
+            Path(path).write_bytes(b"half")
+            raise error
+        save_file(tensors, path, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_work, "save_file", full)
+        with pytest.raises(ModelSaveError, match=r"layer-00001.*No space left.*--resume"):
+            quantize(plan)
+    assert not Path(written[1]).exists()
+    whole = quantize(replace(plan, out=plan.out.with_name("whole")))
+    assert same(whole.folder, quantize(replace(plan, resume=True)).folder)
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str, encoding: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(ModelSaveError, match="No space left"):
+            quantize(plan)
+    assert not plan.out.with_name("out.partial").exists()
+
+
+def test_the_folder_one_is_in(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan.out.mkdir()
+    monkeypatch.chdir(plan.out)
+    quantize(replace(plan, out=Path("."), method="rtn", overwrite=True))
+    assert (plan.out / FILE).is_file()
+
+
 @pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
 def test_one_layer_is_in_memory_at_a_time(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -313,8 +352,8 @@ def test_a_recommendation_names_what_stands_out() -> None:
         ({"options": {"clip": 3}}, ConfigError, "type bool"),
         ({"options": {"block": 0}}, ConfigError, "at least 1 column"),
         ({"options": {"block": -1}}, ConfigError, "at least 1 column"),
-        ({"options": {"damping": -0.1}}, ConfigError, "damping"),
-        ({"options": {"damping": float("nan")}}, ConfigError, "damping"),
+        ({"options": {"damping": -0.1}}, ConfigError, "share of at least 0"),
+        ({"options": {"damping": float("nan")}}, ConfigError, "share of at least 0"),
         ({"method": "awq", "options": {"grid": 0}}, ConfigError, "grid"),
         ({"method": "smooth", "options": {"alpha": 1.5}}, ConfigError, "alpha"),
         ({"method": "smooth", "options": {"alpha": float("nan")}}, ConfigError, "alpha"),
