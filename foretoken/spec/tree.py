@@ -66,7 +66,7 @@ class Tree:
         return sum(1 << self.places[j] for j in self.path(i))
 
     def _likeliest(self) -> list[int]:
-        """The `size` likeliest candidates in order of growth: parents before their children, with which they may tie."""
+        """The `size` likeliest candidates in order of growth: parents before their children."""
         ranked = sorted(range(len(self.tokens)), key=lambda i: (-self.scores[i], i))
         return sorted(ranked[: self.size])
 
