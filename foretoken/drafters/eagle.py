@@ -29,6 +29,7 @@ from foretoken.spec.sampling import adjust, gumbel_noise, needs_adjusting, survi
 from foretoken.spec.tree import Tree
 
 CANDIDATES = 64  # of the head's likeliest tokens, those that noise may reorder
+LEFT_OUT = 3.0  # taken off the logarithm of what the head's own truncation excludes
 Floats = NDArray[np.float64]
 
 
@@ -207,10 +208,14 @@ class _Growing:
 def _sampled(
     logits: Floats, ids: NDArray[np.int64], seq: Sequence, num_path: int, count: int
 ) -> tuple[list[int], list[float]]:
-    """The candidates with the largest log p + noise, and the log-shares of these sums."""
-    kept, values = survivors(logits, seq.params)
-    ids = ids[kept]
-    values = values + gumbel_noise(seq.seed, len(seq) + num_path, ids)
+    """The candidates with the largest log p + noise, and the log-shares of these sums.
+
+    What top-k, top-p or min-p leave out of the head's distribution the target may still have: it comes later, not never.
+    """
+    kept, _ = survivors(logits, seq.params)
+    values: Floats = (logits - logits[0]) / (seq.params.temperature or 1.0) - LEFT_OUT
+    values[kept] += LEFT_OUT
+    values += gumbel_noise(seq.seed, len(seq) + num_path, ids)
     best = np.argsort(-values, kind="stable")[:count]
     values -= values[best[0]]
     values -= np.log(np.exp(values).sum())

@@ -51,6 +51,7 @@ def head_bytes(folder: Path, quant: QuantScheme, target: ModelConfig) -> tuple[M
     with open_head(folder) as (config, files, shapes, layer):
         config.check_target(target)
         _check_borrowed(folder, config, shapes)
+        _target_ids(folder, config, files)
         dense = quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight"))
         return config.layer, weight_bytes(config.layer, files, quant, shapes), dense
 
