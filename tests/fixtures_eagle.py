@@ -147,7 +147,9 @@ def fit_head(folder: Path, target: Llama, seed: int = 0) -> Path:
     w = random_head(config, seed, "layers.0", scale=0.05)
     generator = torch.Generator().manual_seed(seed)
     texts = [torch.randint(1, 300, (64,), generator=generator).tolist() for _ in range(16)]
-    embedding = target.ops.embedding(torch.arange(target.config.vocab_size, dtype=torch.int32), target.weights.embedding)
+    embedding = target.ops.embedding(
+        torch.arange(target.config.vocab_size, dtype=torch.int32), target.weights.embedding
+    )
     inputs, wanted = [], []
     for text, (hidden, _) in zip(texts, target_states(target, texts, config.captures(target.config.num_layers))):
         features = combine(config, w, hidden, target)

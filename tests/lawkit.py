@@ -45,7 +45,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its draft, loaded, and their tokenizer; `low`: the target in a lower format; `head`: a draft head."""
+    """A target with its draft and its draft head, loaded, and their tokenizer; `low`: the target in a lower format."""
 
     target: Llama
     draft: Llama

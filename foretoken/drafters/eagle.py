@@ -210,7 +210,7 @@ def _sampled(
 ) -> tuple[list[int], list[float]]:
     """The candidates with the largest log p + noise, and the log-shares of these sums.
 
-    What top-k, top-p or min-p leave out of the head's distribution the target may still have: it comes later, not never.
+    What top-k, top-p or min-p leave out of the head's distribution, the target may still have: it comes later.
     """
     kept, _ = survivors(logits, seq.params)
     values: Floats = (logits - logits[0]) / (seq.params.temperature or 1.0) - LEFT_OUT

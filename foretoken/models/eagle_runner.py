@@ -52,8 +52,8 @@ class HeadRunner:
     def expand(self, levels: Seq[Level], features: Tensor) -> tuple[Tensor, Tensor]:
         """Run one level of several trees; features [T, C] are those of the nodes' parents.
 
-        Returns logits [T, Vd] and the nodes' own features [T, C]. The rows lie in the cache behind the holder's own, by place,
-        until they are written over.
+        Returns logits [T, Vd] and the nodes' own features [T, C]. The rows lie in the cache behind the holder's
+        own, by place, until they are written over.
         """
         batch = self._batch(levels)
         return self.model.forward(features, batch, self.cache, self.window)
