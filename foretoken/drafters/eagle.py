@@ -33,6 +33,16 @@ LEFT_OUT = 3.0  # taken off the logarithm of what the head's own truncation excl
 Floats = NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Row:
+    """The head's logits at one place: all [Vd]; the best, falling, with the target's ids; the log of all mass."""
+
+    logits: NDArray[np.float32]
+    best: Floats
+    ids: NDArray[np.int64]
+    total: float
+
+
 class EagleDrafter(Drafter):
     """An EAGLE head with its own format and cache, which follows each sequence by the target's hidden states."""
 
@@ -122,8 +132,9 @@ class EagleDrafter(Drafter):
     def _grow(self, growing: Seq[_Growing]) -> None:
         """The first level from the last known positions, then a pass of the head for each further one."""
         logits, features = self.followers.catch_up([g.seq for g in growing])
-        for g, row in zip(growing, logits, strict=True):
-            self._children(g, -1, row)
+        num = max(g.width if g.seq.params.greedy else max(CANDIDATES, g.width) for g in growing)
+        for g, known in zip(growing, self.rows(logits, num), strict=True):
+            self._children(g, -1, known)
         for depth in range(2, max(g.depth for g in growing) + 1):
             levels: list[Level] = []
             parents: list[int] = []  # rows of `features`
@@ -140,48 +151,55 @@ class EagleDrafter(Drafter):
             if not running:
                 return
             logits, features = self.runner.expand(levels, features[torch.tensor(parents, device=features.device)])
-            row = 0
+            rows, at = self.rows(logits, num), 0
             for g, nodes in running:
                 g.tree.start_level()
-                g.rows = {n: row + j for j, n in enumerate(nodes)}
+                g.rows = {n: at + j for j, n in enumerate(nodes)}
                 for n in nodes:
-                    self._children(g, n, logits[row])
-                    row += 1
+                    self._children(g, n, rows[at])
+                    at += 1
 
-    def _children(self, g: _Growing, node: int, logits: Tensor) -> None:
-        """Grow the tree by the likeliest tokens after a node (-1: the last known token), from logits [Vd] there."""
+    def _children(self, g: _Growing, node: int, row: Row) -> None:
+        """Grow the tree by the likeliest tokens after a node (-1: the last known token), from the head's row there."""
         path = [g.tree.tokens[i] for i in g.tree.path(node)] if node >= 0 else []
-        tokens, log_probs = self.choices(logits, g.seq, path, g.width)
+        tokens, log_probs = self.choices(row, g.seq, path, g.width)
         ended = [self.policy.stop(float(np.exp(p))) for p in log_probs] if self.policy.uses_confidence else []
         g.tree.grow(node, tokens, log_probs, ended or [False] * len(tokens))
 
-    def choices(self, logits: Tensor, seq: Sequence, path: Seq[int], count: int) -> tuple[list[int], list[float]]:
-        """The target's likely choices after the sequence and `path`, from the head's logits [Vd]; log-probabilities.
+    def rows(self, logits: Tensor, num: int) -> list[Row]:
+        """Each row of logits [T, Vd] with its `num` likeliest tokens. In NumPy a row's sum has its own order."""
+        values, index = logits.topk(min(num, logits.shape[1]))  # [T, num]
+        best: Floats = values.cpu().numpy().astype(np.float64)
+        ids = index.cpu().numpy()
+        ids = ids if self._target_ids is None else self._target_ids[ids]
+        table = logits.cpu().numpy()
+        with np.errstate(all="ignore"):  # logits that are no numbers give no guess
+            totals = best[:, 0] + np.log(np.exp(table - table.max(axis=1, keepdims=True)).sum(axis=1))
+        return [Row(*parts) for parts in zip(table, best, ids, totals.tolist(), strict=True)]
+
+    def choices(self, row: Row, seq: Sequence, path: Seq[int], count: int) -> tuple[list[int], list[float]]:
+        """The target's likely choices after the sequence and `path`, from the head's row; log-probabilities.
 
         Greedy: the likeliest tokens. Sampled: of log p + noise, the largest, as shares of their exponentials: the
         target's choice is the largest of its own log p + the same noise.
         """
         if needs_adjusting(seq, len(path)):
-            return self._adjusted(logits, seq, path, count)
-        num = min(len(logits), count if seq.params.greedy else max(CANDIDATES, count))
-        values, index = logits.topk(num)
-        ids = index.cpu().numpy()
-        ids = ids if self._target_ids is None else self._target_ids[ids]
-        best: Floats = values.cpu().numpy().astype(np.float64)
-        if not np.isfinite(best[0]):
+            return self._adjusted(row.logits, seq, path, count)
+        if not np.isfinite(row.total):
             return [], []
         if seq.params.greedy:
-            return ids.tolist(), np.minimum(best - float(logits.logsumexp(0)), 0.0).tolist()
-        return _sampled(best, ids, seq, len(path), count)
+            return row.ids[:count].tolist(), np.minimum(row.best[:count] - row.total, 0.0).tolist()
+        return _sampled(row.best, row.ids, seq, len(path), count)
 
-    def _adjusted(self, logits: Tensor, seq: Sequence, path: Seq[int], count: int) -> tuple[list[int], list[float]]:
+    def _adjusted(
+        self, logits: NDArray[np.float32], seq: Sequence, path: Seq[int], count: int
+    ) -> tuple[list[int], list[float]]:
         """`choices` under penalties, bias, bans: they need a row over the target's vocabulary."""
-        row = logits.cpu().numpy()
         if self._target_ids is not None:
             whole = np.full(self._vocab_size, -np.inf, np.float32)
-            whole[self._target_ids] = row
-            row = whole
-        values = adjust(row, seq, path, self.eos_token_ids)
+            whole[self._target_ids] = logits
+            logits = whole
+        values = adjust(logits, seq, path, self.eos_token_ids)
         best = np.argsort(-values, kind="stable")[: max(CANDIDATES, count)].astype(np.int64)
         if not np.isfinite(values[best[0]]):
             return [], []

@@ -234,7 +234,7 @@ def test_the_first_choice_is_the_targets_where_the_head_is_right(easy: Pair) -> 
         for i in range(60):
             logits = 3 * torch.randn(MODEL_VOCAB, generator=generator)
             seq = Sequence(i, PROMPTS[4], asked, 100 + i)
-            tokens, log_probs = drafter.choices(logits, seq, [3, 4], 4)
+            tokens, log_probs = drafter.choices(drafter.rows(logits[None], 64)[0], seq, [3, 4], 4)
             right += tokens[0] == choose(logits.numpy(), seq, [3, 4], ())
             assert len(set(tokens)) == 4
             assert log_probs == sorted(log_probs, reverse=True)
