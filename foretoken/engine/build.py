@@ -48,9 +48,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     tokenizer = load_tokenizer(folder)
-    levels = list(_levels(config.spec))
-    for level in levels:
-        parse_options(_drafter_class(level), level.options)  # a bad option should not wait for the weights
+    check_options(config.spec)
     models = _models(config.spec, folder, quant)
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
@@ -75,6 +73,12 @@ def _demand(m: _Model, config: EngineConfig) -> Demand:
         return head_demand(m.folder, m.quant, config, m.target)
     own = demand(m.folder, m.quant, config)
     return replace(own, block=0) if m.shares_cache else own
+
+
+def check_options(spec: SpecConfig) -> None:
+    """Raise ConfigError or RegistryError for a bad option of a level: it should not wait for the weights."""
+    for level in _levels(_with_heads(spec)):
+        parse_options(_drafter_class(level), level.options)
 
 
 def assemble(

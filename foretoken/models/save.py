@@ -60,7 +60,7 @@ def save_quantized(
     Raises ModelSaveError where `out` is taken or cannot be written, ConfigError for tensors that contradict `schemes`.
     """
     out = Path(os.path.abspath(out))
-    _check_destination(out, overwrite)
+    check_destination(out, overwrite, source)
     raw = {**_source_config(source), **(config or {})}
     raw.pop("quantization_config", None)
     raw.pop("compression_config", None)
@@ -88,15 +88,26 @@ def save_quantized(
     return out
 
 
-def _check_destination(out: Path, overwrite: bool) -> None:
-    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
+OURS = (".safetensors", ".json", ".jinja", ".md", ".model", ".txt")  # what a folder may hold that is replaced
+
+
+def check_destination(out: Path, overwrite: bool, source: Path) -> None:
+    """Raises ModelSaveError unless a checkpoint can be put there, without loss of anything but an older checkpoint."""
+    if out.is_symlink():
+        raise ModelSaveError(f"{out} is a link; name the place itself")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
         raise ModelSaveError(f"{out} exists already; choose another place, or overwrite it (--overwrite)")
-    if out.is_symlink() or not out.is_dir() or not (out / "config.json").exists():
+    if source.resolve().is_relative_to(out.resolve()):
+        raise ModelSaveError(f"{out} holds the model itself, and would be lost; choose another place")
+    if not out.is_dir() or not (out / "config.json").exists():
         raise ModelSaveError(
             f"{out} is no checkpoint (it has no config.json), and is not overwritten; choose another place"
         )
+    strange = next((p.name for p in sorted(out.iterdir()) if not p.is_file() or p.suffix not in OURS), None)
+    if strange is not None:
+        raise ModelSaveError(f"{out} holds {strange}, which is not of a checkpoint; move it, or choose another place")
 
 
 def _put(partial: Path, out: Path) -> None:
@@ -146,7 +157,7 @@ def _copy_files(source: Path, folder: Path) -> None:
 def _card(source: Path, schemes: Mapping[str, QuantScheme], card: str) -> str:
     texts = ", ".join(sorted({str(s) for s in schemes.values()}))
     lines = [
-        f"# {source.stem}, quantized",
+        f"# {source.stem if source.suffix == GGUF else source.name}, quantized",
         "",
         f"Written by foretoken from {source.name}: {len(schemes)} matrices in {texts}.",
     ]
