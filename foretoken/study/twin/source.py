@@ -73,15 +73,15 @@ class TwinSource:
             return out
         rows = image.rows[start:stop]
         out[rows == ZERO] = 0
-        quiet = (rows == QUIET)[:, None]
-        for column in (*image.columns, image.muted):
-            out[:, column] = out[:, column].masked_fill(quiet, 0)
+        quiet = (rows == QUIET).nonzero()  # [m, 1]
+        if len(quiet):
+            for column in (*image.columns, image.muted):
+                out[quiet, column] = 0
+            if image.constant is not None:
+                out[quiet, image.constant[0]] = image.constant[2]
         live = (rows >= 0).nonzero().squeeze(1)
         if len(live):
             out[live] = self._live(name, image, rows[live], out[live])
-        if image.constant is not None:
-            index, _, value = image.constant
-            out[:, index] = torch.where(quiet.squeeze(1), value, out[:, index])
         return out
 
     def _live(self, name: str, image: Image, rows: Tensor, out: Tensor) -> Tensor:
