@@ -14,7 +14,7 @@ from foretoken.models.loader import open_checkpoint, resolve_model
 from foretoken.models.save import SHARD, copy_files, new_folder, source_config, write_file
 from foretoken.models.stream import check_room, num_bytes, stream_weights
 from foretoken.models.weights import Progress
-from foretoken.study.shapes import get_shape
+from foretoken.study.shapes import NAMES, get_shape
 from foretoken.study.twin.layout import Layout, make_layout, raw_config
 from foretoken.study.twin.source import TwinSource
 
@@ -32,8 +32,9 @@ class Twin:
 
 
 def find_shape(name: str) -> ModelConfig:
-    """A shape by its name, or that of a model's folder. Raises ConfigError, ModelLoadError."""
-    return read_config(resolve_model(name)) if os.sep in name or Path(name).is_dir() else get_shape(name)
+    """A shape by its name, or else that of a folder with a config.json. Raises ConfigError, ModelLoadError."""
+    folder = Path(name)
+    return read_config(folder) if folder.is_dir() and name.lower() not in NAMES else get_shape(name, "its folder")
 
 
 def make_twin(
