@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from fixtures_models import all_logits, load
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli import main
+from foretoken.models.loader import load_tokenizer, resolve_model
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1024, "num_hidden_layers": 12,
@@ -66,3 +69,19 @@ def test_the_command_says_what_it_wrote(capsys: pytest.CaptureFixture[str], tmp_
 def test_bad_input(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["twin", *argv]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_quantization_disturbs_a_twin_as_much_as_its_model(twins: tuple[Path, Path]) -> None:
+    def log_probs(model: str, scheme: str) -> torch.Tensor:
+        llm = load(resolve_model(model), weights=scheme, backend="auto")
+        return all_logits(llm, tokens)[:, :4096].log_softmax(-1).double()
+
+    chat = [{"role": "user", "content": text} for text in PROMPTS]
+    tokens = load_tokenizer(resolve_model("embedded")).chat(chat)
+    true = log_probs("embedded-target", "bf16")
+    own, twin = (
+        float((true.exp() * (true - log_probs(model, "w4a8"))).sum(1).mean())
+        for model in ("embedded-target", str(twins[0]))
+    )
+    assert 0.001 < own < 0.1
+    assert own / 1.5 < twin < own * 1.5
