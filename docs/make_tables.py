@@ -4,6 +4,8 @@ A table stands between two markers, and what lies between them is replaced:
 
     <!-- table:bench -->      the newest run in benchmarks/results/bench.jsonl
     <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
+    <!-- table:quantize -->   the newest record of every method and format in quantize.jsonl
+    <!-- table:gguf -->       the newest comparison with llama.cpp's logits of every file in gguf.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
@@ -18,6 +20,7 @@ import ast
 import dataclasses
 import importlib.util
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -101,12 +104,71 @@ def evaluations() -> str:
     return f"{markdown(head, rows, range(1, len(head)))}\n\n{where}.\n"
 
 
+def newest(name: str, key: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
+    """The last record of each kind in a file that is not read by study.record."""
+    path = RECORDS / f"{name}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return list({key(r): r for r in map(json.loads, lines)}.values())
+
+
+def measured_on(found: dict[str, Any]) -> str:
+    """Where and when a record was made."""
+    machine = found["machine"]
+    return f"{machine['cpu']}, {machine['cores']} cores; {found['time'][:10]}, commit {found['commit']}"
+
+
+def quantizers() -> str:
+    """Held-out perplexity by method and format, as benchmarks/quantize.py found it."""
+    found = newest("quantize", lambda r: (r["config"]["scheme"], r["config"]["method"]))
+    if not found:
+        return "*No record yet: `benchmarks/quantize.py` writes one.*"
+    rows = []
+    for r in sorted(found, key=lambda r: (r["bits_per_weight"], r["config"]["scheme"], r["relative"]["ratio"])):
+        c, ratio = r["config"], r["relative"]
+        interval = f"{ratio['low']:.4f} .. {ratio['high']:.4f}"
+        bits = f"{r['bits_per_weight']:.3f}"
+        rows.append([c["scheme"], c["method"], bits, f"{ratio['ratio']:.4f}", interval, c["calibration"] or ""])
+    head = ["scheme", "method", "bits a weight", "perplexity over the original's", "95 %", "calibrated on"]
+    c = found[-1]["config"]
+    about = f"{c['model']}, {c['held_out_tokens']} held-out tokens; linear layers of the decoder only."
+    return f"{markdown(head, rows, (2, 3))}\n\n{about} {measured_on(found[-1])}.\n"
+
+
+def gguf() -> str:
+    """Our logits beside llama.cpp's on the same file, as benchmarks/gguf_logits.py found them."""
+    found = newest("gguf", lambda r: (r["file"], r["format"]))
+    if not found:
+        return "*No record yet: `benchmarks/gguf_logits.py` writes one.*"
+    rows = [
+        [
+            r["file"],
+            r["format"],
+            f"{r['mean_difference']:.4f}",
+            f"{r['max_difference']:.3f}",
+            f"{r['kl']:.1e}",
+            f"{r['argmax_agreement']:.1%}",
+        ]
+        for r in found
+    ]
+    head = ["file", "--format", "mean difference", "largest", "KL", "same likeliest token"]
+    last = found[-1]
+    about = f"{last['num_tokens']} tokens; the logits' standard deviation is {last['logit_deviation']:.2f}"
+    return (
+        f"{markdown(head, rows, range(2, 6))}\n\n{about}; llama-cpp-python {last['llama_cpp_python']}. "
+        f"{measured_on(last)}.\n"
+    )
+
+
 def table(name: str) -> str:
     """The newest run of one record file, a table for each workload, and where and when it was measured."""
     if name == "peers":
         return peers()
     if name == "eval":
         return evaluations()
+    if name == "quantize":
+        return quantizers()
+    if name == "gguf":
+        return gguf()
     from foretoken.study import record, report
 
     path = RECORDS / f"{name}.jsonl"

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from foretoken.study.quality.suite import Text
     from foretoken.study.quality.tasks import Settings
 
-SPECULATION = ("draft", "draft_options", "draft_format", "confidence", "num_draft_tokens")
+SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # how the draft is made, beside its length
+OF_VARIANTS = ("draft", "num_draft_tokens", "format", "kv_format", *SPECULATION)  # not of every engine of a comparison
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,13 @@ def run(argv: Seq[str], prog: str) -> int:
             raise ConfigError("give the models to --compare, and no other")
         engine = EngineChoice(args.name, engine.settings)
     engine = EngineChoice(engine.model, engine.settings | {"draft": draft_choice(args.draft, engine.model)})
-    from foretoken.study import record
     from foretoken.study.quality import suite
     from foretoken.study.quality.tasks import Settings
 
     settings = Settings(args.data, args.limit, args.chat, args.temperature, args.top_p, args.max_tokens, args.seed)
     settings.params(1, ())  # a bad value fails here
     text = suite.Text(args.text, args.window, args.stride, args.tokens)
-    out = args.out or (RESULTS / "eval.jsonl" if RESULTS.is_dir() else None)
-    if out is not None:
-        record.prepare(out)
+    out = prepared(args.out)
     if args.compare:
         return _compare(args, engine, settings, text, out)
     if args.plot is not None:
@@ -107,18 +105,13 @@ def _evaluate(args: Args, engine: EngineChoice, settings: Settings, text: Text, 
 
 def _compare(args: Args, engine: EngineChoice, settings: Settings, text: Text, out: Path | None) -> int:
     """Several variants."""
-    from foretoken.study.quality import compare, records
+    from foretoken.study.quality import compare
     from foretoken.study.quality.variant import Variant
     from foretoken.study.workload import DEFAULT_PROMPTS
 
     if engine.settings.get("format", "auto") != "auto" or engine.settings.get("kv_format", "auto") != "auto":
         raise ConfigError("with --compare each variant names its formats: MODEL@FORMAT@KVFORMAT")
-    if args.plot is not None:
-        from foretoken.study import record
-        from foretoken.study.quality.plots import plot_paths
-
-        for path in plot_paths(args.plot):
-            record.prepare(path, "--plot")
+    check_plot(args.plot)
     if args.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
     if text.tokens is None:
@@ -133,43 +126,70 @@ def _compare(args: Args, engine: EngineChoice, settings: Settings, text: Text, o
         text=text,
         draft=draft,
         num_draft_tokens=engine.settings["num_draft_tokens"],
+        speculation={name: engine.settings[name] for name in SPECULATION},
         prompts=args.prompts or DEFAULT_PROMPTS,
         num_prompts=args.num_prompts,
         repeat=args.repeat,
         advise=not args.no_advice,
-        engine={k: v for k, v in engine.settings.items() if k not in (*SPECULATION, "format", "kv_format")},
+        engine={k: v for k, v in engine.settings.items() if k not in OF_VARIANTS},
     )
-    found = report(variants, asked, args.json, args.plot)
-    _write(records.of_comparison(found), out, args.json)
+    report(variants, asked, out, args.json, args.plot)
     return 0
 
 
-def compared(models: Seq[str], asked: Comparing, as_json: bool, plot: Path | None) -> None:
-    """`quantize --report`: compare, show, and append the records."""
+def check_plot(plot: Path | None) -> None:
+    """Raise ConfigError, before anything is measured, if the pages could not be drawn."""
+    if plot is None:
+        return
     from foretoken.study import record
-    from foretoken.study.quality import records
+    from foretoken.study.quality.plots import plot_paths
+
+    for path in plot_paths(plot):
+        record.prepare(path, "--plot")
+
+
+def compared(models: Seq[str], asked: Comparing, as_json: bool, plot: Path | None) -> None:
+    """`quantize --report`: compare, append the records, and show."""
     from foretoken.study.quality.variant import Variant
 
-    out = RESULTS / "eval.jsonl" if RESULTS.is_dir() else None
+    report([Variant(m) for m in models], asked, prepared(None), as_json, plot)
+
+
+def prepared(out: Path | None) -> Path | None:
+    """Where records go, checked: `out`, or benchmarks/results/ if it exists. Raises ConfigError."""
+    from foretoken.study import record
+
+    out = out or (RESULTS / "eval.jsonl" if RESULTS.is_dir() else None)
     if out is not None:
         record.prepare(out)
-    found = report([Variant(m) for m in models], asked, as_json, plot)
-    _write(records.of_comparison(found), out, as_json)
+    return out
 
 
-def report(variants: Seq[Any], asked: Comparing, quiet: bool = False, plot: Path | None = None) -> Comparison:
-    """Compare variants under a progress bar and show the result: for `eval --compare` and `quantize --report`.
+def report(
+    variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool = False, plot: Path | None = None
+) -> Comparison:
+    """Compare variants under a progress bar, append the records to `out`, and show the result.
 
-    `quiet` prints nothing but warnings.
+    `as_json` prints the records instead, and the warnings.
     """
-    from foretoken.study.quality import compare, tables
+    from foretoken.study.quality import compare, records
 
-    with _progress(quiet) as tick:
+    with _progress(as_json) as tick:
         found = compare.report(variants, asked, tick)
+    _write(records.of_comparison(found), out, as_json)  # first: nothing that goes wrong from here on loses them
+    _show(found, as_json, plot)
+    return found
+
+
+def _show(found: Comparison, quiet: bool, plot: Path | None) -> None:
+    """Tables, warnings, and the pages; `quiet` prints nothing but warnings."""
+    from foretoken.study.quality import tables
+
     console = _console()
     warnings, advice, notes = tables.said(found)
     if not quiet:
-        console.print(tables.comparison(found))
+        for table in tables.comparison(found, console.width):
+            console.print(table)
         for line in advice:
             console.print(line, soft_wrap=True)
     errors = _console(stderr=True)
@@ -184,7 +204,6 @@ def report(variants: Seq[Any], asked: Comparing, quiet: bool = False, plot: Path
         pages = draw(found, plot)
         if not quiet:
             errors.print(f"written: {', '.join(map(str, pages))}", style="dim")
-    return found
 
 
 def _console(stderr: bool = False) -> Any:

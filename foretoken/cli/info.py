@@ -70,7 +70,9 @@ def _format(name: str) -> dict[str, Any]:
     fmt = scheme.get(name)
     return {
         "what": _first_line(load("formats", name).__doc__),
-        "bits_per_weight": round(fmt.bits_per_weight(WIDTH, scheme.own_args(fmt.groups, WIDTH)), 3),
+        "bits_per_weight": round(fmt.bits_per_weight(WIDTH, scheme.own_args(fmt.groups, WIDTH)), 3)
+        if fmt.weights
+        else None,
         "kv_cache": fmt.kv_dtype is not None,
     }
 
@@ -164,12 +166,17 @@ def _print(found: Mapping[str, Any]) -> None:
         "formats",
         ("name", "what", "bits per weight", "KV cache"),
         [
-            (n, f["what"], f"{f['bits_per_weight']:g}", "yes" if f["kv_cache"] else "no")
+            (
+                n,
+                f["what"],
+                "" if f["bits_per_weight"] is None else f"{f['bits_per_weight']:g}",
+                "yes" if f["kv_cache"] else "no",
+            )
             for n, f in found["formats"].items()
         ],
     )
     show(
-        "more names for --format (int8 and int4 also with -g32, -g64, -g128, int4 with -asym)",
+        "more names for --format (docs/guides/formats.md tells of -g32, -asym, -b128, -dq, -mse and rules)",
         ("name", "weights", "activations"),
         [(n, p["weights"], p["activations"]) for n, p in found["presets"].items()],
     )

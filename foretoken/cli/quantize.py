@@ -88,12 +88,17 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def _report_settings(args: Args) -> Comparing:
+    """What --report measures, with all that can be checked before the model is quantized."""
+    from foretoken.cli.eval import check_plot, prepared
     from foretoken.study.quality import compare, suite
     from foretoken.study.quality.tasks import Settings
 
     text = suite.Text(args.text, tokens=compare.COMPARE_TOKENS)
     asked = compare.Comparing(settings=Settings(data=args.data, seed=args.seed), text=text)
+    asked.settings.params(1, ())  # a bad seed fails here
     suite.check(asked.tasks, asked.settings, asked.text)
+    check_plot(args.plot)
+    prepared(None)
     return asked
 
 

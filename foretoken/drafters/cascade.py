@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
 from foretoken.models.runner import ModelRunner
-from foretoken.request import Sequence, SpecMetrics
+from foretoken.request import Sequence, SpecMetrics, TimeSplit
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts
 from foretoken.spec.followers import Followers
@@ -76,13 +76,14 @@ class CascadeDrafter(Drafter):
     def _advance(self, shadows: list[Sequence]) -> list[bool]:
         """One pass of the model over a guess from below: each shadow grows by a token or more, unless it failed."""
         self.followers.catch_up(shadows)
-        asked = self.below.policy.lengths(shadows)
-        room = [self._room(s, k) for s, k in zip(shadows, asked, strict=True)]
         pending = [s.num_pending for s in shadows]
-        draft, result = decode_step(self.runner, self.below, shadows, pending, room)
+        asked = self.below.policy.lengths(shadows, sum(pending))
+        room = [self._room(s, k) for s, k in zip(shadows, asked, strict=True)]
+        times = TimeSplit()
+        draft, result = decode_step(self.runner, self.below, shadows, pending, room, times)
         counts = [draft.count(b) for b in range(len(shadows))]
         accepted = [len(nodes) for nodes in result.nodes]
-        self.below.policy.update(Round(shadows, room, counts, accepted))
+        self.below.policy.update(Round(shadows, room, counts, accepted, sum(pending) + sum(counts), times))
         for guessed, right in zip(counts, accepted, strict=True):
             self.metrics.update(guessed, right)
         return [bool(f) for f in result.failed]

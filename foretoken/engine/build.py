@@ -43,9 +43,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     tokenizer = load_tokenizer(folder)
-    levels = list(_levels(config.spec))
-    for level in levels:
-        parse_options(_drafter_class(level), level.options)  # a bad option should not wait for the weights
+    check_options(config.spec)
     models = list(_models(config.spec, folder, quant))
     for m in models:
         check_vocabulary(tokenizer, load_tokenizer(m.folder))
@@ -60,6 +58,12 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
         draft_len = min(max_len, read_config(m.folder).max_model_len)
         drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
     return assemble(config, tokenizer, num_blocks, target, drafts)
+
+
+def check_options(spec: SpecConfig) -> None:
+    """Raise ConfigError or RegistryError for a bad option of a level: it should not wait for the weights."""
+    for level in _levels(spec):
+        parse_options(_drafter_class(level), level.options)
 
 
 def assemble(

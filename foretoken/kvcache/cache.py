@@ -27,6 +27,7 @@ class KVCache:
         device: str = "cpu",
     ) -> None:
         self.format = format
+        self.head_dim = head_dim
         self.num_blocks = num_blocks
         self.block_size = block_size
         fmt = scheme.kv_format(format)

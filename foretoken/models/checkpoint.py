@@ -23,14 +23,17 @@ from torch import Tensor
 
 from foretoken.errors import ModelLoadError
 from foretoken.formats.scheme import QuantScheme, QuantTensor, get
+from foretoken.models._file import TensorFile
 from foretoken.models.config import ModelConfig, read_json
 from foretoken.models.layouts import make_layout
 from foretoken.models.layouts.base import Layout, Stored, say_once
+from foretoken.models.layouts.finite import finite
 from foretoken.models.weights import expected_shapes
 
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+MAX_HEADER = 1 << 24  # bytes; 100 000 tensors need less, and parsed JSON takes up to thirty times its length
+MAX_DIMENSIONS = 8
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what weights may be
 RAW = {
     **DTYPES, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
@@ -70,13 +73,20 @@ class Checkpoint:
 
     def __enter__(self) -> Checkpoint:
         try:
-            for file in self._file_names():
+            names, places = self._file_names()
+            for file in names:
                 path = self.folder / file
                 if not path.exists():
                     raise ModelLoadError(f"{path} is missing, though the index names it; download it again")
                 opened = SafetensorsFile(path)
                 self._stack.callback(opened.close)
-                self._files.update(dict.fromkeys(opened.entries, opened))
+                self._take(opened, places)
+            astray = next((n for n in places if n not in self._files and not n.endswith(IGNORED_SUFFIXES)), None)
+            if astray is not None:
+                raise ModelLoadError(
+                    f"tensor {astray[:80]} is missing from {self.folder / places[astray]}, where the index has it; "
+                    "download both again"
+                )
         except BaseException:
             self._stack.close()
             raise
@@ -85,7 +95,20 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def _file_names(self) -> list[str]:
+    def _take(self, opened: SafetensorsFile, places: dict[str, str]) -> None:
+        """A file's tensors, but those that the index (name -> file) has elsewhere."""
+        for name in opened.entries:
+            if places.get(name, opened.path.name) != opened.path.name:
+                continue
+            if name in self._files:
+                raise ModelLoadError(
+                    f"tensor {name[:80]} is in both {self._files[name].path.name} and {opened.path.name} of "
+                    f"{self.folder}; take the file away that is not the model's, or add an index"
+                )
+            self._files[name] = opened
+
+    def _file_names(self) -> tuple[list[str], dict[str, str]]:
+        """Files to open, and where the index, if there is one, has each tensor."""
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             try:
@@ -95,15 +118,15 @@ class Checkpoint:
                 raise ModelLoadError(f"{index} is no valid index ({error!r}); download it again") from None
             if any(not isinstance(n, str) or Path(n).name != n for n in names):
                 raise ModelLoadError(f"{index} names files outside its folder; that is not a sound checkpoint")
-            return names
+            return names, weight_map
         if (self.folder / "model.safetensors").exists():  # others beside it are other forms of the same weights
-            return ["model.safetensors"]
+            return ["model.safetensors"], {}
         names = sorted(p.name for p in self.folder.glob("*.safetensors"))
         if not names:
             other = [p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
             hint = f"; {other[0]} is a pickle, which is never opened: convert it with safetensors" if other else ""
             raise ModelLoadError(f"{self.folder} holds no *.safetensors file{hint}")
-        return names
+        return names, {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
@@ -151,7 +174,12 @@ class Checkpoint:
     def _read(self, name: str) -> QuantTensor | Tensor:
         if self._recent is None or self._recent[0] != name:
             self._recent = None  # the last one goes before the next one comes
-            self._recent = name, self._stored[name].read()
+            value = self._stored[name].read()
+            if not finite(value):
+                raise ModelLoadError(
+                    f"tensor {name} in {self.folder} means NaN or infinity by its codes and scales; the file is damaged"
+                )
+            self._recent = name, value
         return self._recent[1]
 
     def _finite(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -252,76 +280,51 @@ def notice_decoded(path: Path, decoded: dict[str, str], values: int) -> None:
         )
 
 
-class SafetensorsFile:
+class SafetensorsFile(TensorFile):
     """One open file and its checked header. Raises ModelLoadError if it is unsound."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise self._unsound(str(error)) from None
-        try:
-            self.entries = self._header()
-        except (OSError, ValueError, RecursionError) as error:
-            self.close()
-            raise (error if isinstance(error, ModelLoadError) else self._unsound(str(error))) from None
+    kind = "safetensors"
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
-
-    def _unsound(self, reason: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.path} is not a sound safetensors file ({reason}); download it again")
+    def read_header(self) -> None:
+        self.entries = self._header()
 
     def _header(self) -> dict[str, Entry]:
-        size = os.fstat(self._file).st_size
+        size = self.size
         if size < 8:
-            raise self._unsound(f"{size} bytes are too few")
+            raise self.unsound(f"{size} bytes are too few")
         length = struct.unpack("<Q", os.pread(self._file, 8, 0))[0]
         if length > min(MAX_HEADER, size - 8):
-            raise self._unsound(f"a header of {length} bytes in a file of {size}")
+            raise self.unsound(f"a header of {length} bytes in a file of {size}")
         text = bytes(self.read(8, 8 + length).numpy()).decode("utf-8")
         raw = json.loads(text, object_pairs_hook=_no_duplicates)
         if not isinstance(raw, dict):
-            raise self._unsound("its header is no JSON object")
+            raise self.unsound("its header is no JSON object")
         raw.pop("__metadata__", None)
         entries = {name: self._entry(name, value, 8 + length) for name, value in raw.items()}
         at = 8 + length  # each byte belongs to one tensor: no overlap, no hole, no end beyond the file's
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != at:
-                raise self._unsound(f"tensor {name} begins at byte {entry.begin}, not at {at}")
+                raise self.unsound(f"tensor {name[:80]} begins at byte {entry.begin}, not at {at}")
             at = entry.end
         if at != size:
-            raise self._unsound(f"its tensors end at byte {at}, the file at {size}")
+            raise self.unsound(f"its tensors end at byte {at}, the file at {size}")
         return entries
 
     def _entry(self, name: str, value: Any, data: int) -> Entry:
         fields = value if isinstance(value, dict) else {}
         dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
         bits = _BITS.get(dtype) if isinstance(dtype, str) else None
-        if bits is None or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-            raise self._unsound(f"the header says of tensor {name}: {str(value)[:200]}")
+        # The number of sizes is checked before their product is taken: that of many would be without end.
+        if bits is None or not _naturals(shape, MAX_DIMENSIONS) or not _naturals(offsets, 2) or len(offsets) != 2:
+            raise self.unsound(f"the header says of tensor {name[:80]}: {str(value)[:80]}")
         begin, end = offsets
         if begin > end or (end - begin) * 8 != math.prod(shape) * bits:
-            raise self._unsound(f"tensor {name}, {dtype} {shape}, cannot take bytes {begin} to {end}")
+            raise self.unsound(f"tensor {name[:80]}, {dtype} {shape}, cannot take bytes {begin} to {end}")
         return Entry(str(dtype), tuple(shape), data + begin, data + end)
 
-    def read(self, begin: int, end: int) -> Tensor:
-        """Bytes begin..end-1 of the file, uint8, in memory of their own."""
-        out = torch.empty(end - begin, dtype=torch.uint8)
-        view: memoryview = out.numpy().data  # of the same memory
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._file, [view[done:]], begin + done)
-            if count == 0:
-                raise self._unsound(f"it ends before byte {end}; was it changed while it was read?")
-            done += count
-        return out
 
-
-def _naturals(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**62 for v in value)
+def _naturals(value: object, most: int) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and len(value) <= most and all(type(v) is int and 0 <= v < 2**62 for v in value)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

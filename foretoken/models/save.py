@@ -64,7 +64,7 @@ def save_quantized(
     raw = {**source_config(source), **(config or {})}
     raw.pop("quantization_config", None)
     raw.pop("compression_config", None)
-    with new_folder(out, overwrite) as partial:
+    with new_folder(out, overwrite, source) as partial:
         copy_files(source, partial)
         writer = _Writer(partial, schemes, raw, shard_bytes)
         for name, value in tensors:
@@ -78,14 +78,14 @@ def save_quantized(
 
 
 @contextmanager
-def new_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
     """A folder to write files into, which gets the name `out` when the block ends well, and is gone otherwise.
 
-    An existing checkpoint `out` is replaced with `overwrite` only, and at the end. Raises ModelSaveError where `out` is
-    taken, and for what the system refuses inside the block.
+    An existing checkpoint `out` is replaced with `overwrite` only, and at the end; never `source`, what it is made from.
+    Raises ModelSaveError where `out` is taken, and for what the system refuses inside the block.
     """
     out = Path(os.path.abspath(out))
-    _check_destination(out, overwrite)
+    check_destination(out, overwrite, source)
     partial = out.parent / f".{out.name}.unfinished-{secrets.token_hex(4)}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -101,15 +101,26 @@ def new_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # there is none where all went well
 
 
-def _check_destination(out: Path, overwrite: bool) -> None:
-    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
+OURS = (".safetensors", ".json", ".jinja", ".md", ".model", ".txt")  # what a folder may hold that is replaced
+
+
+def check_destination(out: Path, overwrite: bool, source: Path) -> None:
+    """Raises ModelSaveError unless a checkpoint can be put there, without loss of anything but an older checkpoint."""
+    if out.is_symlink():
+        raise ModelSaveError(f"{out} is a link; name the place itself")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
         raise ModelSaveError(f"{out} exists already; choose another place, or overwrite it (--overwrite)")
-    if out.is_symlink() or not out.is_dir() or not (out / "config.json").exists():
+    if source.resolve().is_relative_to(out.resolve()):
+        raise ModelSaveError(f"{out} holds the model itself, and would be lost; choose another place")
+    if not out.is_dir() or not (out / "config.json").exists():
         raise ModelSaveError(
             f"{out} is no checkpoint (it has no config.json), and is not overwritten; choose another place"
         )
+    strange = next((p.name for p in sorted(out.iterdir()) if not p.is_file() or p.suffix not in OURS), None)
+    if strange is not None:
+        raise ModelSaveError(f"{out} holds {strange}, which is not of a checkpoint; move it, or choose another place")
 
 
 def _put(partial: Path, out: Path) -> None:
@@ -160,7 +171,7 @@ def copy_files(source: Path, folder: Path) -> None:
 def _card(source: Path, schemes: Mapping[str, QuantScheme], card: str) -> str:
     texts = ", ".join(sorted({str(s) for s in schemes.values()}))
     lines = [
-        f"# {source.stem}, quantized",
+        f"# {source.stem if source.suffix == GGUF else source.name}, quantized",
         "",
         f"Written by foretoken from {source.name}: {len(schemes)} matrices in {texts}.",
     ]

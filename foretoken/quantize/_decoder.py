@@ -24,6 +24,7 @@ GATE, UP, DOWN = (f"mlp.{n}_proj" for n in ("gate", "up", "down"))
 # Linear layers that read the same input, in the order of the forward pass: they share a scheme, and one product.
 STAGES: dict[str, tuple[str, ...]] = {"qkv": (Q, K, V), "o": (O,), "gate_up": (GATE, UP), "down": (DOWN,)}
 INPUT_NORM, POST_NORM = "input_layernorm", "post_attention_layernorm"
+NORM_OF = {"qkv": INPUT_NORM, "gate_up": POST_NORM}  # what a stage reads
 CHUNK = 8192  # tokens that pass a layer at one time
 
 

@@ -56,17 +56,24 @@ class Grid:
 
 
 def independent(weight: Tensor, q: QuantTensor, encode: Encode) -> bool:
-    """Whether a group's scale and codes depend on that group alone: encoded apart, they are the same."""
+    """Whether a group's scale and codes depend on that group alone: encoded apart, they are the same.
+
+    Every group is asked: one that holds the largest value of a block of groups does not depend on the others.
+    """
     if q.group == q.shape[1] or not q.parts.keys() <= {"codes", "scales", "zeros"}:
         return False
+    return all(_alone(weight, q, encode, at) for at in range(q.shape[1] // q.group))
+
+
+def _alone(weight: Tensor, q: QuantTensor, encode: Encode, at: int) -> bool:
     try:
-        alone = encode(weight[:, : q.group])
+        alone = encode(weight[:, at * q.group : (at + 1) * q.group])
     except ConfigError:
         return False
-    same = alone.parts.keys() == q.parts.keys() and alone.parts["scales"].shape == (q.shape[0], 1)
-    return same and all(
-        part[:, : alone.parts[name].shape[1]].equal(alone.parts[name]) for name, part in q.parts.items()
-    )
+    if alone.parts.keys() != q.parts.keys() or alone.parts["scales"].shape != (q.shape[0], 1):
+        return False
+    widths = {name: part.shape[1] for name, part in alone.parts.items()}
+    return all(part[:, at * widths[n] : (at + 1) * widths[n]].equal(alone.parts[n]) for n, part in q.parts.items())
 
 
 def clip(weight: Tensor, encode: Encode, hessian: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Through a model layer by layer: prepare a layer, choose its codes, pass the hidden states on.
 
-In memory are one layer in float32, the statistics of one product, and the hidden states of the calibration rows.
+In memory are one layer in float32, the statistics of one product (while a method that needs them rewrites the layer,
+those of its four stages), and the hidden states of the calibration rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,19 @@ from torch import Tensor
 from foretoken.formats.scheme import QuantScheme
 from foretoken.models.config import ModelConfig
 from foretoken.models.weights import Source
-from foretoken.quantize._decoder import STAGES, Block, Decoder, advance, chunks, read_block
+from foretoken.quantize._decoder import (
+    DOWN,
+    NORM_OF,
+    STAGES,
+    UP,
+    Block,
+    Decoder,
+    O,
+    V,
+    advance,
+    chunks,
+    read_block,
+)
 from foretoken.quantize.base import Pipeline, Quantizer, SchemeOf, Stats, is_dense
 
 
@@ -62,11 +75,7 @@ class Walk:
         for method in self.pipeline.methods:
             stats = self._all_stats(block) if "hessian" in method.needs and prepares(method) else {}
             method.prepare(block, stats, self.config, self.scheme_of(block))
-        for name, norm in block.norms.items():
-            block.norms[name] = norm.to(self.dtype).float()
-        for linear in block.linears.values():
-            if linear.bias is not None:
-                linear.bias = linear.bias.to(self.dtype).float()
+        as_stored(block, self.dtype, self.config)
         return block
 
     def scheme_of(self, block: Block) -> SchemeOf:
@@ -122,6 +131,38 @@ class Walk:
         for stage in ("gate_up", "down"):
             found[stage] = self._stats_of(block, stage, lambda: map(second, chunks(hidden)))
         return found
+
+
+def as_stored(block: Block, dtype: torch.dtype, config: ModelConfig) -> None:
+    """Round norms and biases to `dtype`, as a checkpoint stores them; weights beside them make up for it exactly.
+
+    Nothing makes up for biases of o and down, which only `rotate` rewrites: they add to the stream as they are.
+    """
+    for stage, name in NORM_OF.items():
+        norm = block.norms[name]
+        ratio = _ratio(norm, norm.to(dtype).float())
+        for reader in STAGES[stage]:
+            block.linears[reader].weight = block.linears[reader].weight / ratio
+    shared = config.num_heads // config.num_kv_heads
+    for writer, reader in ((V, O), (UP, DOWN)):
+        linear = block.linears[writer]
+        if linear.bias is None:
+            continue
+        ratio = _ratio(linear.bias, linear.bias.to(dtype).float())
+        linear.weight = linear.weight * ratio[:, None]
+        if writer == V:  # a value head is read by some query heads
+            ratio = ratio.view(-1, 1, config.head_dim).expand(-1, shared, -1).flatten()
+        block.linears[reader].weight = block.linears[reader].weight / ratio
+    block.norms = {name: norm.to(dtype).float() for name, norm in block.norms.items()}
+    for linear in block.linears.values():
+        if linear.bias is not None:
+            linear.bias = linear.bias.to(dtype).float()
+
+
+def _ratio(exact: Tensor, rounded: Tensor) -> Tensor:
+    """rounded / exact; 1 where what is left is so small that its type holds few digits of it."""
+    ratio = rounded / exact
+    return torch.where((ratio - 1).abs() < 0.01, ratio, 1.0)
 
 
 def prepares(method: Quantizer) -> bool:

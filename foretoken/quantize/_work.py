@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, ModelSaveError
 from foretoken.formats.scheme import QuantTensor
 from foretoken.quantize._decoder import Block, Linear
 from foretoken.quantize._walk import ModuleError
@@ -38,6 +39,7 @@ class Work:
     @classmethod
     def open(cls, out: Path, manifest: Mapping[str, Any], resume: bool, overwrite: bool) -> Work:
         """The work folder beside `out`. Raises ConfigError where another run's lies there, naming what differs."""
+        out = Path(os.path.abspath(out))  # "." has no name of its own
         work = cls(out.with_name(f"{out.name}.partial"))
         path = work.folder / MANIFEST
         if work.folder.exists():
@@ -55,7 +57,11 @@ class Work:
             work.folder.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"cannot make {work.folder} ({error.strerror}); choose another -o") from None
-        write_text(path, json.dumps(manifest, indent=1))
+        try:
+            write_text(path, json.dumps(manifest, indent=1))
+        except ModelSaveError:
+            shutil.rmtree(work.folder, ignore_errors=True)  # without a manifest it would only be in the way
+            raise
         return work
 
     def _compare(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -85,7 +91,7 @@ class Work:
         return self.has(_layer_name(index))
 
     def write_layer(self, block: Block, errors: list[ModuleError]) -> None:
-        """A layer that is done: its stored weights, norms and biases; all of it, or nothing."""
+        """A layer that is done: its stored weights, norms and biases; all of it, or nothing (ModelSaveError)."""
         tensors: dict[str, Tensor] = {f"norm:{name}": norm for name, norm in block.norms.items()}
         linears = {}
         for name, linear in block.linears.items():
@@ -96,9 +102,8 @@ class Work:
                 tensors[f"bias:{name}"] = linear.bias
         about = {"linears": json.dumps(linears), "errors": json.dumps([asdict(e) for e in errors])}
         path = self.folder / _layer_name(block.index)
-        part = path.with_suffix(".part")
-        save_file(tensors, str(part), metadata=about)
-        _settle(part, path)
+        with _settled(path) as part:
+            save_file(tensors, str(part), metadata=about)
 
     def read_layer(self, index: int) -> tuple[Block, list[ModuleError]]:
         """The inverse of write_layer, bit for bit. Raises ConfigError where the file is damaged."""
@@ -131,16 +136,26 @@ def _layer_name(index: int) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A text file, all of it or none."""
+    """A text file, all of it or none. Raises ModelSaveError where it cannot be written."""
+    with _settled(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _settled(path: Path) -> Iterator[Path]:
+    """A file to write that becomes `path` once it is on the disk. Raises ModelSaveError where it cannot be written."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    _settle(part, path)
-
-
-def _settle(part: Path, path: Path) -> None:
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            part.unlink()  # what there is of it only takes room
+        raise ModelSaveError(
+            f"{path} cannot be written ({error}); make room, and the same command with --resume goes on from there"
+        ) from None
 
 
 def _read_json(path: Path) -> Any:

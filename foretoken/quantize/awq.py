@@ -5,7 +5,7 @@ Lin et al. (2023), "AWQ: Activation-aware Weight Quantization for LLM Compressio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
-from foretoken.quantize._decoder import STAGES, UP, Block, O, V
+from foretoken.quantize._decoder import NORM_OF, STAGES, UP, Block, O, V
 from foretoken.quantize._grid import clip
 from foretoken.quantize.base import Quantizer, SchemeOf, Stats, decoded, is_dense
-from foretoken.quantize.smooth import NORM_OF, fold_into_norm
+from foretoken.quantize.smooth import fold_into_norm, powers_of_two
 
 
 class Awq(Quantizer):
@@ -35,6 +35,10 @@ class Awq(Quantizer):
         grid: int = 10
         clip: bool = True
 
+        def __post_init__(self) -> None:
+            if self.grid < 1:
+                raise ConfigError(f"awq's grid has at least 1 step, e.g. 10; got {self.grid}")
+
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
         for stage in STAGES:
             choices = [(block.linears[n].weight, scheme_of(n)) for n in STAGES[stage]]
@@ -42,7 +46,9 @@ class Awq(Quantizer):
             if not choices:
                 continue
             shared = config.num_heads // config.num_kv_heads if stage == "o" else 1
-            scales = self._search(choices, stats[stage], shared, config.head_dim)
+            taking = {"o": (V,), "down": (UP,)}.get(stage, STAGES[stage])  # whose weights may be stored dense
+            fit = powers_of_two if any(is_dense(scheme_of(n)) for n in taking) else torch.clone
+            scales = self._search(choices, stats[stage], fit, shared, config.head_dim)
             if stage in NORM_OF:
                 fold_into_norm(block, stage, scales)
             else:
@@ -58,8 +64,18 @@ class Awq(Quantizer):
             source.bias = source.bias / rows
         block.linears[reader].weight = block.linears[reader].weight * scales
 
-    def _search(self, choices: list[tuple[Tensor, QuantScheme]], stats: Stats, shared: int, dim: int) -> Tensor:
-        """The scales [K] of least output error: of the inputs' mean to a power, with and without the weights' share."""
+    def _search(
+        self,
+        choices: list[tuple[Tensor, QuantScheme]],
+        stats: Stats,
+        fit: Callable[[Tensor], Tensor],
+        shared: int,
+        dim: int,
+    ) -> Tensor:
+        """The scales [K] of least output error: of the inputs' mean to a power, with and without the weights' share.
+
+        `fit` makes them such as may be folded.
+        """
         width = len(stats.mean_abs)
         inputs = _shared(stats.mean_abs.clamp(min=1e-8), shared, dim)
         weights = torch.stack([_relative(w).mean(0) for w, _ in choices]).mean(0)
@@ -69,7 +85,7 @@ class Awq(Quantizer):
             alpha = step / self.options.grid
             for beta in (0.0, 1.0 - alpha):
                 scales = inputs.pow(alpha) / weights.pow(beta)
-                scales = (scales / (scales.max() * scales.min()).sqrt()).clamp(1e-4, 1e4)
+                scales = fit((scales / (scales.max() * scales.min()).sqrt()).clamp(1e-4, 1e4))
                 error = _error(choices, scales, stats)
                 if error < best:
                     best, found = error, scales

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from statistics import median
 from typing import Any
@@ -55,17 +56,67 @@ class Assignment:
 Report = Callable[[int, int], None]
 
 
+def offered(modules: Seq[str], scheme: QuantScheme, candidates: Seq[str]) -> list[QuantScheme]:
+    """What a unit may be stored in: the candidates, or where a rule of `scheme` names it, what that says.
+
+    Raises ConfigError where rules treat the modules of one unit differently.
+    """
+    ruled = {next((s for glob, s in scheme.rules if fnmatchcase(m, glob)), None) for m in modules}
+    if len(ruled) > 1:
+        raise ConfigError(
+            f"under a budget {', '.join(modules)} are stored alike, and rules of the scheme name only some of them, or "
+            "name them differently; write one rule that fits them all, or none"
+        )
+    only = ruled.pop()
+    return [QuantScheme.parse(c) for c in candidates] if only is None else [only]
+
+
+def check_budget(shapes: Mapping[str, tuple[int, int]], plan: QuantScheme, candidates: Seq[str], budget: float) -> None:
+    """Raise ConfigError where a budget cannot be kept, before anything is measured.
+
+    `shapes`: of every linear layer by its name; `plan`: the scheme whose rules go before the candidates.
+    """
+    units: dict[str, list[str]] = {}
+    for module in shapes:
+        prefix, _, name = module.partition(".layers.")
+        index, _, own = name.partition(".")
+        stage = next(stage for stage, names in STAGES.items() if own in names)
+        units.setdefault(f"{prefix}.layers.{index}.{stage}", []).append(module)
+    least = 0.0
+    for modules in units.values():
+        sizes = []
+        for scheme in offered(modules, plan, candidates):
+            for m in modules:
+                try:
+                    scheme.args(shapes[m][1])
+                except ConfigError as error:
+                    raise ConfigError(f"{m} {list(shapes[m])} cannot be stored as {scheme}: {error}") from None
+            sizes.append(sum(math.prod(shapes[m]) * scheme.bits_per_weight(shapes[m][1]) for m in modules))
+        least += min(sizes)
+    _check_least(least / sum(map(math.prod, shapes.values())), budget)
+
+
+def _check_least(least: float, budget: float) -> None:
+    if budget < least:
+        raise ConfigError(
+            f"a budget of {budget:g} bits a weight is below the smallest candidates' {least:.3f} (modules that rules "
+            "name counted by these); raise it, or add candidates of fewer bits"
+        )
+
+
 def measure(
-    walk: Walk, ends: tuple[Tensor, Linear], candidates: Seq[str], report: Report | None = None
+    walk: Walk,
+    ends: tuple[Tensor, Linear],
+    schemes_of: Callable[[Seq[str]], Seq[QuantScheme]],
+    report: Report | None = None,
 ) -> list[Sensitivity]:
     """Sensitivities of every unit, rounded to nearest, over the rows in `walk.hidden` [B, S, C].
 
-    `ends`: the last norm and the head. Layers are read once for every layer before them; memory holds the hidden states
-    of one layer's units in all schemes.
+    `schemes_of`: what is tried for a unit, by its modules (see `offered`). `ends`: the last norm and the head. Layers
+    are read once for every layer before them; memory holds the hidden states of one layer's units in all schemes.
     """
     assert walk.hidden is not None
     num_layers = walk.config.num_layers
-    schemes = [QuantScheme.parse(c) for c in candidates]
     start = walk.hidden
     final = start.clone()
     for index in range(num_layers):
@@ -74,7 +125,8 @@ def measure(
     found: list[Sensitivity] = []
     for index in range(num_layers):
         block = walk.prepared(index)
-        trials = [_trial(block, stage, s) for stage in STAGES for s in schemes]
+        units = {stage: [block.prefix + n for n in names] for stage, names in STAGES.items()}
+        trials = [_trial(block, stage, s) for stage, modules in units.items() for s in schemes_of(modules)]
         hidden = [entering.clone() for _ in trials]
         for (_, trial), h in zip(trials, hidden, strict=True):
             _advance(walk, trial, h)
@@ -132,11 +184,7 @@ def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
     weights = sum(choices[0].num_weights for choices in units.values())
     smallest = {unit: min(s.bits * s.num_weights for s in choices) for unit, choices in units.items()}
     least = sum(smallest.values()) / weights
-    if budget < least:
-        raise ConfigError(
-            f"a budget of {budget:g} bits a weight is below the smallest candidates' {least:.3f}; raise it, or add "
-            "candidates of fewer bits"
-        )
+    _check_least(least, budget)
     spare = (budget - least) * weights
 
     def cost(s: Sensitivity) -> int:

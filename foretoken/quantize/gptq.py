@@ -5,6 +5,7 @@ Frantar et al. (2023), "GPTQ: Accurate Post-Training Quantization for Generative
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +36,12 @@ class Gptq(Quantizer):
         act_order: bool = False
         clip: bool = True
 
+        def __post_init__(self) -> None:
+            if not 0 <= self.damping < math.inf:
+                raise ConfigError(f"gptq's damping is a share of at least 0, e.g. 0.01; got {self.damping:g}")
+            if self.block < 1:
+                raise ConfigError(f"gptq's block is at least 1 column, e.g. 128; got {self.block}")
+
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
         if stats is None:
             raise ConfigError("gptq needs calibration text; give --calibration FILE, or take --method rtn")
@@ -44,8 +51,8 @@ class Gptq(Quantizer):
         plain = scheme.encode(weight)
         better = self._rounded(weight, scheme, stats)
         # A greedy order may lose against rounding to nearest in some rows; these keep the latter.
-        worse = stats.error(weight, decoded(better)) > stats.error(weight, decoded(plain))
-        return _choose_rows(worse, plain, better)
+        lost = stats.error(weight, decoded(better)) - stats.error(weight, decoded(plain))
+        return _choose_rows(lost, plain, better, scheme.rows_together)
 
     def _rounded(self, weight: Tensor, scheme: QuantScheme, stats: Stats) -> QuantTensor:
         o = self.options
@@ -132,10 +139,15 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     raise ConfigError("the inputs' statistics cannot be inverted; raise the option damping of gptq (e.g. 0.1)")
 
 
-def _choose_rows(first: Tensor, a: QuantTensor, b: QuantTensor) -> QuantTensor:
-    """Rows of `a` where `first` [O], else of `b`; only where every part has a row for each output."""
-    if not first.any() or any(part.shape[0] != a.shape[0] for part in a.parts.values()):
-        return b
+def _choose_rows(lost: Tensor, a: QuantTensor, b: QuantTensor, together: int) -> QuantTensor:
+    """Rows of `a` where `b` loses more than it, `lost` [O] > 0, else of `b`; rows that share something stay together.
+
+    `together`: see QuantScheme.rows_together.
+    """
+    if together == 0:
+        return a if lost.sum() > 0 else b
+    worse = torch.stack([part.sum() for part in torch.split(lost, together)]) > 0
+    first = worse.repeat_interleave(together)[: len(lost)]
     parts = {
         name: torch.where(first.view(-1, *[1] * (part.dim() - 1)), a.parts[name], part)
         for name, part in b.parts.items()

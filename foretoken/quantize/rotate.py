@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from foretoken.models.config import ModelConfig
-from foretoken.quantize._decoder import DOWN, STAGES, Block, O, V
+from foretoken.quantize._decoder import DOWN, NORM_OF, STAGES, Block, O, V
 from foretoken.quantize._hadamard import rotate_columns, rotate_rows, spread
 from foretoken.quantize.base import Quantizer, SchemeOf, Stats
-from foretoken.quantize.smooth import NORM_OF
 
 
 class Rotate(Quantizer):

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foretoken import __version__
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme as formats
-from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.formats.scheme import DENSE, QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.loader import load_tokenizer, open_checkpoint, resolve_model
-from foretoken.models.save import save_quantized
+from foretoken.models.save import check_destination, save_quantized
 from foretoken.models.weights import Source, expected_shapes
 from foretoken.quantize import budget as bits
 from foretoken.quantize._decoder import Linear, chunks
@@ -39,7 +41,7 @@ class Plan:
     """What is asked: a model, how it is to be stored and by which method, and where the result goes.
 
     `budget`: bits a weight on average, over the linear layers of the decoder; `candidates` are then the schemes to
-    choose from, and `scheme` counts only for modules its rules name.
+    choose from, and `scheme` counts only for modules its rules name (these are part of the average).
     """
 
     model: str
@@ -84,8 +86,7 @@ def quantize(plan: Plan, report: Report | None = None) -> Result:
     pipeline = parse_method(plan.method, plan.options, plan.seed)
     check(plan, scheme, pipeline)
     folder = resolve_model(plan.model)
-    if folder.resolve() == plan.out.resolve():
-        raise ConfigError(f"{plan.out} is the model itself; choose another -o")
+    check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # not found out at the end
     config = read_config(folder)
     calibration = None
     if plan.calibration is not None:
@@ -114,6 +115,10 @@ def check(plan: Plan, scheme: QuantScheme, pipeline: Pipeline) -> None:
         bits.check_candidates(plan.candidates)
         if plan.calibration is None:
             raise ConfigError("a budget is spent by measured loss; give --calibration FILE")
+        if not 0 < plan.budget < math.inf:
+            raise ConfigError(f"a budget is a number of bits a weight, e.g. 4.5; got {plan.budget:g}")
+    if not 0 <= plan.seed < 2**63:
+        raise ConfigError(f"the seed is a number from 0 to 2^63 - 1; got {plan.seed}")
 
 
 def _check_tokens(calibration: Calibration, config: ModelConfig, path: Path) -> None:
@@ -159,17 +164,26 @@ class _Run:
                 except ConfigError as error:
                     raise ConfigError(f"{name} {list(shape)} cannot be stored as {scheme}: {error}") from None
 
+        if self.plan.budget is not None:
+            shapes = {name: shape for name, shape in _matrices(self.config) if name not in (EMBEDDING, HEAD)}
+            bits.check_budget(shapes, self.scheme, self.plan.candidates, self.plan.budget)
+
     def _manifest(self) -> dict[str, Any]:
         """What must be equal for a run to go on."""
         p = self.plan
-        rows = self.calibration.rows if self.calibration is not None else torch.empty(0)
+        none = torch.empty(0)
+        rows, held_out = (
+            (none, none) if self.calibration is None else (self.calibration.rows, self.calibration.held_out)
+        )
         return {
             "schema": SCHEMA,
+            "version": __version__,  # another one may compute otherwise
             "model": fingerprint(self.folder),
             "scheme": str(self.scheme),
             "method": self.pipeline.text,
             "options": dict(sorted(p.options.items())),
             "calibration": digest(rows),
+            "held_out": digest(held_out),
             "samples": p.samples,
             "length": p.length,
             "seed": p.seed,
@@ -219,11 +233,11 @@ class _Run:
             first = [m for m in self.pipeline.methods if m.first]  # what changes the model as a whole
             walk = Walk(self.config, self.source, Pipeline(first, ""), QuantScheme(), hidden)
             norm = self.source.tensor("model.norm.weight").float()
-            head = Linear(self._dense(HEAD).float())
+            head = Linear(self._dense(HEAD, QuantScheme()).float())
             measured = bits.measure(
                 walk,
                 (self.pipeline.last_norm(norm), head),
-                self.plan.candidates,
+                lambda modules: bits.offered(modules, self.scheme, self.plan.candidates),
                 lambda done, total: self.report(Progress("budget", done, total)),
             )
             self.work.write_json("sensitivity.json", bits.as_dicts(measured))
@@ -263,13 +277,10 @@ class _Run:
 
     # --- embedding and head ---
 
-    def _named(self, name: str) -> QuantScheme | None:
-        """The scheme of embedding or head if a rule names it; None: it stays as it is."""
+    def _named(self, name: str) -> QuantScheme:
+        """The scheme of embedding or head if a rule names it; else "auto": it stays as it is."""
         names = (EMBEDDING, HEAD) if self.tied else (name,)
-        for glob, scheme in self.scheme.rules:
-            if any(fnmatchcase(n, glob) for n in names):
-                return None if is_dense(scheme) and scheme.weights == "auto" else scheme
-        return None
+        return QuantScheme(rules=self.scheme.rules).at(*names)
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of embedding or head, float32, as the methods want them."""
@@ -279,11 +290,14 @@ class _Run:
             return self.pipeline.embedding(rows)
         return self.pipeline.head(rows, self.source.tensor("model.norm.weight").float())
 
-    def _dense(self, name: str) -> Tensor:
-        """Embedding or head [V, C] in the checkpoint's type."""
-        out = torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=self._dtype(name))
+    def _dense(self, name: str, scheme: QuantScheme) -> Tensor:
+        """Embedding or head [V, C] in a dense scheme ("auto": the checkpoint's type)."""
+        stored = scheme.format_for(self._dtype(name))
+        dtype = next(dtype for dtype, format in DENSE.items() if format == stored)
+        out = torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=dtype)
         for start in range(0, len(out), HEAD_ROWS):
-            out[start : start + HEAD_ROWS] = self._rows(name, start, min(start + HEAD_ROWS, len(out)))
+            rows = self._rows(name, start, min(start + HEAD_ROWS, len(out)))
+            out[start : start + HEAD_ROWS] = formats.get(stored).encode(rows).parts["weight"]  # says what does not fit
         return out
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -297,9 +311,9 @@ class _Run:
 
         A lookup has no inputs to weigh errors by: an embedding (tied ones too) is rounded to nearest.
         """
-        scheme = None if dense else self._named(name)
-        if scheme is None:
-            return self._dense(name), None
+        scheme = QuantScheme() if dense else self._named(name)
+        if is_dense(scheme):
+            return self._dense(name, scheme), None
         height, width = self.config.vocab_size, self.config.hidden_size
         stats = None
         if hidden is not None and name == HEAD:
@@ -311,6 +325,7 @@ class _Run:
         errors: list[ModuleError] = []
         for start in range(0, height, step):
             rows = self._rows(name, start, min(start + step, height))
+            scheme = scheme.settled(rows)  # a choice of format is one for all rows
             q = scheme.encode(rows) if stats is None else self.pipeline.quantize(rows, scheme, stats)
             pieces.append(q)
             errors.append(module_error(name, scheme, rows, formats.get(q.format).decode(q), stats))

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foretoken.errors import ConfigError
 from foretoken.models.config import ModelConfig
-from foretoken.quantize._decoder import INPUT_NORM, POST_NORM, STAGES, Block
+from foretoken.quantize._decoder import NORM_OF, STAGES, Block
 from foretoken.quantize.base import Quantizer, SchemeOf, Stats, is_dense
-
-NORM_OF = {"qkv": INPUT_NORM, "gate_up": POST_NORM}
 
 
 class Smooth(Quantizer):
@@ -29,17 +28,28 @@ class Smooth(Quantizer):
 
         alpha: float = 0.5
 
+        def __post_init__(self) -> None:
+            if not 0 <= self.alpha <= 1:
+                raise ConfigError(f"smooth's alpha lies from 0 to 1, e.g. 0.5; got {self.alpha:g}")
+
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
         for stage in NORM_OF:
-            if all(is_dense(scheme_of(name)) for name in STAGES[stage]):
+            dense = [is_dense(scheme_of(name)) for name in STAGES[stage]]
+            if all(dense):
                 continue
             weights = torch.cat([block.linears[n].weight for n in STAGES[stage]])
-            fold_into_norm(block, stage, self._scales(stats[stage].absmax, weights.abs().amax(0)))
+            scales = self._scales(stats[stage].absmax, weights.abs().amax(0))
+            fold_into_norm(block, stage, powers_of_two(scales) if any(dense) else scales)
 
     def _scales(self, inputs: Tensor, weights: Tensor) -> Tensor:
         alpha = self.options.alpha
         scales = inputs.pow(alpha) / weights.pow(1 - alpha)
         return torch.where((inputs > 0) & (weights > 0) & scales.isfinite(), scales, 1.0).clamp_(1e-5, 1e5)
+
+
+def powers_of_two(scales: Tensor) -> Tensor:
+    """The nearest ones: a weight that is stored dense in few bits takes them without being rounded anew."""
+    return scales.log2().round().exp2()
 
 
 def fold_into_norm(block: Block, stage: str, scales: Tensor) -> None:

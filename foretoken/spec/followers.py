@@ -84,4 +84,5 @@ class Followers:
         shadow = self._shadows.pop(seq.seq_id, None)
         if shadow is not None:
             self.below.release(shadow.seq)
+            self.below.policy.release(shadow.seq)
             self.runner.blocks.release(shadow.seq)

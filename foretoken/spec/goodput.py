@@ -10,6 +10,9 @@ from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from foretoken.request import Sequence
 from foretoken.spec.length import Round
 
@@ -45,6 +48,15 @@ class Curve:
         i = min(max(bisect_right(xs, rows), 1), len(xs) - 1)
         share = (rows - xs[i - 1]) / (xs[i] - xs[i - 1])
         return max(ys[0], ys[i - 1] + share * (ys[i] - ys[i - 1])) if rows > xs[0] else ys[0]
+
+    def at_many(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`at` of several, ascending."""
+        xs, ys = self.rows, self.seconds
+        found: NDArray[np.float64] = np.interp(rows, xs, ys)
+        if len(xs) > 1 and rows[-1] > xs[-1]:
+            slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
+            found = found + slope * np.maximum(rows - xs[-1], 0.0)
+        return found
 
     def correct(self, rows: float, seconds: float, weight: float = 0.1) -> None:
         """A pass took so long: move the points on both sides of it, and a little the whole curve (contexts grow)."""
@@ -135,45 +147,54 @@ class GoodputLength:
         return lengths
 
     def _best(self, seqs: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
+        """Lengths that promise the most, or none where that is not clearly more than plain decoding promises."""
         assert self.target is not None
-        offers: list[tuple[float, int, int, float]] = []  # -gain of a row, sequence, position, rows (part of one)
-        for b, seq in enumerate(seqs):
-            gain = 1.0
-            for j in range(self.num_draft_tokens):
-                rate, share = self._rates(seq, j)
-                gain *= rate
-                offers.append((-gain, b, j, share))
-        offers.sort()
-        worth = len(seqs) / (self.target.at(rows) + self.rest)
-        best, most = [0] * len(seqs), worth * (1.0 + MARGIN)
+        if len(seqs) == 1:
+            return [self._best_alone(seqs[0], rows, budget)]
+        most = self.num_draft_tokens
+        table = np.array([self._offers(seq) for seq in seqs])  # [B, k, 2]: gain of a row there, rows (part of one)
+        # The likeliest rows first; a row comes after its parent, which is at least as likely.
+        order = np.argsort(-table[:, :, 0], axis=None, kind="stable")
+        owner, position = order // most, order % most
+        gain, share = table[owner, position].T
+        plain = len(seqs) / (self.target.at(rows) + self.rest)
+        best, promised = [0] * len(seqs), plain * (1.0 + MARGIN)
         # A step of drafting serves all sequences: it pays for few likely tokens, or for many less likely ones.
-        for depth in {min(d, self.num_draft_tokens) for d in DEPTHS}:
-            lengths, promised = self._fill(offers, depth, len(seqs), rows, budget)
-            if promised > most:
-                best, most = lengths, promised
+        for depth in {min(d, most) for d in DEPTHS}:
+            taken = (position < depth).nonzero()[0][:budget]
+            if not len(taken):
+                continue
+            tokens = len(seqs) + np.cumsum(gain[taken] * share[taken])
+            seconds = self.target.at_many(rows + np.cumsum(share[taken])) + self.rest
+            steps = np.maximum.accumulate(position[taken]) + 1
+            worth = tokens / (seconds + self.draft.start + self.draft.step * steps)
+            last = int(worth.argmax())
+            if worth[last] > promised:
+                promised = float(worth[last])
+                best = np.bincount(owner[taken[: last + 1]], minlength=len(seqs)).tolist()
         return best
 
-    def _fill(
-        self, offers: Seq[tuple[float, int, int, float]], depth: int, num_seqs: int, rows: int, budget: int | None
-    ) -> tuple[list[int], float]:
-        """Lengths of at most `depth`, and the tokens a second that they promise: the best head of the offers."""
+    def _best_alone(self, seq: Sequence, rows: int, budget: int | None) -> int:
+        """The same for one sequence, without the arrays, which cost more than they save."""
         assert self.target is not None
-        lengths, best, most = [0] * num_seqs, [0] * num_seqs, 0.0
-        tokens, longest, expected_rows, left = float(num_seqs), 0, float(rows), budget
-        for minus_gain, b, j, share in offers:
-            if left == 0:
-                break
-            if j >= depth or lengths[b] != j:
-                continue
-            left = None if left is None else left - 1
-            lengths[b] = j + 1
-            tokens -= minus_gain * share
+        tokens, expected_rows, best = 1.0, float(rows), 0
+        promised = (1.0 + MARGIN) / (self.target.at(rows) + self.rest)
+        for j, (gain, share) in enumerate(self._offers(seq)[:budget]):
+            tokens += gain * share
             expected_rows += share
-            longest = max(longest, j + 1)
-            promised = tokens / (self.target.at(expected_rows) + self.draft.at(longest) + self.rest)
-            if promised > most:
-                most, best = promised, list(lengths)
-        return best, most
+            worth = tokens / (self.target.at(expected_rows) + self.draft.at(j + 1) + self.rest)
+            if worth > promised:
+                promised, best = worth, j + 1
+        return best
+
+    def _offers(self, seq: Sequence) -> list[tuple[float, float]]:
+        """For each position of a draft: how likely it and all before are right, and how likely there is one."""
+        gain, offers = 1.0, []
+        for j in range(self.num_draft_tokens):
+            rate, share = self._rates(seq, j)
+            gain *= rate
+            offers.append((gain, share))
+        return offers
 
     def _rates(self, seq: Sequence, position: int) -> tuple[float, float]:
         """Of the token at a position of a draft: how often right where it is reached, how often there is one at all."""
@@ -200,6 +221,8 @@ class GoodputLength:
 
     def update(self, round_: Round) -> None:
         """Learn from a round: what was right, and what it took."""
+        # A drafter's own prefill is paid whatever is decided. A drafter that found nothing was asked all the same.
+        catching_up = any(k and s.seq_id not in self._own for s, k in zip(round_.seqs, round_.num_asked, strict=True))
         for seq, asked, drafted, accepted in zip(
             round_.seqs, round_.num_asked, round_.num_draft, round_.num_accepted, strict=True
         ):
@@ -213,8 +236,7 @@ class GoodputLength:
         if times is None:
             return
         longest = max(round_.num_asked, default=0)
-        catching_up = any(k and seq.metrics.num_drafts == 0 for seq, k in zip(round_.seqs, round_.num_asked))
-        if longest and not catching_up:  # a drafter's own prefill is paid whatever is decided
+        if longest and not catching_up:
             self.draft.correct(longest, times.draft)
         self.rest += 0.1 * (times.verify + times.schedule - self.rest)
         if self.target is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope

@@ -78,7 +78,10 @@ class ForetokenLM(LM):
     def loglikelihood(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation after its context, and whether it is what greedy decoding writes."""
         requests = list(requests)
-        found = log_likelihoods(Scorer(self.llm.engine), [self._pair(*r.args) for r in requests])
+        pairs = [self._pair(*r.args) for r in requests]
+        # An empty continuation is certain, log 1 = 0, and greedy decoding has nothing to miss.
+        scores = iter(log_likelihoods(Scorer(self.llm.engine), [pair for pair in pairs if pair[1]]))
+        found = [next(scores) if pair[1] else (0.0, True) for pair in pairs]
         return self._kept("loglikelihood", requests, found)
 
     def loglikelihood_rolling(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[float]:
@@ -118,6 +121,8 @@ class ForetokenLM(LM):
         return tokens[1:] if twice else tokens
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if not continuation:
+            return [self._prefix], []
         if not context:
             tokens = self.llm.tokenizer.encode(continuation, add_special_tokens=False)
             return [self._prefix], tokens

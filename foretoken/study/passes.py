@@ -155,7 +155,7 @@ def fill(cache: KVCache) -> None:
     generator = torch.Generator().manual_seed(0)
     for layer in cache.layers:
         for stored, scale in ((layer.k, layer.k_scale), (layer.v, layer.v_scale)):
-            codes, scales = fmt.encode_kv(torch.randn(stored.shape[1:], generator=generator))
+            codes, scales = fmt.encode_kv(torch.randn(*stored.shape[1:3], cache.head_dim, generator=generator))
             stored.copy_(codes.expand_as(stored))
             if scale is not None and scales is not None:
                 scale.copy_(scales.expand_as(scale))

@@ -62,6 +62,21 @@ def test_the_output_error_is_no_worse_than_rounding(method: str, scheme: str) ->
         assert found.sum() < 0.8 * plain.sum(), "correlated inputs leave room"
 
 
+@pytest.mark.parametrize("width", [K, 192])  # 192: groups end inside the blocks of -b128
+@every_scheme
+@every_method
+def test_what_is_chosen_can_be_saved_and_read(method: str, scheme: str, width: int) -> None:
+    weight, stats = randn(160, width), stats_of(correlated(400, width))
+    if scheme.endswith("b128"):
+        weight[:, :64] *= 2  # the first group of each block holds its largest value
+    chosen = QuantScheme.parse(scheme).settled(weight)
+    q = parse_method(method, {}).quantize(weight, chosen, stats)
+    fmt = formats.get(q.format)
+    read = fmt.from_checkpoint("name", fmt.checkpoint("name", q))
+    assert read.shape == q.shape
+    assert torch.allclose(decoded(read), decoded(q), rtol=1e-2)  # scales may be stored in 16 bits
+
+
 @every_scheme
 def test_every_code_is_among_the_values_of_its_grid(scheme: str) -> None:
     weight = randn(8, K)
@@ -128,7 +143,32 @@ def test_the_calibration_forward_is_the_engine_s(name: str) -> None:
 @pytest.mark.parametrize("method", [*METHODS, "rotate+awq", "rotate+smooth", "smooth+awq"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_rewritten_layer_computes_the_same(name: str, method: str) -> None:
+    _computes_the_same(name, method, torch.float32)
+
+
+@pytest.mark.parametrize("method", ["awq", "smooth", "smooth+awq"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_stored_in_bf16_computes_the_same(name: str, method: str) -> None:
+    _computes_the_same(name, method, torch.bfloat16)
+
+
+@pytest.mark.parametrize("method", ["awq", "smooth"])
+def test_weights_that_stay_bf16_are_not_rounded_anew(method: str) -> None:
+    config, source = source_of(**SMALL)
+    source.tensors = {n: t.bfloat16() for n, t in source.tensors.items()}
+    kept = ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"]
+    scheme = ",".join(["w4a16-g32", *(f"*.{n}=bf16" for n in kept)])
+    walk, plain = (walk_of(config, source, m, scheme, tokens(config)) for m in (method, "rtn"))
+    block, before = walk.prepared(0), plain.prepared(0)
+    for name in kept:
+        weight = block.linears[name].weight
+        assert weight.bfloat16().float().equal(weight), name
+    assert not block.linears[kept[0]].weight.equal(before.linears[kept[0]].weight), "it is scaled all the same"
+
+
+def _computes_the_same(name: str, method: str, dtype: torch.dtype) -> None:
     config, source = source_of(name)
+    source.tensors = {n: t.to(dtype) for n, t in source.tensors.items()}
     ids = tokens(config, rows=3, length=24)
     plain = walk_of(config, source, "rtn", "w4a16", ids)
     expected = logits_of(plain, source, ids, [plain.prepared(i) for i in range(config.num_layers)])

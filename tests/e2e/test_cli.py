@@ -163,6 +163,9 @@ def test_info_json_names_the_shelves(cli: Cli) -> None:
     assert found["backends"]["reference"]["runs_here"]
     assert found["drafters"]["ngram"]["options"]["max_ngram"] >= 1
     assert found["machine"]["cores"] >= 1
+    bits = {name: f["bits_per_weight"] for name, f in found["formats"].items()}
+    assert bits["int4"] == 4.125 and bits["int4_sparse"] is None
+    assert all(f["kv_cache"] for name, f in found["formats"].items() if bits[name] is None)
 
 
 def test_info_for_people_fits_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,12 @@ from fixtures_quality import write_data
 from lawkit import write_model
 
 from foretoken.cli import main
+from foretoken.config import SpecConfig
+from foretoken.errors import ConfigError
 from foretoken.study import record
 from foretoken.study.quality import compare
-from foretoken.study.quality.variant import Footprint
+from foretoken.study.quality.compare import Comparing
+from foretoken.study.quality.variant import Footprint, Variant
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -99,6 +102,38 @@ def test_comparing(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     assert all(line["comparison"]["memory_added_bytes"] > 0 for line in lines)
 
 
+def test_how_a_comparison_drafts_is_what_was_asked(
+    cli: Cli, model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Comparing] = []
+
+    def stopped(variants: object, asked: Comparing, tick: object) -> None:
+        seen.append(asked)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(compare, "report", stopped)
+    flags = ["--draft", "ngram", "--k", "7", "--draft-format", "w8a8", "--draft-options", '{"max_ngram": 4}']
+    code, _, _ = cli("--compare", model, "--data", data, *flags, "--confidence", "0.4", "--policy", "goodput")
+    assert code == 2
+    spec = compare._draft(Variant(model), seen[0])
+    assert spec == SpecConfig("ngram", None, "w8a8", 7, 0.4, "goodput", {"max_ngram": 4})
+    assert not seen[0].engine.keys() & {"policy", "confidence", "draft_format", "draft_options"}
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_records_outlive_what_fails_after_them(
+    cli: Cli, model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise ValueError("cannot be drawn")
+
+    monkeypatch.setattr("foretoken.study.quality.plots.plot", broken)
+    flags = ["--data", data, "--num-prompts", "1", "--repeat", "1", "--tokens", "50", "--draft", "ngram"]
+    with pytest.raises(ValueError, match="cannot be drawn"):
+        cli("--compare", model, *flags, "--plot", "page.png", "--out", "r.jsonl")
+    assert len(record.read(tmp_path / "r.jsonl")) == 1
+
+
 @pytest.mark.usefixtures("no_processes")
 def test_a_draft_that_never_agrees_is_warned_of(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
@@ -128,6 +163,8 @@ def test_a_draft_that_never_agrees_is_warned_of(cli: Cli, model: str, data: str,
         (["--compare", "embedded", "embedded"], "each once"),
         (["--compare", "embedded", "--draft", "none"], "acceptance"),
         (["--compare", "embedded", "--repeat", "0"], "--repeat"),
+        (["--compare", "embedded", "--draft", "ngram", "--draft-options", '{"max_ngrm": 4}'], "max_ngram"),
+        (["--compare", "embedded", "--draft-format", "w4a9"], "did you mean"),
         (["embedded", "--compare", "embedded"], "no other"),
     ],
 )

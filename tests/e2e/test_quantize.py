@@ -72,7 +72,13 @@ def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
         str(tmp_path / "out"),
     ]
     argv += ["--calibration", str(text), "--samples", "8", "--length", "64"]
-    process = subprocess.Popen(command(*argv), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(*argv),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a job in the background has none
+    )
     first = tmp_path / "out.partial" / "layer-00000.safetensors"
     while not first.exists() and process.poll() is None:
         time.sleep(0.01)
@@ -93,6 +99,8 @@ def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
         (["--method", "gptq", "-o", "out"], "give --calibration FILE"),
         (["--options", "{", "-o", "out"], "no JSON object"),
         (["-o", "."], "exists"),
+        (["-o", "out", "--report", "--text", "t.txt", "--plot", "page.pdf"], ".png"),
+        (["-o", "out", "--report", "--text", "t.txt", "--seed", "-1"], "seed"),
     ],
 )
 def test_bad_usage(
@@ -104,6 +112,7 @@ def test_bad_usage(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("the sum of all parts is a whole. " * 30)
     assert main(["quantize", str(model), *argv]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and words in captured.err

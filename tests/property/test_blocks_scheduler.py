@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert s.running[0] is before[0], "the oldest is never preempted"
         for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
             assert 1 <= num_pending <= seq.num_pending
-            assert 0 <= num_draft <= wanted[seq.seq_id]
+            assert 0 <= num_draft <= wanted.get(seq.seq_id, 0)
             assert len(seq.blocks) * self.blocks.block_size >= seq.num_cached + num_pending + num_draft
             if num_draft:
                 assert num_pending == seq.num_pending

@@ -115,12 +115,14 @@ def end_tokens(file: GGUFFile) -> list[int]:
 
 def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     meta = file.metadata
-    kind, factor = meta.get(f"{arch}.rope.scaling.type", "none"), meta.get(f"{arch}.rope.scaling.factor", 0.0)
-    if f"{arch}.rope.scale_linear" in meta:
-        kind, factor = "linear", meta[f"{arch}.rope.scale_linear"]
+    # As llama.cpp: without a type it is linear, and the older key for the factor is read where there is no newer one.
+    kind = meta.get(f"{arch}.rope.scaling.type", "linear")
+    factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0))
     if not isinstance(kind, str) or kind not in ("none", "linear"):
         raise ModelLoadError(f"{file.path}: rope scaling {str(kind)[:80]!r} is not supported; none and linear are")
-    return {"rope_type": "linear", "factor": factor} if kind == "linear" else {"rope_type": "default"}
+    if kind == "none" or factor in (0.0, 1.0):
+        return {"rope_type": "default"}
+    return {"rope_type": "linear", "factor": factor}
 
 
 def _factors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,6 @@ the file can still hold, so that a malicious one costs no more memory than its o
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from foretoken.errors import ModelLoadError
+from foretoken.models._file import TensorFile
 
 MAGIC = b"GGUF"
 MAX_HEADER = 1 << 28  # bytes
@@ -44,41 +41,13 @@ class TensorInfo:
     end: int
 
 
-class GGUFFile:
+class GGUFFile(TensorFile):
     """One open file with its checked header: `metadata` and `tensors` by name. Raises ModelLoadError if unsound."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise self.unsound(str(error)) from None
-        try:
-            self.size = os.fstat(self._file).st_size
-            self.metadata, self.tensors = self._header()
-        except (OSError, ValueError, OverflowError, struct.error) as error:
-            self.close()
-            raise (error if isinstance(error, ModelLoadError) else self.unsound(str(error))) from None
+    kind = "GGUF"
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
-
-    def unsound(self, reason: str) -> ModelLoadError:
-        """The error for a file that is not what it says."""
-        return ModelLoadError(f"{self.path} is not a sound GGUF file ({reason}); download it again")
-
-    def read(self, begin: int, end: int) -> Tensor:
-        """Bytes begin..end-1 of the file, uint8, in memory of their own."""
-        out = torch.empty(end - begin, dtype=torch.uint8)
-        view: memoryview = out.numpy().data  # of the same memory
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._file, [view[done:]], begin + done)
-            if count == 0:
-                raise self.unsound(f"it ends before byte {end}; was it changed while it was read?")
-            done += count
-        return out
+    def read_header(self) -> None:
+        self.metadata, self.tensors = self._header()
 
     def _header(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         walk = _Walk(self)

@@ -24,6 +24,14 @@ def say_once(text: str) -> None:
     log.warning(text)
 
 
+def cache_scales_left_out(where: str) -> None:
+    """Say that a checkpoint's static scales for the KV cache are not used."""
+    say_once(
+        f"{where}: its static scales for the KV cache are left out; scales of this cache are per token and head "
+        "(--kv-format)"
+    )
+
+
 @dataclass(frozen=True)
 class Stored:
     """A quantized matrix, checked but not read.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,22 +61,19 @@ def _int8(name: str, shape: tuple[int, int], files: Files) -> Stored:
 
 def _state(name: str, shape: tuple[int, int], files: Files) -> dict[str, Any]:
     at = f"{name}.{STATE}nf4"
-    if at not in files or files.kind(at)[0] != "U8" or sum(files.kind(at)[1]) > MAX_STATE:
+    if at not in files or files.kind(at)[0] != "U8" or math.prod(files.kind(at)[1]) > MAX_STATE:
         raise ModelLoadError(f"tensor {at} is missing or none; the checkpoint was not written by bitsandbytes")
     try:
         state = json.loads(bytes(files.raw(at).flatten().tolist()))
         block = state["blocksize"]
         fits = state["quant_type"] == "nf4" and state["shape"] == list(shape)
-        nested = state.get("nested_blocksize"), state.get("nested_offset", 0.0)
-        sizes = [b for b in (block, nested[0]) if b is not None]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelLoadError(f"tensor {at} is no state of bitsandbytes ({error!r}); the file is damaged") from None
-    if (
-        not fits
-        or any(type(b) is not int or not 1 <= b <= 2**20 for b in sizes)
-        or not isinstance(nested[1], int | float)
-    ):
-        raise ModelLoadError(f"tensor {at} does not describe nf4 of shape {list(shape)}: {str(state)[:200]}")
+        sizes = [b for b in (block, state.get("nested_blocksize")) if b is not None]
+        state["nested_offset"] = offset = float(0.0 + state.get("nested_offset", 0.0))  # of a text: TypeError
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        reason = repr(error)[:80]
+        raise ModelLoadError(f"tensor {at} is no state of bitsandbytes ({reason}); the file is damaged") from None
+    if not fits or any(type(b) is not int or not 1 <= b <= 2**20 for b in sizes) or not math.isfinite(offset):
+        raise ModelLoadError(f"tensor {at} does not describe nf4 of shape {list(shape)}; the file is damaged")
     return dict(state)
 
 
@@ -103,9 +101,7 @@ def _nf4(name: str, shape: tuple[int, int], files: Files) -> Stored:
         scales = files.raw(absmax).flatten()
         if nested is not None:
             large = files.raw(f"{packed}.nested_absmax").repeat_interleave(nested)[:count]
-            scales = files.raw(f"{packed}.nested_quant_map")[scales.long()] * large + float(
-                state.get("nested_offset", 0.0)
-            )
+            scales = files.raw(f"{packed}.nested_quant_map")[scales.long()] * large + state["nested_offset"]
         if kept:
             short = scales.to(torch.bfloat16)
             scales = short if short.float().equal(scales.float()) else scales.float()

@@ -17,9 +17,9 @@ from foretoken.models.layouts.base import (
     Files,
     Stored,
     by_group,
+    cache_scales_left_out,
     keep,
     listed,
-    say_once,
     spread,
     two_sizes,
     unpacked,
@@ -142,10 +142,7 @@ class CompressedTensors:
     def spare(self, name: str, files: Files) -> bool:
         """Static scales of activations and of the cache: ours are per row (of a token, of a head), so none is read."""
         if name.endswith(CACHE):
-            say_once(
-                f"{self.where}: its static scales for the KV cache are left out; scales of this cache are per token "
-                "and head (--kv-format)"
-            )
+            cache_scales_left_out(self.where)
         return name.endswith((*SPARE, *CACHE))
 
     def _integers(self, name: str, shape: tuple[int, int], files: Files, g: Group) -> Stored:

@@ -6,6 +6,7 @@ Tensors `<module>.<part>`; 4-bit codes [O, K] lie two a byte, the first in the l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ from foretoken.models.layouts.base import FLOATS, Files, Stored, nibbles
 
 VERSION = 1
 WIDEST = 1 << 18  # columns
+COLUMNS = 1024  # of a sample; a power of two that all groups and blocks divide
 ROWS = 256  # of the sample that a module's parts are compared with
 TYPES = {
     torch.uint8: ("U8",), torch.int8: ("I8",), torch.int16: ("I16",), torch.int32: ("I32",), torch.int64: ("I64",),
@@ -81,7 +83,29 @@ class Own:
 
 @cache
 def _parts(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, int, tuple[int, ...]]]:
-    """Of each part: type, first dimension for ROWS rows (0: it is the same for any), the other dimensions."""
+    """Of each part: type, first dimension for ROWS rows (0: it is the same for any), the other dimensions.
+
+    Samples are encoded, of few columns: a file that only names wide matrices must not take memory. Dimensions are
+    constant, or grow evenly with the columns where these have the same divisors, up to COLUMNS.
+    """
+    scheme.args(width)
+    if width <= 4 * COLUMNS:
+        return _sampled(scheme, width)
+    step = math.gcd(width, COLUMNS)
+    least = (COLUMNS // step | 1) * step  # odd times the step, as the next: neither has other powers of two
+    few, more = (_sampled(scheme, k) for k in (least, least + 2 * step))
+    steps = (width - least) // step  # of which `more` is two
+
+    def at_width(a: int, b: int) -> int:
+        return a + (b - a) * steps // 2
+
+    return {
+        part: (dtype, at_width(first, then[0]), tuple(at_width(a, b) for a, b in zip(rest, then[1], strict=True)))
+        for (part, (dtype, first, rest)), then in zip(few.items(), (p[1:] for p in more.values()), strict=True)
+    }
+
+
+def _sampled(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, int, tuple[int, ...]]]:
     few, more = (scheme.encode(torch.zeros(rows, width)).parts for rows in (ROWS, 2 * ROWS))
     return {
         part: (t.dtype, 0 if t.shape == more[part].shape else t.shape[0], tuple(t.shape[t.shape != more[part].shape :]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foretoken.models.layouts.base import FLOATS, Files, Stored, listed, two_sizes
+from foretoken.models.layouts.base import FLOATS, Files, Stored, cache_scales_left_out, listed, two_sizes
 from foretoken.models.layouts.patterns import covers
 from foretoken.models.layouts.scaled import float8
 
@@ -14,15 +14,16 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Fp8:
     """The layout of a `quantization_config`."""
     block = config.get("weight_block_size")
     skip = [k for n in ("modules_to_not_convert", "ignored_layers") for k in listed(config.get(n), f"{where}: {n}")]
-    return Fp8(None if block is None else two_sizes(block, f"{where}: weight_block_size"), skip)
+    return Fp8(None if block is None else two_sizes(block, f"{where}: weight_block_size"), skip, where)
 
 
 class Fp8:
     """The layout of one quantization_config."""
 
-    def __init__(self, block: tuple[int, int] | None, skip: list[str]) -> None:
+    def __init__(self, block: tuple[int, int] | None, skip: list[str], where: str) -> None:
         self.block = block
         self.skip = skip
+        self.where = where
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
         """See Layout."""
@@ -35,5 +36,8 @@ class Fp8:
         return float8(name, shape, files, self.block, inverse if inverse in files or self.block else f"{weight}_scale")
 
     def spare(self, name: str, files: Files) -> bool:
-        """Scales of activations: ours are per token."""
-        return name.endswith((".input_scale", ".activation_scale", ".input_scale_ub", ".k_scale", ".v_scale"))
+        """Scales of activations, and of the cache: ours are per row."""
+        if name.endswith((".k_scale", ".v_scale")):
+            cache_scales_left_out(self.where)
+            return True
+        return name.endswith((".input_scale", ".activation_scale", ".input_scale_ub"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretoken.errors import ModelLoadError
 from foretoken.formats.scheme import QuantTensor
-from foretoken.models.layouts.base import FLOATS, Files, Stored, by_group, keep, spread, unpacked, whole
+from foretoken.models.layouts.base import FLOATS, Files, Stored, by_group, keep, say_once, spread, unpacked, whole
 from foretoken.models.layouts.patterns import fits
 
 
@@ -108,31 +108,45 @@ class Gptq:
                 else f"GPTQ, {s.bits} bits in groups of {size}"
             )
             return Stored(tuple(tensors), None, lambda: by_group(*parts(), order), why)
-        return Stored(tuple(tensors), held[0], partial(self._kept, name, s, held[1], parts))
+        return Stored(tuple(tensors), held[0], partial(_kept, s, held[1], parts))
 
     def _codes(self, name: str, files: Files, s: Settings) -> tuple[Tensor, Tensor, Tensor]:
         """Codes uint8 [O, K], scales [O, n], zero points [O, n]."""
         codes = unpacked(files.raw(f"{name}.qweight").T, s.bits)
-        zeros = unpacked(files.raw(f"{name}.qzeros"), s.bits).T.to(torch.int16) + s.plus
-        return codes, files.raw(f"{name}.scales").T.contiguous(), zeros
+        return codes, files.raw(f"{name}.scales").T.contiguous(), self._zeros(name, files.raw(f"{name}.qzeros"), s)
 
-    def _kept(self, name: str, s: Settings, times: int, parts: Any) -> QuantTensor:
-        codes, scales, zeros = parts()
+    def _zeros(self, name: str, packed: Tensor, s: Settings) -> Tensor:
+        """Zero points uint8 [O, n] of qzeros int32 [n, O bits / 32]. Raises ModelLoadError where sym contradicts."""
         middle = 1 << (s.bits - 1)
+        zeros = unpacked(packed, s.bits).T
+        if s.plus and not (s.symmetric and (zeros == middle).all()):
+            # Writers subtract from whole words, so a zero point of 0 borrows from the next: so are they added.
+            zeros = unpacked(packed + (0x11111111 if s.bits == 4 else 0x01010101), s.bits).T
+        elif s.plus:
+            say_once(
+                f"{self.where}: its format is gptq, but symmetric zero points are {middle}, not {middle - 1}, as in "
+                'gptq_v2; they are read as such ("checkpoint_format": "gptq_v2" there says so)'
+            )
         if s.symmetric and not (zeros == middle).all():
             raise ModelLoadError(
-                f'{self.where} calls {name} symmetric, but its zero points are not all {middle}; set "sym": false there'
+                f'{self.where} calls {name} symmetric, but its zero points are not all {middle}; set "sym": false '
+                'there, or "checkpoint_format": "gptq_v2" if it was written so'
             )
-        found = {"codes": codes, "scales": spread(scales, times).contiguous()}
-        if s.bits == 8:
-            found["codes"] = (codes ^ 128).view(torch.int8)
-            if found["scales"].shape[1] == 1:
-                found["scales"] = found["scales"].float()
-        elif not s.symmetric:
-            found["zeros"] = spread(zeros, times).to(torch.uint8).contiguous()
-        return QuantTensor("int4" if s.bits == 4 else "int8", (codes.shape[0], codes.shape[1]), found)
+        return zeros
 
     def spare(self, name: str, files: Files) -> bool:
         """Biases of zeros, which older writers give every layer."""
         kind, shape = files.kind(name)
         return name.endswith(".bias") and kind in FLOATS and len(shape) == 1 and not files.raw(name).any()
+
+
+def _kept(s: Settings, times: int, parts: Any) -> QuantTensor:
+    codes, scales, zeros = parts()
+    found = {"codes": codes, "scales": spread(scales, times).contiguous()}
+    if s.bits == 8:
+        found["codes"] = (codes ^ 128).view(torch.int8)
+        if found["scales"].shape[1] == 1:
+            found["scales"] = found["scales"].float()
+    elif not s.symmetric:
+        found["zeros"] = spread(zeros, times).contiguous()
+    return QuantTensor("int4" if s.bits == 4 else "int8", (codes.shape[0], codes.shape[1]), found)

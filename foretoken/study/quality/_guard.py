@@ -6,6 +6,7 @@ on standard input and answers on the pipe that it names.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import io
 import json
@@ -47,8 +48,15 @@ REFUSED = (
     "winreg.",
     "syslog.",
     "fcntl.",
+    "_thread.",
+    "sqlite3.",  # a database in memory would do no harm, but ATTACH and VACUUM INTO write anywhere and tell no one
 )
 REFUSED_MODULES = {"_posixsubprocess", "_ctypes", "_socket", "_multiprocessing"}
+# These write files of any name, or run code beside the hook, and no event tells of it.
+REFUSED_MODULES |= {"readline", "_gdbm", "_dbm", "_tkinter", "_interpreters", "_xxsubinterpreters"}
+# Nor does one of these functions of os, which make files.
+SILENT = ("mknod", "mkfifo")
+STARTS = ("start_new_thread", "start_new", "start_joinable_thread")  # of _thread; told of from Python 3.12 on
 # The first arguments of these are paths that would be changed.
 CHANGES = (
     "os.remove",
@@ -63,6 +71,8 @@ CHANGES = (
     "shutil.",
     "tempfile.",
 )
+# Their first arguments are folders whose names would be read.
+LISTS = ("os.listdir", "os.scandir")
 READABLE = ("/dev/null", "/dev/zero", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime")
 
 
@@ -84,7 +94,9 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def watch(folder: str) -> None:
-    """Refuse, from here on and for good, processes, sockets, signals and files elsewhere (an audit hook stays)."""
+    """Refuse, from here on and for good, processes, threads, sockets, signals, databases, and files and lists of files
+    elsewhere (an audit hook stays). `os.stat` has no event: what exists elsewhere can be asked.
+    """
     library = [os.path.realpath(p) for p in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *READABLE}]
     own = os.path.realpath(folder)
     realpath, fspath, fsdecode, isinstance_, separator = os.path.realpath, os.fspath, os.fsdecode, isinstance, os.sep
@@ -105,6 +117,9 @@ def watch(folder: str) -> None:
         elif event == "import":
             if args[0] in REFUSED_MODULES:
                 raise ImportError(f"refused here: {args[0]}")
+        elif event in LISTS:
+            if not inside("." if args[0] is None else args[0], [own, *library]):
+                raise PermissionError(f"refused here: {event} {args[0]!r}")
         elif event.startswith(REFUSED):
             raise PermissionError(f"refused here: {event}")
         elif event.startswith(CHANGES):
@@ -113,6 +128,21 @@ def watch(folder: str) -> None:
                 raise PermissionError(f"refused here: {event} {paths!r}")
 
     sys.addaudithook(hook)
+
+
+def take_away() -> None:
+    """Remove what no event tells of."""
+    for name in SILENT:
+        for module in (os, sys.modules[os.name]):
+            if hasattr(module, name):
+                delattr(module, name)
+    for name in STARTS:  # `threading` takes them at its import, and must find something
+        if hasattr(_thread, name):
+            setattr(_thread, name, _no_thread)
+
+
+def _no_thread(*args: Any, **named: Any) -> Any:
+    raise PermissionError("refused here: a thread")
 
 
 def main() -> None:
@@ -125,6 +155,7 @@ def main() -> None:
     watch(os.getcwd())
     for name in REFUSED_MODULES | {"ctypes"}:
         sys.modules.pop(name, None)
+    take_away()
     del job
     error = None
     try:

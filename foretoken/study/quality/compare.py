@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.config import EngineConfig, SpecConfig, draft_text
+from foretoken.engine.build import check_options
 from foretoken.engine.llm import LLM, make_config
 from foretoken.engine.memory import available_memory, demand
 from foretoken.errors import ConfigError
@@ -40,13 +41,18 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Comparing:
-    """What is measured of each variant. `draft` None: the embedded draft where it fits the baseline, else ngram."""
+    """What is measured of each variant. `draft` None: the embedded draft where it fits the baseline, else ngram.
+
+    `speculation` holds further keyword arguments of `make_config` for that draft: draft_format, draft_options,
+    confidence, policy.
+    """
 
     tasks: tuple[str, ...] = (suite.PERPLEXITY,)
     settings: Settings = field(default_factory=Settings)
     text: Text = field(default_factory=lambda: Text(tokens=COMPARE_TOKENS))
     draft: str | SpecConfig | None = None
     num_draft_tokens: int = 4
+    speculation: dict[str, Any] = field(default_factory=dict)
     prompts: Path = DEFAULT_PROMPTS
     num_prompts: int | None = 12
     max_tokens: int = 64
@@ -149,7 +155,9 @@ def _draft(baseline: Variant, asked: Comparing) -> SpecConfig:
         tokenizer = resolve_model(baseline.model) / "tokenizer.json"
         same = baseline.model in EMBEDDED or (tokenizer.is_file() and tokenizer.read_bytes() == ours)
         draft = "embedded-draft" if same else "ngram"
-    spec = make_config(draft, num_draft_tokens=asked.num_draft_tokens).spec
+    spec = make_config(draft, num_draft_tokens=asked.num_draft_tokens, **asked.speculation).spec
+    check_options(spec)
+    QuantScheme.parse(spec.format)  # a bad one fails here, before any work
     if spec.method == "none" or spec.num_draft_tokens < 1:
         raise ConfigError("a comparison measures acceptance: give a draft (--draft) of at least one token")
     return spec

@@ -74,7 +74,7 @@ def read(settings: Settings) -> tuple[list[Row], dict[str, list[Row]]]:
     for shot in data.rows(MMLU_PRO_SHOTS, settings.data):
         shots[shot["category"]].append(shot)
     for row in rows:
-        if row["answer"] not in LETTERS[: len(options(row))]:
+        if row["answer"] not in list(LETTERS[: len(options(row))]):  # as a text, it would hold "" and "AB" too
             raise ConfigError(f"mmlu_pro: question {row.get('question_id')} has no option {row['answer']!r}")
     return rows, {subject: its[:SHOTS] for subject, its in shots.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +66,24 @@ def _bars(
     form: str,
     line: float | None = None,
 ) -> None:
-    """Horizontal bars, a group for each variant and a bar for each series, with intervals and values."""
+    """Horizontal bars, a group for each variant and a bar for each series, with intervals and values.
+
+    What is not finite (a format that overflows) has no place on an axis and is left out.
+    """
     names = [row.label for row in found.rows]
     step = 0.8 / len(series)
     top = 0.0
     for s, (name, bars) in enumerate(series):
         label: str | None = name
         for i, bar in enumerate(bars):
-            if bar is None or bar[0] != bar[0]:
+            if bar is None or not isfinite(bar[0]):
                 continue
             value, interval = bar
             y = i - 0.4 + step * (s + 0.5)
             panel.barh(y, value, 0.9 * step, color=COLOURS[s], label=label, alpha=0.85)
             label = None  # the legend names a series once
             end = value
-            if interval is not None and interval[0] == interval[0]:
+            if interval is not None and all(map(isfinite, interval)):
                 low, high = interval
                 panel.plot([low, high], [y, y], color="0.15", linewidth=1.1, marker="|", markersize=5)
                 end = max(value, high)
@@ -119,11 +123,14 @@ def _quality(panels: Seq[Any], found: Comparison) -> None:
 
 
 def _ratios(panel: Any, found: Comparison) -> None:
-    """Perplexity over the baseline's: points, since what counts is the distance from 1."""
+    """Perplexity over the baseline's: points, since what counts is the distance from 1; none where it is not finite."""
     rows = [r for r in found.rows if r.ratio is not None or r is found.baseline]
     for i, row in enumerate(rows):
-        value, (low, high) = row.ratio or (1.0, (1.0, 1.0))
-        panel.plot([low, high], [i, i], color=COLOURS[0], linewidth=2, alpha=0.6)
+        value, interval = row.ratio or (1.0, (1.0, 1.0))
+        if not isfinite(value):
+            continue
+        if all(map(isfinite, interval)):
+            panel.plot(interval, [i, i], color=COLOURS[0], linewidth=2, alpha=0.6)
         panel.plot([value], [i], color=COLOURS[0], marker="o", linestyle="")
         panel.annotate(f"{value:.4f}", (value, i), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     panel.axvline(1.0, color="0.4", linewidth=0.8, linestyle="--")

@@ -76,6 +76,7 @@ def _of_row(row: Row, found: Comparison, run_id: str) -> dict[str, Any]:
         "kv_format": row.speed.kv_format,
         "backend": row.speed.backend,
         "draft": found.draft,
+        "speculation": dict(asked.speculation),
         "prompts": asked.prompts.name,
         "num_prompts": len(row.speed.plain[0].completions),
         "max_tokens_of_speed": asked.max_tokens,

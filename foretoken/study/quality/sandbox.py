@@ -1,10 +1,11 @@
 """Run generated code in a process of its own with hard limits: a guard against accidents, not against an attacker.
 
 The process has a fresh temporary folder, an empty environment, the standard library only, limits of time, processor
-time, address space, file size, open files and processes, and no network (a namespace of its own where the system allows
-one); an audit hook refuses processes, sockets, signals and files outside its folder and Python's own. It is the leader
-of a session that is killed as a group. Code of a model that may be hostile belongs into a container or a virtual
-machine all the same.
+time, address space, size of each file (not of all together), open files and processes, and no network (a namespace of
+its own where the system allows one). An audit hook refuses processes, threads, sockets, signals, databases, and
+reading, writing and listing files outside its folder and Python's own; it does not hide whether a file exists elsewhere
+(`os.stat`). It is the leader of a session that is killed as a group. Code of a model that may be hostile belongs into a
+container or a virtual machine all the same.
 """
 
 from __future__ import annotations

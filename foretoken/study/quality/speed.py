@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.config import SpecConfig
 from foretoken.engine.llm import LLM
-from foretoken.errors import RequestError, VocabularyError
+from foretoken.errors import ConfigError, RequestError, VocabularyError
 from foretoken.formats.scheme import QuantScheme
 from foretoken.models.loader import resolve_model
 from foretoken.request import SamplingParams
@@ -120,12 +120,8 @@ def load(variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], max_tok
 
     Raises what LLM raises, RequestError for a prompt that does not fit.
     """
-    arms = [
-        Arm(
-            "draft", SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens) if drafts_for_itself(v, spec) else spec
-        )
-        for v in variants
-    ]
+    ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
+    arms = [Arm("draft", ngram if drafts_for_itself(v, spec) else spec) for v in variants]
     benches = [
         Bench(v.model, [PLAIN, arm], {**settings, **v.settings, "max_num_seqs": 1})
         for v, arm in zip(variants, arms, strict=True)
@@ -212,6 +208,6 @@ def as_draft(
         jobs = [(tuple(p.encode(llm.tokenizer)), params) for p in prompts]
         run = Run()
         run_batch(llm.engine, [(tokens, replace(params, seed=i)) for i, (tokens, _) in enumerate(jobs)], run)
-    except (VocabularyError, RequestError) as error:
+    except (VocabularyError, RequestError, ConfigError) as error:
         return None, str(error)
     return Acceptance.of(run, seed), None

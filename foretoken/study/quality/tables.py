@@ -70,15 +70,23 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     return found + [f"{t['task']}: {note}" for t in record["tasks"] for note in t["notes"]]
 
 
-def comparison(found: Comparison) -> Table:
-    """Figures of all variants, a column each."""
+NAMES_WIDTH, COLUMN_WIDTH = 24, 21  # of the figures' names; of a variant, whose widest cell is an interval
+
+
+def comparison(found: Comparison, width: int) -> list[Table]:
+    """Figures of all variants, a column each; as many tables as a terminal of that width needs."""
+    count = max(2, (width - NAMES_WIDTH) // COLUMN_WIDTH)
+    return [_columns(found, found.rows[i : i + count]) for i in range(0, len(found.rows), count)]
+
+
+def _columns(found: Comparison, rows: Seq[Row]) -> Table:
     turns = "in turns" if found.interleaved else "one after the other: not all fit in memory"
     made = _table(f"against {found.baseline.label}; draft: {found.draft}; speed {turns}")
     made.add_column("", no_wrap=True)
-    for row in found.rows:
+    for row in rows:
         made.add_column(row.label.replace(" ", "\n"), justify="right")
     for name, cell in _figures(found):
-        cells = [cell(row) for row in found.rows]
+        cells = [cell(row) for row in rows]
         if any(cells):
             made.add_row(name, *cells)
     return made

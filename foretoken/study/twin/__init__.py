@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretoken.errors import ConfigError
 from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.loader import open_checkpoint, resolve_model
 from foretoken.models.save import SHARD, copy_files, new_folder, source_config, write_file
@@ -56,15 +55,13 @@ def make_twin(
     """
     folder = resolve_model(of)
     config, raw = read_config(folder), source_config(folder)
-    if folder.resolve() == Path(os.path.abspath(out)).resolve():
-        raise ConfigError(f"the twin of {of} cannot take its place; choose another folder")
     layout = make_layout(config, shape, raw, name)
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(config)
         source = TwinSource(layout, checkpoint, seed)
         size = num_bytes(layout.config, source)
         check_room(out, size)
-        with new_folder(out, overwrite) as partial:
+        with new_folder(out, overwrite, folder) as partial:
             copy_files(folder, partial)
             stream_weights(partial, layout.config, source, progress, shard_bytes)
             record = {"schema": SCHEMA, "of": of, "shape": name, "seed": seed, **layout.as_dict()}

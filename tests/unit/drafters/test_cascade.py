@@ -18,6 +18,7 @@ from foretoken.errors import ConfigError
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter
+from foretoken.spec.goodput import GoodputLength
 from foretoken.spec.history import History
 from foretoken.spec.length import FixedLength
 
@@ -142,6 +143,18 @@ def test_scarce_blocks(pair: Pair, block: int) -> None:
     params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
     plain = texts(run(make_engine(pair), PROMPTS, params))
     assert texts(run(make_engine(pair, "cascade", k=6, tokens=160, block=block), PROMPTS, params)) == plain
+
+
+def test_a_goodput_policy_below_learns_and_forgets(pair: Pair) -> None:
+    below = SpecConfig("ngram", num_draft_tokens=4, policy="goodput")
+    plain = texts(run(make_engine(pair), PROMPTS, GREEDY))
+    engine = make_engine(pair, "cascade", k=4, below=(below,))
+    assert texts(run(engine, PROMPTS, GREEDY)) == plain
+    assert isinstance(engine.drafter, CascadeDrafter)
+    policy = engine.drafter.below.policy
+    assert isinstance(policy, GoodputLength)
+    assert policy.target is not None and policy.draft.seen >= 2, "what rounds cost"
+    assert not policy._own and not policy._idle, "sequences that are gone"
 
 
 # --- taking back ---

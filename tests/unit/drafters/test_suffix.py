@@ -183,6 +183,51 @@ def test_a_store_cut_off_keeps_what_is_whole(tmp_path: Path, cut: int) -> None:
     assert store.read() == [[1, 2], [5]]
 
 
+def test_a_text_longer_than_the_store_keeps_its_end(tmp_path: Path) -> None:
+    store = TextStore(tmp_path / "t", 10, 50)
+    store.append([1, 2])
+    store.append(list(range(30)))
+    assert store.read() == TextStore(tmp_path / "t", 10, 50).read() == [list(range(20, 30))]
+
+
+def test_requests_outlive_a_store_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    drafter = options(past="all", store=str(folder / "texts"))
+    folder.rmdir()
+    for name in range(2):
+        seq = sequence([1, 2, 3, 4], name)
+        drafter.propose([seq], [2])
+        drafter.release(seq)
+    assert [r.message.startswith("the store") for r in caplog.records] == [True], "it is said once"
+    assert drafter.propose([sequence([7, 1, 2], 9)], [2]).count(0) == 2, "in memory the texts live on"
+
+
+def test_a_full_disk_leaves_whole_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "t"
+    store = TextStore(path, 100, 50)
+    store.append([1, 2])
+    whole, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
+    try:
+        store.append([3, 4])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == whole and "make room" in caplog.text
+    store.append([5])
+    assert path.read_bytes() == whole, "what failed is not tried again"
+
+
+def test_a_store_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(ConfigError, match="name another file"):
+        options(past="all", store=str(tmp_path / "t"))
+
+
 def test_bad_stores(tmp_path: Path) -> None:
     path = tmp_path / "t"
     TextStore(path, 100, 50).append([1])

@@ -113,6 +113,24 @@ def test_linear_rope_scaling(tmp_path):
     assert read_config(path).rope == parse_config(raw).rope
 
 
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, 4.0),  # as llama.cpp: linear where no type is said
+        ({"rope.scale_linear": 2.0}, 2.0),
+        ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, 4.0),
+        ({"rope.scaling.type": "linear"}, 1.0),
+        ({"rope.scaling.type": "none", "rope.scale_linear": 2.0}, 1.0),
+        ({}, 1.0),
+    ],
+)
+def test_rope_scaling_by_its_keys(keys, factor, tmp_path):
+    raw = VARIANTS["llama3.2"].raw | {"rope_parameters": {"rope_theta": 10000.0}}
+    path = write_gguf(tmp_path / "model.gguf", raw, random_tensors(parse_config(raw)), keys=keys)
+    rope = read_config(path).rope
+    assert (rope.kind, rope.factor) == (("default", 1.0) if factor == 1.0 else ("linear", factor))
+
+
 # --- types of blocks ---
 
 

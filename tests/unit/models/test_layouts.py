@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fixtures_layouts import (
     fp8,
     gptq,
     mxfp4,
+    packed,
     write_dense,
     write_layout,
 )
@@ -27,10 +29,10 @@ from fixtures_models import all_logits, backends, load, prompt, read_tensors, wr
 from safetensors.torch import save_file
 
 from foretoken.errors import ModelLoadError
-from foretoken.formats.scheme import get
+from foretoken.formats.scheme import QuantScheme, get
 from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import parse_config
-from foretoken.models.layouts import METHODS, base
+from foretoken.models.layouts import METHODS, base, foretoken as own
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -225,6 +227,51 @@ def test_gptq_with_settings_of_its_own_for_some_modules(tmp_path):
         assert checkpoint.scheme("model.layers.0.self_attn.v_proj.weight") is None
 
 
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 16), (8, 32)])
+def test_gptq_adds_to_whole_words_what_its_writers_subtract(bits, group, tmp_path):
+    """A zero point of 0 borrows from its neighbour; read back it is 0, and the neighbour what it was."""
+    write_layout(tmp_path, gptq(bits, group, symmetric=False), GPTQ | {"bits": bits, "group_size": group, "sym": False})
+    count = 128 // group
+    zeros = torch.arange(256 * count).view(count, 256) % 2**bits  # [n, O]
+    assert (zeros == 0).any() and (zeros == 2**bits - 1).any()
+    words = packed(zeros, bits) - (0x11111111 if bits == 4 else 0x01010101)
+    damaged(tmp_path, qzeros=words, scales=torch.ones(count, 256), qweight=torch.zeros(128 * bits // 32, 256).int())
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        assert checkpoint.tensor(f"{UP}.weight").equal(-zeros.T.repeat_interleave(group, 1).float())
+
+
+PATHS = {
+    "kept": (gptq(version=2), GPTQ),
+    "8 bits": (gptq(8, version=2), GPTQ | {"bits": 8}),
+    "act-order": (gptq(act_order=True, version=2), GPTQ | {"desc_act": True}),
+    "g16": (gptq(group=16, version=2), GPTQ | {"group_size": 16}),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_symmetric_gptq_whose_zero_points_are_of_the_second_version(name, tmp_path, caplog):
+    """Some writers leave the format's name at the first: all zero points in the middle can mean nothing else."""
+    dense = write_layout(tmp_path, *PATHS[name])
+    with caplog.at_level(logging.WARNING), Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        for at in (UP, DOWN):
+            assert checkpoint.tensor(f"{at}.weight").equal(dense[f"{at}.weight"])
+    assert len([r for r in caplog.records if "gptq_v2" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_symmetric_gptq_with_other_zero_points_is_refused_on_every_path(name, tmp_path):
+    write_layout(tmp_path, *PATHS[name])
+    zeros = read_tensors(tmp_path)[f"{UP}.qzeros"]
+    zeros[0, 0] += 1
+    damaged(tmp_path, qzeros=zeros)
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        with pytest.raises(ModelLoadError, match=f'{UP} symmetric.*"sym": false.*"checkpoint_format": "gptq_v2"'):
+            checkpoint.tensor(f"{UP}.weight")
+
+
 # --- what is refused ---
 
 
@@ -323,6 +370,132 @@ def test_damaged_tensors(name, kind, value, words, tmp_path):
     write_layout(tmp_path, *LAYOUTS[name][:2])
     damaged(tmp_path, **{kind: value})
     refused(tmp_path, UP, *words)
+
+
+def damaged_codes(folder: Path, kind: str, code: int) -> None:
+    """The last byte of a tensor of UP is another."""
+    tensor = read_tensors(folder)[f"{UP}.{kind}"]
+    tensor.view(torch.uint8).view(-1)[-1] = code
+    damaged(folder, **{kind: tensor})
+
+
+def not_finite(folder: Path) -> None:
+    """Refused by all that a matrix is read with."""
+    for read in (lambda c, n: c.rows(n, 0, 2), Checkpoint.tensor, Checkpoint.stored):
+        with Checkpoint(folder) as checkpoint:
+            checkpoint.check(parse_config(RAW))
+            with pytest.raises(ModelLoadError, match=f"{UP}.* NaN"):
+                read(checkpoint, f"{UP}.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("ct-fp8-rows", 0x7F), ("ct-fp8-rows", 0xFF), ("fp8-block", 0x7F), ("ct-fp8-block", 0xFF), ("other-blocks", 0x7F)]
+    + [("fp8-e5m2", code) for code in (0x7C, 0x7D, 0x7F, 0xFC, 0xFF)],
+)
+def test_codes_of_8_bits_that_are_no_numbers(name, code, tmp_path):
+    layout = LAYOUTS["fp8-block" if name == "other-blocks" else name]
+    write_layout(tmp_path, *layout[:2])
+    if name == "other-blocks":  # decoded
+        write_config(tmp_path, {**RAW, "quantization_config": FP8 | {"weight_block_size": [256, 128]}})
+        tensors = read_tensors(tmp_path)
+        tensors |= {n: t[:1] for n, t in tensors.items() if n.endswith("_inv")}
+        save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    damaged_codes(tmp_path, "weight", code)
+    not_finite(tmp_path)
+
+
+@pytest.mark.parametrize("code", [0x7E, 0xFE])
+def test_the_largest_code_is_a_number(code, tmp_path):
+    write_layout(tmp_path, *LAYOUTS["ct-fp8-rows"][:2])
+    damaged_codes(tmp_path, "weight", code)
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        assert checkpoint.tensor(f"{UP}.weight").isfinite().all()
+
+
+def test_scales_that_are_powers_of_two_and_no_numbers(tmp_path):
+    write_layout(tmp_path, *LAYOUTS["fp8-block"][:2])
+    ones = torch.full((2, 1), 127, dtype=torch.uint8)
+    damaged(tmp_path, weight_scale_inv=ones.view(torch.float8_e8m0fnu))
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        assert checkpoint.tensor(f"{UP}.weight").isfinite().all()
+    damaged_codes(tmp_path, "weight_scale_inv", 255)
+    not_finite(tmp_path)
+
+
+@pytest.mark.parametrize("exponent", [254, 255])
+def test_mxfp4_beyond_float32(exponent, tmp_path):
+    """2^127 times a code of 6."""
+    write_layout(tmp_path, *LAYOUTS["ct-mxfp4"][:2])
+    damaged_codes(tmp_path, "weight_scale", exponent)
+    damaged_codes(tmp_path, "weight_packed", 0x77)
+    not_finite(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ct-fp8-rows", {"weight_scale": torch.full((256, 1), 1e38)}),
+        ("gptq", {"scales": torch.full((1, 256), 3e38)}),
+        (
+            "bnb-nf4-nested",
+            {"weight.nested_absmax": torch.full((2,), 3e38), "weight.nested_quant_map": torch.ones(256) * 2},
+        ),
+    ],
+)
+def test_scales_that_overflow(name, changes, tmp_path):
+    write_layout(tmp_path, *LAYOUTS[name][:2])
+    damaged(tmp_path, **changes)
+    not_finite(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qoq", "nf4-dq", "w4a16-g32-asym", "fp8-b128"])
+@pytest.mark.parametrize("width", [4096 + 64, 5632])
+def test_our_own_layout_knows_the_shapes_of_wide_matrices_from_samples(name, width):
+    scheme = QuantScheme.parse(name)
+    encoded = scheme.encode(torch.zeros(512, width)).parts
+    for part, (dtype, first, rest) in own._parts(scheme, width).items():
+        assert encoded[part].dtype == dtype
+        assert tuple(encoded[part].shape) == ((2 * first, *rest) if first else rest)
+
+
+def test_our_own_layout_encodes_nothing_wide(monkeypatch):
+    """A file of some bytes, whose config.json names wide matrices, takes no memory for them."""
+    encode, widths = QuantScheme.encode, []
+    monkeypatch.setattr(QuantScheme, "encode", lambda s, w: (widths.append(w.shape[1]), encode(s, w))[1])
+    schemes = {n: QuantScheme.parse(n) for n in ("qoq", "nf4", "w8a16")}
+    layout, none = own.Own(schemes), SimpleNamespace(expect=lambda n, *_: n)
+    for name in schemes:
+        layout.find(name, (1 << 20, own.WIDEST), none)
+        layout.find(name, (1 << 20, own.WIDEST - 128), none)
+    assert widths and max(widths) <= 4 * own.COLUMNS
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize("offset", ["1" + "0" * 400, "1e999", "NaN", "-Infinity", '"1"', "null", "1" * 5000])
+def test_offsets_of_nf4_that_are_no_numbers(offset, tmp_path):
+    write_layout(tmp_path, bnb_nf4(nested=True), BNB)
+    state = json.loads(bytes(read_tensors(tmp_path)[f"{UP}.{STATE}"].tolist()))
+    text = json.dumps({k: v for k, v in state.items() if k != "nested_offset"})
+    text = f'{text[:-1]}, "nested_offset": {offset}}}'
+    damaged(tmp_path, **{STATE: torch.tensor(list(text.encode()), dtype=torch.uint8)})
+    with pytest.raises(ModelLoadError) as caught, Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+    assert f"{UP}.{STATE}" in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_the_state_of_nf4_is_bounded_by_its_values(tmp_path, monkeypatch):
+    """Not by the sum of its sizes: 300 x 300 of them are not read."""
+    write_layout(tmp_path, bnb_nf4(), BNB)
+    damaged(tmp_path, **{STATE: torch.full((300, 300), 32, dtype=torch.uint8)})
+    raw = Checkpoint.raw
+    monkeypatch.setattr(Checkpoint, "raw", lambda s, n: pytest.fail("read") if n == f"{UP}.{STATE}" else raw(s, n))
+    with pytest.raises(ModelLoadError, match="missing or none"), Checkpoint(tmp_path) as checkpoint:
+        checkpoint.check(parse_config(RAW))
 
 
 def test_nothing_is_read_before_all_is_checked(tmp_path, monkeypatch):

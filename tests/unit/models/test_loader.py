@@ -24,7 +24,7 @@ from fixtures_models import (
     write_config,
     write_shards,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from foretoken.errors import ConfigError, ForetokenError, ModelLoadError
 from foretoken.formats.scheme import QuantScheme
@@ -248,6 +248,36 @@ def test_the_index_decides_which_files_are_read(sharded):
     load(sharded)
 
 
+def test_a_tensor_in_two_files_is_refused(folder):
+    """Which of them the model has, nothing says: not their order."""
+    weights(folder).rename(folder / "a.safetensors")
+    save_file({SOME: torch.ones(72, 48)}, folder / "b.safetensors")
+    refused(folder, SOME, "a.safetensors", "b.safetensors")
+
+
+def test_a_tensor_in_two_shards_that_the_index_leaves_out(sharded):
+    shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 3)]
+    for file in shards:
+        save_file(load_file(sharded / file) | {"unnamed": torch.ones(1)}, sharded / file)
+    refused(sharded, "unnamed", *shards)
+
+
+def test_the_index_decides_which_file_a_tensor_is_read_from(sharded):
+    places = json.loads(index(sharded).read_text())["weight_map"]
+    before = all_logits(load(sharded), prompt(5))
+    for file in sorted(set(places.values()) - {places[SOME]}):
+        save_file(load_file(sharded / file) | {SOME: torch.ones(72, 48)}, sharded / file)
+    assert all_logits(load(sharded), prompt(5)).equal(before)
+
+
+def test_an_index_that_names_the_wrong_file(sharded):
+    content = json.loads(index(sharded).read_text())
+    other = next(f for f in content["weight_map"].values() if f != content["weight_map"][SOME])
+    content["weight_map"][SOME] = other
+    index(sharded).write_text(json.dumps(content))
+    refused(sharded, SOME, other, "index")
+
+
 def test_model_safetensors_goes_before_other_files(folder):
     save_file({"layers.0.attention.wq.weight": torch.ones(3)}, folder / "consolidated.safetensors")
     load(folder)
@@ -433,6 +463,7 @@ def entry(begin: int, end: int, **changes: object) -> dict[str, object]:
         {"a": entry(0, 12, shape=[3.0])},
         {"a": entry(0, 12, shape=[True, 3])},
         {"a": entry(0, 12, shape=3)},
+        {"a": entry(0, 12, shape=[1] * 8 + [3])},
         {"a": entry(0, 12, dtype="F33")},
         {"a": entry(0, 12, dtype=["F32"])},
         {"a": entry(0, 12, data_offsets=[12, 0])},
@@ -457,6 +488,33 @@ def test_headers_of_any_length_are_not_read_into_memory(folder, monkeypatch):
         file.truncate(2**31 + 100)  # sparse: as long as it says
     monkeypatch.setattr(SafetensorsFile, "read", lambda *a: pytest.fail("read the header"))
     refused(folder, "header of 2147483648 bytes")
+
+
+def test_headers_are_as_long_as_real_ones(folder, monkeypatch):
+    """16 MiB hold the header of 100 000 tensors; what JSON makes of more is gigabytes."""
+    with weights(folder).open("wb") as file:
+        file.write(struct.pack("<Q", 2**24 + 1) + b"{")
+        file.truncate(2**24 + 100)
+    monkeypatch.setattr(SafetensorsFile, "read", lambda *a: pytest.fail("read the header"))
+    refused(folder, "header of 16777217 bytes")
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"a": entry(0, 12, shape=[2**61] * 400_000)},
+        {"a" * 100_000: entry(0, 12, shape=[4])},
+        {"a": entry(0, 12, more="b" * 100_000, dtype=3)},
+        {"a" * 100_000: entry(4, 12)},
+    ],
+    ids=lambda e: str(e)[-60:],
+)
+def test_headers_of_any_content_are_told_briefly(entries, folder):
+    """In no time either: 400 000 sizes have a product of millions of digits."""
+    header_file(folder, entries, bytes(12))
+    with pytest.raises(ModelLoadError) as caught:
+        SafetensorsFile(weights(folder))
+    assert len(str(caught.value)) < 400 + len(str(folder))
 
 
 def test_a_file_cut_while_it_is_read(folder):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -245,9 +246,34 @@ def test_what_is_no_checkpoint_is_never_overwritten(kind, source, tmp_path):
         (out / "thesis.tex").write_text("mine")
     else:
         out.symlink_to(source)
-    with pytest.raises(ModelSaveError, match="is no checkpoint"):
+    with pytest.raises(ModelSaveError, match="is a link" if kind == "link" else "is no checkpoint"):
         write(source, out, "w4a16", overwrite=True)
     assert names(tmp_path) == ["out", "source"] and (out.is_symlink() or kind != "link")
+
+
+def test_the_model_itself_is_never_overwritten(source, tmp_path):
+    before = names(source)
+    inside = write(source, tmp_path / "out", "w4a16")
+    shutil.copytree(source, inside / "original")
+    for from_, out in ((source, source), (inside / "original", inside)):
+        with pytest.raises(ModelSaveError, match="holds the model itself"):
+            write(from_, out, "w4a16", overwrite=True)
+    with pytest.raises(ModelSaveError, match="holds original, which is not of a checkpoint"):
+        write(source, inside, "w8a16", overwrite=True)
+    assert names(source) == before and names(inside / "original") == before
+
+
+def test_a_link_to_an_empty_folder_is_refused_before_the_work(source, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "empty")
+    with pytest.raises(ModelSaveError, match="is a link"):
+        write(source, tmp_path / "out", "w4a16")
+
+
+def test_the_card_has_the_whole_name(source, tmp_path):
+    shutil.copytree(source, tmp_path / "Llama-3.1-8B")
+    out = write(tmp_path / "Llama-3.1-8B", tmp_path / "out", "w4a16")
+    assert "# Llama-3.1-8B, quantized" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -8,6 +8,7 @@ from fixtures_quantize import correlated, randn, stats_of
 from torch import Tensor
 
 from foretoken.errors import ConfigError
+from foretoken.formats import scheme as formats
 from foretoken.formats.scheme import QuantScheme
 from foretoken.quantize._grid import Grid, clip
 from foretoken.quantize.base import Stats, decoded, parse_method
@@ -56,6 +57,20 @@ def test_blocks_do_not_matter(scheme: str, act_order: bool) -> None:
         found = gptq(weight, scheme, stats, block=block, act_order=act_order)
         assert (found == whole).float().mean() > 0.97  # sums in another order
         assert stats.error(weight, found).sum() == pytest.approx(float(stats.error(weight, whole).sum()), rel=0.05)
+
+
+@pytest.mark.parametrize("scheme", ["fp8-b128", "nf4-dq"])
+def test_rows_that_share_something_are_kept_together(scheme: str) -> None:
+    # Inputs nearly alike: about half the rows gain nothing.
+    weight, stats = randn(256, 2 * K, seed=3), stats_of(randn(4000, 2 * K, seed=9))
+    chosen = QuantScheme.parse(scheme)
+    q, plain = parse_method("gptq", {}).quantize(weight, chosen, stats), chosen.encode(weight)
+    fmt = formats.get(q.format)
+    read = fmt.from_checkpoint("name", fmt.checkpoint("name", q))
+    assert decoded(read).equal(decoded(q))
+    found, rounded = (stats.error(weight, decoded(x)) for x in (q, plain))
+    size = chosen.rows_together or len(weight)
+    assert all(f.sum() <= r.sum() for f, r in zip(found.split(size), rounded.split(size), strict=True))
 
 
 def test_act_order_helps_where_few_channels_are_large() -> None:

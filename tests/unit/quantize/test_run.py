@@ -12,14 +12,15 @@ import pytest
 import torch
 from fixtures_quantize import SMALL, write_text
 from lawkit import write_model
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from foretoken import ops
-from foretoken.errors import ConfigError, ForetokenError, RegistryError
+from foretoken.errors import ConfigError, ForetokenError, ModelSaveError, RegistryError
 from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import read_config
 from foretoken.models.loader import load_model
-from foretoken.quantize import run as quantizing
+from foretoken.quantize import _work, run as quantizing
 from foretoken.quantize.budget import recommend
 from foretoken.quantize.run import FILE, Plan, Progress, quantize
 
@@ -94,6 +95,38 @@ def test_rules_name_head_and_layers(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("method", ["rtn", "rotate"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rule_keeps_embedding_or_head_dense(plan: Plan, tmp_path: Path, method: str, tied: bool) -> None:
+    write_model(tmp_path / "model", **SMALL, tie_word_embeddings=tied)
+    scheme = "w4a16-g32,lm_head=bf16,model.embed_tokens=fp16"
+    result = quantize(replace(plan, model=str(tmp_path / "model"), scheme=scheme, method=method))
+    one = tied and method == "rtn"
+    stored = weights(result.folder)
+    assert stored["model.embed_tokens.weight"].dtype == (torch.bfloat16 if one else torch.float16)
+    assert ("lm_head.weight" in stored) != one
+    assert one or stored["lm_head.weight"].dtype == torch.bfloat16
+    if method == "rtn":
+        before = weights(tmp_path / "model")["model.embed_tokens.weight"]
+        assert torch.allclose(stored["model.embed_tokens.weight"].float(), before.float(), rtol=2**-8, atol=1e-6)
+    assert not {"lm_head", "model.embed_tokens"} & {m["module"] for m in result.quantization["modules"]}
+    load_model(result.folder, ops.resolve("reference"))
+
+
+def test_a_head_whose_format_is_chosen(plan: Plan, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **SMALL)
+    tensors = weights(tmp_path / "model")
+    tensors["lm_head.weight"][:] = 2.0**-20
+    tensors["lm_head.weight"][:, 0] = 1.0  # beside it, e4m3 rounds the others to zero
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    scheme = "w4a16-g32,lm_head=fp8-auto,model.embed_tokens=fp8-auto"
+    result = quantize(replace(plan, model=str(tmp_path / "model"), scheme=scheme))
+    schemes = {m["module"]: m["scheme"] for m in result.quantization["modules"]}
+    assert schemes["lm_head"] == "fp8_e5m2" and schemes["model.embed_tokens"] == "fp8_e4m3"
+    model = load_model(result.folder, ops.resolve("reference"))
+    assert (model.weights.lm_head.format, model.weights.embedding.format) == ("fp8_e5m2", "fp8_e4m3")
+
+
+@pytest.mark.parametrize("method", ["rtn", "rotate"])
 def test_tied_embeddings(plan: Plan, tmp_path: Path, method: str) -> None:
     write_model(tmp_path / "tied", **SMALL, tie_word_embeddings=True)
     for scheme, expected in (("w8a8", "fp32"), ("w8a8,lm_head=w8a16", "int8")):
@@ -157,6 +190,44 @@ def test_a_damaged_layer_file_is_named(plan: Plan) -> None:
         quantize(replace(plan, resume=True))
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_full_disk_says_how_to_go_on(plan: Plan, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    written: list[str] = []
+
+    def full(tensors: dict[str, torch.Tensor], path: str, **settings: object) -> None:
+        written.append(path)
+        if len(written) == 2:
+            Path(path).write_bytes(b"half")
+            raise error
+        save_file(tensors, path, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_work, "save_file", full)
+        with pytest.raises(ModelSaveError, match=r"layer-00001.*No space left.*--resume"):
+            quantize(plan)
+    assert not Path(written[1]).exists()
+    whole = quantize(replace(plan, out=plan.out.with_name("whole")))
+    assert same(whole.folder, quantize(replace(plan, resume=True)).folder)
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str, encoding: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(ModelSaveError, match="No space left"):
+            quantize(plan)
+    assert not plan.out.with_name("out.partial").exists()
+
+
+def test_the_folder_one_is_in(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan.out.mkdir()
+    monkeypatch.chdir(plan.out)
+    quantize(replace(plan, out=Path("."), method="rtn", overwrite=True))
+    assert (plan.out / FILE).is_file()
+
+
 @pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
 def test_one_layer_is_in_memory_at_a_time(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -203,6 +274,50 @@ def test_a_budget_is_kept_and_spent(plan: Plan) -> None:
     load_model(result.folder, ops.resolve("reference"))
 
 
+def test_rules_count_in_the_budget(plan: Plan) -> None:
+    rule = "w4a16,model.layers.0.mlp.down_proj=bf16"
+    plan = replace(plan, scheme=rule, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=8)
+    found = quantize(plan).quantization
+    schemes = {m["module"]: m["scheme"] for m in found["modules"]}
+    assert schemes["model.layers.0.mlp.down_proj"] == "bf16"
+    assert 6.0 < found["bits_per_weight"] <= 7.0
+    assert [s["scheme"] for s in found["sensitivity"] if s["unit"] == "model.layers.0.down"] == ["bf16"]
+
+
+def measured(*args: object) -> None:
+    raise AssertionError("refused before anything is measured")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scheme": "w4a16,*.q_proj=bf16"}, "stored alike"),
+        ({"scheme": "w4a16,*_proj=bf16"}, r"below the smallest candidates' 16\.000"),
+        ({"candidates": ("w4a16-g32", "w4a16-g128")}, r"layers\.0\.self_attn\.q_proj .*do not divide"),
+        ({"budget": float("nan")}, "number of bits"),
+        ({"budget": 0.0}, "number of bits"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], words: str
+) -> None:
+    monkeypatch.setattr(quantizing.bits, "measure", measured)
+    with pytest.raises(ConfigError, match=words):
+        quantize(replace(plan, **{"budget": 6.0, "candidates": ("w4a16-g32", "w8a16"), **change}))
+
+
+@pytest.mark.parametrize("name", ["__version__", "HELD_OUT"])
+def test_what_a_run_was_begun_with_is_compared(plan: Plan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plan = replace(plan, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=4)
+    with pytest.raises(Stop):
+        quantize(plan, stop_after(1))
+    monkeypatch.setattr(quantizing, name, {"__version__": "0.0.0", "HELD_OUT": 2}[name])
+    with pytest.raises(ConfigError, match="was begun with"):
+        quantize(replace(plan, resume=True))
+
+
 def test_an_interrupted_budget_goes_on(plan: Plan) -> None:
     plan = replace(plan, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=8)
     whole = quantize(replace(plan, out=plan.out.with_name("whole")))
@@ -235,6 +350,13 @@ def test_a_recommendation_names_what_stands_out() -> None:
         ({"calibration": None}, ConfigError, "--calibration FILE"),
         ({"options": {"dampin": 1.0}}, ConfigError, "did you mean 'damping'"),
         ({"options": {"clip": 3}}, ConfigError, "type bool"),
+        ({"options": {"block": 0}}, ConfigError, "at least 1 column"),
+        ({"options": {"block": -1}}, ConfigError, "at least 1 column"),
+        ({"options": {"damping": -0.1}}, ConfigError, "share of at least 0"),
+        ({"options": {"damping": float("nan")}}, ConfigError, "share of at least 0"),
+        ({"method": "awq", "options": {"grid": 0}}, ConfigError, "grid"),
+        ({"method": "smooth", "options": {"alpha": 1.5}}, ConfigError, "alpha"),
+        ({"method": "smooth", "options": {"alpha": float("nan")}}, ConfigError, "alpha"),
         ({"samples": 0}, ConfigError, "at least 1"),
         ({"budget": 3.0, "candidates": ("w4a16-g32", "bf16")}, ConfigError, "below the smallest"),
         ({"budget": 6.0, "candidates": ("bf16",)}, ConfigError, "candidates of fewer bits"),
@@ -256,7 +378,7 @@ def test_a_destination_in_use(plan: Plan, model: Path) -> None:
     assert weights(plan.out).keys() == before.keys()
     quantize(replace(plan, method="rtn", scheme="w8a8", overwrite=True))
     assert weights(plan.out).keys() != before.keys()
-    with pytest.raises(ConfigError, match="the model itself"):
+    with pytest.raises(ModelSaveError, match="the model itself"):
         quantize(replace(plan, out=model, overwrite=True))
     with pytest.raises(ConfigError, match="quantized already"):
         quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("twice"), method="rtn"))

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from lawkit import Pair, make_engine, random_prompts, run, texts
 
@@ -190,12 +191,26 @@ def test_costs_are_learned_where_none_were_measured() -> None:
     assert world.last(100) < 0.3
 
 
+def test_costs_are_learned_beside_a_sequence_that_has_no_guess_yet() -> None:
+    policy, seqs = GoodputLength(4, curve(flat)), sequences(2)
+    for _ in range(3):
+        policy.update(Round(seqs, [4, 4], [4, 0], [2, 0], 6, TimeSplit(draft=0.004, target=flat(6))))
+        seqs[0].metrics.update(4, 2)
+        seqs[1].metrics.update(0, 0)
+    assert policy.draft.seen == 2, "all rounds but the first, in which a drafter reads the prompts"
+    policy.release(seqs[0])
+    policy.update(Round(seqs, [4, 4], [4, 0], [2, 0], 6, TimeSplit(draft=0.004, target=flat(6))))
+    assert policy.draft.seen == 2
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5, 12, 40, 100])
 def test_a_curve(rows: int) -> None:
     c = Curve([(1, 1.0), (4, 2.0), (8, 1.5), (16, 4.0)])
     assert c.at(1) == 1.0 and c.at(4) == c.at(8) == 2.0
     assert c.at(12) == pytest.approx(3.0)
     assert c.at(20) == pytest.approx(5.0)
+    some = np.array([1.0, 2.5, 9.0, 16.0, 90.0])
+    assert c.at_many(some).tolist() == pytest.approx([c.at(m) for m in some])
     before = c.at(rows)
     for _ in range(200):
         c.correct(rows, 3 * before)

@@ -105,6 +105,13 @@ def test_a_likelihood_is_the_sum_of_what_the_words_add(model: ForetokenLM) -> No
     assert model.loglikelihood([request("the ", "sum of")])[0][0] == pytest.approx(whole, abs=1e-5)
 
 
+def test_an_empty_continuation_is_certain(model: ForetokenLM) -> None:
+    alone = model.loglikelihood([request("the", " sum")])
+    asked = [request("", ""), request("the", " sum"), request("the sum", ""), request("the ", "")]
+    assert model.loglikelihood(asked) == [(0.0, True), *alone, (0.0, True), (0.0, True)]
+    assert model.loglikelihood([request("the", "")]) == [(0.0, True)]
+
+
 def test_generation_is_the_front_door_s_and_stops(model: ForetokenLM, pair_folders: tuple[Path, Path]) -> None:
     expected = LLM(str(pair_folders[0])).generate("the sum", None)[0].text
     full = model.generate_until([request("the sum", {"max_gen_toks": 128, "do_sample": False, "temperature": 1.0})])[0]

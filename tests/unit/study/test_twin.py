@@ -275,6 +275,6 @@ def test_what_is_there_stays_unless_asked(sources: Callable[[str], Path], tmp_pa
         make_twin(big, source, tmp_path / "t")
     twin = make_twin(big, source, tmp_path / "t", seed=5, overwrite=True)
     assert read_json(twin.folder / "twin.json")["seed"] == 5
-    with pytest.raises(ConfigError, match="cannot take its place"):
+    with pytest.raises(ModelSaveError, match="holds the model itself"):
         make_twin(big, str(tmp_path / "t"), tmp_path / "t", overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["t"]

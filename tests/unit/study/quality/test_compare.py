@@ -115,7 +115,8 @@ def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path) -> None:
     from rich.console import Console
 
     console = Console(width=140, file=io.StringIO())
-    console.print(tables.comparison(found))
+    for table in tables.comparison(found, 80):
+        console.print(table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("perplexity", "over the baseline's", "accepted as draft", "c(8)", "memory added MB", "nf4"):
         assert words in text
@@ -169,6 +170,19 @@ def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison
     assert told["perplexity"]["value"] is None
     assert "not finite" in tables.compared(lines)[1][1]
     assert tables.quality(lines[1]).row_count == 2
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_pages_leave_out_what_is_not_finite(found: Comparison, value: float, tmp_path: Path) -> None:
+    row = found.rows[1]
+    assert row.quality.perplexity is not None
+    nll = np.full(99, value, np.float32)
+    quality = replace(row.quality, perplexity=replace(row.quality.perplexity, nll=nll), results=())
+    rows = [replace(r, quality=quality, ratio=(value, (1.0, value))) for r in found.rows]
+    rows[1].ratio = 1.5, (1.0, value)
+    rows[0].as_target = replace(acceptance(0.5), length=value)
+    pages = plots.plot(replace(found, rows=tuple(rows)), tmp_path / "page.png")
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pages)
 
 
 # --- advice ---
@@ -286,3 +300,15 @@ def test_a_draft_of_another_vocabulary_is_said(pair_folders: tuple[Path, Path], 
         Variant(str(pair_folders[0])), Variant(str(tmp_path)), 3, read_prompts(prompts), 4, {}, 0
     )
     assert rate is None and "the target's token" in str(why)
+
+
+def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foretoken.study.workload import read_prompts
+
+    def refused(*args: object, **settings: object) -> None:
+        raise ConfigError("max_model_len 512 is above the model's own 256; lower it")
+
+    monkeypatch.setattr(speed, "LLM", refused)
+    monkeypatch.setattr(speed, "same_weights", lambda one, other: False)
+    rate, why = speed.as_draft(Variant("one"), Variant("other"), 3, read_prompts(prompts), 4, {}, 0)
+    assert rate is None and "lower it" in str(why)

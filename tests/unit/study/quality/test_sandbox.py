@@ -21,7 +21,12 @@ with open("note", "w") as file:
     file.write("its folder is its own")
 assert open("note").read().startswith("its")
 import os
-os.mkdir("inner"); os.rename("note", "inner/note"); os.remove("inner/note")
+os.mkdir("inner"); os.rename("note", "inner/note"); assert os.listdir("inner") == ["note"]; os.remove("inner/note")
+assert sorted(os.listdir()) == ["inner", "program.py"] == sorted(e.name for e in os.scandir("."))
+import doctest, pdb, cmd, glob, tempfile
+assert glob.glob("*.py") == ["program.py"]
+with tempfile.TemporaryDirectory() as folder:
+    assert os.listdir(folder) == []
 """
     assert run(program) == sandbox.Outcome(True)
 
@@ -77,6 +82,8 @@ def test_what_does_not_end_is_ended(program: str) -> None:
         "import os; os.killpg(0, 9)",
         "import socket; socket.create_connection(('127.0.0.1', 9))",
         "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')",
+        "import threading; threading.Thread(target=print).start()",
+        "import _thread; _thread.start_new_thread(print, ())",
     ],
 )
 def test_no_processes_signals_or_network(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +121,23 @@ def test_files_elsewhere_are_out_of_reach(tmp_path: Path) -> None:
         f"import os; os.symlink({str(mine)!r}, 'link'); open('link', 'w')",
         f"import shutil; shutil.rmtree({str(tmp_path)!r})",
         f"import pathlib; pathlib.Path({str(tmp_path / 'new')!r}).mkdir()",
+        f"import sqlite3; sqlite3.connect({str(tmp_path / 'new')!r}).execute('create table t (x)')",
+        f"import sqlite3; sqlite3.connect('file:{tmp_path}/new', uri=True).execute('create table t (x)')",
+        f"import sqlite3; sqlite3.connect(':memory:').execute('attach ? as a', ({str(tmp_path / 'new')!r},))",
+        f"import readline; readline.write_history_file({str(tmp_path / 'new')!r})",
+        f"import os; os.listdir({str(tmp_path)!r})",
+        f"import os; os.chdir({str(tmp_path)!r}); os.listdir()",
+        f"import os; list(os.scandir({str(tmp_path)!r}))",
+        "import _dbm",
+        "import _gdbm",
+        "import _tkinter",
     ):
         outcome = run(program)
         assert not outcome.passed and "refused here" in str(outcome.error), program
+    for name in ("mkfifo", "mknod"):
+        for module in ("os", "posix"):
+            outcome = run(f"import {module}; {module}.{name}({str(tmp_path / 'new')!r})")
+            assert not outcome.passed and "no attribute" in str(outcome.error), (module, name)
     assert mine.read_text() == "keep" and sorted(os.listdir(tmp_path)) == ["mine"]
 
 

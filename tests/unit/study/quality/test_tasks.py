@@ -188,11 +188,12 @@ def test_mmlu_pro_takes_the_likeliest_letter(llm: LLM, data_folder: Path) -> Non
         assert score == float("ABCD"[letters.index(out.token_ids[0])] == row["answer"])
 
 
-def test_a_wrong_letter_in_the_data_is_refused(llm: LLM, data_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("letter", ["H", "", "AB", "a"])
+def test_a_wrong_letter_in_the_data_is_refused(llm: LLM, data_folder: Path, tmp_path: Path, letter: str) -> None:
     rows = data.rows(data.MMLU_PRO, data_folder)
-    write_rows(tmp_path / "mmlu_pro-test.jsonl", [{**rows[0], "answer": "H"}])
+    write_rows(tmp_path / "mmlu_pro-test.jsonl", [{**rows[0], "answer": letter}])
     write_rows(tmp_path / "mmlu_pro-shots.jsonl", data.rows(data.MMLU_PRO_SHOTS, data_folder))
-    with pytest.raises(ConfigError, match="no option 'H'"):
+    with pytest.raises(ConfigError, match=f"no option '{letter}'"):
         mmlu_pro.run(llm, Settings(tmp_path))
 
 

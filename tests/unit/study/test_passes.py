@@ -1,0 +1,23 @@
+"""Passes that are timed: a cache of noise in every format that serves it."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures_models import tiny_model
+
+from foretoken import registry
+from foretoken.formats import scheme
+from foretoken.study.passes import Pass, Subject, cache_bytes
+
+KV_FORMATS = [name for name in registry.names("formats") if scheme.get(name).kv_dtype is not None]
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_a_cache_of_noise_in_every_format(name: str) -> None:
+    job = Pass("chain", 20, 3)
+    subject = Subject(tiny_model("reference"), name, [job])
+    layer = subject.runner.cache.layer(0)
+    assert layer.k.float().std() > 0
+    assert subject.runner.cache.nbytes == cache_bytes(subject.config, name, [job])
+    rows = scheme.kv_format(name).decode_kv(layer.k, layer.k_scale).flatten(0, 1)
+    assert 0.7 < rows[:20].std() < 1.3, "noise, not what was never written"
