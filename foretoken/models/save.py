@@ -81,7 +81,7 @@ def save_quantized(
 def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
     """A folder to write files into, which gets the name `out` when the block ends well, and is gone otherwise.
 
-    An existing checkpoint `out` is replaced with `overwrite` only, and at the end; never `source`, what it is made from.
+    An existing checkpoint `out` is replaced with `overwrite` only, and at the end, and never `source`.
     Raises ModelSaveError where `out` is taken, and for what the system refuses inside the block.
     """
     out = Path(os.path.abspath(out))
