@@ -78,8 +78,7 @@ class TwinSource:
             for column in (*image.columns, image.muted):
                 out[quiet, column] = 0
             if image.constant is not None:
-                # Padding tokens. Nothing random beside so large a value: where a rotation mixes the two, rounding
-                # would make of the random ones what wins. Alone it is rotated to equal parts, which round alike.
+                # Padding tokens: nothing random beside so large a value, whose rounding could weigh more than the logit.
                 out[quiet] = 0
                 out[quiet, image.constant[0]] = image.constant[2]
         live = (rows >= 0).nonzero().squeeze(1)
