@@ -7,11 +7,13 @@ otherwise our own (`models/layouts/foretoken.py`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +61,11 @@ def save_quantized(
 
     Raises ModelSaveError where `out` is taken or cannot be written, ConfigError for tensors that contradict `schemes`.
     """
-    out = Path(os.path.abspath(out))
-    check_destination(out, overwrite, source)
-    raw = {**_source_config(source), **(config or {})}
+    raw = {**source_config(source), **(config or {})}
     raw.pop("quantization_config", None)
     raw.pop("compression_config", None)
-    partial = out.parent / f".{out.name}.unfinished-{secrets.token_hex(4)}"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        _copy_files(source, partial)
+    with new_folder(out, overwrite, source) as partial:
+        copy_files(source, partial)
         writer = _Writer(partial, schemes, raw, shard_bytes)
         for name, value in tensors:
             writer.add(name, value)
@@ -76,7 +73,24 @@ def save_quantized(
         raw["quantization_config"] = writer.quantization_config()
         texts = {"config.json": json.dumps(raw, indent=2), "README.md": _card(source, schemes, card), **(files or {})}
         for name, text in texts.items():
-            _write(partial / name, [text.encode()])
+            write_file(partial / name, [text.encode()])
+    return Path(os.path.abspath(out))
+
+
+@contextmanager
+def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
+    """A folder to write files into, which gets the name `out` when the block ends well, and is gone otherwise.
+
+    An existing checkpoint `out` is replaced with `overwrite` only, and at the end, and never `source`.
+    Raises ModelSaveError where `out` is taken, and for what the system refuses inside the block.
+    """
+    out = Path(os.path.abspath(out))
+    check_destination(out, overwrite, source)
+    partial = out.parent / f".{out.name}.unfinished-{secrets.token_hex(4)}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        yield partial
         _sync_folder(partial)
         _put(partial, out)
     except OSError as error:
@@ -85,7 +99,6 @@ def save_quantized(
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # there is none where all went well
-    return out
 
 
 OURS = (".safetensors", ".json", ".jinja", ".md", ".model", ".txt")  # what a folder may hold that is replaced
@@ -127,7 +140,8 @@ def _put(partial: Path, out: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _source_config(source: Path) -> dict[str, Any]:
+def source_config(source: Path) -> dict[str, Any]:
+    """config.json of a folder, or what says the same of a GGUF file."""
     if source.suffix != GGUF:
         return read_json(source / "config.json")
     from foretoken.models.gguf.config import raw_config
@@ -142,16 +156,16 @@ def _source_config(source: Path) -> dict[str, Any]:
     return raw
 
 
-def _copy_files(source: Path, folder: Path) -> None:
+def copy_files(source: Path, folder: Path) -> None:
     """Tokenizer, chat template, generation settings and licence."""
     if source.suffix == GGUF:
         from foretoken.models.gguf.tokenizer import read_gguf_tokenizer
 
         for name, text in read_gguf_tokenizer(source).as_files().items():
-            _write(folder / name, [text.encode()])
+            write_file(folder / name, [text.encode()])
     for name in COPIED if source.suffix != GGUF else ():
         if (source / name).is_file():
-            _write(folder / name, [(source / name).read_bytes()])
+            write_file(folder / name, [(source / name).read_bytes()])
 
 
 def _card(source: Path, schemes: Mapping[str, QuantScheme], card: str) -> str:
@@ -221,16 +235,7 @@ class _Writer:
         if missing:
             raise ConfigError(f"tensor {sorted(missing)[0]} is missing ({len(missing)} in all)")
         self._flush()
-        if len(self.files) == 1:
-            self.files[0][0].rename(self.folder / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for i, (path, names) in enumerate(self.files):
-            name = f"model-{i + 1:05d}-of-{len(self.files):05d}.safetensors"
-            path.rename(self.folder / name)
-            weight_map |= dict.fromkeys(names, name)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        _write(self.folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
+        name_files(self.folder, self.files, self._total)
 
     def quantization_config(self) -> dict[str, Any]:
         """What config.json says of the tensors."""
@@ -259,6 +264,23 @@ class _Writer:
         }
 
 
+def name_files(folder: Path, files: Sequence[tuple[Path, Sequence[str]]], total: int) -> None:
+    """Give the parts of a checkpoint (path, names of tensors) their final names, and write the index of several.
+
+    `total`: bytes of all tensors.
+    """
+    if len(files) == 1:
+        files[0][0].rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, (path, names) in enumerate(files):
+        name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / name)
+        weight_map |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_file(folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
+
+
 def method_for(schemes: Iterable[QuantScheme]) -> str:
     """The quant_method that can say all of these schemes: "compressed-tensors", "bitsandbytes" or "foretoken"."""
     methods = set()
@@ -274,20 +296,27 @@ def method_for(schemes: Iterable[QuantScheme]) -> str:
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """One safetensors file, on the disk when this returns. Wide types come first, so that all lie aligned."""
+    order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    head = safetensors_head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in order)
+    data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in order)
+    write_file(path, [head], data)
+
+
+def safetensors_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """What a safetensors file begins with; the bytes of its tensors follow in this order, wide types first."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    for name, tensor in order:
-        end = at + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+    for name, dtype, shape in tensors:
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in order)
-    _write(path, [struct.pack("<Q", len(header)), header], data)
+    return struct.pack("<Q", len(header)) + header
 
 
-def _write(path: Path, head: Iterable[bytes], data: Iterable[memoryview] = ()) -> None:
+def write_file(path: Path, head: Iterable[bytes], data: Iterable[memoryview] = ()) -> None:
+    """A file of pieces, one after the other, on the disk when this returns."""
     with path.open("wb") as file:
         for piece in head:
             file.write(piece)

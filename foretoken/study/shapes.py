@@ -75,15 +75,18 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 NAMES = (*SHAPES, "embedded")
 
 
-def get_shape(name: str) -> ModelConfig:
-    """The config of a shape; case does not count. Raises ConfigError with the nearest name."""
+def get_shape(name: str, other: str = "--model") -> ModelConfig:
+    """The config of a shape; case does not count.
+
+    Raises ConfigError with the nearest name; `other` tells what takes a checkpoint instead.
+    """
     known = name.lower()
     if known == "embedded":
         return read_config(resolve_model("embedded"))
     if known not in SHAPES:
         near = difflib.get_close_matches(known, NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"no shape {name!r}{hint} (there are: {', '.join(NAMES)}; for a checkpoint, --model)")
+        raise ConfigError(f"no shape {name!r}{hint} (there are: {', '.join(NAMES)}; for a checkpoint, {other})")
     return parse_config(SHAPES[known], where=f"shape {known}")
 
 

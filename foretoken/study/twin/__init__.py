@@ -1,0 +1,93 @@
+"""Twins: Llama checkpoints of a real model's shape that compute a small model's function (`make_twin`)."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.models.config import ModelConfig, read_config
+from foretoken.models.loader import open_checkpoint, resolve_model
+from foretoken.models.save import SHARD, copy_files, new_folder, source_config, write_file
+from foretoken.models.stream import check_room, num_bytes, stream_weights
+from foretoken.models.weights import Progress
+from foretoken.study.shapes import NAMES, get_shape
+from foretoken.study.twin.layout import Layout, make_layout, raw_config
+from foretoken.study.twin.source import TwinSource
+
+SCHEMA = "foretoken.twin/1"
+RECORD = "twin.json"  # beside the weights: where the small model lies
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A written twin: its folder, its layout, and the bytes of its tensors."""
+
+    folder: Path
+    layout: Layout
+    num_bytes: int
+
+
+def find_shape(name: str) -> ModelConfig:
+    """A shape by its name, or else that of a folder with a config.json. Raises ConfigError, ModelLoadError."""
+    folder = Path(name)
+    return read_config(folder) if folder.is_dir() and name.lower() not in NAMES else get_shape(name, "its folder")
+
+
+def make_twin(
+    shape: ModelConfig,
+    of: str,
+    out: Path,
+    *,
+    name: str = "the shape",
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD,
+) -> Twin:
+    """Write a checkpoint of the dimensions of `shape` (called `name`) that computes what the model `of` computes.
+
+    The folder appears under `out` once it is whole; memory stays at some megabytes. `progress(done, total)` counts
+    values. Raises ConfigError where the model does not fit the shape, ModelSaveError where `out` is taken or the disk
+    too small (before anything is written), ModelLoadError for an unsound source.
+    """
+    folder = resolve_model(of)
+    config, raw = read_config(folder), source_config(folder)
+    layout = make_layout(config, shape, raw, name)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(config)
+        source = TwinSource(layout, checkpoint, seed)
+        size = num_bytes(layout.config, source)
+        check_room(out, size)
+        with new_folder(out, overwrite, folder) as partial:
+            copy_files(folder, partial)
+            stream_weights(partial, layout.config, source, progress, shard_bytes)
+            record = {"schema": SCHEMA, "of": of, "shape": name, "seed": seed, **layout.as_dict()}
+            dtype = str(source.dtype("model.embed_tokens.weight")).removeprefix("torch.")
+            texts = {
+                "config.json": _json(raw_config(layout, raw, dtype)),
+                RECORD: _json(record),
+                "README.md": _card(of, name, layout),
+            }
+            for file, text in texts.items():
+                write_file(partial / file, [text.encode()])
+    return Twin(Path(os.path.abspath(out)), layout, size)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def _card(of: str, name: str, layout: Layout) -> str:
+    small, big = layout.small, layout.config
+    return f"""# {of} in the shape of {name}
+
+Written by `foretoken twin`. This is no trained model of its size: it computes the function of {of}
+({small.num_parameters / 1e6:.1f} million parameters) with {big.num_parameters / 1e6:.0f} million, nearly all of them
+random or zero and without effect. It is for measuring speed: a real model's size and arithmetic with a small model's
+text. What it writes is worth what {of} writes, and says nothing about {name}.
+
+Where the small model lies in it, `{RECORD}` says.
+"""
