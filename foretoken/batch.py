@@ -18,7 +18,8 @@ class Batch:
 
     First come its `num_pending[b]` pending rows, at positions `kv_lens[b] - num_pending[b]` .. `kv_lens[b] - 1`, then
     its draft nodes. Node i is stored at index `kv_lens[b] + i` of the sequence; its position is `kv_lens[b] + depth`.
-    `tree_mask` is 0 for a pending row; for node i, bit j says that node j is i itself or an ancestor of i.
+    `tree_mask` is 0 for a pending row; for node i, bit j says that node j is i itself or an ancestor of i (which may
+    have been stored by an earlier pass).
     `logit_rows` are the rows whose logits are wanted.
     """
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fixtures_eagle import fit_head
 from hypothesis import HealthCheck, settings
 from lawkit import Pair, load_pair, write_model
 
 from foretoken import ops
-from foretoken.models.loader import resolve_model
+from foretoken.models.loader import load_model, resolve_model
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
@@ -29,6 +30,7 @@ def pair_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("pair")
     write_model(root / "target")
     write_model(root / "draft", noise=DRAFT_NOISE)
+    fit_head(root / "head", load_model(root / "target", ops.resolve("reference")))
     return root / "target", root / "draft"
 
 

@@ -20,6 +20,8 @@ from foretoken.engine.build import assemble
 from foretoken.engine.engine import Engine
 from foretoken.formats.scheme import QuantScheme
 from foretoken.models.config import parse_config
+from foretoken.models.eagle import EagleHead
+from foretoken.models.eagle_loader import load_head
 from foretoken.models.llama import Llama
 from foretoken.models.loader import load_model
 from foretoken.models.weights import expected_shapes
@@ -43,12 +45,13 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its draft, loaded, and their tokenizer; `low`: the target in a lower format."""
+    """A target with its draft and its draft head, loaded, and their tokenizer; `low`: the target in a lower format."""
 
     target: Llama
     draft: Llama
     tokenizer: Tokenizer
     low: Llama | None = None
+    head: EagleHead | None = None
 
 
 def write_tokenizer(folder: Path, size: int = TOKENIZER_SIZE) -> None:
@@ -104,7 +107,10 @@ def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any)
 def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "auto") -> Pair:
     chosen, quant = ops.resolve(backend), QuantScheme.parse(weights)
     low = load_model(target, chosen, QuantScheme.parse("int8"))
-    return Pair(load_model(target, chosen, quant), load_model(draft, chosen, quant), Tokenizer.from_folder(target), low)
+    big, small = load_model(target, chosen, quant), load_model(draft, chosen, quant)
+    folder = target.parent / "head"
+    head = load_head(folder, big, chosen) if folder.exists() else None
+    return Pair(big, small, Tokenizer.from_folder(target), low, head)
 
 
 # What drafters that work with others get, unless a test says otherwise.
@@ -114,9 +120,12 @@ BELOW = {
 }
 
 
-def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama]:
-    """The models that the drafters of a SpecConfig own, all levels together."""
+def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama | EagleHead]:
+    """The models that the drafters of a SpecConfig own, all levels together. A head is always the target's."""
     drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
+    if drafter is not None and drafter.of_head:
+        assert pair.head is not None, "the pair has no draft head"
+        return [pair.head]
     own = [] if drafter is None or not drafter.needs_model else [target if drafter.of_target else pair.draft]
     if drafter is not None and drafter.of_target and target is pair.target and pair.low is not None:
         own = [pair.low]

@@ -11,12 +11,16 @@ from foretoken import ops, registry
 from foretoken.config import EngineConfig, SpecConfig
 from foretoken.engine.calibrate import measure_curve
 from foretoken.engine.engine import Engine
-from foretoken.engine.memory import demand, kv_format, plan_blocks
+from foretoken.engine.memory import Demand, demand, head_demand, kv_format, plan_blocks
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import ConfigError, VocabularyError
 from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.cache import KVCache
-from foretoken.models.config import read_config
+from foretoken.models.config import ModelConfig, read_config
+from foretoken.models.eagle import EagleHead
+from foretoken.models.eagle_config import is_head
+from foretoken.models.eagle_loader import load_head
+from foretoken.models.eagle_runner import HeadRunner
 from foretoken.models.llama import Llama
 from foretoken.models.loader import load_model, load_tokenizer, resolve_model
 from foretoken.models.runner import ModelRunner
@@ -36,6 +40,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     if config.threads is not None:
         ops.set_num_threads(config.threads)
     backend = ops.resolve(config.backend, config.device)
+    config = replace(config, spec=_with_heads(config.spec))
     quant = QuantScheme.parse(config.format)
     folder = resolve_model(model)
     shape = read_config(folder)
@@ -44,30 +49,40 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     tokenizer = load_tokenizer(folder)
     check_options(config.spec)
-    models = list(_models(config.spec, folder, quant))
+    models = _models(config.spec, folder, quant)
     for m in models:
-        check_vocabulary(tokenizer, load_tokenizer(m.folder))
-    demands = [demand(folder, quant, config)]
-    for m in models:
-        own = demand(m.folder, m.quant, config)
-        demands.append(replace(own, block=0) if m.shares_cache else own)
+        if not m.is_head or (m.folder / "tokenizer.json").exists():
+            check_vocabulary(tokenizer, load_tokenizer(m.folder))
+    demands = [demand(folder, quant, config), *(_demand(m, config) for m in models)]
     num_blocks = plan_blocks(config, max_len, demands)
     target = load_model(folder, backend, quant, max_len, config.device, progress)
-    drafts = []
+    drafts: list[Llama | EagleHead] = []
     for m in models:
+        if m.is_head:
+            owner = target if m.owner is None else drafts[m.owner]
+            assert isinstance(owner, Llama)
+            drafts.append(load_head(m.folder, owner, backend, m.quant, config.device, progress))
+            continue
         draft_len = min(max_len, read_config(m.folder).max_model_len)
         drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
     return assemble(config, tokenizer, num_blocks, target, drafts)
 
 
+def _demand(m: _Model, config: EngineConfig) -> Demand:
+    if m.is_head:
+        return head_demand(m.folder, m.quant, config, m.target)
+    own = demand(m.folder, m.quant, config)
+    return replace(own, block=0) if m.shares_cache else own
+
+
 def check_options(spec: SpecConfig) -> None:
     """Raise ConfigError or RegistryError for a bad option of a level: it should not wait for the weights."""
-    for level in _levels(spec):
+    for level in _levels(_with_heads(spec)):
         parse_options(_drafter_class(level), level.options)
 
 
 def assemble(
-    config: EngineConfig, tokenizer: Tokenizer, num_blocks: int, target: Llama, drafts: Seq[Llama] = ()
+    config: EngineConfig, tokenizer: Tokenizer, num_blocks: int, target: Llama, drafts: Seq[Llama | EagleHead] = ()
 ) -> Engine:
     """An Engine of models that are loaded already: caches of `num_blocks` blocks, drafter, length policy, scheduler.
 
@@ -81,15 +96,20 @@ def assemble(
 
 
 def _build_drafter(
-    spec: SpecConfig, config: EngineConfig, num_blocks: int, target: ModelRunner, models: Iterator[Llama]
+    spec: SpecConfig, config: EngineConfig, num_blocks: int, target: ModelRunner, models: Iterator[Llama | EagleHead]
 ) -> Drafter:
     """The drafter of one level for `target`, whose captured layers it then decides, and those below it."""
     cls = _drafter_class(spec)
     own: ModelRunner | None = None
-    if cls.of_target:
-        own = ModelRunner(next(models), target.cache, blocks=target.blocks)
-    elif cls.needs_model:
-        own = _runner(next(models), config, num_blocks)
+    head: HeadRunner | None = None
+    if cls.needs_model:
+        model = next(models)
+        if isinstance(model, EagleHead):
+            head = HeadRunner(model, _cache(model.config.layer, model.weights.dense, config, num_blocks))
+        elif cls.of_target:
+            own = ModelRunner(model, target.cache, blocks=target.blocks)
+        else:
+            own = _runner(model, config, num_blocks)
     wanted = "two drafters or more" if cls.num_below < 0 else f"{cls.num_below} drafter(s)"
     if len(spec.below) < 2 if cls.num_below < 0 else len(spec.below) != cls.num_below:
         raise ConfigError(
@@ -97,7 +117,7 @@ def _build_drafter(
             "--draft 'suffix + embedded-draft' or --draft 'ngram > embedded-draft'"
         )
     below = tuple(_build_drafter(b, config, num_blocks, own or target, models) for b in spec.below)
-    drafter = cls.build(parse_options(cls, spec.options), Parts(target, own, below))
+    drafter = cls.build(parse_options(cls, spec.options), Parts(target, own, below, head))
     drafter.policy = make_policy(spec, partial(measure_curve, target))
     target.captures = drafter.captures
     return drafter
@@ -119,20 +139,36 @@ def _drafter_class(spec: SpecConfig) -> type[Drafter]:
     return found
 
 
+def _with_heads(spec: SpecConfig) -> SpecConfig:
+    """The same levels, where a model that turns out to be a draft head is drafted with as one."""
+    below = tuple(_with_heads(b) for b in spec.below)
+    head = spec.method == "draft_model" and spec.model is not None and is_head(resolve_model(spec.model))
+    return replace(spec, method="eagle" if head else spec.method, below=below)
+
+
 @dataclass(frozen=True)
 class _Model:
-    """A model that a level of drafting needs."""
+    """A model that a level of drafting needs. A head is `owner`'s, an index among them (None: the target's)."""
 
     folder: Path
     quant: QuantScheme
     shares_cache: bool
+    is_head: bool
+    target: Path  # the model that it drafts for
+    owner: int | None
 
 
-def _models(spec: SpecConfig, folder: Path, quant: QuantScheme) -> Iterator[_Model]:
+def _models(spec: SpecConfig, folder: Path, quant: QuantScheme) -> list[_Model]:
     """The models of all levels, in the order in which drafters are built; `folder`, `quant`: what they draft for.
 
     Raises ConfigError where a model is to draft for itself: it would cost what it saves.
     """
+    found: list[_Model] = []
+    _add_models(found, spec, folder, quant, None)
+    return found
+
+
+def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: QuantScheme, owner: int | None) -> None:
     if spec.method == "none":
         return
     cls, name = _drafter_class(spec), spec.model
@@ -146,24 +182,26 @@ def _models(spec: SpecConfig, folder: Path, quant: QuantScheme) -> Iterator[_Mod
                 f"{name or 'the target'} would draft for itself in the same format; take a smaller model, or a lower "
                 "format for the draft (--draft-format)"
             )
-        folder, quant = own, own_quant
-        yield _Model(folder, quant, cls.of_target)
+        found.append(_Model(own, own_quant, cls.of_target, cls.of_head, folder, owner))
+        folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
-        yield from _models(below, folder, quant)
+        _add_models(found, below, folder, quant, owner)
 
 
 def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:
-    c = model.config
-    cache = KVCache(
+    return ModelRunner(model, _cache(model.config, model.weights.dense, config, num_blocks))
+
+
+def _cache(c: ModelConfig, dense: str, config: EngineConfig, num_blocks: int) -> KVCache:
+    return KVCache(
         c.num_layers,
         num_blocks,
         config.cache.block_size,
         c.num_kv_heads,
         c.head_dim,
-        kv_format(model.weights.dense, config),
+        kv_format(dense, config),
         config.device,
     )
-    return ModelRunner(model, cache)
 
 
 def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from foretoken.errors import ConfigError
 from foretoken.formats import scheme
 from foretoken.formats.scheme import QuantScheme
 from foretoken.models.config import ModelConfig, read_config
+from foretoken.models.eagle_loader import head_bytes
 from foretoken.models.loader import open_checkpoint
 from foretoken.models.weights import weight_bytes
 
@@ -38,6 +39,12 @@ def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
         weights = weight_bytes(shape, checkpoint, quant)
         dense = quant.dense_for(checkpoint.dtype("model.embed_tokens.weight"))
     return Demand(quant, weights, block_bytes(shape, kv_format(dense, config), config.cache.block_size))
+
+
+def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
+    """The same of a draft head for the model in `target`. Raises also where the two do not fit together."""
+    layer, weights, dense = head_bytes(folder, quant, read_config(target))
+    return Demand(quant, weights, block_bytes(layer, kv_format(dense, config), config.cache.block_size))
 
 
 def kv_format(dense: str, config: EngineConfig) -> str:

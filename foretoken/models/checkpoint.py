@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from foretoken.models.config import ModelConfig, read_json
 from foretoken.models.layouts import make_layout
 from foretoken.models.layouts.base import Layout, Stored, say_once
 from foretoken.models.layouts.finite import finite
-from foretoken.models.weights import expected_shapes
+from foretoken.models.weights import Shapes, expected_shapes
 
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
@@ -220,9 +220,16 @@ class Checkpoint:
             )
         return name
 
-    def check(self, config: ModelConfig) -> None:
-        """Names, shapes and types against the config, before any weight is read."""
-        expected = expected_shapes(config)
+    def names(self) -> Iterator[str]:
+        """All tensors, as the files name them."""
+        return iter(self._files)
+
+    def check(self, config: ModelConfig, shapes: Shapes | None = None, spare: Seq[str] = ()) -> None:
+        """Names, shapes and types against the config, before any weight is read.
+
+        `shapes`: of the tensors, where they are not a whole model's (a draft head's); `spare`: others that may be.
+        """
+        expected = dict(shapes or expected_shapes(config))
         taken = self._find_stored(expected)
         missing = [n for n in expected if n not in self._files and n not in self._stored]
         if missing:
@@ -230,7 +237,8 @@ class Checkpoint:
                 f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); is it the model that "
                 "config.json describes?"
             )
-        extra = [n for n in self._files if n not in expected and n not in taken and not n.endswith(IGNORED_SUFFIXES)]
+        known = {*expected, *taken, *spare}
+        extra = [n for n in self._files if n not in known and not n.endswith(IGNORED_SUFFIXES)]
         if config.tied_embeddings:  # a stored copy of the head, however it is stored
             extra = [n for n in extra if not n.startswith("lm_head.")]
         if self._layout is not None:

@@ -7,7 +7,7 @@ plain codes are ever whole in memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -104,10 +104,13 @@ def resolve_scheme(config: ModelConfig, source: Source, quant: QuantScheme, modu
     return replace(own, activations=asked.activations) if kept else asked
 
 
-def check_rules(config: ModelConfig, quant: QuantScheme) -> None:
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_rules(config: ModelConfig, quant: QuantScheme, shapes: Shapes | None = None) -> None:
     """Raises ConfigError for a rule that fits none of the model's modules: a slip of the pen would pass in silence."""
-    modules = [n.removesuffix(".weight") for n, shape in expected_shapes(config).items() if len(shape) == 2]
-    modules += ["lm_head"] if config.tied_embeddings else []
+    modules = [n.removesuffix(".weight") for n, shape in (shapes or expected_shapes(config)).items() if len(shape) == 2]
+    modules += ["lm_head"] if config.tied_embeddings or shapes is not None else []  # a head may borrow its target's
     for glob, _ in quant.rules:
         if not any(fnmatchcase(m, glob) for m in modules):
             raise ConfigError(
@@ -115,14 +118,15 @@ def check_rules(config: ModelConfig, quant: QuantScheme) -> None:
             )
 
 
-def weight_bytes(config: ModelConfig, source: Source, quant: QuantScheme) -> int:
+def weight_bytes(config: ModelConfig, source: Source, quant: QuantScheme, shapes: Shapes | None = None) -> int:
     """Bytes that all weights will take, padded as kernels pad them (a little more than what plain codes take).
 
-    Raises ConfigError naming the first tensor whose rows the scheme's group does not divide, or a rule for none.
+    `shapes`: of the tensors, where they are not a whole model's (a draft head's). Raises ConfigError naming the first
+    tensor whose rows the scheme's group does not divide, or a rule for none.
     """
-    check_rules(config, quant)
+    check_rules(config, quant, shapes)
     total = 0
-    for name, shape in expected_shapes(config).items():
+    for name, shape in (shapes or expected_shapes(config)).items():
         if len(shape) == 1:
             total += shape[0] * 4
             continue
@@ -148,7 +152,7 @@ def read_weights(
     `progress(done, total)` counts values. Raises ConfigError, before any is read, as `weight_bytes` does.
     """
     weight_bytes(config, source, quant)
-    reader = _Reader(config, source, quant, ops, device, progress)
+    reader = WeightReader(config, source, quant, ops, device, progress)
     embedding = reader.matrix("model.embed_tokens")
     layers = tuple(reader.layer(i) for i in range(config.num_layers))
     norm = reader.vector("model.norm.weight")
@@ -156,7 +160,9 @@ def read_weights(
     return ModelWeights(embedding, layers, norm, head, quant.dense_for(source.dtype("model.embed_tokens.weight")))
 
 
-class _Reader:
+class WeightReader:
+    """Reads the tensors of one model, or of a draft head where `shapes` lists its tensors."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -165,10 +171,11 @@ class _Reader:
         ops: Ops,
         device: str,
         progress: Progress | None,
+        shapes: Shapes | None = None,
     ) -> None:
         self.config, self.source, self.quant, self.device = config, source, quant, device
         self.encode, self.pack = ops.encode, ops.pack
-        self.shapes = expected_shapes(config)
+        self.shapes = expected_shapes(config) if shapes is None else shapes
         self.progress = progress
         self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
         self.done = 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken import registry
-from foretoken.batch import Batch
+from foretoken.batch import MAX_NODES, Batch
 from foretoken.formats import scheme
 from foretoken.formats.scheme import KVLayer, QuantTensor
 
@@ -176,7 +176,8 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
             else:
                 assert batch.tree_mask is not None
                 mask = int(batch.tree_mask[t])
-                nodes = [kv_len + i for i in range(end - begin - num_pending) if mask >> i & 1]
+                # Not only nodes of this pass: a tree may come level by level, its upper nodes stored before.
+                nodes = [kv_len + i for i in range(MAX_NODES) if mask >> i & 1]
                 known = torch.arange(kv_len, device=q.device)
                 index = torch.cat([known, torch.tensor(nodes, dtype=torch.long, device=q.device)])
             if window is not None:

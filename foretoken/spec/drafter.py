@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from foretoken.errors import ConfigError
+from foretoken.models.eagle_runner import HeadRunner
 from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence, SpecMetrics
 from foretoken.spec.draft import Draft
@@ -32,6 +33,7 @@ class Parts:
     target: ModelRunner
     runner: ModelRunner | None = None
     below: tuple[Drafter, ...] = ()
+    head: HeadRunner | None = None  # its own model, where that is a draft head
 
     @property
     def vocab_size(self) -> int:
@@ -47,6 +49,7 @@ class Drafter:
         """Knobs of one drafter; flags, JSON keys and docs rows derive from the fields."""
 
     needs_model = False  # does it own a model, which `build` then gets in a runner of its own?
+    of_head = False  # is that model a draft head, which reads the target's hidden states?
     of_target = False  # is that model the target itself in another format, in the target's own cache?
     num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants

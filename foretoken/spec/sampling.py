@@ -143,7 +143,8 @@ def _penalize(row: Floats, params: SamplingParams, state: SamplingState, path: S
     row[index] -= params.frequency_penalty * counts[index] + params.presence_penalty
 
 
-def _needs_adjusting(seq: Sequence, num_path: int) -> bool:
+def needs_adjusting(seq: Sequence, num_path: int) -> bool:
+    """Does `adjust` change this sequence's logits after `num_path` drafted tokens?"""
     p = seq.params
     short = seq.num_output + num_path < p.min_tokens
     return p.has_penalties or short or bool(p.logit_bias or p.banned_token_ids) or p.allowed_token_ids is not None
@@ -151,7 +152,7 @@ def _needs_adjusting(seq: Sequence, num_path: int) -> bool:
 
 def plain_greedy(seq: Sequence) -> bool:
     """Is this sequence's choice just the argmax of the raw logits, at any depth of a draft?"""
-    return seq.params.greedy and not _needs_adjusting(seq, 0)
+    return seq.params.greedy and not needs_adjusting(seq, 0)
 
 
 def _divisor(params: SamplingParams) -> float:
@@ -208,7 +209,7 @@ def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
 
 def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> int:
     """The token after the sequence's known tokens and `path`, from logits float32 [V] there; FAILED if none."""
-    adjusted = _needs_adjusting(seq, len(path))
+    adjusted = needs_adjusting(seq, len(path))
     row = adjust(logits, seq, path, eos_token_ids) if adjusted else logits
     chosen = native_choice if HAS_NATIVE else numpy_choice
     return chosen(row, seq.params, seq.seed, len(seq) + len(path))

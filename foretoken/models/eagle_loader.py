@@ -1,0 +1,186 @@
+"""Load an EAGLE head: a folder with config.json and safetensors, checked against its config and its target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError, ModelLoadError
+from foretoken.formats import scheme
+from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.models.checkpoint import Checkpoint
+from foretoken.models.config import ModelConfig
+from foretoken.models.eagle import EagleHead, HeadWeights
+from foretoken.models.eagle_config import OPTIONAL, HeadConfig, expected_tensors, read_head_config
+from foretoken.models.layers import LayerWeights
+from foretoken.models.llama import Llama
+from foretoken.models.weights import Progress, WeightReader, weight_bytes
+from foretoken.ops import Ops
+
+SPARE = ("d2t", "t2d")  # whole numbers; what the second says, the first does too
+CHUNK = 4096  # rows that are floats at one time
+
+
+@contextmanager
+def open_head(folder: Path) -> Iterator[tuple[HeadConfig, Checkpoint, dict[str, tuple[int, ...]], str]]:
+    """Config, tensors, shapes of those that are there, and the name of the layer. Raises ModelLoadError."""
+    config = read_head_config(folder)
+    with Checkpoint(folder) as files:
+        layer = "layers.0" if any(n.startswith("layers.0.") for n in files.names()) else "midlayer"
+        shapes = expected_tensors(config, layer)
+        present = {n.rsplit(".", 1)[0] if n not in SPARE else n for n in files.names()}  # codes, too, of a matrix
+        for name in OPTIONAL:
+            module = name.removesuffix(".weight")
+            if name in shapes and name not in files and (name.endswith(".bias") or module not in present):
+                del shapes[name]
+        shapes.pop("d2t", None)
+        files.check(config.layer, shapes, SPARE)
+        yield config, files, shapes, layer
+
+
+def head_bytes(folder: Path, quant: QuantScheme, target: ModelConfig) -> tuple[ModelConfig, int, str]:
+    """The head's layer, bytes of its weights as `quant` stores them, and its dense format; no weight is read.
+
+    Raises ModelLoadError, ConfigError or VocabularyError where the head is unsound or not for this target.
+    """
+    with open_head(folder) as (config, files, shapes, layer):
+        config.check_target(target)
+        _check_borrowed(folder, config, shapes)
+        _target_ids(folder, config, files)
+        dense = quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight"))
+        return config.layer, weight_bytes(config.layer, files, quant, shapes), dense
+
+
+def load_head(
+    folder: Path,
+    target: Llama,
+    ops: Ops,
+    quant: QuantScheme | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> EagleHead:
+    """The head in `folder` for `target`, its weights stored by `quant` (default: as the checkpoint has them).
+
+    What it lacks (embedding, LM head) it shares with the target; the LM head in the format that `quant` names.
+    """
+    quant = quant or QuantScheme()
+    with open_head(folder) as (config, files, shapes, layer):
+        config.check_target(target.config)
+        _check_borrowed(folder, config, shapes)
+        weight_bytes(config.layer, files, quant, shapes)
+        reader = WeightReader(config.layer, files, quant, ops, device, progress, shapes)
+        own = "embed_tokens.weight" in shapes
+        embedding = reader.matrix("embed_tokens") if own else target.weights.embedding
+        if "lm_head.weight" in shapes:
+            lm_head = reader.matrix("lm_head")
+        else:
+            lm_head = _in_format(ops, target.weights.lm_head, quant.at("lm_head"))
+        third = config.kind == "eagle3"
+        names = ["input_norm"] if config.norm_before_fc else []
+        names += [f"fc_norm.{i}" for i in range(config.num_captures)] if config.fc_norm else []
+        weights = HeadWeights(
+            embedding=embedding,
+            fc=reader.matrix("fc"),
+            fc_bias=reader.vector("fc.bias") if "fc.bias" in shapes else None,
+            fc_norms=tuple(reader.vector(f"{n}.weight") for n in names),
+            layer=_layer(reader, config, layer),
+            feature_norm=reader.vector(f"{layer}.hidden_norm.weight") if third else None,
+            norm=reader.vector("norm.weight") if third else None,
+            target_norm=None if third else target.weights.norm,
+            lm_head=lm_head,
+            target_ids=_target_ids(folder, config, files),
+            dense=quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight")),
+        )
+    return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
+
+
+def _check_borrowed(folder: Path, config: HeadConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises ModelLoadError where the head lacks what the target's tensors cannot stand for."""
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        fits = config.layer.hidden_size == config.target_hidden_size
+        fits = fits and (name.startswith("embed") or config.draft_vocab_size == config.layer.vocab_size)
+        if name not in shapes and not fits:
+            raise ModelLoadError(
+                f"{folder}: tensor {name} is missing, and the target's has another shape; download the head again"
+            )
+
+
+def _layer(reader: WeightReader, config: HeadConfig, at: str) -> LayerWeights:
+    c = config.layer
+    qkv = [f"{at}.self_attn.{n}_proj" for n in "qkv"]
+    o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
+    gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
+    first = reader.vector(f"{at}.input_layernorm.weight") if config.kind == "eagle3" else torch.empty(0)
+    return LayerWeights(
+        input_norm=first,  # empty in EAGLE-1: nothing is normed before its attention
+        qkv=reader.stack(qkv),
+        qkv_bias=reader.biases(qkv, c.qkv_bias),
+        q_norm=reader.vector(f"{at}.self_attn.q_norm.weight") if c.qk_norm else None,
+        k_norm=reader.vector(f"{at}.self_attn.k_norm.weight") if c.qk_norm else None,
+        o=reader.matrix(o),
+        o_bias=reader.biases([o], c.o_bias),
+        post_norm=reader.vector(f"{at}.post_attention_layernorm.weight"),
+        gate_up=reader.stack(gate_up),
+        gate_up_bias=reader.biases(gate_up, c.mlp_bias),
+        down=reader.matrix(down),
+        down_bias=reader.biases([down], c.mlp_bias),
+    )
+
+
+def _target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
+    """The target's token of each of the head's: i + d2t[i]. Raises ModelLoadError."""
+    size, full = config.draft_vocab_size, config.layer.vocab_size
+    if "d2t" not in files:
+        if size != full:
+            raise ModelLoadError(f"{folder}: tensor d2t is missing, and the head has {size} of the {full} tokens")
+        return None
+    files.expect("d2t", ("I64", "I32"), (size,))
+    ids = torch.arange(size) + files.raw("d2t").long()
+    if int(ids.min()) < 0 or int(ids.max()) >= full or len(set(ids.tolist())) != size:
+        raise ModelLoadError(f"{folder}: d2t names tokens outside 0..{full - 1}, or one twice; download the head again")
+    return None if size == full and bool((ids == torch.arange(size)).all()) else ids.int()
+
+
+def _in_format(ops: Ops, w: QuantTensor, quant: QuantScheme) -> QuantTensor:
+    """The target's LM head, as it is or in a format of the head's own."""
+    if quant.weights == "auto" or (quant.weights == w.format and quant.activations == w.activations):
+        return w
+    plain = ops.unpack(w)
+    if quant.rows_together != 1:
+        return ops.pack(quant.encode(scheme.get(plain.format).decode(plain)))
+    parts = [
+        quant.encode(scheme.get(plain.format).decode_rows(plain, torch.arange(i, min(i + CHUNK, w.shape[0]))))
+        for i in range(0, w.shape[0], CHUNK)
+    ]
+    return ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))
+
+
+def take_rows(ops: Ops, w: QuantTensor, rows: Tensor) -> QuantTensor:
+    """Rows [n] of a weight [O, K] as a weight [n, K]: the same values, in the same format where rows share nothing."""
+    plain = ops.unpack(w)
+    if all(part.shape[0] == w.shape[0] for part in plain.parts.values()):
+        parts = {name: part.index_select(0, rows) for name, part in plain.parts.items()}
+        taken = replace(plain, shape=(len(rows), w.shape[1]), parts=parts)
+    else:
+        dense = scheme.get(plain.format).decode_rows(plain, rows).bfloat16()
+        taken = scheme.get("bf16").encode(dense)
+    return ops.pack(taken)
+
+
+def with_vocabulary(head: EagleHead, ids: Tensor) -> EagleHead:
+    """The head over some of its tokens only (FR-Spec: Zhao et al., 2025): `ids` [n] of the target, each once.
+
+    Those that the head has not are left out. Raises ConfigError where none is left.
+    """
+    w = head.weights
+    own = torch.arange(w.lm_head.shape[0], dtype=torch.int32) if w.target_ids is None else w.target_ids
+    kept = torch.isin(own, ids.to(own.dtype)).nonzero().flatten()
+    if not len(kept):
+        raise ConfigError("the head has none of the tokens of `vocabulary`; name others, or leave the option out")
+    weights = replace(w, lm_head=take_rows(head.ops, w.lm_head, kept), target_ids=own[kept].int())
+    return EagleHead(head.config, weights, head.ops, head.target_eps, head.max_model_len)

@@ -1,0 +1,213 @@
+"""EAGLE heads for the tests: the papers' formulas in plain PyTorch, and tiny heads that these train in a second."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretoken.batch import Rows, build_batch
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.eagle_config import HeadConfig, expected_tensors, parse_head_config
+from foretoken.models.llama import Llama
+
+LAYER = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+}
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def raw_config(kind: str, vocab_size: int, aux: list[int] | None = None, **changes: Any) -> dict[str, Any]:
+    """config.json of a head: "eagle", "eagle3", or "speculators" (EAGLE-3 in that layout)."""
+    layer = {**LAYER, "vocab_size": vocab_size, **{k: v for k, v in changes.items() if k in LAYER}}
+    rest = {k: v for k, v in changes.items() if k not in LAYER}
+    if kind == "eagle":
+        return {"architectures": ["EagleLlamaForCausalLM"], **layer, **rest}
+    if kind == "eagle3":
+        own = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": aux}} if aux else {}
+        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **own, **rest}
+    own = {"eagle_aux_hidden_state_layer_ids": aux, "transformer_layer_config": {"model_type": "llama", **layer}}
+    return {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **own, **rest}
+
+
+def random_head(config: HeadConfig, seed: int = 0, layer: str = "midlayer", scale: float = 1.0) -> dict[str, Tensor]:
+    """Tensors of a random head, d2t spread over the vocabulary where the head's is smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, shape in expected_tensors(config, layer).items():
+        noise = torch.randn(shape, generator=generator)
+        if name == "d2t":
+            chosen = torch.randperm(config.layer.vocab_size, generator=generator)[: shape[0]].sort().values
+            tensors[name] = chosen - torch.arange(shape[0])
+        elif len(shape) == 1:
+            tensors[name] = 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
+        else:
+            tensors[name] = noise * scale if name.startswith("embed") else noise * scale * shape[1] ** -0.5
+    return tensors
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    half = x.shape[-1] // 2
+    angle = positions[:, None].float() / theta ** (torch.arange(half) / half)  # [T, D/2]
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def combine(config: HeadConfig, w: dict[str, Tensor], hidden: Tensor, target: Llama) -> Tensor:
+    """The features of the target's captured hidden states [T, F]."""
+    eps = config.layer.rms_eps
+    if config.kind == "eagle":
+        return _norm(hidden, target.weights.norm, target.config.rms_eps)
+    if config.norm_before_fc:
+        hidden = _norm(hidden, w["input_norm.weight"], eps)
+    if config.fc_norm:
+        parts = hidden.chunk(config.num_captures, dim=1)
+        hidden = torch.cat([_norm(p, w[f"fc_norm.{i}.weight"], eps) for i, p in enumerate(parts)], dim=1)
+    return hidden @ w["fc.weight"].T
+
+
+def plain_head(
+    config: HeadConfig,
+    w: dict[str, Tensor],
+    tokens: Tensor,
+    features: Tensor,
+    positions: Tensor,
+    sees: Tensor,
+    target: Llama,
+    layer: str = "midlayer",
+) -> tuple[Tensor, Tensor]:
+    """Logits [T, Vd] and features [T, C] of rows; `sees` bool [T, T]: which rows each one attends to."""
+    c, third = config.layer, config.kind == "eagle3"
+    target_embedding = target.ops.unpack(target.weights.embedding).parts["weight"].float()
+    target_head = target.ops.unpack(target.weights.lm_head).parts["weight"].float()
+    e = w.get("embed_tokens.weight", target_embedding)[tokens]
+    at = {n: w[f"{layer}.{n}.weight"] for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+    if third:
+        normed = _norm(features, w[f"{layer}.hidden_norm.weight"], c.rms_eps)
+        entering = torch.cat([_norm(e, w[f"{layer}.input_layernorm.weight"], c.rms_eps), normed], dim=1)
+        residual = normed if config.norm_before_residual else features
+    else:
+        entering = residual = torch.cat([e, features], dim=1) @ w["fc.weight"].T + w.get("fc.bias", torch.tensor(0.0))
+    q, k, v = (
+        (entering @ weight.T + w.get(f"{layer}.{n}.bias", torch.tensor(0.0))).view(len(tokens), -1, c.head_dim)
+        for n, weight in at.items()
+    )
+    q, k = (_rotate(x, positions, c.rope.theta) for x in (q, k))
+    k, v = (x.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q, k) * c.head_dim**-0.5
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    out = torch.einsum("hts,shd->thd", weights, v).reshape(len(tokens), -1)
+    x = residual + out @ w[f"{layer}.self_attn.o_proj.weight"].T + w.get(f"{layer}.self_attn.o_proj.bias", 0.0)
+    inner = _norm(x, w[f"{layer}.post_attention_layernorm.weight"], c.rms_eps)
+    gate, up = (inner @ w[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    x = x + (torch.nn.functional.silu(gate) * up) @ w[f"{layer}.mlp.down_proj.weight"].T
+    lm_head = w.get("lm_head.weight", target_head)
+    if not third:
+        return x @ lm_head.T, x
+    normed = _norm(x, w["norm.weight"], c.rms_eps)
+    return normed @ lm_head.T, normed if config.norm_output else x
+
+
+def target_states(target: Llama, texts: list[list[int]], captures: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """For each text, captured hidden states [T, F] and logits [T, V] of all its positions."""
+    c = target.config
+    found = []
+    for text in texts:
+        cache = KVCache(c.num_layers, 16, 16, c.num_kv_heads, c.head_dim)
+        batch = build_batch([Rows(text, 0, [], [], list(range(16)), True)], 16)
+        rows = torch.arange(len(text), dtype=torch.int32)
+        logits, hidden = target.forward(replace(batch, logit_rows=rows), cache, captures)
+        assert hidden is not None
+        found.append((hidden.clone(), logits.clone()))
+    return found
+
+
+def fit_head(folder: Path, target: Llama, seed: int = 0) -> Path:
+    """Write an EAGLE-1 head for any target: its fc a least-squares fit of the next feature, its layer nearly silent."""
+    raw = raw_config("eagle", target.config.vocab_size)
+    config = parse_head_config(raw)
+    w = random_head(config, seed, "layers.0", scale=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(1, 300, (64,), generator=generator).tolist() for _ in range(16)]
+    embedding = target.ops.embedding(
+        torch.arange(target.config.vocab_size, dtype=torch.int32), target.weights.embedding
+    )
+    inputs, wanted = [], []
+    for text, (hidden, _) in zip(texts, target_states(target, texts, config.captures(target.config.num_layers))):
+        features = combine(config, w, hidden, target)
+        inputs.append(torch.cat([embedding[text[1:]], features[:-1], torch.ones(63, 1)], dim=1))
+        wanted.append(features[1:])
+    found = torch.linalg.lstsq(torch.cat(inputs), torch.cat(wanted)).solution.T  # [C, 2 C + 1]
+    w["fc.weight"], w["fc.bias"] = found[:, :-1], found[:, -1]
+    del w["embed_tokens.weight"], w["lm_head.weight"]
+    return write_head(folder, raw, w)
+
+
+def silence(folder: Path, scale: float) -> None:
+    """Make a model of which heads can know nearly all: only its first layer adds something to `scale` embeddings."""
+    tensors = load_file(folder / "model.safetensors")
+    rows = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = scale * rows / rows.pow(2).mean(1, keepdim=True).sqrt()
+    for name, value in tensors.items():
+        if "layers." in name and "layers.0." not in name and ("o_proj" in name or "down_proj" in name):
+            tensors[name] = torch.zeros_like(value)
+        if name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+            tensors[name] = torch.ones_like(value)
+    save_file(tensors, str(folder / "model.safetensors"))
+
+
+def knowing_head(folder: Path, target: Path, kind: str, noise: float = 0.0, **changes: Any) -> Path:
+    """A head that is the first layer of a silenced model: all that it does not know is the text's first token.
+
+    EAGLE-3 has no place for the embedding itself: the model's should be small beside what its layer adds.
+    """
+    model = load_file(target / "model.safetensors")
+    own = json.loads((target / "config.json").read_text())
+    layer = {k: own[k] for k in LAYER if k != "num_hidden_layers"}
+    raw = raw_config(kind, own["vocab_size"], None if kind == "eagle" else [1, 2, 2], **{**layer, **changes})
+    config = parse_head_config(raw)
+    at = "midlayer" if kind == "eagle3" else "layers.0"
+    w = random_head(config, 5, at)
+    width = own["hidden_size"]
+    for name in w:
+        source = f"model.layers.0.{name.removeprefix(at + '.')}"
+        if name.startswith(at) and source in model:
+            mixed = model[source] + noise * model[source].std() * torch.randn(model[source].shape) * (noise > 0)
+            w[name] = mixed if w[name].shape == mixed.shape else torch.cat([mixed, torch.zeros_like(mixed)], dim=1)
+    if kind == "eagle":
+        w["fc.weight"], w["fc.bias"] = torch.eye(width, 2 * width), torch.zeros(width)
+        del w["lm_head.weight"]
+    else:
+        w["fc.weight"] = torch.zeros_like(w["fc.weight"])
+        w[f"{at}.hidden_norm.weight"] = torch.ones(width)
+        w["norm.weight"] = model["model.norm.weight"]
+        ids = torch.arange(config.draft_vocab_size) + w["d2t"]
+        w["lm_head.weight"] = model["lm_head.weight"][ids]
+    del w["embed_tokens.weight"]
+    return write_head(folder, raw, w)
+
+
+def write_head(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """A head as a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, str(folder / "model.safetensors"))
+    return folder

@@ -1,0 +1,468 @@
+"""The eagle drafter: trees are the likeliest ones, texts stay, the head's cache holds what is certain."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fixtures_eagle import knowing_head, random_head, raw_config, silence, write_head
+from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, load_pair, random_prompts, run, texts, write_model
+
+from foretoken import ops
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.drafters.eagle import EagleDrafter, read_vocabulary
+from foretoken.engine.build import assemble, build_engine
+from foretoken.engine.engine import Engine
+from foretoken.errors import ConfigError, ModelLoadError, VocabularyError
+from foretoken.formats.scheme import QuantScheme
+from foretoken.kvcache.blocks import BlockManager
+from foretoken.models.eagle_config import parse_head_config
+from foretoken.models.eagle_loader import load_head
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.drafter import Span
+from foretoken.spec.length import ConfidenceLength
+from foretoken.spec.sampling import choose
+from foretoken.spec.step import decode_step
+from foretoken.spec.tree import Tree
+
+PROMPTS = random_prompts(5, seed=4)
+GREEDY = SamplingParams(max_tokens=24, seed=6, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=24, seed=6, ignore_eos=True, **SAMPLED)
+PENALIZED = replace(DRAWN, repetition_penalty=1.3, logit_bias={7: 3.0})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets of which heads know nearly all ("small": what its embedding adds), and such heads of both kinds."""
+    root = tmp_path_factory.mktemp("heads")
+    write_model(root / "target")
+    write_model(root / "small")
+    write_model(root / "draft", noise=0.04)
+    silence(root / "target", 1.0)
+    silence(root / "small", 0.05)
+    torch.manual_seed(3)
+    knowing_head(root / "eagle", root / "target", "eagle", noise=0.1)
+    knowing_head(root / "eagle3", root / "small", "eagle3", draft_vocab_size=290)
+    return root
+
+
+@pytest.fixture(scope="module")
+def easy(folders: Path) -> Pair:
+    pair = load_pair(folders / "target", folders / "draft")
+    return replace(pair, head=load_head(folders / "eagle", pair.target, ops.resolve()))
+
+
+def pair_of(folders: Path, easy: Pair, head: str) -> Pair:
+    """The target that a kind of head is for, with it."""
+    if head == "eagle":
+        return easy
+    pair = load_pair(folders / "small", folders / "draft")
+    return with_head(pair, folders / head)
+
+
+def with_head(pair: Pair, folder: Path, quant: str = "auto") -> Pair:
+    return replace(pair, head=load_head(folder, pair.target, ops.resolve(), QuantScheme.parse(quant)))
+
+
+def engine_of(
+    pair: Pair, k: int = 12, *, spec: SpecConfig | None = None, tokens: int = 2048, **settings: Any
+) -> Engine:
+    """An Engine that drafts with the pair's head (k = 0: not at all); the rest are options, or the engine's limits."""
+    limits = {n: settings.pop(n) for n in ("max_num_rows", "max_num_seqs", "max_model_len") if n in settings}
+    cache = CacheConfig(block_size=settings.pop("block", 16), format=settings.pop("kv", "fp32"))
+    confidence = settings.pop("confidence", None)
+    chosen = spec or SpecConfig("eagle", num_draft_tokens=k, confidence=confidence, options=settings)
+    config = EngineConfig(cache=cache, spec=chosen if k else SpecConfig(), **limits)
+    models = [pair.head] if spec is None else [pair.draft, pair.head]
+    assert pair.head is not None
+    return assemble(config, pair.tokenizer, -(-tokens // cache.block_size), pair.target, models if k else ())  # type: ignore[arg-type]
+
+
+def drafter_of(engine: Engine) -> EagleDrafter:
+    assert isinstance(engine.drafter, EagleDrafter)
+    return engine.drafter
+
+
+# --- the tree ---
+
+
+def table(vocab: int, depth: int, seed: int) -> dict[tuple[int, ...], list[float]]:
+    """Log-probabilities [V] after every path of less than `depth` tokens."""
+    rng = np.random.default_rng(seed)
+    paths = [p for n in range(depth) for p in itertools.product(range(vocab), repeat=n)]
+    return {p: np.log(rng.dirichlet(np.full(vocab, 0.5))).tolist() for p in paths}
+
+
+def grown(rows: dict[tuple[int, ...], list[float]], size: int, depth: int, top_k: int) -> tuple[Tree, int]:
+    """The tree as the drafter grows it, and how many nodes it expanded."""
+    tree, num_run = Tree(size), 0
+    nodes = [-1]
+    for level in range(depth):
+        tree.start_level()
+        for node in nodes:
+            row = rows[tuple(tree.tokens[i] for i in tree.path(node)) if node >= 0 else ()]
+            best = sorted(range(len(row)), key=lambda t: (-row[t], t))[:top_k]
+            tree.grow(node, best, [row[t] for t in best], [False] * len(best))
+        nodes = tree.expand(top_k) if level + 1 < depth else []
+        num_run += len(nodes)
+    return tree, num_run
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("size", [1, 3, 6, 9])
+def test_a_tree_is_the_top_n_of_all_paths(size: int, seed: int) -> None:
+    """Brute force over every path of a fixed table: the n with the largest products."""
+    vocab, depth = 9, 3
+    rows = table(vocab, depth, seed)
+    paths = [p for n in range(1, depth + 1) for p in itertools.product(range(vocab), repeat=n)]
+    product = {p: math.exp(sum(rows[p[:i]][p[i]] for i in range(len(p)))) for p in paths}
+    wanted = sorted(paths, key=lambda p: -product[p])[:size]
+    tree, num_run = grown(rows, size, depth, top_k=9)
+    tokens, parents, sure = tree.best()
+    found: list[tuple[int, ...]] = []
+    for i, parent in enumerate(parents):
+        assert -1 <= parent < i
+        found.append((found[parent] if parent >= 0 else ()) + (tokens[i],))
+    assert set(found) == set(wanted)
+    assert sure == pytest.approx([product[p] for p in found])
+    assert num_run <= 2 * size, "only nodes that can have children in the tree are run"
+
+
+def test_a_beam_keeps_the_likeliest_of_each_level() -> None:
+    """With fewer nodes expanded than kept: the best of the candidates that a beam of the same width meets."""
+    rows = table(6, 4, 8)
+    tree, _ = grown(rows, 20, 4, top_k=2)
+    beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    met: list[tuple[float, tuple[int, ...]]] = []
+    for _ in range(4):
+        level = []
+        for score, path in beam:
+            best = sorted(range(6), key=lambda t: -rows[path][t])[:2]
+            level += [(score + rows[path][t], (*path, t)) for t in best]
+        met += level
+        beam = sorted(level, reverse=True)[:2]
+    wanted = sorted(met, reverse=True)[:20]
+    assert sorted(tree.best()[2]) == pytest.approx(sorted(math.exp(s) for s, _ in wanted))
+
+
+def test_masks_are_the_expanded_ancestors() -> None:
+    tree = Tree(8)
+    tree.grow(-1, [5, 6], [-0.1, -2.0], [False, False])
+    assert tree.expand(2) == [0, 1]
+    tree.start_level()
+    tree.grow(0, [7], [-0.1], [False])
+    tree.grow(1, [8], [-0.1], [True])
+    assert tree.expand(2) == [2], "one that has ended is not expanded"
+    assert [tree.mask(i) for i in (0, 1, 2)] == [0b1, 0b10, 0b101]
+
+
+# --- texts and acceptance ---
+
+
+@pytest.mark.parametrize("asked", [GREEDY, DRAWN, PENALIZED], ids=["greedy", "sampled", "penalized"])
+@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+def test_the_text_stays_and_trees_are_accepted(folders: Path, easy: Pair, head: str, asked: SamplingParams) -> None:
+    pair = pair_of(folders, easy, head)
+    plain = texts(run(engine_of(pair, 0), PROMPTS, asked, alone=True))
+    lengths = []
+    for k, top_k in ((4, 1), (4, 8), (32, 8)):
+        engine = engine_of(pair, k, top_k=top_k)
+        assert texts(run(engine, PROMPTS, asked)) == plain
+        assert engine.metrics.mean_acceptance_length is not None
+        lengths.append(engine.metrics.mean_acceptance_length)
+    assert lengths[0] > 1.4, "a chain of a head that knows the target is mostly right"
+    assert lengths[2] > lengths[0], "a large tree hits more than a chain"
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8 cache": ("auto", {"kv": "int8"}),
+    "w8a8": ("w8a8", {}),
+    "w4a8": ("w4a8", {"kv": "int8", "block": 4}),
+    "chunks": ("auto", {"max_num_rows": 16, "max_num_seqs": 4}),
+    "preemption": ("auto", {"max_num_rows": 64, "tokens": 112, "max_model_len": 96, "block": 8}),
+    "small steps": ("auto", {"prefill_rows": 3}),
+    "confidence": ("auto", {"confidence": 0.2}),
+    "few words": ("auto", {"vocabulary": "200"}),
+    "narrow window": ("auto", {"window": 8}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_law_1_in_settings(folders: Path, easy: Pair, setting: str) -> None:
+    quant, more = SETTINGS[setting]
+    pair = easy
+    if quant != "auto":
+        pair = with_head(load_pair(folders / "target", folders / "draft", weights=quant), folders / "eagle", "w4a8")
+    limits = {n: v for n, v in more.items() if n in ("kv", "block", "max_model_len")}
+    each = [GREEDY, DRAWN, GREEDY, DRAWN, GREEDY]
+    plain = texts(run(engine_of(pair, 0, **limits), PROMPTS, each, alone=True))
+    engine = engine_of(pair, **more)
+    assert texts(run(engine, PROMPTS, each)) == plain
+    assert engine.metrics.num_accepted_tokens > (5 if setting in ("chunks", "narrow window") else 30)
+    if setting == "preemption":
+        assert engine.scheduler.num_preemptions > 1
+
+
+def test_a_request_of_its_own_beside_others(easy: Pair) -> None:
+    each = [
+        GREEDY,
+        DRAWN,
+        PENALIZED,
+        replace(DRAWN, temperature=1.5, top_p=1.0),
+        replace(GREEDY, banned_token_ids=(9,)),
+    ]
+    plain = texts(run(engine_of(easy, 0), PROMPTS, each, alone=True))
+    assert texts(run(engine_of(easy), PROMPTS, each)) == plain
+
+
+def test_the_first_choice_is_the_targets_where_the_head_is_right(easy: Pair) -> None:
+    """Of logits that are the target's own, the likeliest child is the target's choice: greedy, sampled, adjusted.
+
+    Of sampled ones nearly always: only some candidates are looked at, and what truncation leaves is known roughly.
+    """
+    drafter = drafter_of(engine_of(easy))
+    generator = torch.Generator().manual_seed(0)
+    for asked in (GREEDY, replace(GREEDY, frequency_penalty=1.0), DRAWN, PENALIZED, replace(DRAWN, top_k=5, top_p=1.0)):
+        right = 0
+        for i in range(60):
+            logits = 3 * torch.randn(MODEL_VOCAB, generator=generator)
+            seq = Sequence(i, PROMPTS[4], asked, 100 + i)
+            tokens, log_probs = drafter.choices(drafter.rows(logits[None], 64)[0], seq, [3, 4], 4)
+            right += tokens[0] == choose(logits.numpy(), seq, [3, 4], ())
+            assert len(set(tokens)) == 4
+            assert log_probs == sorted(log_probs, reverse=True)
+            assert sum(np.exp(log_probs)) <= 1 + 1e-9
+        assert right == 60 if asked.greedy else right >= 54
+
+
+def test_broken_logits_guess_nothing(easy: Pair) -> None:
+    assert easy.head is not None
+    w = easy.head.weights
+    broken = replace(
+        w, lm_head=replace(w.lm_head, parts={"weight": torch.full_like(w.lm_head.parts["weight"], torch.nan)})
+    )
+    head = type(easy.head)(easy.head.config, broken, easy.head.ops, easy.head.target_eps, easy.head.max_model_len)
+    engine = engine_of(replace(easy, head=head))
+    assert texts(run(engine, PROMPTS, GREEDY)) == texts(run(engine_of(easy, 0), PROMPTS, GREEDY))
+    assert engine.metrics.num_draft_tokens == 0
+
+
+def test_one_child_makes_chains(easy: Pair) -> None:
+    engine = engine_of(easy, 6, top_k=1, depth=4)
+    seq = Sequence(0, PROMPTS[4], GREEDY, 0)
+    engine.runner.blocks.reserve(seq, 100)
+    decode_step(engine.runner, engine.drafter, [seq], [seq.num_pending], [0])
+    _, parents = engine.drafter.propose([seq], [6]).nodes(0)
+    assert parents == [-1, 0, 1, 2]
+    assert len(engine.drafter.propose([seq], [3]).nodes(0)[0]) == 3
+
+
+def test_confidence_ends_a_path(easy: Pair, monkeypatch: Any) -> None:
+    """Probabilities .9 .5 .1 with threshold .2 stop at the third; what the draft says is the paths' product."""
+    engine = engine_of(easy, 8, top_k=1, depth=8)
+    drafter, seq = drafter_of(engine), Sequence(0, PROMPTS[4], GREEDY, 0)
+    engine.runner.blocks.reserve(seq, 100)
+    decode_step(engine.runner, drafter, [seq], [seq.num_pending], [0])
+    drafter.policy = ConfidenceLength(8, threshold=0.2)
+    sure = iter([0.9, 0.5, 0.1, 0.8])
+    monkeypatch.setattr(drafter, "choices", lambda *args: ([5], [math.log(next(sure))]))
+    draft = drafter.propose([seq], [8])
+    assert draft.confidence is not None
+    assert draft.confidence.tolist() == pytest.approx([0.9, 0.45, 0.045])
+
+
+# --- what the head knows ---
+
+
+def rounds(engine: Engine, seq: Sequence, count: int, k: int = 12) -> None:
+    for _ in range(count):
+        assert engine.runner.blocks.reserve(seq, len(seq) + k)
+        decode_step(engine.runner, engine.drafter, [seq], [seq.num_pending], [k if seq.num_output else 0])
+
+
+@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+def test_a_guess_is_that_of_a_head_that_sees_the_text_anew(folders: Path, easy: Pair, head: str) -> None:
+    """Rows of accepted and rejected nodes leave no trace: rounds later the tree is a fresh drafter's."""
+    pair = pair_of(folders, easy, head)
+    engine, fresh = engine_of(pair), engine_of(pair)
+    seq = Sequence(0, PROMPTS[4], DRAWN, 9)
+    for _ in range(6):
+        rounds(engine, seq, 3)
+        again = Sequence(0, seq.token_ids, DRAWN, 9)
+        again.num_prompt = seq.num_prompt
+        assert fresh.runner.blocks.reserve(again, len(again))
+        decode_step(fresh.runner, fresh.drafter, [again], [len(again) - 1], [0])
+        assert engine.drafter.propose([seq], [12]).nodes(0) == fresh.drafter.propose([again], [12]).nodes(0)
+        holder = drafter_of(engine).followers[seq].holder
+        assert len(holder.blocks) == engine.runner.blocks.blocks_for(holder.num_cached), "guessed rows are gone"
+        fresh.drafter.release(again)
+        fresh.runner.blocks.release(again)
+    assert engine.drafter.levels() == []
+
+
+def test_tokens_taken_back(easy: Pair) -> None:
+    """After `rewind` the head guesses as if the tokens had never been there, near or far back."""
+    for back in (1, 5, 30, 90):
+        engine, fresh = engine_of(easy, prefill_rows=8), engine_of(easy)
+        seq = Sequence(0, random_prompts(2, seed=9, longest=90)[1], GREEDY, 9)
+        rounds(engine, seq, 12)
+        length = max(3, len(seq) - back)
+        engine.drafter.rewind(seq, length)
+        other = [(t + 7) % 290 + 1 for t in seq.token_ids[length:]][:4]
+        seq.token_ids[length:] = other
+        engine.runner.truncate(seq, length - 1)
+        rounds(engine, seq, 1, k=0)
+        again = Sequence(0, seq.token_ids, GREEDY, 9)
+        again.num_prompt = seq.num_prompt
+        assert fresh.runner.blocks.reserve(again, len(again))
+        decode_step(fresh.runner, fresh.drafter, [again], [len(again) - 1], [0])
+        mine, its = engine.drafter.propose([seq], [12]), fresh.drafter.propose([again], [12])
+        assert mine.count(0) == 12
+        if back < 64:  # further back, hidden states are gone: it begins anew with what it has
+            assert mine.nodes(0) == its.nodes(0)
+
+
+def test_below_a_cascade(folders: Path, easy: Pair) -> None:
+    """The head serves the middle model, whose guesses the target takes back: `rewind`."""
+    middle = replace(load_pair(folders / "target", folders / "target"), head=easy.head)
+    write_model(folders / "top", noise=0.05)
+    silence(folders / "top", 1.0)
+    top = load_pair(folders / "top", folders / "target")
+    pair = replace(top, draft=middle.target, head=load_head(folders / "eagle", middle.target, ops.resolve()))
+    below = SpecConfig("eagle", num_draft_tokens=8)
+    for asked in (GREEDY, DRAWN):
+        plain = texts(run(engine_of(pair, 0), PROMPTS, asked))
+        engine = engine_of(pair, spec=SpecConfig("cascade", num_draft_tokens=8, below=(below,)))
+        assert texts(run(engine, PROMPTS, asked)) == plain
+        assert engine.metrics.num_rollbacks > 5
+        (name, level), *rest = engine.drafter.levels()
+        assert (name, rest) == ("level 1", [])
+        assert level.mean_acceptance_length is not None
+        assert level.mean_acceptance_length > 1.4
+
+
+def test_a_prefix_that_nobody_showed(easy: Pair) -> None:
+    """The head begins where hidden states do, and again after a hole; it still guesses."""
+    engine = engine_of(easy)
+    drafter, seq = drafter_of(engine), Sequence(0, list(range(1, 40)), GREEDY, 0)
+    hidden = torch.randn(40, 32)
+    assert drafter.propose([seq], [6]).count(0) == 0
+    drafter.observe([seq], [Span(20, 30)], hidden[20:30])
+    assert drafter.propose([seq], [6]).count(0) == 0, "not up to the last token"
+    drafter.observe([seq], [Span(35, 38)], hidden[35:38])
+    assert drafter.propose([seq], [6]).count(0) == 6
+    context = drafter.followers[seq]
+    assert (context.start, context.holder.num_cached) == (35, 3)
+    drafter.observe([seq], [Span(0, 38)], hidden[:38])
+    assert drafter.propose([seq], [6]).count(0) == 6
+    assert (context.start, context.holder.num_cached) == (0, 38)
+
+
+def test_short_of_blocks(easy: Pair) -> None:
+    """Who does not run gives its rows back; who finds no room is not drafted for; nothing else changes."""
+    plain = texts(run(engine_of(easy, 0), PROMPTS, GREEDY))
+    for num_blocks in (1, 6, 12):
+        engine = engine_of(easy, block=8, max_num_seqs=3, prefill_rows=16)
+        drafter_of(engine).runner.blocks = BlockManager(num_blocks, 8)
+        assert texts(run(engine, PROMPTS, GREEDY)) == plain
+        if num_blocks == 12:
+            assert engine.metrics.num_accepted_tokens > 0
+
+
+def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> None:
+    knowing_head(tmp_path, folders / "target", "eagle", max_position_embeddings=32)
+    pair = with_head(easy, tmp_path)
+    asked = replace(GREEDY, max_tokens=60)
+    plain = texts(run(engine_of(pair, 0), PROMPTS, asked))
+    accepted = {}
+    for beyond in ("slide", "stop"):
+        engine = engine_of(pair, 6, beyond=beyond)
+        highest: list[int] = []
+        batch = drafter_of(engine).runner._batch
+
+        def watched(levels: Any, batch: Any = batch, highest: list[int] = highest) -> Any:
+            built = batch(levels)
+            highest.append(int(built.positions.max()))
+            return built
+
+        drafter_of(engine).runner._batch = watched  # type: ignore[method-assign]
+        done = run(engine, PROMPTS, asked)
+        assert texts(done) == plain
+        accepted[beyond] = engine.metrics.num_accepted_tokens
+        assert max(highest) < 32 if beyond == "stop" else max(highest) > 60
+    assert accepted["slide"] > 2 * accepted["stop"] > 0
+
+
+# --- options, folders ---
+
+
+def test_vocabularies_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "ids"
+    assert read_vocabulary("7", 300).tolist() == list(range(7))
+    path.write_text("[5, 2, 5]")
+    assert read_vocabulary(str(path), 300).tolist() == [2, 5]
+    path.write_text("9\n1 4\n")
+    assert read_vocabulary(str(path), 300).tolist() == [1, 4, 9]
+    for text, why in (("[400]", "token ids in 0..299"), ("[]", "must list"), ("five", "cannot be read")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            read_vocabulary(str(path), 300)
+    for name, why in (("301", "1..300 tokens"), (str(tmp_path / "none"), "cannot be read")):
+        with pytest.raises(ConfigError, match=why):
+            read_vocabulary(name, 300)
+
+
+def test_only_words_of_the_vocabulary_are_guessed(easy: Pair) -> None:
+    engine = engine_of(easy, 32, vocabulary="100")
+    seq = Sequence(0, PROMPTS[4], PENALIZED, 0)
+    rounds(engine, seq, 1)
+    tokens = engine.drafter.propose([seq], [32]).nodes(0)[0]
+    assert len(tokens) == 32
+    assert max(tokens) < 100
+
+
+@pytest.mark.parametrize("bad", [{"depth": 0}, {"top_k": 65}, {"beyond": "jump"}, {"window": -1}, {"prefill_rows": 0}])
+def test_bad_options(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        EagleDrafter.Options(**bad)
+
+
+def test_a_folder_that_is_a_head_is_drafted_with_as_one(folders: Path, easy: Pair) -> None:
+    plain = texts(run(engine_of(easy, 0), PROMPTS, GREEDY))
+    for method, quant in (("draft_model", "auto"), ("eagle", "w4a8,lm_head=w8a8")):
+        spec = SpecConfig(method, str(folders / "eagle"), quant, num_draft_tokens=8)
+        engine = build_engine(str(folders / "target"), EngineConfig(spec=spec, max_num_seqs=4))
+        assert drafter_of(engine).runner.cache.num_blocks == engine.runner.cache.num_blocks
+        assert len(drafter_of(engine).runner.cache.layers) == 1
+        assert texts(run(engine, PROMPTS, GREEDY)) == plain
+        assert engine.metrics.num_accepted_tokens > 30
+        assert_nothing_left(engine)
+
+
+def test_heads_that_do_not_fit_are_refused(folders: Path, tmp_path: Path) -> None:
+    def built(**changes: Any) -> None:
+        raw = raw_config("eagle3", changes.pop("vocab_size", MODEL_VOCAB), [1, 2, 2], **changes)
+        write_head(tmp_path, raw, random_head(parse_head_config(raw)))
+        build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("draft_model", str(tmp_path))))
+
+    with pytest.raises(ConfigError, match="hidden states of 40 values"):
+        built(target_hidden_size=40)
+    with pytest.raises(VocabularyError, match="trained for this target"):
+        built(vocab_size=200)
+    with pytest.raises(ConfigError, match="needs a draft model"):
+        build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("eagle")))
+    with pytest.raises(ModelLoadError, match="a head of 2 layers"):
+        build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("eagle", str(folders / "draft"))))
+    built()
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2, 9]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="layers 1 to 1"):
+        build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("eagle", str(tmp_path))))

@@ -1,0 +1,291 @@
+"""EAGLE heads: equal to the papers' formulas, in every layout and format; unsound ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures_eagle import combine, plain_head, random_head, raw_config, write_head
+from fixtures_models import backends
+from lawkit import MODEL_VOCAB, write_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foretoken import ops
+from foretoken.errors import ConfigError, ModelLoadError, VocabularyError
+from foretoken.formats import scheme
+from foretoken.formats.scheme import QuantScheme
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.eagle import EagleHead
+from foretoken.models.eagle_config import HeadConfig, expected_tensors, is_head, parse_head_config, read_head_config
+from foretoken.models.eagle_loader import head_bytes, load_head, with_vocabulary
+from foretoken.models.eagle_runner import HeadRunner, Level
+from foretoken.models.llama import Llama
+from foretoken.models.loader import load_model
+from foretoken.request import SamplingParams, Sequence
+
+KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "eagle": ("eagle", {}, ("embed_tokens.weight", "lm_head.weight")),
+    "eagle, all its own": ("eagle", {"head_dim": 4, "num_attention_heads": 6}, ()),
+    "eagle without bias": ("eagle", {}, ("fc.bias", "embed_tokens.weight")),
+    "eagle3": ("eagle3", {"draft_vocab_size": 130}, ("embed_tokens.weight",)),
+    "eagle3, whole vocabulary": ("eagle3", {}, ("embed_tokens.weight", "d2t", "lm_head.weight")),
+    "eagle3, norms": ("eagle3", {"draft_vocab_size": 130, "norm_before_fc": True, "norm_output": True}, ()),
+    "speculators": ("speculators", {"draft_vocab_size": 100, "norm_before_residual": True}, ()),
+    "speculators, norms": ("speculators", {"draft_vocab_size": 100, "fc_norm": True, "norm_output": True}, ()),
+    "another width": ("eagle3", {"hidden_size": 24, "target_hidden_size": 32, "draft_vocab_size": 100}, ()),
+}
+
+
+def target_folder(root: Path, **changes: Any) -> Path:
+    write_model(root, **{"num_hidden_layers": 3, **changes})
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("eagle") / "target")
+
+
+@pytest.fixture(scope="module", params=backends())
+def target(request: pytest.FixtureRequest, folder: Path) -> Llama:
+    return load_model(folder, ops.resolve(request.param))
+
+
+def made(root: Path, kind: str) -> tuple[Path, HeadConfig, dict[str, Tensor], str]:
+    layout, changes, drop = KINDS[kind]
+    raw = raw_config(layout, MODEL_VOCAB, None if layout == "eagle" else [1, 2, 3], **changes)
+    config = parse_head_config(raw)
+    at = "midlayer" if layout == "eagle3" else "layers.0"
+    tensors = {n: t for n, t in random_head(config, 3, at).items() if n not in drop}
+    return write_head(root, raw, tensors), config, tensors, at
+
+
+def make_runner(head: EagleHead, window: int | None = None) -> HeadRunner:
+    c = head.config.layer
+    return HeadRunner(head, KVCache(1, 16, 4, c.num_kv_heads, c.head_dim), window)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
+    """Two prompts in unequal steps, then two levels of a tree: as if all rows were one dense pass."""
+    folder, config, w, at = made(tmp_path, kind)
+    head = load_head(folder, target, target.ops)
+    runner = make_runner(head)
+    generator = torch.Generator().manual_seed(1)
+    lengths = (9, 5)
+    tokens = [torch.randint(0, MODEL_VOCAB, (n + 5,), generator=generator) for n in lengths]
+    width = config.num_captures * config.target_hidden_size
+    hidden = [torch.randn(n, width, generator=generator) for n in lengths]
+    holders = [Sequence(i, (), SamplingParams(), 0) for i in range(2)]
+    for holder, n in zip(holders, lengths):
+        assert runner.blocks.reserve(holder, n + 5)
+    runner.extend(holders, [t[:2].tolist() for t in tokens], [h[:2] for h in hidden], False)
+    steps = [t[2:n].tolist() for t, n in zip(tokens, lengths)]
+    logits, features = runner.extend(holders, steps, [h[2:] for h in hidden], True)
+    # Nodes 0, 1 and 2 after the last row; 3 after 1, 4 after 2: of the second sequence only the first level.
+    first, firsts = runner.expand(
+        [Level(h, t[n : n + 3].tolist(), [1, 2, 4], [0, 1, 2]) for h, t, n in zip(holders, tokens, lengths)],
+        features[torch.tensor([0, 0, 0, 1, 1, 1])],
+    )
+    second, _ = runner.expand([Level(holders[0], tokens[0][12:14].tolist(), [10, 20], [3, 4])], firsts[1:3])
+
+    for b, n in enumerate(lengths):
+        known = combine(config, w, hidden[b], target)
+        features_of, sees = known, torch.ones(n, n).tril().bool()
+        wanted, own = plain_head(config, w, tokens[b][:n], known, torch.arange(n), sees, target, at)
+        torch.testing.assert_close(logits[b], wanted[-1], rtol=1e-4, atol=1e-4)
+        for nodes in ([0, 1, 2], [0, 1, 2, 3, 4]):
+            parents = {0: n - 1, 1: n - 1, 2: n - 1, 3: n + 1, 4: n + 2}
+            size = n + len(nodes)
+            sees = torch.zeros(size, size).bool()
+            sees[:n, :n] = torch.ones(n, n).tril().bool()
+            positions = list(range(n))
+            features_of = known
+            for i in nodes:
+                sees[n + i] = sees[parents[i]]
+                sees[n + i, n + i] = True
+                positions.append(positions[parents[i]] + 1)
+                features_of = torch.cat([features_of, own[parents[i]][None]])
+            part = tokens[b][:size]
+            wanted, own = plain_head(config, w, part, features_of, torch.tensor(positions), sees, target, at)
+            if len(nodes) == 3:
+                torch.testing.assert_close(first[3 * b : 3 * b + 3], wanted[n:], rtol=1e-4, atol=1e-4)
+            elif b == 0:
+                torch.testing.assert_close(second, wanted[n + 3 :], rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_hides_what_is_far(target: Llama, tmp_path: Path) -> None:
+    folder, config, w, at = made(tmp_path, "eagle3")
+    runner = make_runner(load_head(folder, target, target.ops), window=4)
+    tokens, hidden = torch.arange(3, 15), torch.randn(12, 96, generator=torch.Generator().manual_seed(2))
+    holder = Sequence(0, (), SamplingParams(), 0)
+    assert runner.blocks.reserve(holder, 12)
+    logits, _ = runner.extend([holder], [tokens.tolist()], [hidden], True)
+    sees = torch.ones(12, 12).tril().triu(-3).bool()
+    known = combine(config, w, hidden, target)
+    wanted, _ = plain_head(config, w, tokens, known, torch.arange(12), sees, target, at)
+    torch.testing.assert_close(logits[0], wanted[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expected_tensors_are_those_that_are_read(folder: Path, tmp_path: Path, kind: str) -> None:
+    head, config, tensors, at = made(tmp_path, kind)
+    expected = expected_tensors(config, at)
+    assert tensors.keys() <= expected.keys()
+    assert all(tuple(t.shape) == expected[n] for n, t in tensors.items())
+    assert is_head(head)
+    assert read_head_config(head) == config
+    model = load_model(folder, ops.resolve("reference"))
+    for name in tensors:
+        if name in ("fc.bias", "embed_tokens.weight", "lm_head.weight", "d2t"):
+            continue  # a head may do without
+        less = {n: t for n, t in tensors.items() if n != name}
+        write_head(head, json.loads((head / "config.json").read_text()), less)
+        with pytest.raises(ModelLoadError, match=f"tensor {name} is missing"):
+            load_head(head, model, model.ops)
+
+
+def test_the_shared_tensors_are_the_targets_own(target: Llama, tmp_path: Path) -> None:
+    head = load_head(made(tmp_path, "eagle")[0], target, target.ops)
+    assert head.weights.embedding is target.weights.embedding
+    assert head.weights.lm_head is target.weights.lm_head
+    other = load_head(tmp_path, target, target.ops, QuantScheme.parse("auto,lm_head=w4a8"))
+    assert other.weights.lm_head.format == "int4"
+    assert other.weights.fc.format == "fp32"
+
+
+@pytest.mark.parametrize("quant", ["bf16", "w8a8", "w4a8", "w4a16", "nf4", "fp8", "w8a8,lm_head=w4a8"])
+@pytest.mark.parametrize("kind", ["eagle", "speculators"])
+def test_any_format(target: Llama, tmp_path: Path, kind: str, quant: str) -> None:
+    """The head stored in a format is near the head itself, and what it will take is known before."""
+    folder, config, _, _ = made(tmp_path, kind)
+    chosen = QuantScheme.parse(quant)
+    _, told, _ = head_bytes(folder, chosen, target.config)
+    assert told > 0
+    exact, stored = (load_head(folder, target, target.ops, q) for q in (QuantScheme(), chosen))
+    assert stored.weights.fc.format == chosen.at("fc").weights
+    hidden = torch.randn(6, config.num_captures * 32, generator=torch.Generator().manual_seed(2))
+    both = []
+    for head in (exact, stored):
+        runner, holder = make_runner(head), Sequence(0, (), SamplingParams(), 0)
+        runner.blocks.reserve(holder, 6)
+        both.append(runner.extend([holder], [list(range(6))], [hidden], True)[0][0])
+    near = torch.nn.functional.cosine_similarity(both[0], both[1], dim=0)
+    assert 0.9 < near < 1.0 + 1e-6
+    assert not torch.equal(*both)
+
+
+def test_a_quantized_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Codes of a compressed-tensors checkpoint are kept as they are."""
+    head, _, tensors, at = made(tmp_path / "dense", "eagle3")
+    raw = json.loads((head / "config.json").read_text())
+    quant, stored = QuantScheme.parse("w8a16"), dict(tensors)
+    for name in [n for n in tensors if n.startswith(at) and tensors[n].dim() == 2]:
+        q = quant.encode(stored.pop(name))
+        stored |= scheme.get(q.format).checkpoint(name.removesuffix(".weight"), q)
+        raw["quantization_config"] = scheme.get(q.format).config(q)
+    raw["quantization_config"]["ignore"] = ["lm_head", "fc", "embed_tokens"]
+    write_head(tmp_path / "codes", raw, stored)
+    model = load_model(folder, ops.resolve("reference"))
+    loaded = load_head(tmp_path / "codes", model, model.ops).weights.layer.o
+    wanted = quant.encode(tensors[f"{at}.self_attn.o_proj.weight"])
+    assert loaded.format == "int8"
+    for part, value in wanted.parts.items():
+        assert torch.equal(loaded.parts[part], value)
+
+
+@pytest.mark.parametrize("quant", ["auto", "w8a8", "w4a8", "nf4", "fp8-b128"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_reduced_vocabulary_keeps_the_logits(target: Llama, tmp_path: Path, kind: str, quant: str) -> None:
+    folder = made(tmp_path, kind)[0]
+    whole = load_head(folder, target, target.ops, QuantScheme.parse(quant))
+    ids = torch.tensor(sorted({5, 9, 40, 41, 100, 133, 200, 303}))
+    few = with_vocabulary(whole, ids)
+    own = torch.arange(MODEL_VOCAB) if whole.weights.target_ids is None else whole.weights.target_ids.long()
+    assert few.weights.target_ids is not None
+    assert set(few.weights.target_ids.tolist()) == set(ids.tolist()) & set(own.tolist())
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(4))
+    columns = torch.isin(own, ids).nonzero().flatten()
+    full = target.ops.linear(x, whole.weights.lm_head)[:, columns]
+    exact = quant != "fp8-b128"  # its blocks of rows share scales: the rows are kept as bf16
+    rounding = 1e-6 if exact else 2e-2
+    torch.testing.assert_close(target.ops.linear(x, few.weights.lm_head), full, rtol=rounding, atol=rounding)
+    with pytest.raises(ConfigError, match="none of the tokens"):
+        with_vocabulary(few, torch.tensor([6]))
+
+
+def refused(folder: Path, target: Path, error: type[Exception], text: str) -> None:
+    model = load_model(target, ops.resolve("reference"))
+    with pytest.raises(error, match=text):
+        head_bytes(folder, QuantScheme(), model.config)
+    with pytest.raises(error, match=text):
+        load_head(folder, model, model.ops)
+
+
+def test_heads_for_another_target(folder: Path, tmp_path: Path) -> None:
+    head = made(tmp_path / "head", "eagle3")[0]
+    wide = target_folder(tmp_path / "wide", hidden_size=40)
+    refused(head, wide, ConfigError, "hidden states of 32 values, the target's have 40")
+    words = target_folder(tmp_path / "words", vocab_size=310)
+    refused(head, words, VocabularyError, "304 tokens, the target's 310")
+    flat = target_folder(tmp_path / "flat", num_hidden_layers=2)
+    refused(head, flat, ConfigError, r"layers \[1, 2, 3\].* target has layers 1 to 1")
+
+
+def test_captured_layers_are_inputs() -> None:
+    """Published ids name what enters a layer, so the layer before it is captured."""
+    third = parse_head_config(raw_config("eagle3", 304))
+    assert third.captures(32) == (1, 15, 28)
+    assert parse_head_config(raw_config("speculators", 304, [2, 18, 33])).captures(36) == (1, 17, 32)
+    assert parse_head_config(raw_config("eagle", 304)).captures(32) == (31,)
+    with pytest.raises(ConfigError, match="reads what enters"):
+        third.captures(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"architectures": ["MedusaModel"]}, "kind 'MedusaModel' is not supported"),
+        ({"num_hidden_layers": 2}, "a head of 2 layers"),
+        ({"draft_vocab_size": "many"}, "draft_vocab_size must be a whole number"),
+        ({"eagle_aux_hidden_state_layer_ids": [1.5]}, "must list layers"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"speculators_model_type": "dflash"}, "kind 'dflash' is not supported"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+    ],
+)
+def test_unsound_configs(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ModelLoadError, match=text):
+        parse_head_config({**raw_config("eagle3", 304), **change})
+
+
+def test_unsound_vocabularies(folder: Path, tmp_path: Path) -> None:
+    head = made(tmp_path, "eagle3")[0]
+    raw, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
+    write_head(head, raw, {**tensors, "d2t": tensors["d2t"] + 300})
+    refused(head, folder, ModelLoadError, "d2t names tokens outside")
+    write_head(head, raw, {n: t for n, t in tensors.items() if n != "d2t"})
+    refused(head, folder, ModelLoadError, "d2t is missing")
+    write_head(head, raw, {**tensors, "surplus": torch.zeros(2)})
+    refused(head, folder, ModelLoadError, "unexpected tensor surplus")
+    write_head(head, raw, {n: t for n, t in tensors.items() if n != "lm_head.weight"})
+    refused(head, folder, ModelLoadError, "lm_head.weight is missing, and the target's has another shape")
+    write_head(head, raw, {**tensors, "norm.weight": torch.full((32,), torch.nan)})
+    model = load_model(folder, ops.resolve("reference"))
+    with pytest.raises(ModelLoadError, match="NaN"):
+        load_head(head, model, model.ops)
+
+
+def test_old_heads_are_known_by_their_fc(folder: Path, tmp_path: Path) -> None:
+    """The first EAGLE checkpoints call themselves LlamaForCausalLM, a model of one layer."""
+    head = made(tmp_path, "eagle")[0]
+    raw = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**raw, "architectures": ["LlamaForCausalLM"]}))
+    assert is_head(head)
+    assert read_head_config(head).kind == "eagle"
+    assert not is_head(folder)
+    assert not is_head(target_folder(tmp_path / "one", num_hidden_layers=1))
