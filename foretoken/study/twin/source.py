@@ -78,7 +78,7 @@ class TwinSource:
             for column in (*image.columns, image.muted):
                 out[quiet, column] = 0
             if image.constant is not None:
-                # Padding tokens: nothing random beside so large a value: its rounding could outweigh the logit.
+                # Padding tokens: nothing random beside so large a value, which would be rounded with it.
                 out[quiet] = 0
                 out[quiet, image.constant[0]] = image.constant[2]
         live = (rows >= 0).nonzero().squeeze(1)
