@@ -247,7 +247,8 @@ def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
         drafters = ", ".join(registry.names("drafters"))
         raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
     below = tuple(_checked(b, embedded) for b in spec.below)
-    model = EMBEDDED_DRAFT if embedded and spec.method == "draft_model" and name is None else name
+    takes_draft = spec.method in ("draft_model", "cascade")
+    model = EMBEDDED_DRAFT if embedded and takes_draft and name is None else name
     return dataclasses.replace(spec, model=model, below=below)
 
 
