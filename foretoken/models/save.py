@@ -61,6 +61,7 @@ def save_quantized(
 
     Raises ModelSaveError where `out` is taken or cannot be written, ConfigError for tensors that contradict `schemes`.
     """
+    out = Path(os.path.abspath(out))  # once: `out` may be the folder that one is in
     raw = {**source_config(source), **(config or {})}
     raw.pop("quantization_config", None)
     raw.pop("compression_config", None)
@@ -74,7 +75,7 @@ def save_quantized(
         texts = {"config.json": json.dumps(raw, indent=2), "README.md": _card(source, schemes, card), **(files or {})}
         for name, text in texts.items():
             write_file(partial / name, [text.encode()])
-    return Path(os.path.abspath(out))
+    return out
 
 
 @contextmanager
