@@ -19,7 +19,7 @@ from foretoken.formats.scheme import QuantTensor
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.eagle_config import HeadConfig, expected_tensors
 from foretoken.models.layers import LayerWeights, rope_table
-from foretoken.ops import Ops, by_part
+from foretoken.ops import Ops
 
 __all__ = ["EagleHead", "HeadWeights", "expected_tensors"]
 
@@ -91,7 +91,7 @@ class EagleHead:
             entering = torch.cat([ops.rms_norm(embedding, w.layer.input_norm, c.rms_eps), normed], dim=1)  # [T, 2 C]
         else:
             entering = residual = ops.linear(torch.cat([embedding, features], dim=1), w.fc, w.fc_bias)  # [T, C]
-        qkv = self._product(entering, w.layer.qkv, w.layer.qkv_bias)
+        qkv = ops.linear(entering, w.layer.qkv, w.layer.qkv_bias)
         x = self._attention(qkv, residual.contiguous(), batch, cache, window)
         gate_up = ops.norm_linear(x, w.layer.post_norm, c.rms_eps, w.layer.gate_up, w.layer.gate_up_bias)  # [T, 2 I]
         x = ops.silu_linear(gate_up, w.layer.down, w.layer.down_bias, residual=x)
@@ -99,11 +99,6 @@ class EagleHead:
             return ops.linear(x.index_select(0, batch.logit_rows), w.lm_head), x
         logits = ops.norm_linear(x, w.norm, c.rms_eps, w.lm_head, rows=batch.logit_rows)
         return logits, ops.rms_norm(x, w.norm, c.rms_eps) if third and self.config.norm_output else x
-
-    def _product(self, x: Tensor, w: QuantTensor | tuple[QuantTensor, ...], bias: Tensor | None) -> Tensor:
-        if isinstance(w, tuple):
-            return torch.cat([self.ops.linear(x, p, b) for p, b in by_part(w, bias)], dim=1)
-        return self.ops.linear(x, w, bias)
 
     def _attention(self, qkv: Tensor, residual: Tensor, batch: Batch, cache: KVCache, window: int | None) -> Tensor:
         """`residual` [T, C] plus what attention adds to it."""

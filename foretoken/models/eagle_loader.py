@@ -17,7 +17,6 @@ from foretoken.models.checkpoint import Checkpoint
 from foretoken.models.config import ModelConfig
 from foretoken.models.eagle import EagleHead, HeadWeights
 from foretoken.models.eagle_config import OPTIONAL, HeadConfig, expected_tensors, read_head_config
-from foretoken.models.layers import LayerWeights
 from foretoken.models.llama import Llama
 from foretoken.models.weights import Progress, WeightReader, weight_bytes
 from foretoken.ops import Ops
@@ -88,7 +87,7 @@ def load_head(
             fc=reader.matrix("fc"),
             fc_bias=reader.vector("fc.bias") if "fc.bias" in shapes else None,
             fc_norms=tuple(reader.vector(f"{n}.weight") for n in names),
-            layer=_layer(reader, config, layer),
+            layer=reader.layer(layer, first_norm=third),  # in EAGLE-1 nothing is normed before the attention
             feature_norm=reader.vector(f"{layer}.hidden_norm.weight") if third else None,
             norm=reader.vector("norm.weight") if third else None,
             target_norm=None if third else target.weights.norm,
@@ -108,28 +107,6 @@ def _check_borrowed(folder: Path, config: HeadConfig, shapes: dict[str, tuple[in
             raise ModelLoadError(
                 f"{folder}: tensor {name} is missing, and the target's has another shape; download the head again"
             )
-
-
-def _layer(reader: WeightReader, config: HeadConfig, at: str) -> LayerWeights:
-    c = config.layer
-    qkv = [f"{at}.self_attn.{n}_proj" for n in "qkv"]
-    o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
-    gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
-    first = reader.vector(f"{at}.input_layernorm.weight") if config.kind == "eagle3" else torch.empty(0)
-    return LayerWeights(
-        input_norm=first,  # empty in EAGLE-1: nothing is normed before its attention
-        qkv=reader.stack(qkv),
-        qkv_bias=reader.biases(qkv, c.qkv_bias),
-        q_norm=reader.vector(f"{at}.self_attn.q_norm.weight") if c.qk_norm else None,
-        k_norm=reader.vector(f"{at}.self_attn.k_norm.weight") if c.qk_norm else None,
-        o=reader.matrix(o),
-        o_bias=reader.biases([o], c.o_bias),
-        post_norm=reader.vector(f"{at}.post_attention_layernorm.weight"),
-        gate_up=reader.stack(gate_up),
-        gate_up_bias=reader.biases(gate_up, c.mlp_bias),
-        down=reader.matrix(down),
-        down_bias=reader.biases([down], c.mlp_bias),
-    )
 
 
 def _target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:

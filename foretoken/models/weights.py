@@ -154,7 +154,7 @@ def read_weights(
     weight_bytes(config, source, quant)
     reader = WeightReader(config, source, quant, ops, device, progress)
     embedding = reader.matrix("model.embed_tokens")
-    layers = tuple(reader.layer(i) for i in range(config.num_layers))
+    layers = tuple(reader.layer(f"model.layers.{i}") for i in range(config.num_layers))
     norm = reader.vector("model.norm.weight")
     head = embedding if config.tied_embeddings else reader.matrix("lm_head")
     return ModelWeights(embedding, layers, norm, head, quant.dense_for(source.dtype("model.embed_tokens.weight")))
@@ -193,13 +193,14 @@ class WeightReader:
     def biases(self, names: Seq[str], present: bool) -> Tensor | None:
         return torch.cat([self.vector(f"{n}.bias") for n in names]) if present else None
 
-    def layer(self, i: int) -> LayerWeights:
-        c, at = self.config, f"model.layers.{i}"
+    def layer(self, at: str, first_norm: bool = True) -> LayerWeights:
+        """The decoder layer whose modules' names begin with `at`; without a first norm, that one is empty."""
+        c = self.config
         qkv = [f"{at}.self_attn.{n}_proj" for n in "qkv"]
         o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
         gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
         return LayerWeights(
-            input_norm=self.vector(f"{at}.input_layernorm.weight"),
+            input_norm=self.vector(f"{at}.input_layernorm.weight") if first_norm else torch.empty(0),
             qkv=self.stack(qkv),
             qkv_bias=self.biases(qkv, c.qkv_bias),
             q_norm=self.vector(f"{at}.self_attn.q_norm.weight") if c.qk_norm else None,

@@ -111,8 +111,20 @@ class Ops:
 
     # --- products ---
 
-    def linear(self, x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O]."""
+    def linear(
+        self,
+        x: Tensor,
+        w: QuantTensor | tuple[QuantTensor, ...],
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+
+        The products of several w stand side by side; these take no residual.
+        """
+        if isinstance(w, tuple):
+            assert residual is None
+            return torch.cat([self.linear(x, p, b) for p, b in by_part(w, bias)], dim=1)
         if self._serves(w):
             return self._linear(x, w, bias, residual)
         _say_once(
