@@ -76,9 +76,10 @@ def _demand(m: _Model, config: EngineConfig) -> Demand:
 
 
 def check_options(spec: SpecConfig) -> None:
-    """Raise ConfigError or RegistryError for a bad option of a level: it should not wait for the weights."""
+    """Raise ConfigError or RegistryError for a bad option, or too few drafters, of a level: before any weight is read."""
     for level in _levels(_with_heads(spec)):
         parse_options(_drafter_class(level), level.options)
+        _check_below(_drafter_class(level), level)
 
 
 def assemble(
@@ -110,17 +111,21 @@ def _build_drafter(
             own = ModelRunner(model, target.cache, blocks=target.blocks)
         else:
             own = _runner(model, config, num_blocks)
+    _check_below(cls, spec)
+    below = tuple(_build_drafter(b, config, num_blocks, own or target, models) for b in spec.below)
+    drafter = cls.build(parse_options(cls, spec.options), Parts(target, own, below, head))
+    drafter.policy = make_policy(spec, partial(measure_curve, target))
+    target.captures = drafter.captures
+    return drafter
+
+
+def _check_below(cls: type[Drafter], spec: SpecConfig) -> None:
     wanted = "two drafters or more" if cls.num_below < 0 else f"{cls.num_below} drafter(s)"
     if len(spec.below) < 2 if cls.num_below < 0 else len(spec.below) != cls.num_below:
         raise ConfigError(
             f"drafter {spec.method!r} works with {wanted} below it, not {len(spec.below)}; write e.g. "
             "--draft 'suffix + embedded-draft' or --draft 'ngram > embedded-draft'"
         )
-    below = tuple(_build_drafter(b, config, num_blocks, own or target, models) for b in spec.below)
-    drafter = cls.build(parse_options(cls, spec.options), Parts(target, own, below, head))
-    drafter.policy = make_policy(spec, partial(measure_curve, target))
-    target.captures = drafter.captures
-    return drafter
 
 
 def _levels(spec: SpecConfig) -> Iterator[SpecConfig]:
