@@ -76,7 +76,7 @@ def _demand(m: _Model, config: EngineConfig) -> Demand:
 
 
 def check_options(spec: SpecConfig) -> None:
-    """Raise ConfigError or RegistryError for a bad option, or too few drafters, of a level: before any weight is read."""
+    """Raise ConfigError or RegistryError for a bad option of a level, or too few below it: before weights are read."""
     for level in _levels(_with_heads(spec)):
         parse_options(_drafter_class(level), level.options)
         _check_below(_drafter_class(level), level)
