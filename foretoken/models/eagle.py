@@ -9,7 +9,9 @@ Letters as in `ops`; F: width of the hidden states that the head takes from the 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +60,14 @@ class EagleHead:
         self.device = weights.layer.post_norm.device
         self.max_model_len = max_model_len
         self.rope = rope_table(config.layer.rope, config.layer.head_dim, max_model_len).to(self.device)
+        # Weakly: a cycle would keep the weights alive until the garbage collector comes by.
+        rest = weakref.WeakMethod(self._rest if self._third else self._whole)
+        self._run = ops.replayer(lambda *args: cast(Any, rest())(*args))
+
+    @property
+    def _third(self) -> bool:
+        """Is it an EAGLE-3 head?"""
+        return self.weights.feature_norm is not None
 
     @torch.inference_mode()
     def features(self, hidden: Tensor) -> Tensor:
@@ -83,29 +93,57 @@ class EagleHead:
         target's where it goes on by itself. `window`: tokens that a row sees, itself among them.
         """
         w, c, ops = self.weights, self.config.layer, self.ops
-        third = w.feature_norm is not None
-        embedding = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
-        if w.feature_norm is not None:
+        sees = () if window is None else (window,)
+        if w.feature_norm is None:
+            logits, x = self._run(batch, cache, sees, features)
+        else:
+            embedding = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
             normed = ops.rms_norm(features, w.feature_norm, c.rms_eps)
             residual = normed if self.config.norm_before_residual else features
-            entering = torch.cat([ops.rms_norm(embedding, w.layer.input_norm, c.rms_eps), normed], dim=1)  # [T, 2 C]
-        else:
-            entering = residual = ops.linear(torch.cat([embedding, features], dim=1), w.fc, w.fc_bias)  # [T, C]
-        qkv = ops.linear(entering, w.layer.qkv, w.layer.qkv_bias)
-        x = self._attention(qkv, residual.contiguous(), batch, cache, window)
-        gate_up = ops.norm_linear(x, w.layer.post_norm, c.rms_eps, w.layer.gate_up, w.layer.gate_up_bias)  # [T, 2 I]
-        x = ops.silu_linear(gate_up, w.layer.down, w.layer.down_bias, residual=x)
-        if w.norm is None:
-            return ops.linear(x.index_select(0, batch.logit_rows), w.lm_head), x
-        logits = ops.norm_linear(x, w.norm, c.rms_eps, w.lm_head, rows=batch.logit_rows)
-        return logits, ops.rms_norm(x, w.norm, c.rms_eps) if third and self.config.norm_output else x
+            first = ops.rms_norm(embedding, w.layer.input_norm, c.rms_eps)
+            logits, x = self._run(batch, cache, sees, first, normed, residual)
+        assert x is not None
+        if w.norm is not None and self.config.norm_output:
+            x = ops.rms_norm(x, w.norm, c.rms_eps)
+        return logits, x
 
-    def _attention(self, qkv: Tensor, residual: Tensor, batch: Batch, cache: KVCache, window: int | None) -> Tensor:
-        """`residual` [T, C] plus what attention adds to it."""
+    def _whole(
+        self, ops: Ops, batch: Batch, cache: KVCache, window: tuple[int, ...], features: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """EAGLE-1: logits [R, Vd] and what leaves the layer [T, C], from features [T, C]. `window`: empty or one."""
+        w = self.weights
+        embedding = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
+        x = ops.linear(ops.beside([embedding, features]), w.fc, w.fc_bias)  # [T, C]
+        x = self._layer(ops, x, x, batch, cache, window)
+        return ops.linear(x, w.lm_head, rows=batch.logit_rows), ops.capture([x])
+
+    def _rest(
+        self,
+        ops: Ops,
+        batch: Batch,
+        cache: KVCache,
+        window: tuple[int, ...],
+        embedding: Tensor,
+        features: Tensor,
+        residual: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """EAGLE-3: the same from normed embeddings and features [T, C], and what goes on beside the attention."""
+        w, eps = self.weights, self.config.layer.rms_eps
+        assert w.norm is not None
+        x = self._layer(ops, ops.beside([embedding, features]), residual, batch, cache, window)
+        return ops.norm_linear(x, w.norm, eps, w.lm_head, rows=batch.logit_rows), ops.capture([x])
+
+    def _layer(
+        self, ops: Ops, entering: Tensor, residual: Tensor, batch: Batch, cache: KVCache, window: tuple[int, ...]
+    ) -> Tensor:
+        """The decoder layer: its attention reads `entering`, [T, C] or [T, 2 C], and adds to `residual` [T, C]."""
         c, w = self.config.layer, self.weights.layer
         kv = cache.layer(0)
+        qkv = ops.linear(entering, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
         norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-        q = self.ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, c.rms_eps)  # [T, H, D]
-        windows = [n for n in (window, c.windows[0]) if n is not None]
-        out = self.ops.attention(q, kv, batch, c.head_dim**-0.5, min(windows, default=None))  # [T, H, D]
-        return self.ops.linear(out.view(-1, c.num_heads * c.head_dim), w.o, w.o_bias, residual=residual)
+        q = ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, c.rms_eps)  # [T, H, D]
+        seen = min((n for n in (*window, c.windows[0]) if n is not None), default=None)
+        out = ops.attention(q, kv, batch, c.head_dim**-0.5, seen)  # [T, H, D]
+        x = ops.linear(out.view(-1, c.num_heads * c.head_dim), w.o, w.o_bias, residual=residual)
+        gate_up = ops.norm_linear(x, w.post_norm, c.rms_eps, w.gate_up, w.gate_up_bias)  # [T, 2 I]
+        return ops.silu_linear(gate_up, w.down, w.down_bias, residual=x)

@@ -215,15 +215,20 @@ def _product(
 
 
 def linear(
-    x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
+    x: Tensor,
+    w: QuantTensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    on: Target = _NOW,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-    Rows for fp8 activations are rounded here, which no plan can record.
+    Of the rows `rows` [R] of x alone where given. Rows for fp8 activations are rounded here, which no plan can record.
     """
     if w.activations == "fp8":
         x = round_rows(x, w.group)
-    return _product(_PLAIN, x, w, bias, residual, on=on)
+    return _product(_PLAIN, x, w, bias, residual, index=rows, on=on)
 
 
 def norm_linear(
