@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,11 +59,33 @@ class Pool:
             del self._free[0]
 
 
-class Recorder:
-    """Has the ops that a model calls; each adds a step to the plan and returns a buffer for its result."""
+Between = Callable[[int], None]  # runs between two plans of a pass, for so many rows
 
-    def __init__(self, plan: _native.Plan, pool: Pool) -> None:
-        self._target = cpu.Target(plan, pool.take)
+
+class Recorder:
+    """Has the ops that a model calls; each adds a step to the plan and returns a buffer for its result.
+
+    `parts`: a plan, or several with what no plan has a step for between them.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.parts: list[_native.Plan | Between] = []
+        self._pool = pool
+        self._open()
+
+    def _open(self) -> None:
+        """Record into a new plan from here on."""
+        plan = cpu.native_plan()
+        self.parts.append(plan)
+        self._target = cpu.Target(plan, self._pool.take)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not weight.is_contiguous():
+            raise NotRecordableError("a norm that is no contiguous tensor")
+        out = self._target.empty(x.shape[0], x.shape[1])
+        self.parts.append(cpu.norm_call(x, weight, eps, out))
+        self._open()
+        return out
 
     def _served(self, w: QuantTensor, *vectors: Tensor | None) -> None:
         if not cpu.serves(w):
@@ -91,7 +113,7 @@ class Recorder:
         rows: Tensor | None = None,
     ) -> Tensor:
         if isinstance(w, tuple):
-            return self.beside([self.linear(x, p, b, None, rows) for p, b in by_part(w, bias)])
+            return self.beside([self.linear(x, p, b) for p, b in by_part(w, bias)])
         self._served(w, bias)
         return cpu.linear(x, w, bias, residual, self._target, rows)
 
@@ -158,17 +180,24 @@ class Recorded:
     def __init__(
         self, forward: Forward, cache: Any, captures: tuple[int, ...], capacity: int, widths: Seq[int] = ()
     ) -> None:
-        """`widths`: of the inputs [T, width] that a pass brings beside its batch; they are copied to where steps read."""
+        """`widths`: of the inputs [T, width] that a pass has beside its batch; they are copied to where steps read."""
         self.capacity = capacity
-        self.plan = cpu.native_plan()
         self._buffers = Pool()  # the plan's own: steps write here in every pass
         blank = torch.zeros(capacity, dtype=torch.int32)
         one = torch.zeros(1, dtype=torch.int32)
         batch = Batch(blank, blank, blank, torch.zeros(2, dtype=torch.int32), one, one, one[None], None, one)
-        self._inputs = [self._buffers.take(capacity, width) for width in widths]
-        logits, hidden = forward(Recorder(self.plan, self._buffers), batch, cache, captures, *self._inputs)
+        inputs = [self._buffers.take(capacity, width) for width in widths]
+        recorder = Recorder(self._buffers)
+        logits, hidden = forward(recorder, batch, cache, captures, *inputs)
+        self._parts = [part for part in recorder.parts if callable(part) or len(part)]
+        self._inputs = [x.numpy() for x in inputs]
         self.logit_width = logits.shape[1]
         self.hidden_width = 0 if hidden is None else hidden.shape[1]
+
+    @property
+    def plan(self) -> _native.Plan:
+        """The last of its plans; mostly there is one."""
+        return next(part for part in reversed(self._parts) if not callable(part))
 
     def run(self, batch: Batch, results: Pool, inputs: Seq[Tensor] = ()) -> tuple[Tensor, Tensor | None]:
         """Replay: logits float32 [R, V] and hidden float32 [T, ...] of the captured layers, in buffers of `results`."""
@@ -177,8 +206,8 @@ class Recorded:
         hidden = results.take(rows, self.hidden_width) if self.hidden_width else None
         mask = batch.tree_mask
         for buffer, x in zip(self._inputs, inputs, strict=True):
-            buffer[:rows] = x
-        self.plan.run(
+            buffer[:rows] = x.numpy()
+        values = (
             rows,
             batch.num_pending.shape[0],
             num_logit_rows,
@@ -194,6 +223,11 @@ class Recorded:
             logits.data_ptr(),
             0 if hidden is None else hidden.data_ptr(),
         )
+        for part in self._parts:
+            if callable(part):
+                part(rows)
+            else:
+                part.run(*values)
         return logits, hidden
 
 

@@ -265,6 +265,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def norm_call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callable[[int], None]:
+    """rms_norm of the first rows of x [T, C] into `out`, to be called with their number as often as wanted."""
+    x_at, stride, width = x.data_ptr(), _row_stride(x), x.shape[1]
+    _fit("norm weight", weight.shape[0], width)
+    weight_at, out_at = weight.data_ptr(), out.data_ptr()
+    return lambda rows: _native.rms_norm(x_at, stride, weight_at, eps, out_at, rows, width)
+
+
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines. IndexError beyond it."""
     x, positions, table = _floats(x), _ints(positions), table.contiguous()
