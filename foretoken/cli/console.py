@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from foretoken.cli.options import EngineChoice
-from foretoken.request import Delta, Metrics
+from foretoken.request import Delta, Metrics, SpecMetrics
 
 if TYPE_CHECKING:
     from foretoken.engine.llm import LLM
@@ -134,6 +134,16 @@ def legend(text_stream: IO[str], own_stream: IO[str]) -> str:
     if mark == "green" and colourful(own_stream):
         mark = f"{GREEN}{mark}{RESET}"
     return f"{mark}: guessed by the draft and accepted; the rest: written by the target itself"
+
+
+def level_line(name: str, metrics: SpecMetrics) -> str:
+    """One line on a drafter below, whose guesses are counted apart."""
+    if not metrics.num_drafts:
+        return f"{name}: no guess"
+    return (
+        f"{name}: {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafted accepted "
+        f"({metrics.acceptance_rate:.0%}) | {metrics.mean_acceptance_length:.2f} tokens a draft"
+    )
 
 
 def summary(metrics: Metrics) -> str:

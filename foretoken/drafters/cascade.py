@@ -101,8 +101,8 @@ class CascadeDrafter(Drafter):
     def release(self, seq: Sequence) -> None:
         self.followers.release(seq)
 
-    def levels(self) -> list[tuple[str, SpecMetrics]]:
-        return [*self.below.levels(), (f"level {len(self.below.levels()) + 1}", self.metrics)]
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        return [*self.below.counted(), (self.below, self.metrics)]
 
 
 DRAFTER = CascadeDrafter

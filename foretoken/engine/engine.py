@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from foretoken.engine.alarm import Alarm
 from foretoken.engine.output import OutputText
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.errors import RequestError
@@ -61,6 +62,7 @@ class Engine:
         self.max_model_len = scheduler.max_model_len
         self.times = TimeSplit()  # of all steps so far
         self.metrics = SpecMetrics()
+        self.alarm = Alarm()
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, _Running] = {}
         self._num_added = 0
@@ -112,6 +114,7 @@ class Engine:
             Round(plan.seqs, plan.num_draft, counts, accepted, sum(plan.num_pending) + sum(counts), times)
         )
         deltas = self._deliver(plan, draft, result, decided)
+        self.alarm.update(self.drafter, counts, accepted)
         times.schedule += time.perf_counter() - decided
         self.times.add(times)
         for seq in plan.seqs:

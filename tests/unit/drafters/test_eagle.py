@@ -347,7 +347,7 @@ def test_below_a_cascade(folders: Path, easy: Pair) -> None:
         assert texts(run(engine, PROMPTS, asked)) == plain
         assert engine.metrics.num_rollbacks > 5
         (name, level), *rest = engine.drafter.levels()
-        assert (name, rest) == ("level 1", [])
+        assert (name, rest) == ("level 1: eagle", [])
         assert level.mean_acceptance_length is not None
         assert level.mean_acceptance_length > 1.4
 
