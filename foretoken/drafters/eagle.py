@@ -7,10 +7,8 @@ probabilities: that noise is known before the target's choice is (coupled sampli
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts, Span
 from foretoken.spec.sampling import needs_adjusting
 from foretoken.spec.tree import Tree
+from foretoken.spec.vocabulary import read_vocabulary
 
 
 class EagleDrafter(Drafter):
@@ -219,22 +218,6 @@ def _taken(features: Tensor, rows: Seq[Ints]) -> Tensor:
     """Rows of features [T, C], those of each sequence after those of the one before it."""
     index = rows[0] if len(rows) == 1 else np.concatenate(rows)
     return features.index_select(0, torch.from_numpy(index).to(features.device))
-
-
-def read_vocabulary(text: str, vocab_size: int) -> Tensor:
-    """Token ids int64 [n] of the option `vocabulary`. Raises ConfigError."""
-    if text.isdigit():
-        if not 1 <= int(text) <= vocab_size:
-            raise ConfigError(f"vocabulary must be 1..{vocab_size} tokens of the target, got {text}")
-        return torch.arange(int(text))
-    try:
-        content = Path(text).expanduser().read_text(encoding="utf-8")
-        ids = json.loads(content) if content.lstrip().startswith("[") else [int(t) for t in content.split()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"vocabulary {text!r} cannot be read ({error}); name a file of token ids") from None
-    if not ids or any(type(t) is not int or not 0 <= t < vocab_size for t in ids):
-        raise ConfigError(f"vocabulary {text!r} must list token ids in 0..{vocab_size - 1}")
-    return torch.tensor(sorted(set(ids)))
 
 
 DRAFTER = EagleDrafter

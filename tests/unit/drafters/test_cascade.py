@@ -287,7 +287,7 @@ def test_first_counts_each_ones_guesses(pair: Pair) -> None:
     run(engine, PROMPTS, GREEDY)
     (one, suffix), (two, model) = engine.drafter.levels()
     assert (one, two) == ("level 1: suffix", "level 2: draft_model")
-    assert suffix.num_drafts > 5 and model.num_drafts > 5
+    assert suffix.num_drafts > 2 and model.num_drafts > 2
     for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
         assert getattr(suffix, field) + getattr(model, field) == getattr(engine.metrics, field)
     assert model.acceptance_rate != suffix.acceptance_rate

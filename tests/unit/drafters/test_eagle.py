@@ -17,7 +17,7 @@ from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, load_pair, r
 
 from foretoken import ops
 from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.drafters.eagle import EagleDrafter, read_vocabulary
+from foretoken.drafters.eagle import EagleDrafter
 from foretoken.engine.build import assemble, build_engine
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, ModelLoadError, VocabularyError
@@ -405,22 +405,6 @@ def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> No
 
 
 # --- options, folders ---
-
-
-def test_vocabularies_from_files(tmp_path: Path) -> None:
-    path = tmp_path / "ids"
-    assert read_vocabulary("7", 300).tolist() == list(range(7))
-    path.write_text("[5, 2, 5]")
-    assert read_vocabulary(str(path), 300).tolist() == [2, 5]
-    path.write_text("9\n1 4\n")
-    assert read_vocabulary(str(path), 300).tolist() == [1, 4, 9]
-    for text, why in (("[400]", "token ids in 0..299"), ("[]", "must list"), ("five", "cannot be read")):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=why):
-            read_vocabulary(str(path), 300)
-    for name, why in (("301", "1..300 tokens"), (str(tmp_path / "none"), "cannot be read")):
-        with pytest.raises(ConfigError, match=why):
-            read_vocabulary(name, 300)
 
 
 def test_only_words_of_the_vocabulary_are_guessed(easy: Pair) -> None:

@@ -85,7 +85,11 @@ def foreign_head(folder: Path, pair: Pair) -> Pair:
 def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
     foreign = foreign_head(tmp_path, pair)
     below = (SpecConfig("ngram", num_draft_tokens=8), SpecConfig("eagle", num_draft_tokens=8, options={"top_k": 1}))
-    chosen: dict[str, Any] = {"below": below} if method == "first" else {"options": {"top_k": 1}}
+    chosen: dict[str, Any] = (
+        {"below": below, "options": {"min_tokens": 1, "min_expected": 0.0}}
+        if method == "first"
+        else {"options": {"top_k": 1}}
+    )
     engine = make_engine(foreign, method, k=8, **chosen)
     plain = texts(run(make_engine(pair), PROMPTS, GREEDY))
     with caplog.at_level(logging.WARNING, logger="foretoken"):
