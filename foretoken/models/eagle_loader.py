@@ -51,7 +51,7 @@ def head_bytes(folder: Path, quant: QuantScheme, target: ModelConfig) -> tuple[M
     with open_head(folder) as (config, files, shapes, layer):
         config.check_target(target)
         _check_borrowed(folder, config, shapes)
-        _target_ids(folder, config, files)
+        target_ids(folder, config, files)
         dense = quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight"))
         return config.layer, weight_bytes(config.layer, files, quant, shapes), dense
 
@@ -93,7 +93,7 @@ def load_head(
             norm=reader.vector("norm.weight") if third else None,
             target_norm=None if third else target.weights.norm,
             lm_head=lm_head,
-            target_ids=_target_ids(folder, config, files),
+            target_ids=target_ids(folder, config, files),
             dense=quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight")),
         )
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
@@ -110,7 +110,7 @@ def _check_borrowed(folder: Path, config: HeadConfig, shapes: dict[str, tuple[in
             )
 
 
-def _target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
+def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
     """The target's token of each of the head's: i + d2t[i]. Raises ModelLoadError."""
     size, full = config.draft_vocab_size, config.layer.vocab_size
     if "d2t" not in files:
