@@ -188,7 +188,9 @@ class SpecMetrics:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_rollbacks: int = 0  # rounds with at least one rejected token
-    undrafted: dict[str, int] = field(default_factory=dict)  # rounds for which no token was asked, by why
+    undrafted: dict[str, int] = field(
+        default_factory=dict
+    )  # rounds without a draft, where not for want of a guess: by why
 
     def update(self, num_draft: int, num_accepted: int) -> None:
         """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.

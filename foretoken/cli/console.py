@@ -160,6 +160,8 @@ def summary(metrics: Metrics) -> str:
             f"{spec.mean_acceptance_length:.2f} tokens a draft",
             f"{spec.num_rollbacks} rollbacks",
         ]
+    if spec.undrafted.get("draft context"):
+        parts.append(f"{spec.undrafted['draft context']} rounds beyond the draft's context")
     stages = {"draft": split.draft, "target": split.target, "verify": split.verify, "schedule": split.schedule}
     whole = sum(stages.values()) or 1.0
     parts.append("time: " + ", ".join(f"{name} {share / whole:.0%}" for name, share in stages.items() if share))

@@ -101,6 +101,10 @@ class CascadeDrafter(Drafter):
         blocks.reserve(shadow, len(shadow) + room)
         return room
 
+    @property
+    def limit(self) -> int:
+        return self.followers.limit
+
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)
 

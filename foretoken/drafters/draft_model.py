@@ -62,6 +62,10 @@ class DraftModelDrafter(Drafter):
             chains[b], confidence[b] = chain, sure
         return Draft.chains(chains, confidence if self.policy.uses_confidence else None)
 
+    @property
+    def limit(self) -> int:
+        return self.followers.limit
+
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)
 

@@ -88,6 +88,11 @@ class EagleDrafter(Drafter):
         if hidden is not None:
             self.followers.observe(seqs, spans, hidden)
 
+    @property
+    def limit(self) -> int | None:
+        # Its row t holds token t + 1, and the last known token's guess needs no row.
+        return self.followers.limit + 2 if self.options.beyond == "stop" else None
+
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)
 

@@ -135,8 +135,14 @@ class Engine:
         self._wanted = {seq.seq_id: k for seq, k in zip(seqs, lengths, strict=True)}
         return lengths
 
-    def _why_undrafted(self, seq: Sequence) -> str:
-        """Why no draft token was asked for a sequence in this round."""
+    def _why_undrafted(self, seq: Sequence, num_draft: int, num_known: int) -> str | None:
+        """Why no draft token was asked for a sequence in this round; None: there was, and a drafter may have no guess.
+
+        `num_known`: tokens of the sequence when the round began.
+        """
+        if num_draft:
+            limit = self.drafter.limit
+            return "draft context" if limit is not None and num_known >= limit else None
         wanted = self._wanted.get(seq.seq_id)
         if wanted is None:
             return "prompt"
@@ -155,8 +161,8 @@ class Engine:
                 continue  # a chunk of a prompt
             seq.metrics.update(draft.count(b), num_accepted)
             self.metrics.update(draft.count(b), num_accepted)
-            if not plan.num_draft[b]:
-                why = self._why_undrafted(seq)
+            why = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
+            if why and not draft.count(b):
                 for metrics in (seq.metrics, self.metrics):
                     metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
             if live.first_token is None:

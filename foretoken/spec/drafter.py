@@ -80,6 +80,11 @@ class Drafter:
         """The sequence is gone: forget it."""
 
     @property
+    def limit(self) -> int | None:
+        """Sequences of so many tokens or more it does not draft for: its own context. None: no such end."""
+        return None
+
+    @property
     def name(self) -> str:
         """Its name on the shelf."""
         return type(self).__module__.rsplit(".", 1)[-1]

@@ -16,11 +16,11 @@ from fixtures_eagle import knowing_head, random_head, raw_config, silence, write
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, load_pair, random_prompts, run, texts, write_model
 
 from foretoken import ops
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.engine.build import assemble, build_engine
 from foretoken.engine.engine import Engine
-from foretoken.errors import ConfigError, ModelLoadError, VocabularyError
+from foretoken.errors import ConfigError, VocabularyError
 from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.models.eagle_config import parse_head_config
@@ -401,6 +401,8 @@ def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> No
         assert texts(done) == plain
         accepted[beyond] = engine.metrics.num_accepted_tokens
         assert max(highest) < 32 if beyond == "stop" else max(highest) > 60
+        told = sum(c.metrics.spec.undrafted.get("draft context", 0) for c in done)
+        assert (told > 50) if beyond == "stop" else (told == 0)
     assert accepted["slide"] > 2 * accepted["stop"] > 0
 
 
@@ -446,8 +448,13 @@ def test_heads_that_do_not_fit_are_refused(folders: Path, tmp_path: Path) -> Non
         built(vocab_size=200)
     with pytest.raises(ConfigError, match="needs a draft model"):
         build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("eagle")))
-    with pytest.raises(ModelLoadError, match="a head of 2 layers"):
-        build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("eagle", str(folders / "draft"))))
+    target, draft, head = (str(folders / name) for name in ("target", "draft", "eagle"))
+    with pytest.raises(ConfigError, match="is a model, not a draft head; write --draft"):
+        build_engine(target, EngineConfig(spec=SpecConfig("eagle", draft)))
+    with pytest.raises(ConfigError, match="is a draft head, not a model; write --draft"):
+        build_engine(target, EngineConfig(spec=parse_draft(f"ngram > {head}")))
+    with pytest.raises(ConfigError, match="is a draft head, not a model; name its target"):
+        build_engine(head, EngineConfig())
     built()
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2, 9]
