@@ -43,9 +43,13 @@ class Guesses:
     def rows(self, logits: Tensor, num: int) -> Rows:
         """Rows of logits [T, Vd] with their `num` likeliest tokens. In NumPy a row's sum has its own order."""
         num = min(num, logits.shape[1])
-        values, index = logits.topk(num) if num > 1 else logits.max(dim=1, keepdim=True)  # [T, num]
-        highest, ids = values.cpu().numpy(), index.cpu().numpy()
         table = logits.cpu().numpy()
+        if num > 1:
+            values, index = logits.topk(num)  # [T, num]
+            highest, ids = values.cpu().numpy(), index.cpu().numpy()
+        else:
+            ids = table.argmax(axis=1)[:, None]
+            highest = np.take_along_axis(table, ids, axis=1)
         best: Floats = highest.astype(np.float64)
         with np.errstate(all="ignore"):  # logits that are no numbers give no guess
             weights = table - highest[:, :1]

@@ -30,7 +30,7 @@ def with_tokens(model: Llama, ids: Tensor) -> Llama:
 
     Ids that the model has not are left out. Raises ConfigError where none is left.
     """
-    kept = ids[ids < model.config.vocab_size].unique().to(model.device)
+    kept = torch.tensor(sorted({t for t in ids.tolist() if t < model.config.vocab_size}), device=model.device)
     if not len(kept):
         raise ConfigError(
             "the draft model has none of the tokens of `vocabulary`; name others, or leave the option out"
