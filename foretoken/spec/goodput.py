@@ -1,119 +1,34 @@
 """Goodput: in each round as many draft tokens as pay, none included (TurboSpec: Liu et al., 2024; DSpark, 2026).
 
-A round's worth is the tokens that it may be expected to decide over the time that it takes. Times come from measured
-passes and are corrected by every round; acceptance is estimated for each request and position.
+A round's worth is the tokens that it may be expected to decide over the time that it takes. How much to ask for is
+decided from what earlier drafts brought (`acceptance.py`) and what passes cost (`cost.py`). Once a draft is there, its
+nodes are kept as long as the next likeliest one brings more than the time for it would elsewhere.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foretoken.request import Sequence
+from foretoken.spec.acceptance import Acceptance, Nodes
+from foretoken.spec.cost import Curve, DraftCost, Prices
+from foretoken.spec.draft import Draft
 from foretoken.spec.length import Round
+from foretoken.spec.probing import Probing
 
-POSITIONS = 16  # estimates are kept for so many; those beyond share the last one's
-PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # before anything is known: a draft token is taken to be right so often
-OWN_WEIGHT = 3.0  # observations of its own that outweigh what other requests showed
-DECAY = 0.92  # of what a request showed, a round later
-DECAY_OF_ALL = 0.99  # of what all did, a request and round later
 MARGIN = 0.02  # drafting must promise so much more than not drafting
-FIRST_PROBE, LAST_PROBE = 16, 512  # rounds without a draft before it is tried again, doubled each time in vain
-PROBE_TOKENS = 2
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared
-
-
-class Curve:
-    """Seconds of a pass by its rows: straight lines between measured points, which later rounds correct."""
-
-    def __init__(self, points: Seq[tuple[int, float]]) -> None:
-        """`points`: (rows, seconds), ascending in rows; made to ascend in seconds: a larger pass is no faster."""
-        self.rows = [float(r) for r, _ in points]
-        self.seconds = [s for _, s in points]
-        self._ascend()
-
-    def _ascend(self) -> None:
-        for i in range(1, len(self.seconds)):
-            self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
-
-    def at(self, rows: float) -> float:
-        """Seconds of a pass over `rows` rows; beyond the last point it goes on as between the last two."""
-        xs, ys = self.rows, self.seconds
-        if len(xs) == 1:
-            return ys[0]
-        i = min(max(bisect_right(xs, rows), 1), len(xs) - 1)
-        share = (rows - xs[i - 1]) / (xs[i] - xs[i - 1])
-        return max(ys[0], ys[i - 1] + share * (ys[i] - ys[i - 1])) if rows > xs[0] else ys[0]
-
-    def at_many(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """`at` of several, ascending."""
-        xs, ys = self.rows, self.seconds
-        found: NDArray[np.float64] = np.interp(rows, xs, ys)
-        if len(xs) > 1 and rows[-1] > xs[-1]:
-            slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
-            found = found + slope * np.maximum(rows - xs[-1], 0.0)
-        return found
-
-    def correct(self, rows: float, seconds: float, weight: float = 0.1) -> None:
-        """A pass took so long: move the points on both sides of it, and a little the whole curve (contexts grow)."""
-        expected = self.at(rows)
-        ratio = min(max(seconds / expected, 0.5), 2.0)  # one slow round, of a busy machine, should not decide
-        i = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1) if len(self.rows) > 1 else 0
-        near = {max(i - 1, 0), i}
-        for j in range(len(self.seconds)):
-            self.seconds[j] *= 1.0 + (weight if j in near else weight / 4) * (ratio - 1.0)
-        self._ascend()
-
-
-@dataclass
-class DraftCost:
-    """Seconds of a proposal, start + step * (tokens of the longest draft): two running means, no more is needed."""
-
-    start: float = 0.0
-    step: float = 0.0
-    seen: int = 0
-
-    def at(self, steps: int) -> float:
-        """Seconds of drafting up to `steps` tokens for each sequence."""
-        return self.start + self.step * steps if steps > 0 else 0.0
-
-    def correct(self, steps: int, seconds: float) -> None:
-        """A proposal of `steps` tokens took so long."""
-        self.seen += 1
-        weight = max(0.1, 1.0 / self.seen)
-        off = min(seconds - self.at(steps), 4.0 * self.at(steps) if self.seen > 3 else seconds)
-        # Of what was off a tenth goes to the start: nearly all of a model's drafting is its passes.
-        self.start = max(0.0, self.start + weight * 0.1 * off)
-        self.step = max(0.0, self.step + weight * 0.9 * off / steps)
-
-
-class Counts:
-    """By position of a draft: how often it was asked for, drafted, reached (all before it right), and right."""
-
-    def __init__(self, positions: int, decay: float) -> None:
-        self.decay = decay
-        self.asked, self.drafted, self.reached, self.right = ([0.0] * positions for _ in range(4))
-
-    def add(self, asked: int, drafted: int, accepted: int) -> None:
-        """One round of one sequence."""
-        decay = self.decay
-        for counts, most in (
-            (self.asked, asked),
-            (self.drafted, drafted),
-            (self.reached, min(drafted, accepted + 1)),
-            (self.right, accepted),
-        ):
-            counts[:] = [c * decay + (j < most) for j, c in enumerate(counts)]
+HOLD = 4  # rounds for which a decision stands while the same sequences run
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch
+FADE = 0.98  # a round later, of how probabilities that drafters gave compared with what was right
+Offers = Seq[tuple[float, float, float]]  # by rank: tokens that it brings, rows that it is, steps up to it
 
 
 class GoodputLength:
     """Decides lengths from costs and acceptance; `num_draft_tokens` is the most. One engine's own: it learns."""
 
-    uses_confidence = False
+    uses_confidence = True
 
     def __init__(self, num_draft_tokens: int, target: Curve | None = None) -> None:
         """`target`: seconds of the target's passes; None: learned from the first rounds and a guess of their shape."""
@@ -121,13 +36,18 @@ class GoodputLength:
         self.target = target
         self.draft = DraftCost()
         self.rest = 0.0  # seconds of a round outside both models
-        self._positions = max(1, min(num_draft_tokens, POSITIONS))
-        self._all = Counts(self._positions, DECAY_OF_ALL)
-        self._own: dict[int, Counts] = {}
-        self._idle: dict[int, list[int]] = {}  # rounds without a draft, and how many until it is tried
+        self.acceptance = Acceptance(max(1, num_draft_tokens))
+        self.probing = Probing()
+        self._rate = 0.0  # tokens a second that the last decision promised: what time is worth
+        self._stop_below = 0.0  # probability of a path that is not worth another step
+        self._trust = [4.0, 4.0]  # tokens that were right, and that drafters' probabilities promised
+        self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
+        self._nodes: dict[int, Nodes] = {}  # of the round that runs
+        self._steps: int | None = None  # of its proposal
 
-    def stop(self, confidence: float) -> bool:
-        return False
+    def stop(self, confidence: float, path: float | None = None) -> bool:
+        """Is a chain that is right so far with probability `path` not worth another step?"""
+        return path is not None and path < self._stop_below
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         """Lengths that promise the most tokens a second; at most `budget` draft tokens in all."""
@@ -135,117 +55,204 @@ class GoodputLength:
         if most == 0 or not seqs:
             return [0] * len(seqs)
         if self.target is None or self.draft.seen < 2:  # the first rounds tell what things cost
-            return self._within([min(most, 4)] * len(seqs), budget)
-        lengths = self._best(seqs, num_rows or len(seqs), budget)
-        return self._within([self._probed(seq, k) for seq, k in zip(seqs, lengths, strict=True)], budget)
+            return _within([min(most, 4)] * len(seqs), budget)
+        rows = num_rows or len(seqs)
+        found = [self.probing.next(seq, rows, most) for seq in seqs]
+        awake = [b for b, k in enumerate(found) if k is None]
+        lengths = [k or 0 for k in found]
+        room = None if budget is None else max(0, budget - sum(lengths))
+        for b, k in zip(awake, self._decided([seqs[b] for b in awake], seqs, rows, room), strict=True):
+            lengths[b] = k
+            self.probing.note(seqs[b], rows, k)
+        return _within(lengths, budget)
 
-    def _within(self, lengths: list[int], budget: int | None) -> list[int]:
-        left = sum(lengths) if budget is None else budget
-        for b, k in enumerate(lengths):
-            lengths[b] = min(k, left)
-            left -= lengths[b]
-        return lengths
+    def _decided(self, seqs: Seq[Sequence], everyone: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
+        """Lengths of some sequences of a pass; a decision stands for a few rounds. More is asked for than is needed."""
+        if not seqs:
+            return []
+        ids = tuple(seq.seq_id for seq in seqs)
+        if self._held is not None and self._held[0] == ids and self._held[1] > 0:
+            lengths = self._held[2]
+            if budget is None or sum(lengths) <= budget:
+                self._held = ids, self._held[1] - 1, lengths
+                return list(lengths)
+        lengths = self._best(seqs, everyone, rows, budget)
+        if self.acceptance.tells:  # `stop` and `trim` end drafts that turn out unlikely, so others may be longer
+            left = sum(2 * k + 2 for k in lengths) if budget is None else budget - sum(lengths)
+            for b, k in enumerate(lengths):
+                more = min(k + 2, self.num_draft_tokens - k, left) if k else 0
+                lengths[b], left = k + more, left - more
+        self._held = (ids, HOLD - 1, lengths) if any(lengths) else None
+        return list(lengths)
 
-    def _best(self, seqs: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
+    def _best(self, seqs: Seq[Sequence], everyone: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
         """Lengths that promise the most, or none where that is not clearly more than plain decoding promises."""
-        assert self.target is not None
+        offers = [self.acceptance.offers(seq.seq_id, self.num_draft_tokens) for seq in seqs]
+        prices = self._prices(seqs, everyone, rows)
         if len(seqs) == 1:
-            return [self._best_alone(seqs[0], rows, budget)]
-        most = self.num_draft_tokens
-        table = np.array([self._offers(seq) for seq in seqs])  # [B, k, 2]: gain of a row there, rows (part of one)
-        # The likeliest rows first; a row comes after its parent, which is at least as likely.
-        order = np.argsort(-table[:, :, 0], axis=None, kind="stable")
-        owner, position = order // most, order % most
-        gain, share = table[owner, position].T
-        plain = len(seqs) / (self.target.at(rows) + self.rest)
-        best, promised = [0] * len(seqs), plain * (1.0 + MARGIN)
-        # A step of drafting serves all sequences: it pays for few likely tokens, or for many less likely ones.
-        for depth in {min(d, most) for d in DEPTHS}:
-            taken = (position < depth).nonzero()[0][:budget]
-            if not len(taken):
-                continue
-            tokens = len(seqs) + np.cumsum(gain[taken] * share[taken])
-            seconds = self.target.at_many(rows + np.cumsum(share[taken])) + self.rest
-            steps = np.maximum.accumulate(position[taken]) + 1
-            worth = tokens / (seconds + self.draft.start + self.draft.step * steps)
-            last = int(worth.argmax())
-            if worth[last] > promised:
-                promised = float(worth[last])
-                best = np.bincount(owner[taken[: last + 1]], minlength=len(seqs)).tolist()
+            best, promised = _alone(offers[0][:budget], len(everyone), prices)
+        else:
+            best, promised = _shared(offers, budget, len(everyone), prices)
+        self._rate = promised
+        self._set_stop(sum(k > 0 for k in best), rows + sum(best), prices)
         return best
 
-    def _best_alone(self, seq: Sequence, rows: int, budget: int | None) -> int:
-        """The same for one sequence, without the arrays, which cost more than they save."""
+    def _prices(self, seqs: Seq[Sequence], everyone: Seq[Sequence], rows: int) -> Prices:
+        """Of a pass with `everyone`, of whom `seqs` may be drafted for."""
         assert self.target is not None
-        tokens, expected_rows, best = 1.0, float(rows), 0
-        promised = (1.0 + MARGIN) / (self.target.at(rows) + self.rest)
-        for j, (gain, share) in enumerate(self._offers(seq)[:budget]):
-            tokens += gain * share
-            expected_rows += share
-            worth = tokens / (self.target.at(expected_rows) + self.draft.at(j + 1) + self.rest)
-            if worth > promised:
-                promised, best = worth, j + 1
-        return best
+        fixed = self.target.extra([len(seq) for seq in everyone], [1] * len(everyone)) + self.rest
+        step = self.draft.per_step(sum(map(len, seqs)) / len(seqs))
+        return Prices(self.target, rows, fixed, self._slope(seqs), self.draft.start, step)
 
-    def _offers(self, seq: Sequence) -> list[tuple[float, float]]:
-        """For each position of a draft: how likely it and all before are right, and how likely there is one."""
-        gain, offers = 1.0, []
-        for j in range(self.num_draft_tokens):
-            rate, share = self._rates(seq, j)
-            gain *= rate
-            offers.append((gain, share))
-        return offers
+    def _slope(self, seqs: Seq[Sequence]) -> float:
+        """Seconds that a row more takes because of what is cached."""
+        assert self.target is not None
+        if not self.target.per_row:
+            return 0.0
+        return self.target.per_row * sum(max(0, len(s) - self.target.context) for s in seqs) / len(seqs)
 
-    def _rates(self, seq: Sequence, position: int) -> tuple[float, float]:
-        """Of the token at a position of a draft: how often right where it is reached, how often there is one at all."""
-        j = min(position, self._positions - 1)
-        every, own = self._all, self._own.get(seq.seq_id)
-        rate = (every.right[j] + PRIOR_WEIGHT * PRIOR_RATE) / (every.reached[j] + PRIOR_WEIGHT)
-        share = (every.drafted[j] + PRIOR_WEIGHT) / (every.asked[j] + PRIOR_WEIGHT)
-        if own is not None:
-            rate = (own.right[j] + OWN_WEIGHT * rate) / (own.reached[j] + OWN_WEIGHT)
-            share = (own.drafted[j] + OWN_WEIGHT * share) / (own.asked[j] + OWN_WEIGHT)
-        return rate, share
+    def _set_stop(self, num_drafting: int, rows: float, prices: Prices) -> None:
+        """Below which probability of a path another token costs more time than it is worth."""
+        every, target = self.acceptance.all, prices.target
+        rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
+        cost = prices.step / max(1, num_drafting) + target.at(rows + 1) - target.at(rows) + prices.slope
+        self._stop_below = self._rate * cost / (rate * min(1.5, self._trust[0] / self._trust[1]))
 
-    def _probed(self, seq: Sequence, length: int) -> int:
-        """`length`, or after many rounds without a draft a short one: things may have changed."""
-        if length:
-            self._idle.pop(seq.seq_id, None)
-            return length
-        idle = self._idle.setdefault(seq.seq_id, [0, FIRST_PROBE])
-        idle[0] += 1
-        if idle[0] < idle[1]:
-            return 0
-        self._idle[seq.seq_id] = [0, min(2 * idle[1], LAST_PROBE)]
-        return min(PROBE_TOKENS, self.num_draft_tokens)
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        """The draft without the nodes of `members` (None: all) that cost more time than their tokens are worth.
+
+        `num_rows`: of known tokens. A node stays only with its parent, which is as likely at least and costs the same.
+        """
+        chosen = [b for b in range(len(seqs)) if draft.count(b)]
+        self._nodes = {}
+        self._steps = 0
+        if draft.confidence is not None and len(draft.tokens):
+            self.acceptance.tells = True
+        elif chosen:
+            self.acceptance.tells = False
+        for b in chosen:
+            part = slice(draft.offsets[b], draft.offsets[b + 1])
+            sure = None if draft.confidence is None else draft.confidence[part].tolist()
+            nodes = Nodes(draft.parents[part].tolist(), sure, self.acceptance.rates(seqs[b].seq_id))
+            self._nodes[seqs[b].seq_id] = nodes
+            self._steps = max(self._steps, 1 + max(nodes.depths))
+        if self.target is None or draft.confidence is None or self._rate <= 0.0:
+            return draft
+        # A probe is to find out, not to pay.
+        able = [b for b in chosen if (members is None or b in members) and seqs[b] not in self.probing]
+        if not able:
+            return draft
+        others = len(draft.tokens) - sum(draft.count(b) for b in able)
+        likely = [(p, b, i) for b in able for i, p in enumerate(self._nodes[seqs[b].seq_id].likely)]
+        likely.sort(key=lambda node: node[0], reverse=True)  # stable: parents come before children
+        count = self._worth([p for p, _, _ in likely], num_rows + others, self._slope([seqs[b] for b in able]))
+        if count == len(likely):
+            return draft
+        keep: list[list[int] | None] = [None] * len(seqs)
+        for b in able:
+            keep[b] = []
+        for _, b, i in likely[:count]:
+            kept = keep[b]
+            assert kept is not None
+            kept.append(i)
+        for b in able:
+            keep[b] = sorted(keep[b] or [])
+            self._nodes[seqs[b].seq_id] = self._nodes[seqs[b].seq_id].kept(keep[b] or [])
+        return draft.kept(keep)
+
+    def _worth(self, likely: Seq[float], rows: int, slope: float) -> int:
+        """How many of these nodes, the likeliest first, bring more tokens than their time is worth."""
+        assert self.target is not None
+        seconds = self.target.at_many(rows + np.arange(len(likely) + 1.0)) + slope * np.arange(len(likely) + 1.0)
+        tokens = np.concatenate([[0.0], np.cumsum(likely)])
+        return int((tokens - self._rate * seconds).argmax())
 
     def update(self, round_: Round) -> None:
         """Learn from a round: what was right, and what it took."""
+        own = self.acceptance.own
         # A drafter's own prefill is paid whatever is decided. A drafter that found nothing was asked all the same.
-        catching_up = any(k and s.seq_id not in self._own for s, k in zip(round_.seqs, round_.num_asked, strict=True))
-        for seq, asked, drafted, accepted in zip(
-            round_.seqs, round_.num_asked, round_.num_draft, round_.num_accepted, strict=True
-        ):
+        catching_up = any(k and s.seq_id not in own for s, k in zip(round_.seqs, round_.num_asked, strict=True))
+        for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
             if asked:
-                self._all.add(asked, drafted, accepted)
-                own = self._own.get(seq.seq_id)
-                if own is None:
-                    own = self._own[seq.seq_id] = Counts(self._positions, DECAY)
-                own.add(asked, drafted, accepted)
+                accepted = range(round_.num_accepted[b]) if round_.nodes is None else round_.nodes[b]
+                nodes = self._nodes.get(seq.seq_id)
+                if nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
+                    chain = range(-1, round_.num_draft[b] - 1)
+                    nodes = Nodes(chain, None, self.acceptance.rates(seq.seq_id))
+                self.acceptance.learn(seq.seq_id, asked, nodes, accepted)
+                if self.acceptance.tells:
+                    said = sum(nodes.said)
+                    self._trust = [FADE * self._trust[0] + len(accepted), FADE * self._trust[1] + said]
         times = round_.times
-        if times is None:
-            return
-        longest = max(round_.num_asked, default=0)
-        if longest and not catching_up:
-            self.draft.correct(longest, times.draft)
-        self.rest += 0.1 * (times.verify + times.schedule - self.rest)
+        if times is not None:
+            if any(round_.num_asked) and not catching_up:
+                steps = max(round_.num_draft) if self._steps is None else self._steps
+                asking = [len(s) for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
+                self.draft.correct(steps, times.draft, sum(asking) / len(asking))
+            self.rest += 0.1 * (times.verify + times.schedule - self.rest)
+            self._correct(round_, times.target)
+        self._nodes, self._steps = {}, None
+
+    def _correct(self, round_: Round, seconds: float) -> None:
+        """The target's pass took so long."""
         if self.target is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope
-            one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
+            one = seconds / (1.0 + 0.02 * (round_.num_rows - 1))
             self.target = Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)])
         elif round_.num_rows <= 2 * self.target.rows[-1]:
-            self.target.correct(round_.num_rows, times.target)
+            contexts = [len(seq) for seq in round_.seqs]
+            extra = self.target.extra(contexts, [1 + k for k in round_.num_draft])
+            self.target.correct(round_.num_rows, seconds, extra)
 
     def release(self, seq: Sequence) -> None:
         """The sequence is gone."""
-        self._own.pop(seq.seq_id, None)
-        self._idle.pop(seq.seq_id, None)
+        self.acceptance.release(seq.seq_id)
+        self.probing.release(seq)
+        self._nodes.pop(seq.seq_id, None)
+
+
+def _alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]:
+    """The length of one sequence, in a pass of `count`, and the tokens a second that it promises."""
+    tokens, more, best, plain = float(count), 0.0, 0, count / prices.plain
+    promised = plain * (1.0 + MARGIN)
+    for j, (gain, there, steps) in enumerate(offers):
+        tokens += gain
+        more += there
+        worth = tokens / prices.seconds(more, steps)
+        if worth > promised:
+            promised, best = worth, j + 1
+    return [best], promised if best else plain
+
+
+def _shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) -> tuple[list[int], float]:
+    """The lengths of several sequences. The likeliest rows come first, whosever they are."""
+    most = max(map(len, offers))
+    table = np.zeros((len(offers), most, 3))
+    for b, row in enumerate(offers):
+        table[b, : len(row)] = row
+    # A row comes after its parent, which is at least as likely.
+    order = np.argsort(-table[:, :, 0], axis=None, kind="stable")
+    owner, position = order // most, order % most
+    gain, there, steps = table[owner, position].T
+    plain = count / prices.plain
+    best, promised = [0] * len(offers), plain * (1.0 + MARGIN)
+    # A step of drafting serves all sequences: it pays for few likely tokens, or for many less likely ones.
+    for depth in {min(d, most) for d in DEPTHS}:
+        taken = ((position < depth) & (gain > 0.0)).nonzero()[0][:budget]
+        if not len(taken):
+            continue
+        seconds = prices.seconds_many(np.cumsum(there[taken]), np.maximum.accumulate(steps[taken]))
+        worth = (count + np.cumsum(gain[taken])) / seconds
+        last = int(worth.argmax())
+        if worth[last] > promised:
+            promised = float(worth[last])
+            best = np.bincount(owner[taken[: last + 1]], minlength=len(offers)).tolist()
+    return best, promised if any(best) else plain
+
+
+def _within(lengths: list[int], budget: int | None) -> list[int]:
+    """Lengths cut, the last ones first, to so many in all."""
+    left = sum(lengths) if budget is None else budget
+    for b, k in enumerate(lengths):
+        lengths[b] = min(k, left)
+        left -= lengths[b]
+    return lengths

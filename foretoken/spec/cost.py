@@ -1,0 +1,142 @@
+"""What passes cost: seconds of a pass of the target by its rows and contexts, and of a proposal by its steps.
+
+Measured before the first round, and corrected by every later one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+SHORT = 64  # cached tokens of a sequence at which a curve's points hold
+UNIT = 1024.0  # cached tokens: the unit in which a proposal's cost grows with them
+
+
+class Curve:
+    """Seconds of a pass by its rows: straight lines between measured points, which later rounds correct.
+
+    The points hold for sequences of `context` cached tokens. Each token beyond that costs its sequence `per_token`
+    seconds, and `per_row` more for every row of the sequence that attends to it.
+    """
+
+    def __init__(
+        self, points: Seq[tuple[int, float]], context: int = SHORT, per_token: float = 0.0, per_row: float = 0.0
+    ) -> None:
+        """`points`: (rows, seconds), ascending in rows; made to ascend in seconds: a larger pass is no faster."""
+        self.rows = [float(r) for r, _ in points]
+        self.seconds = [s for _, s in points]
+        self.context = context
+        self.per_token = per_token
+        self.per_row = per_row
+        self._ascend()
+
+    def _ascend(self) -> None:
+        for i in range(1, len(self.seconds)):
+            self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
+
+    def at(self, rows: float) -> float:
+        """Seconds of a pass over `rows` rows; beyond the last point it goes on as between the last two."""
+        xs, ys = self.rows, self.seconds
+        if rows <= xs[0] or len(xs) == 1:
+            return ys[0]
+        i = min(bisect_right(xs, rows), len(xs) - 1)
+        share = (rows - xs[i - 1]) / (xs[i] - xs[i - 1])
+        return ys[i - 1] + share * (ys[i] - ys[i - 1])
+
+    def at_many(self, rows: Floats) -> Floats:
+        """`at` of several, ascending."""
+        xs, ys = self.rows, self.seconds
+        found: Floats = np.interp(rows, xs, ys)
+        if len(xs) > 1 and rows[-1] > xs[-1]:
+            found = found + (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) * np.maximum(rows - xs[-1], 0.0)
+        return found
+
+    def extra(self, contexts: Seq[int], num_rows: Seq[float]) -> float:
+        """Seconds that long contexts add: cached tokens and rows of each sequence."""
+        if not (self.per_token or self.per_row):
+            return 0.0
+        beyond = ((max(0, c - self.context), n) for c, n in zip(contexts, num_rows, strict=True))
+        return sum(c * (self.per_token + self.per_row * n) for c, n in beyond)
+
+    def correct(self, rows: float, seconds: float, extra: float = 0.0, weight: float = 0.1) -> None:
+        """A pass took so long, `extra` of it expected for its contexts.
+
+        The points on both sides of it move, and the rest a little (what slows one pass down mostly slows all).
+        """
+        ratio = min(max(seconds / (self.at(rows) + extra), 0.5), 2.0)  # one slow round of a busy machine decides little
+        i = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1) if len(self.rows) > 1 else 0
+        near = {max(i - 1, 0), i}
+        for j in range(len(self.seconds)):
+            self.seconds[j] *= 1.0 + (weight if j in near else weight / 4) * (ratio - 1.0)
+        if extra > 0.0:
+            self.per_token *= 1.0 + weight / 4 * (ratio - 1.0)
+            self.per_row *= 1.0 + weight / 4 * (ratio - 1.0)
+        self._ascend()
+
+
+@dataclass
+class DraftCost:
+    """Seconds of a proposal: start + (step + context * mean cached tokens / 1024) * steps, learned from each.
+
+    A step is a pass of the drafter's model: of a chain a token, of a tree a level.
+    """
+
+    start: float = 0.0
+    step: float = 0.0
+    context: float = 0.0
+    seen: int = 0
+
+    def at(self, steps: float, context: float = 0.0) -> float:
+        """Seconds of drafting so many steps, at so many cached tokens a sequence."""
+        return self.start + self.per_step(context) * steps if steps > 0 else 0.0
+
+    def per_step(self, context: float) -> float:
+        """Seconds of one step more."""
+        return self.step + self.context * context / UNIT
+
+    def correct(self, steps: float, seconds: float, context: float = 0.0) -> None:
+        """A proposal of `steps` steps took so long. With none (nothing was found), that was the start."""
+        if steps <= 0:
+            self.start += 0.1 * (seconds - self.start)
+            return
+        self.seen += 1
+        weight = max(0.1, 1.0 / self.seen)
+        off = min(seconds - self.at(steps, context), 4.0 * self.at(steps, context) if self.seen > 3 else seconds)
+        # Of what was off a tenth goes to the start: nearly all of a model's drafting is its passes.
+        self.start = max(0.0, self.start + weight * 0.1 * off)
+        # The rest, a step, goes to both terms in proportion to their weight in it (least mean squares).
+        x = context / UNIT if self.seen > 3 else 0.0
+        share = weight * 0.9 * off / steps / (1.0 + x * x)
+        self.step = max(0.0, self.step + share)
+        self.context = max(0.0, self.context + share * x)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What one round costs: `rows` known rows and `fixed` seconds in any case, and what a draft adds to that."""
+
+    target: Curve
+    rows: int
+    fixed: float  # for contexts, and outside the models
+    slope: float  # a row more, because of what is cached
+    start: float  # a proposal
+    step: float  # a step of it
+
+    @property
+    def plain(self) -> float:
+        """Seconds without a draft."""
+        return self.target.at(self.rows) + self.fixed
+
+    def seconds(self, more: float, steps: float) -> float:
+        """Seconds with `more` rows, drafted in `steps` steps."""
+        return self.target.at(self.rows + more) + self.slope * more + self.fixed + self.start + self.step * steps
+
+    def seconds_many(self, more: Floats, steps: Floats) -> Floats:
+        """`seconds` of several, ascending in rows."""
+        found = self.target.at_many(self.rows + more) + self.slope * more
+        return found + (self.fixed + self.start) + self.step * steps
