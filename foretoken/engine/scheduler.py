@@ -116,8 +116,8 @@ class Scheduler:
     def _drafts(self, plan: list[Sequence], chunks: dict[Sequence, int], lengths: DraftLengths, left: int) -> list[int]:
         """Draft tokens for sequences whose pending tokens are all in the pass and that have begun to write.
 
-        (The first token comes from the prompt's own pass, before any drafting.) None for a sequence's last token. Of how
-        many nodes a draft may be, rows and blocks decide; how deep, the sequence (`draft_depth`).
+        (The first token comes from the prompt's own pass, before any drafting.) None for a sequence's last token. How
+        many nodes a draft may have, rows and blocks decide; how deep it may be, the sequence (`draft_depth`).
         """
         able = [b for b, seq in enumerate(plan) if seq.num_pending <= chunks[seq] and seq.num_output > 0]
         num_draft = [0] * len(plan)
