@@ -71,18 +71,14 @@ class Rates(dict[int, float]):
 class Nodes:
     """The draft of one sequence as the estimates see it: kinds and depths of its nodes, and how likely each path is."""
 
-    __slots__ = ("depths", "kinds", "likely", "parents", "said")
+    __slots__ = ("depths", "kinds", "likely", "parents")
 
     def __init__(self, parents: Seq[int], confidence: Seq[float] | None, rates: Rates) -> None:
-        """`confidence`: the drafter's probabilities of whole paths, NaN where unknown (`said`); `likely`: calibrated.
-
-        Where it is unknown, `said` is what is likely.
-        """
+        """`confidence`: the drafter's probabilities of whole paths, NaN where unknown; `likely`: calibrated."""
         self.parents = parents
         self.depths: list[int] = []
         self.kinds: list[int] = []
         self.likely: list[float] = []
-        self.said: list[float] = []
         for i, parent in enumerate(parents):
             depth, before = (self.depths[parent] + 1, self.likely[parent]) if parent >= 0 else (0, 1.0)
             own: float | None = None
@@ -93,7 +89,6 @@ class Nodes:
             self.depths.append(depth)
             self.kinds.append(of)
             self.likely.append(rates[of] * before)
-            self.said.append(self.likely[i] if confidence is None or own is None else confidence[i])
 
     def ranked(self) -> list[int]:
         """Nodes, the likeliest first; none before its parent, which is as likely at least and comes first in order."""
@@ -106,7 +101,7 @@ class Nodes:
         place = {old: i for i, old in enumerate(keep)}
         new.parents = [place.get(self.parents[i], -1) for i in keep]
         new.depths, new.kinds = [self.depths[i] for i in keep], [self.kinds[i] for i in keep]
-        new.likely, new.said = [self.likely[i] for i in keep], [self.said[i] for i in keep]
+        new.likely = [self.likely[i] for i in keep]
         return new
 
 

@@ -42,7 +42,7 @@ def write_chains(
             confidence[b].append(path)
             shadows[b].token_ids.append(token)
             more = len(chains[b]) < num_draft[b] and len(shadows[b]) < runner.model.max_model_len
-            if more and not policy.stop(sure, path):
+            if more and not policy.stop(sure, confidence[b]):
                 going.append(b)
         active = going
     return chains, confidence

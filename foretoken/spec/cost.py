@@ -106,7 +106,10 @@ class DraftCost:
             return
         self.seen += 1
         weight = max(0.1, 1.0 / self.seen)
-        off = min(seconds - self.at(steps, context), 4.0 * self.at(steps, context) if self.seen > 3 else seconds)
+        expected = self.at(steps, context)
+        if self.seen > 3:  # as for passes: one slow round of a busy machine decides little
+            seconds = min(max(seconds, 0.5 * expected), 2.0 * expected)
+        off = seconds - expected
         # Of what was off a tenth goes to the start: nearly all of a model's drafting is its passes.
         self.start = max(0.0, self.start + weight * 0.1 * off)
         # The rest, a step, goes to both terms in proportion to their weight in it (least mean squares).

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from foretoken.request import Sequence
-from foretoken.spec.acceptance import Acceptance, Nodes
+from foretoken.spec.acceptance import Acceptance, Nodes, Rates
 from foretoken.spec.cost import Curve, DraftCost, Prices
 from foretoken.spec.draft import Draft
 from foretoken.spec.length import Round
@@ -21,7 +21,6 @@ from foretoken.spec.probing import Probing
 MARGIN = 0.02  # drafting must promise so much more than not drafting
 HOLD = 4  # rounds for which a decision stands while the same sequences run
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch
-FADE = 0.98  # a round later, of how probabilities that drafters gave compared with what was right
 Offers = Seq[tuple[float, float, float]]  # by rank: tokens that it brings, rows that it is, steps up to it
 
 
@@ -40,14 +39,17 @@ class GoodputLength:
         self.probing = Probing()
         self._rate = 0.0  # tokens a second that the last decision promised: what time is worth
         self._stop_below = 0.0  # probability of a path that is not worth another step
-        self._trust = [4.0, 4.0]  # tokens that were right, and that drafters' probabilities promised
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
+        self._asked: set[int] = set()  # sequences that were drafted for in the last round
         self._nodes: dict[int, Nodes] = {}  # of the round that runs
         self._steps: int | None = None  # of its proposal
 
-    def stop(self, confidence: float, path: float | None = None) -> bool:
-        """Is a chain that is right so far with probability `path` not worth another step?"""
-        return path is not None and path < self._stop_below
+    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
+        """Is a chain so unlikely to be right so far that another step is not worth its time?"""
+        if path is None or self._stop_below <= 0.0:
+            return False
+        chain = Nodes(range(-1, len(path) - 1), path, Rates(self.acceptance.all, None))
+        return chain.likely[-1] < self._stop_below
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         """Lengths that promise the most tokens a second; at most `budget` draft tokens in all."""
@@ -55,11 +57,14 @@ class GoodputLength:
         if most == 0 or not seqs:
             return [0] * len(seqs)
         if self.target is None or self.draft.seen < 2:  # the first rounds tell what things cost
+            self._rate = self._stop_below = 0.0
             return _within([min(most, 4)] * len(seqs), budget)
         rows = num_rows or len(seqs)
         found = [self.probing.next(seq, rows, most) for seq in seqs]
         awake = [b for b, k in enumerate(found) if k is None]
         lengths = [k or 0 for k in found]
+        if any(lengths) and not awake:
+            self._stop_below = 0.0  # a probe is to find out, not to pay
         room = None if budget is None else max(0, budget - sum(lengths))
         for b, k in zip(awake, self._decided([seqs[b] for b in awake], seqs, rows, room), strict=True):
             lengths[b] = k
@@ -116,7 +121,7 @@ class GoodputLength:
         every, target = self.acceptance.all, prices.target
         rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
         cost = prices.step / max(1, num_drafting) + target.at(rows + 1) - target.at(rows) + prices.slope
-        self._stop_below = self._rate * cost / (rate * min(1.5, self._trust[0] / self._trust[1]))
+        self._stop_below = self._rate * cost / rate
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft without the nodes of `members` (None: all) that cost more time than their tokens are worth.
@@ -169,9 +174,11 @@ class GoodputLength:
 
     def update(self, round_: Round) -> None:
         """Learn from a round: what was right, and what it took."""
-        own = self.acceptance.own
-        # A drafter's own prefill is paid whatever is decided. A drafter that found nothing was asked all the same.
-        catching_up = any(k and s.seq_id not in own for s, k in zip(round_.seqs, round_.num_asked, strict=True))
+        # A drafter that was not asked in the last round first has to catch up: that is no part of what a step costs.
+        # (One that found nothing was asked all the same.)
+        asked_now = {s.seq_id for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k}
+        catching_up = not asked_now <= self._asked
+        self._asked = asked_now
         for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
             if asked:
                 accepted = range(round_.num_accepted[b]) if round_.nodes is None else round_.nodes[b]
@@ -180,9 +187,6 @@ class GoodputLength:
                     chain = range(-1, round_.num_draft[b] - 1)
                     nodes = Nodes(chain, None, self.acceptance.rates(seq.seq_id))
                 self.acceptance.learn(seq.seq_id, asked, nodes, accepted)
-                if self.acceptance.tells:
-                    said = sum(nodes.said)
-                    self._trust = [FADE * self._trust[0] + len(accepted), FADE * self._trust[1] + said]
         times = round_.times
         if times is not None:
             if any(round_.num_asked) and not catching_up:
@@ -208,6 +212,7 @@ class GoodputLength:
         self.acceptance.release(seq.seq_id)
         self.probing.release(seq)
         self._nodes.pop(seq.seq_id, None)
+        self._asked.discard(seq.seq_id)
 
 
 def _alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]:

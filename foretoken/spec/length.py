@@ -59,10 +59,10 @@ class LengthPolicy(Trims, Protocol):
     def uses_confidence(self) -> bool:
         """Does `stop` look at the probability (so that a drafter must compute it)?"""
 
-    def stop(self, confidence: float, path: float | None = None) -> bool:
+    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
         """Should a draft end after a token to which the drafter gave this probability?
 
-        `path`: that of the whole chain so far, where the drafter writes chains.
+        `path`: of a chain, its probability up to each of its tokens, this one the last.
         """
 
 
@@ -85,7 +85,7 @@ class FixedLength:
     def uses_confidence(self) -> bool:
         return False
 
-    def stop(self, confidence: float, path: float | None = None) -> bool:
+    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
         return False
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
@@ -102,7 +102,7 @@ class ConfidenceLength(FixedLength):
     def uses_confidence(self) -> bool:
         return True
 
-    def stop(self, confidence: float, path: float | None = None) -> bool:
+    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
         return confidence < self.threshold
 
 
@@ -126,7 +126,7 @@ class CappedLength:
     def uses_confidence(self) -> bool:
         return self.policy.uses_confidence
 
-    def stop(self, confidence: float, path: float | None = None) -> bool:
+    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
         return self.policy.stop(confidence, path)
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from foretoken.request import Sequence
 
 FIRST_PROBE, LAST_PROBE = 16, 512  # rounds without a draft before it is tried again, doubled each time in vain
-PROBE_TOKENS = 2
+PROBE_TOKENS, PROBE_ROUNDS = 3, 2  # in the first of a probe's rounds the drafter has to catch up
 
 
 class _Idle:
@@ -14,7 +14,7 @@ class _Idle:
     def __init__(self, rows: int) -> None:
         self.period = self.left = FIRST_PROBE
         self.rows = rows
-        self.probed = False
+        self.tries = 0  # rounds of the probe that runs
 
 
 class Probing:
@@ -35,13 +35,14 @@ class Probing:
         That is so after a probe, and when passes have become half as large: then drafts may pay.
         """
         idle = self._idle.get(seq.seq_id)
-        if idle is None or idle.probed or 2 * rows <= idle.rows:
+        if idle is None or idle.tries == PROBE_ROUNDS or 2 * rows <= idle.rows:
             return None
         idle.left -= 1
         if idle.left > 0:
             return 0
-        idle.probed = True
-        idle.period = min(2 * idle.period, LAST_PROBE)
+        idle.tries += 1
+        if idle.tries == 1:
+            idle.period = min(2 * idle.period, LAST_PROBE)
         return min(PROBE_TOKENS, most)
 
     def note(self, seq: Sequence, rows: int, length: int) -> None:
@@ -50,7 +51,7 @@ class Probing:
             self._idle.pop(seq.seq_id, None)
             return
         idle = self._idle.setdefault(seq.seq_id, _Idle(rows))
-        idle.left, idle.rows, idle.probed = idle.period, rows, False
+        idle.left, idle.rows, idle.tries = idle.period, rows, 0
 
     def release(self, seq: Sequence) -> None:
         """The sequence is gone."""
