@@ -8,6 +8,7 @@ nodes are kept as long as the next likeliest one brings more than the time for i
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from operator import itemgetter
 
 import numpy as np
 
@@ -128,49 +129,57 @@ class GoodputLength:
 
         `num_rows`: of known tokens. A node stays only with its parent, which is as likely at least and costs the same.
         """
-        chosen = [b for b in range(len(seqs)) if draft.count(b)]
-        self._nodes = {}
-        self._steps = 0
-        if draft.confidence is not None and len(draft.tokens):
-            self.acceptance.tells = True
-        elif chosen:
-            self.acceptance.tells = False
-        for b in chosen:
-            part = slice(draft.offsets[b], draft.offsets[b + 1])
-            sure = None if draft.confidence is None else draft.confidence[part].tolist()
-            nodes = Nodes(draft.parents[part].tolist(), sure, self.acceptance.rates(seqs[b].seq_id))
-            self._nodes[seqs[b].seq_id] = nodes
-            self._steps = max(self._steps, 1 + max(nodes.depths))
+        self._nodes, self._steps = {}, 0
+        if not len(draft.tokens):
+            return draft
+        self.acceptance.tells = draft.confidence is not None
+        counts = np.diff(draft.offsets).tolist()
+        self._read(draft, seqs, counts)
         if self.target is None or draft.confidence is None or self._rate <= 0.0:
             return draft
         # A probe is to find out, not to pay.
-        able = [b for b in chosen if (members is None or b in members) and seqs[b] not in self.probing]
-        if not able:
-            return draft
-        others = len(draft.tokens) - sum(draft.count(b) for b in able)
-        likely = [(p, b, i) for b in able for i, p in enumerate(self._nodes[seqs[b].seq_id].likely)]
-        likely.sort(key=lambda node: node[0], reverse=True)  # stable: parents come before children
-        count = self._worth([p for p, _, _ in likely], num_rows + others, self._slope([seqs[b] for b in able]))
+        free = range(len(seqs)) if members is None else members
+        able = {b: self._nodes[seqs[b].seq_id] for b in free if counts[b] and seqs[b] not in self.probing}
+        likely = [(p, b, i) for b, nodes in able.items() for i, p in enumerate(nodes.likely)]
+        likely.sort(key=itemgetter(0), reverse=True)  # stable: parents come before children
+        rows = num_rows + len(draft.tokens) - len(likely)
+        count = self._worth([p for p, _, _ in likely], rows, self._slope([seqs[b] for b in able]))
         if count == len(likely):
             return draft
-        keep: list[list[int] | None] = [None] * len(seqs)
-        for b in able:
-            keep[b] = []
+        keep: dict[int, list[int]] = {b: [] for b in able}
         for _, b, i in likely[:count]:
-            kept = keep[b]
-            assert kept is not None
-            kept.append(i)
-        for b in able:
-            keep[b] = sorted(keep[b] or [])
-            self._nodes[seqs[b].seq_id] = self._nodes[seqs[b].seq_id].kept(keep[b] or [])
-        return draft.kept(keep)
+            keep[b].append(i)
+        for b, nodes in able.items():
+            keep[b].sort()
+            self._nodes[seqs[b].seq_id] = nodes.kept(keep[b])
+        return draft.kept([keep.get(b) for b in range(len(seqs))])
+
+    def _read(self, draft: Draft, seqs: Seq[Sequence], counts: Seq[int]) -> None:
+        """See what every node is held to be worth, and how many steps the longest path took."""
+        parents = draft.parents.tolist()
+        confidence = None if draft.confidence is None else draft.confidence.tolist()
+        end, deepest = 0, 0
+        for seq, count in zip(seqs, counts, strict=True):
+            if count:
+                part = slice(end, end + count)
+                sure = None if confidence is None else confidence[part]
+                nodes = Nodes(parents[part], sure, self.acceptance.rates(seq.seq_id))
+                self._nodes[seq.seq_id] = nodes
+                deepest = max(deepest, 1 + max(nodes.depths))
+            end += count
+        self._steps = deepest
 
     def _worth(self, likely: Seq[float], rows: int, slope: float) -> int:
         """How many of these nodes, the likeliest first, bring more tokens than their time is worth."""
         assert self.target is not None
-        seconds = self.target.at_many(rows + np.arange(len(likely) + 1.0)) + slope * np.arange(len(likely) + 1.0)
-        tokens = np.concatenate([[0.0], np.cumsum(likely)])
-        return int((tokens - self._rate * seconds).argmax())
+        tokens, best, most = 0.0, 0, 0.0
+        before = self.target.at(rows)
+        for n, p in enumerate(likely, 1):
+            tokens += p
+            gain = tokens - self._rate * (self.target.at(rows + n) - before + slope * n)
+            if gain > most:
+                best, most = n, gain
+        return best
 
     def update(self, round_: Round) -> None:
         """Learn from a round: what was right, and what it took."""
