@@ -20,8 +20,10 @@ from foretoken.spec.length import Round
 from foretoken.spec.probing import Probing
 
 MARGIN = 0.02  # drafting must promise so much more than not drafting
+FIRST_ROUNDS = 3  # with drafts, before anything is decided
 HOLD = 4  # rounds for which a decision stands while the same sequences run
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch
+FADE = 0.95  # a round later, of how promises were kept
 Offers = Seq[tuple[float, float, float]]  # by rank: tokens that it brings, rows that it is, steps up to it
 
 
@@ -38,7 +40,11 @@ class GoodputLength:
         self.rest = 0.0  # seconds of a round outside both models
         self.acceptance = Acceptance(max(1, num_draft_tokens))
         self.probing = Probing()
-        self._rate = 0.0  # tokens a second that the last decision promised: what time is worth
+        self._rate = 0.0  # tokens a second that the last decision promised
+        self._promise = [
+            10.0,
+            10.0,
+        ]  # tokens that rounds brought, and that their time should have brought by the promise
         self._stop_below = 0.0  # probability of a path that is not worth another step
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
@@ -57,7 +63,7 @@ class GoodputLength:
         most = self.num_draft_tokens
         if most == 0 or not seqs:
             return [0] * len(seqs)
-        if self.target is None or self.draft.seen < 2:  # the first rounds tell what things cost
+        if self.target is None or self.draft.seen < FIRST_ROUNDS:  # the first rounds tell what things cost
             self._rate = self._stop_below = 0.0
             return _within([min(most, 4)] * len(seqs), budget)
         rows = num_rows or len(seqs)
@@ -117,12 +123,17 @@ class GoodputLength:
             return 0.0
         return self.target.per_row * sum(max(0, len(s) - self.target.context) for s in seqs) / len(seqs)
 
+    @property
+    def _worth_of_time(self) -> float:
+        """Tokens a second: what was promised, by as much as such promises are kept."""
+        return self._rate * min(self._promise[0] / self._promise[1], 1.25)
+
     def _set_stop(self, num_drafting: int, rows: float, prices: Prices) -> None:
         """Below which probability of a path another token costs more time than it is worth."""
         every, target = self.acceptance.all, prices.target
         rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
         cost = prices.step / max(1, num_drafting) + target.at(rows + 1) - target.at(rows) + prices.slope
-        self._stop_below = self._rate * cost / rate
+        self._stop_below = self._worth_of_time * cost / rate
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft without the nodes of `members` (None: all) that cost more time than their tokens are worth.
@@ -140,6 +151,8 @@ class GoodputLength:
         # A probe is to find out, not to pay.
         free = range(len(seqs)) if members is None else members
         able = {b: self._nodes[seqs[b].seq_id] for b in free if counts[b] and seqs[b] not in self.probing}
+        if not able:
+            return draft
         likely = [(p, b, i) for b, nodes in able.items() for i, p in enumerate(nodes.likely)]
         likely.sort(key=itemgetter(0), reverse=True)  # stable: parents come before children
         rows = num_rows + len(draft.tokens) - len(likely)
@@ -172,11 +185,11 @@ class GoodputLength:
     def _worth(self, likely: Seq[float], rows: int, slope: float) -> int:
         """How many of these nodes, the likeliest first, bring more tokens than their time is worth."""
         assert self.target is not None
-        tokens, best, most = 0.0, 0, 0.0
+        tokens, best, most, rate = 0.0, 0, 0.0, self._worth_of_time
         before = self.target.at(rows)
         for n, p in enumerate(likely, 1):
             tokens += p
-            gain = tokens - self._rate * (self.target.at(rows + n) - before + slope * n)
+            gain = tokens - rate * (self.target.at(rows + n) - before + slope * n)
             if gain > most:
                 best, most = n, gain
         return best
@@ -202,6 +215,10 @@ class GoodputLength:
                 steps = max(round_.num_draft) if self._steps is None else self._steps
                 asking = [len(s) for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
                 self.draft.correct(steps, times.draft, sum(asking) / len(asking))
+                seconds = times.draft + times.target + times.verify + times.schedule
+                tokens = len(round_.seqs) + sum(round_.num_accepted)
+                self._promise[0] = FADE * self._promise[0] + tokens
+                self._promise[1] = FADE * self._promise[1] + (self._rate * seconds if self._rate else tokens)
             self.rest += 0.1 * (times.verify + times.schedule - self.rest)
             self._correct(round_, times.target)
         self._nodes, self._steps = {}, None
