@@ -42,9 +42,9 @@ def write_chains(
             confidence[b].append(path)
             shadows[b].token_ids.append(token)
             more = len(chains[b]) < num_draft[b] and len(shadows[b]) < runner.model.max_model_len
-            if more and not policy.stop(sure, confidence[b]):
+            if more and not policy.stop(sure):
                 going.append(b)
-        active = going
+        active = [] if going and policy.ends([confidence[b] for b in going]) else going
     return chains, confidence
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 SHORT = 64  # cached tokens of a sequence at which a curve's points hold
+FADE = 0.97  # of a proposal's cost, a proposal later
 UNIT = 1024.0  # cached tokens: the unit in which a proposal's cost grows with them
 
 
@@ -79,17 +80,21 @@ class Curve:
         self._ascend()
 
 
-@dataclass
 class DraftCost:
-    """Seconds of a proposal: start + (step + context * mean cached tokens / 1024) * steps, learned from each.
+    """Seconds of a proposal: start + (step + context * mean cached tokens / 1024) * steps, fitted to the latest ones.
 
-    A step is a pass of the drafter's model: of a chain a token, of a tree a level.
+    A step is a pass of the drafter's model: of a chain a token, of a tree a level. Least squares that fade, with the
+    weight of one proposal on "all of it is steps, and contexts do not matter": what does not vary cannot be told apart.
     """
 
-    start: float = 0.0
-    step: float = 0.0
-    context: float = 0.0
-    seen: int = 0
+    def __init__(self, start: float = 0.0, step: float = 0.0, context: float = 0.0, seen: int = 0) -> None:
+        self.start = start
+        self.step = step
+        self.context = context
+        self.seen = seen
+        # Sums of products of 1, steps and steps * context with one another, and with the seconds.
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._seconds = [0.0] * 3
 
     def at(self, steps: float, context: float = 0.0) -> float:
         """Seconds of drafting so many steps, at so many cached tokens a sequence."""
@@ -101,22 +106,47 @@ class DraftCost:
 
     def correct(self, steps: float, seconds: float, context: float = 0.0) -> None:
         """A proposal of `steps` steps took so long. With none (nothing was found), that was the start."""
-        if steps <= 0:
-            self.start += 0.1 * (seconds - self.start)
-            return
-        self.seen += 1
-        weight = max(0.1, 1.0 / self.seen)
-        expected = self.at(steps, context)
-        if self.seen > 3:  # as for passes: one slow round of a busy machine decides little
+        self.seen += steps > 0
+        expected = self.start + self.per_step(context) * steps
+        if self.seen > 3 and expected > 0.0:  # as for passes: one slow round of a busy machine decides little
             seconds = min(max(seconds, 0.5 * expected), 2.0 * expected)
-        off = seconds - expected
-        # Of what was off a tenth goes to the start: nearly all of a model's drafting is its passes.
-        self.start = max(0.0, self.start + weight * 0.1 * off)
-        # The rest, a step, goes to both terms in proportion to their weight in it (least mean squares).
-        x = context / UNIT if self.seen > 3 else 0.0
-        share = weight * 0.9 * off / steps / (1.0 + x * x)
-        self.step = max(0.0, self.step + share)
-        self.context = max(0.0, self.context + share * x)
+        features = (1.0, float(steps), steps * context / UNIT)
+        for i, f in enumerate(features):
+            row = self._products[i]
+            row[:] = [FADE * p + f * g for p, g in zip(row, features, strict=True)]
+            self._seconds[i] = FADE * self._seconds[i] + f * seconds
+        self._fit()
+
+    def _fit(self) -> None:
+        """Solve for the three terms, without those that would be below zero."""
+        size = self._products[1][1] / max(self._products[0][0], 1e-9)  # mean square of steps: the weight of one
+        prior = (1.0, 1e-6, max(size, 1e-6))
+        terms = [0, 1, 2]
+        while terms:
+            table = [
+                [self._products[i][j] + (prior[i] if i == j else 0.0) for j in terms] + [self._seconds[i]]
+                for i in terms
+            ]
+            found = dict(zip(terms, _solve(table), strict=True))
+            lowest = min(found, key=found.__getitem__)
+            if found[lowest] >= 0.0:
+                self.start, self.step, self.context = (found.get(i, 0.0) for i in range(3))
+                return
+            terms.remove(lowest)
+
+
+def _solve(table: list[list[float]]) -> list[float]:
+    """The solution of linear equations whose matrix is positive definite; each row ends with its right-hand side."""
+    size = len(table)
+    for i in range(size):
+        for j in range(i + 1, size):
+            share = table[j][i] / table[i][i]
+            table[j] = [x - share * y for x, y in zip(table[j], table[i], strict=True)]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(table[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (table[i][size] - rest) / table[i][i]
+    return found
 
 
 @dataclass(frozen=True)

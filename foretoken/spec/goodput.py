@@ -17,7 +17,7 @@ from foretoken.spec.acceptance import Acceptance, Nodes, Rates
 from foretoken.spec.cost import Curve, DraftCost, Prices
 from foretoken.spec.draft import Draft
 from foretoken.spec.length import Round
-from foretoken.spec.probing import Probing
+from foretoken.spec.probing import PROBE_ROUNDS, PROBE_TOKENS, Probing
 
 MARGIN = 0.02  # drafting must promise so much more than not drafting
 FIRST_ROUNDS = 3  # with drafts, before anything is decided
@@ -45,18 +45,27 @@ class GoodputLength:
             10.0,
             10.0,
         ]  # tokens that rounds brought, and that their time should have brought by the promise
-        self._stop_below = 0.0  # probability of a path that is not worth another step
+        self._probe_cost = 0.0  # in rounds without a draft
+        # How often a token is right after right ones; what its row, and a step of the drafter, must bring.
+        self._next: tuple[float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
         self._nodes: dict[int, Nodes] = {}  # of the round that runs
         self._steps: int | None = None  # of its proposal
 
-    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
-        """Is a chain so unlikely to be right so far that another step is not worth its time?"""
-        if path is None or self._stop_below <= 0.0:
+    def stop(self, confidence: float) -> bool:
+        return False
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        """Will one step more of these chains bring less than its time is worth?"""
+        if self._next is None:
             return False
-        chain = Nodes(range(-1, len(path) - 1), path, Rates(self.acceptance.all, None))
-        return chain.likely[-1] < self._stop_below
+        rate, row, step = self._next
+        rates, gain = Rates(self.acceptance.all, None), 0.0
+        for path in paths:
+            likely = Nodes(range(-1, len(path) - 1), path, rates).likely[-1]
+            gain += max(0.0, likely * rate - row)
+        return gain < step
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         """Lengths that promise the most tokens a second; at most `budget` draft tokens in all."""
@@ -64,18 +73,18 @@ class GoodputLength:
         if most == 0 or not seqs:
             return [0] * len(seqs)
         if self.target is None or self.draft.seen < FIRST_ROUNDS:  # the first rounds tell what things cost
-            self._rate = self._stop_below = 0.0
+            self._rate, self._next = 0.0, None
             return _within([min(most, 4)] * len(seqs), budget)
         rows = num_rows or len(seqs)
-        found = [self.probing.next(seq, rows, most) for seq in seqs]
+        found = self.probing.next(seqs, rows, most)
         awake = [b for b, k in enumerate(found) if k is None]
         lengths = [k or 0 for k in found]
         if any(lengths) and not awake:
-            self._stop_below = 0.0  # a probe is to find out, not to pay
+            self._next = None  # a probe is to find out, not to pay
         room = None if budget is None else max(0, budget - sum(lengths))
         for b, k in zip(awake, self._decided([seqs[b] for b in awake], seqs, rows, room), strict=True):
             lengths[b] = k
-            self.probing.note(seqs[b], rows, k)
+            self.probing.note(seqs[b], rows, k, self._probe_cost)
         return _within(lengths, budget)
 
     def _decided(self, seqs: Seq[Sequence], everyone: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
@@ -106,7 +115,9 @@ class GoodputLength:
         else:
             best, promised = _shared(offers, budget, len(everyone), prices)
         self._rate = promised
-        self._set_stop(sum(k > 0 for k in best), rows + sum(best), prices)
+        probe = prices.seconds(PROBE_TOKENS, PROBE_TOKENS) - prices.plain
+        self._probe_cost = PROBE_ROUNDS * probe / prices.plain
+        self._set_next(rows + sum(best), prices)
         return best
 
     def _prices(self, seqs: Seq[Sequence], everyone: Seq[Sequence], rows: int) -> Prices:
@@ -128,12 +139,12 @@ class GoodputLength:
         """Tokens a second: what was promised, by as much as such promises are kept."""
         return self._rate * min(self._promise[0] / self._promise[1], 1.25)
 
-    def _set_stop(self, num_drafting: int, rows: float, prices: Prices) -> None:
-        """Below which probability of a path another token costs more time than it is worth."""
-        every, target = self.acceptance.all, prices.target
+    def _set_next(self, rows: float, prices: Prices) -> None:
+        """What one token more of each chain, and the step that writes them, must bring."""
+        every, target, worth = self.acceptance.all, prices.target, self._worth_of_time
         rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
-        cost = prices.step / max(1, num_drafting) + target.at(rows + 1) - target.at(rows) + prices.slope
-        self._stop_below = self._worth_of_time * cost / rate
+        row = target.at(rows + 1) - target.at(rows) + prices.slope
+        self._next = rate, worth * row, worth * prices.step
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft without the nodes of `members` (None: all) that cost more time than their tokens are worth.

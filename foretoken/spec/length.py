@@ -59,11 +59,11 @@ class LengthPolicy(Trims, Protocol):
     def uses_confidence(self) -> bool:
         """Does `stop` look at the probability (so that a drafter must compute it)?"""
 
-    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
-        """Should a draft end after a token to which the drafter gave this probability?
+    def stop(self, confidence: float) -> bool:
+        """Should a draft end after a token to which the drafter gave this probability?"""
 
-        `path`: of a chain, its probability up to each of its tokens, this one the last.
-        """
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        """Should chains that grow together all end? `paths`: of each, its probability up to each of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,10 @@ class FixedLength:
     def uses_confidence(self) -> bool:
         return False
 
-    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
+    def stop(self, confidence: float) -> bool:
+        return False
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
         return False
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
@@ -102,7 +105,7 @@ class ConfidenceLength(FixedLength):
     def uses_confidence(self) -> bool:
         return True
 
-    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
+    def stop(self, confidence: float) -> bool:
         return confidence < self.threshold
 
 
@@ -126,8 +129,11 @@ class CappedLength:
     def uses_confidence(self) -> bool:
         return self.policy.uses_confidence
 
-    def stop(self, confidence: float, path: Seq[float] | None = None) -> bool:
-        return self.policy.stop(confidence, path)
+    def stop(self, confidence: float) -> bool:
+        return self.policy.stop(confidence)
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        return self.policy.ends(paths)
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         return draft

@@ -36,18 +36,27 @@ class World:
         return 0.01 * (1.0 + self.slope * max(0.0, rows - self.free_rows))
 
 
-def decode(world: World, policy: LengthPolicy, num_texts: int = 24) -> float:
-    """Seconds of all texts, `batch` at a time."""
-    rng, total = random.Random(1), 0.0
-    for start in range(0, num_texts, world.batch):
-        seqs = [Sequence(start + b, [1], SamplingParams(max_tokens=LENGTH), 0) for b in range(world.batch)]
+def decode(world: World, policy: LengthPolicy, num_texts: int | None = None) -> float:
+    """Seconds for one text's tokens, `batch` at a time; who is done makes room for the next."""
+    rng, total, written = random.Random(1), 0.0, 0
+    count = num_texts or max(24, 4 * world.batch)
+    waiting = [Sequence(i, [1], SamplingParams(max_tokens=LENGTH), 0) for i in range(count)]
+    seqs: list[Sequence] = []
+    while waiting or seqs:
+        while waiting and len(seqs) < world.batch:
+            seqs.append(waiting.pop(0))
+        if len(seqs) < world.batch:
+            break  # the last ones run in smaller passes, which would be another world
         rates = {s.seq_id: world.rates[s.seq_id % len(world.rates)] for s in seqs}
-        while seqs:
-            total += _round(world, policy, seqs, rates, rng)
-            for seq in [s for s in seqs if s.num_output >= LENGTH]:
-                policy.release(seq)
-                seqs.remove(seq)
-    return total
+        before = sum(map(len, seqs))
+        total += _round(world, policy, seqs, rates, rng)
+        written += sum(map(len, seqs)) - before
+        for seq in [s for s in seqs if s.num_output >= LENGTH]:
+            policy.release(seq)
+            seqs.remove(seq)
+    for seq in seqs:
+        policy.release(seq)
+    return total / written * LENGTH
 
 
 def _round(
@@ -65,11 +74,9 @@ def _round(
             own = min(0.999, max(0.001, rng.betavariate(3 * rate, 3 * (1 - rate))))
             true[b].append(own)
             paths[b].append(own**0.8 * (paths[b][-1] if paths[b] else 1.0))
-        active = [
-            b
-            for b in active
-            if len(true[b]) < asked[b] and not (policy.uses_confidence and policy.stop(paths[b][-1], paths[b]))
-        ]
+        active = [b for b in active if len(true[b]) < asked[b]]
+        if active and policy.ends([paths[b] for b in active]):
+            break
     telling = world.tells and policy.uses_confidence
     draft = Draft.chains([[0] * len(t) for t in true], paths if telling else None)
     draft = policy.trim(draft, seqs, len(seqs))
@@ -77,7 +84,7 @@ def _round(
     rows = len(seqs) + sum(counts)
     times = TimeSplit(draft=world.step * 0.01 * steps, target=world.target(rows), verify=1e-4)
     accepted = []
-    for b, seq in enumerate(seqs):
+    for b in range(len(seqs)):
         right = 0
         while right < counts[b] and rng.random() < true[b][right]:
             right += 1

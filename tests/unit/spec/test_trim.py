@@ -156,13 +156,14 @@ def test_a_chain_ends_where_another_step_is_not_worth_its_time() -> None:
     seqs = sequences(1)
     policy = settled(GoodputLength(8, Curve(list(zip(FLAT.rows, FLAT.seconds)))), seqs, step=0.004)  # type: ignore[arg-type]
     policy.lengths(seqs, 1)
-    assert not policy.stop(0.99, [0.99])
-    assert policy.stop(0.02, [0.9, 0.018])
-    assert not policy.stop(0.02), "of a tree's nodes nothing is known but their own"
+    assert not policy.ends([[0.99]])
+    assert policy.ends([[0.9, 0.018]])
+    assert not policy.ends([[0.9, 0.018], [0.99, 0.95]]), "a step serves all"
+    assert policy.ends([[0.9, 0.05]]) and not policy.ends([[0.9, 0.05]] * 20)
     policy.draft = DraftCost(0.0, 0.0, 0.0, 10)
     policy._held = None
     policy.lengths(seqs, 1)
-    assert not policy.stop(0.3, [0.9, 0.27]), "a step that costs nothing"
+    assert not policy.ends([[0.9, 0.27]]), "a step that costs nothing"
 
 
 def test_rows_go_to_those_who_are_right() -> None:
