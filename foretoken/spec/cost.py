@@ -115,7 +115,8 @@ class DraftCost:
             row = self._products[i]
             row[:] = [FADE * p + f * g for p, g in zip(row, features, strict=True)]
             self._seconds[i] = FADE * self._seconds[i] + f * seconds
-        self._fit()
+        if self.seen < 16 or self.seen % 4 == 0:  # it changes slowly then, and takes longer than all the rest here
+            self._fit()
 
     def _fit(self) -> None:
         """Solve for the three terms, without those that would be below zero."""

@@ -154,8 +154,8 @@ def test_fewer_tokens_are_drafted_as_the_batch_grows() -> None:
             world.round(seqs, 0.7)
         means.append(world.last())
     assert means[0] > 4
-    assert means == sorted(means, reverse=True)
-    assert means[-1] < 1
+    assert means[0] > means[1] > means[2] + 1
+    assert max(means[2:]) < 0.1
 
 
 def test_a_batch_shares_by_who_is_right() -> None:

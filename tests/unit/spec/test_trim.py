@@ -159,7 +159,7 @@ def test_a_chain_ends_where_another_step_is_not_worth_its_time() -> None:
     assert not policy.ends([[0.99]])
     assert policy.ends([[0.9, 0.018]])
     assert not policy.ends([[0.9, 0.018], [0.99, 0.95]]), "a step serves all"
-    assert policy.ends([[0.9, 0.05]]) and not policy.ends([[0.9, 0.05]] * 20)
+    assert policy.ends([[0.9, 0.2]]) and not policy.ends([[0.9, 0.2]] * 20)
     policy.draft = DraftCost(0.0, 0.0, 0.0, 10)
     policy._held = None
     policy.lengths(seqs, 1)
