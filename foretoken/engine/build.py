@@ -63,11 +63,8 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
         if m.is_head or m.is_view:
             owner = target if m.owner is None else drafts[m.owner]
             assert isinstance(owner, Llama)
-        if m.is_view:
-            drafts.append(nested_view(owner))
-            continue
-        if m.is_head:
-            drafts.append(load_head(m.folder, owner, backend, m.quant, config.device, progress))
+            head = None if m.is_view else load_head(m.folder, owner, backend, m.quant, config.device, progress)
+            drafts.append(head or nested_view(owner))
             continue
         draft_len = min(max_len, read_config(m.folder).max_model_len)
         drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
