@@ -88,8 +88,8 @@ def main() -> None:
     }  # fmt: skip
     with args.out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    for name, ms in line["ms"].items():  # type: ignore[attr-defined]
-        print(f"{name:36} {ms:9.2f} ms, least {line['least_ms'][name]:9.2f}")  # type: ignore[index]
+    for name, ms in line["ms"].items():
+        print(f"{name:36} {ms:9.2f} ms, least {line['least_ms'][name]:9.2f}")
 
 
 if __name__ == "__main__":
