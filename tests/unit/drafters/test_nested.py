@@ -22,7 +22,7 @@ from foretoken import LLM
 from foretoken.batch import Rows, build_batch
 from foretoken.config import EngineConfig, SpecConfig
 from foretoken.engine import build
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, RegistryError
 from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.nested import is_nested, nested_view
@@ -107,6 +107,9 @@ def test_what_is_not_nested_says_the_remedy(folder: Path, nested: Pair, pair: Pa
         with pytest.raises(ConfigError, match="0 or more"):
             build.check_options(SpecConfig("self_quant", options=bad))
     assert is_nested(folder, QuantScheme.parse("bf16,model.layers.1.mlp.*=w8a8n"))
+    with pytest.raises(RegistryError, match="no format 'nestde'"):
+        build.check_options(SpecConfig("self_quant", format="nestde"))
+    build.check_options(SpecConfig("self_quant", format="nested"))
     build.check_options(EngineConfig(spec=SpecConfig("self_quant", options={"kv_window": 5})).spec)
 
 
