@@ -79,7 +79,7 @@ def _demand(m: _Model, config: EngineConfig) -> Demand:
 
 
 def check_options(spec: SpecConfig) -> None:
-    """Raise ConfigError or RegistryError for a bad option or format of a level, or too few below it; nothing is read."""
+    """Raise ConfigError or RegistryError: a level with a bad option or format, or too few below it; nothing is read."""
     for level in _levels(_with_heads(spec)):
         parse_options(_drafter_class(level), level.options)
         if level.format != NESTED:
