@@ -189,13 +189,18 @@ class SpecMetrics:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_rollbacks: int = 0  # rounds with at least one rejected token
     undrafted: dict[str, int] = field(default_factory=dict)  # rounds for which no token was asked, by why
+    num_ahead: int = 0  # rounds in which the drafter guessed on while the target checked
+    num_ahead_kept: int = 0  # of these, where the text came as it had supposed: the rest was thrown away
 
-    def update(self, num_draft: int, num_accepted: int) -> None:
+    def update(self, num_draft: int, num_accepted: int, ahead: bool | None = None) -> None:
         """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.
 
-        The round counts whole, also where the text ends inside its accepted path.
+        The round counts whole, also where the text ends inside its accepted path. `ahead`: None where the drafter
+        waited, else whether what it guessed meanwhile may be used.
         """
         self.num_rounds += 1
+        self.num_ahead += ahead is not None
+        self.num_ahead_kept += bool(ahead)
         if num_draft == 0:
             return
         self.num_drafts += 1
@@ -213,6 +218,8 @@ class SpecMetrics:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_rollbacks += other.num_rollbacks
+        self.num_ahead += other.num_ahead
+        self.num_ahead_kept += other.num_ahead_kept
         for why, count in other.undrafted.items():
             self.undrafted[why] = self.undrafted.get(why, 0) + count
         mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
@@ -324,6 +331,8 @@ class Metrics:
             "num_accepted_tokens_per_pos": list(spec.num_accepted_tokens_per_pos),
             "num_rollbacks": spec.num_rollbacks,
             "undrafted": dict(spec.undrafted),
+            "num_ahead": spec.num_ahead,
+            "num_ahead_kept": spec.num_ahead_kept,
             "acceptance_rate": spec.acceptance_rate,
             "mean_acceptance_length": spec.mean_acceptance_length,
             "time_to_first_token_s": self.time_to_first_token,

@@ -20,6 +20,7 @@ from foretoken.request import (
     SpecMetrics,
     TimeSplit,
 )
+from foretoken.spec.ahead import NOT_AHEAD, NotAhead
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, NoDrafter
 from foretoken.spec.length import LengthPolicy, Round
@@ -51,8 +52,10 @@ class Engine:
         policy: LengthPolicy,
         tokenizer: Tokenizer,
         scheduler: Scheduler,
+        ahead: NotAhead = NOT_AHEAD,
     ) -> None:
         self.runner = runner
+        self.ahead = ahead  # what the drafter does while the target checks
         self.drafter = drafter
         self.policy = policy
         self._wanted: dict[int, int] = {}  # draft tokens that the policy wants, by sequence, of the round that runs
@@ -104,7 +107,9 @@ class Engine:
         if not plan.seqs:
             return []
         times = TimeSplit(schedule=time.perf_counter() - start)
-        draft, result = decode_step(self.runner, self.drafter, plan.seqs, plan.num_pending, plan.num_draft, times)
+        draft, result = decode_step(
+            self.runner, self.drafter, plan.seqs, plan.num_pending, plan.num_draft, times, self.ahead
+        )
         decided = time.perf_counter()
         counts = [draft.count(b) for b in range(len(plan.seqs))]
         accepted = [len(n) for n in result.nodes]
@@ -150,8 +155,9 @@ class Engine:
             live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
             if not tokens and not result.failed[b]:
                 continue  # a chunk of a prompt
-            seq.metrics.update(draft.count(b), num_accepted)
-            self.metrics.update(draft.count(b), num_accepted)
+            held = self.ahead.outcome(b, draft, result)
+            for metrics in (seq.metrics, self.metrics):
+                metrics.update(draft.count(b), num_accepted, held)
             if not plan.num_draft[b]:
                 why = self._why_undrafted(seq)
                 for metrics in (seq.metrics, self.metrics):
