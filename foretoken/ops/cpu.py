@@ -84,8 +84,11 @@ def num_threads() -> int:
 
 
 def limit_threads(threads: int) -> None:
-    """Let calls of this thread use at most so many threads, which then are its own; 0: no limit."""
-    _native.limit_threads(threads)
+    """Let calls of this thread use at most so many threads, which then are its own; 0: no limit. Raises ConfigError."""
+    try:
+        _native.limit_threads(threads)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 class Target(NamedTuple):
