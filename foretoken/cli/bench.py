@@ -36,7 +36,7 @@ class Args:
     ks: tuple[int, ...] = (3, 5, 7)  # draft lengths
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
     batch_sizes: tuple[int, ...] = (1,)  # prompts that run together
-    overlaps: tuple[int, ...] = (0,)  # CPU threads that guess on while the target checks with the others; 0: none
+    overlaps: tuple[int, ...] = (0,)  # cores that guess on while the target checks on the others; 0: none
     formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
     repeat: int = 5  # runs of each setting
     out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists

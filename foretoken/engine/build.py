@@ -88,18 +88,15 @@ def check_overlap(spec: SpecConfig) -> None:
     """Raise ConfigError where a drafter is to go ahead of its target and cannot, or where no thread is left for it."""
     if not spec.overlap and not any(level.overlap for level in _levels(spec)):
         return
-    cls, threads = _drafter_class(spec), ops.num_threads()
+    cls, cores = _drafter_class(spec), ops.available_cores()
     if not cls.goes_ahead or any(b.overlap for level in spec.below for b in _levels(level)):
         able = [n for n in registry.names("drafters") if registry.load("drafters", n).DRAFTER.goes_ahead]
         raise ConfigError(
             f"--overlap {spec.overlap}: drafter {spec.method!r} cannot guess on while the target checks; "
             f"{' and '.join(able)} can, as the only level"
         )
-    if spec.overlap >= threads:
-        raise ConfigError(
-            f"--overlap {spec.overlap} would leave the target none of {threads} thread(s); give it fewer, or raise "
-            "--threads"
-        )
+    if spec.overlap >= cores:
+        raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")
 
 
 def assemble(

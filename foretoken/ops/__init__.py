@@ -12,6 +12,7 @@ and packs at once. With `replayer` it may record a forward pass and replay it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence as Seq
 from functools import cache, partial
 from types import ModuleType
@@ -237,6 +238,12 @@ def num_threads() -> int:
     """Threads that a call may use, of the native kernels where they run here, else of PyTorch."""
     module = _native()
     return torch.get_num_threads() if module is None else int(module.num_threads())
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use, as far as that is known."""
+    module = _native()
+    return (os.cpu_count() or 1) if module is None else int(module.available_cores())
 
 
 def limit_threads(threads: int) -> None:

@@ -83,6 +83,11 @@ def num_threads() -> int:
     return _native.num_threads()
 
 
+def available_cores() -> int:
+    """Physical cores that this process may use: its affinity mask, at most its cgroup's quota."""
+    return _native.available_cores()
+
+
 def limit_threads(threads: int) -> None:
     """Let calls of this thread use at most so many threads, which then are its own; 0: no limit. Raises ConfigError."""
     try:

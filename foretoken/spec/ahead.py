@@ -43,10 +43,11 @@ class NotAhead:
 
 
 class Ahead(NotAhead):
-    """Gives the drafter `threads` of the CPU threads and the target the others, for the time of the target's pass."""
+    """Gives the drafter `threads` of the cores and leaves the target the others, for the time of the target's pass."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
+        self.others = max(1, ops.available_cores() - threads)
         self.seconds = 0.0  # that drafters guessed ahead
         self.waited = 0.0  # of these, after the target had its result
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="foretoken-draft")
@@ -63,7 +64,7 @@ class Ahead(NotAhead):
             return
         stop = threading.Event()
         work = self._worker.submit(self._guess, drafter, list(seqs), draft, num_draft, lambda: not stop.is_set())
-        ops.limit_threads(max(1, ops.num_threads() - self.threads))
+        ops.limit_threads(self.others)
 
         def end() -> None:
             ops.limit_threads(0)

@@ -233,19 +233,16 @@ def test_who_cannot_go_ahead(spec: SpecConfig) -> None:
         check_overlap(spec)
 
 
-def test_threads_for_both(pair_folders: tuple[Path, Path]) -> None:
-    before, (target, draft) = ops.num_threads(), pair_folders
-    try:
-        ops.set_num_threads(2)
-        check_overlap(SpecConfig("draft_model", overlap=1))
-        with pytest.raises(ConfigError, match="--overlap 2 would leave the target none of 2 thread"):
-            check_overlap(SpecConfig("draft_model", overlap=2))
-        with pytest.raises(ConfigError, match=r"none of 1 thread.*raise --threads"):
-            LLM(str(target), str(draft), overlap=1, threads=1)
-    finally:
-        ops.set_num_threads(before)
+def test_cores_for_both(pair_folders: tuple[Path, Path], monkeypatch: Any) -> None:
+    target, draft = map(str, pair_folders)
+    monkeypatch.setattr(ops, "available_cores", lambda: 4)
+    with pytest.raises(ConfigError, match=r"--overlap 4 would leave the target none of 4 core\(s\)"):
+        LLM(target, draft, overlap=4)
+    ahead = LLM(target, draft, overlap=3).engine.ahead
+    assert isinstance(ahead, Ahead)
+    assert (ahead.threads, ahead.others) == (3, 1)
     for wrong in (-1, True, 1.5):
-        with pytest.raises(ConfigError, match="overlap is a number of threads"):
+        with pytest.raises(ConfigError, match="overlap is a number of cores"):
             SpecConfig("draft_model", overlap=wrong)  # type: ignore[arg-type]
 
 
