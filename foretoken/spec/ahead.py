@@ -8,6 +8,7 @@ cores are shared out meanwhile, so this pays only where the target leaves some i
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
@@ -53,6 +54,9 @@ class Ahead(NotAhead):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="foretoken-draft")
         self._guesses: Seq[Seq[int]] = ()
         self._failed = False
+        # Of the latest pass of each: one that would end after the target's is not begun, as the target would wait.
+        self._target_seconds = math.inf
+        self._pass_seconds = 0.0
 
     @contextmanager
     def beside(
@@ -63,12 +67,16 @@ class Ahead(NotAhead):
             yield lambda: None
             return
         stop = threading.Event()
-        work = self._worker.submit(self._guess, drafter, list(seqs), draft, num_draft, lambda: not stop.is_set())
+        begun = time.perf_counter()
+        going = self._until(begun, stop)
+        work = self._worker.submit(self._guess, drafter, list(seqs), draft, num_draft, going)
         ops.limit_threads(self.others)
 
         def end() -> None:
-            ops.limit_threads(0)
-            stop.set()
+            if not stop.is_set():
+                ops.limit_threads(0)
+                stop.set()
+                self._target_seconds = time.perf_counter() - begun
 
         try:
             yield end
@@ -77,6 +85,22 @@ class Ahead(NotAhead):
             start = time.perf_counter()
             self._guesses = work.result()
             self.waited += time.perf_counter() - start
+
+    def _until(self, begun: float, stop: threading.Event) -> Callable[[], bool]:
+        """Whether another pass may begin; it is asked before each."""
+        last = math.inf
+
+        def going() -> bool:
+            nonlocal last
+            now = time.perf_counter()
+            self._pass_seconds, last = (now - last if last < now else self._pass_seconds), now
+            return not stop.is_set() and self.fits(now - begun)
+
+        return going
+
+    def fits(self, seconds: float) -> bool:
+        """Would a pass of the drafter that begins so long after the target's be over when that is?"""
+        return seconds + self._pass_seconds <= self._target_seconds
 
     def _guess(
         self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]

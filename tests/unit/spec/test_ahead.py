@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,9 +51,16 @@ class Inline(Ahead):
         yield lambda: None
 
 
+class Tireless(Ahead):
+    """Guesses on as long as the target has not ended."""
+
+    def fits(self, seconds: float) -> bool:
+        return True
+
+
 def patient(engine: Engine) -> Engine:
     """The target of this engine takes its time: whatever goes ahead comes to its end before."""
-    ahead = engine.ahead = Ahead(1)
+    ahead = engine.ahead = Tireless(1)
     forward = engine.runner.forward
 
     def slow(*args: Any) -> Any:
@@ -244,6 +252,25 @@ def test_cores_for_both(pair_folders: tuple[Path, Path], monkeypatch: Any) -> No
     for wrong in (-1, True, 1.5):
         with pytest.raises(ConfigError, match="overlap is a number of cores"):
             SpecConfig("draft_model", overlap=wrong)  # type: ignore[arg-type]
+
+
+def test_no_pass_that_the_target_would_wait_for() -> None:
+    ahead, stop = Ahead(1), threading.Event()
+    assert ahead.fits(1e9), "nothing is known of the target yet"
+    ahead._target_seconds, ahead._pass_seconds = 0.01, 0.002
+    assert ahead.fits(0.007)
+    assert not ahead.fits(0.009)
+    going = ahead._until(time.perf_counter(), stop)
+    ahead._target_seconds = 1000.0
+    assert going()
+    assert ahead._pass_seconds == 0.002, "no pass was seen yet"
+    assert going()
+    assert ahead._pass_seconds != 0.002
+    ahead._target_seconds = 0.0
+    assert not going()
+    ahead._target_seconds = 1000.0
+    stop.set()
+    assert not going()
 
 
 def test_counters_add_up() -> None:
