@@ -22,6 +22,8 @@ from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter
 from foretoken.spec.verify import Verified
 
+FORGET = 0.95
+
 log = logging.getLogger("foretoken.spec")
 
 
@@ -63,7 +65,8 @@ class Ahead(NotAhead):
         self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int]
     ) -> Iterator[Callable[[], None]]:
         self._guesses = ()
-        if not len(draft.tokens):
+        if not len(draft.tokens) or not self.fits(0.0):
+            self._pass_seconds *= FORGET  # what was slow once is tried again
             yield lambda: None
             return
         stop = threading.Event()
