@@ -25,6 +25,7 @@ from foretoken.spec.ahead import Ahead
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter
 from foretoken.spec.length import FixedLength
+from foretoken.spec.verify import Verified
 
 PROMPTS = random_prompts(6, seed=8)
 ASKED = {
@@ -216,6 +217,9 @@ def test_a_shorter_wish_takes_a_part(pair: Pair) -> None:
         first, _ = (d.propose([s], [4]) for d, s in zip(drafters, seqs))
         guess = drafters[0].ahead([seqs[0]], first, [4], lambda: True)[0]
         assert len(guess) == 5
+        # Asked again for a text that did not grow, both guess as before; then one goes ahead anew.
+        assert drafters[0].propose([seqs[0]], [4]).tokens.tolist() == first.tokens.tolist()
+        assert drafters[0].ahead([seqs[0]], first, [4], lambda: True)[0] == guess
         for seq in seqs:
             seq.token_ids += [*first.tokens.tolist(), guess[0]]
         second = [d.propose([s], [wish]) for d, s in zip(drafters, seqs)]
@@ -278,6 +282,17 @@ def test_no_pass_that_the_target_would_wait_for() -> None:
     ahead._target_seconds = 1000.0
     stop.set()
     assert not going()
+
+
+def test_what_held() -> None:
+    """All of the draft and the token after it; anything else throws the rest away."""
+    ahead, draft = Ahead(1), Draft.chains([[7, 8]] * 5)
+    ahead._guesses = [[9, 1], [9, 1], [9, 1], [], [9, 1]]
+    nodes: list[list[int]] = [[0, 1], [0, 1], [0], [0, 1], [0, 1]]
+    result = Verified([[7, 8, 9], [7, 8, 5], [7, 9], [7, 8, 9], [7, 8]], nodes)
+    assert [ahead.outcome(b, draft, result) for b in range(5)] == [True, False, False, None, False]
+    ahead._guesses = []
+    assert ahead.outcome(0, draft, result) is None
 
 
 def test_counters_add_up() -> None:
