@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
 from foretoken.models.runner import ModelRunner
+from foretoken.models.vocabulary import with_tokens
 from foretoken.request import Sequence
 from foretoken.spec.chains import Chain, extend_chains
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts
 from foretoken.spec.followers import Followers
+from foretoken.spec.vocabulary import read_vocabulary
 
 
 class DraftModelDrafter(Drafter):
@@ -22,9 +24,13 @@ class DraftModelDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt."""
+        """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
+        tokens that it may guess, where not all: a number (the first so many), or a file with their ids (JSON or lines),
+        as `foretoken vocabulary` makes; fewer cost less.
+        """
 
         prefill_rows: int = 512
+        vocabulary: str = ""
 
         def __post_init__(self) -> None:
             if self.prefill_rows < 1:
@@ -43,6 +49,8 @@ class DraftModelDrafter(Drafter):
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> DraftModelDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
+        if options.vocabulary:
+            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
         return cls(options, parts.runner, parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
@@ -95,6 +103,10 @@ class DraftModelDrafter(Drafter):
         self._extend(seqs, active, [ready[b][1] for b in active], num_draft, going)
         self._ready = {seqs[b].seq_id: r for b, r in ready.items()}
         return [c.tokens + (ready[b][1].tokens if b in ready else []) for b, c in enumerate(guesses)]
+
+    @property
+    def limit(self) -> int:
+        return self.followers.limit
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self._ready.pop(seq.seq_id, None)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from foretoken.engine.alarm import Alarm
 from foretoken.engine.output import OutputText
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.errors import RequestError
@@ -64,6 +65,7 @@ class Engine:
         self.max_model_len = scheduler.max_model_len
         self.times = TimeSplit()  # of all steps so far
         self.metrics = SpecMetrics()
+        self.alarm = Alarm()
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, _Running] = {}
         self._num_added = 0
@@ -117,6 +119,7 @@ class Engine:
             Round(plan.seqs, plan.num_draft, counts, accepted, sum(plan.num_pending) + sum(counts), times)
         )
         deltas = self._deliver(plan, draft, result, decided)
+        self.alarm.update(self.drafter, counts, accepted)
         times.schedule += time.perf_counter() - decided
         self.times.add(times)
         for seq in plan.seqs:
@@ -137,8 +140,14 @@ class Engine:
         self._wanted = {seq.seq_id: k for seq, k in zip(seqs, lengths, strict=True)}
         return lengths
 
-    def _why_undrafted(self, seq: Sequence) -> str:
-        """Why no draft token was asked for a sequence in this round."""
+    def _why_undrafted(self, seq: Sequence, num_draft: int, num_known: int) -> str | None:
+        """Why no draft token was asked for a sequence in this round; None: there was, and a drafter may have no guess.
+
+        `num_known`: tokens of the sequence when the round began.
+        """
+        if num_draft:
+            limit = self.drafter.limit
+            return "draft context" if limit is not None and num_known >= limit else None
         wanted = self._wanted.get(seq.seq_id)
         if wanted is None:
             return "prompt"
@@ -158,8 +167,8 @@ class Engine:
             held = self.ahead.outcome(b, draft, result)
             for metrics in (seq.metrics, self.metrics):
                 metrics.update(draft.count(b), num_accepted, held)
-            if not plan.num_draft[b]:
-                why = self._why_undrafted(seq)
+            why = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
+            if why and not draft.count(b):
                 for metrics in (seq.metrics, self.metrics):
                     metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
             if live.first_token is None:
