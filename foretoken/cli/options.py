@@ -48,6 +48,8 @@ CHOICE_HELP = {
 }
 ENGINE_HELP = {
     "policy": "fixed: always --k tokens; goodput: as many as pay by measured times, none included",
+    "overlap": "cores on which the draft model guesses on while the target checks on the others; 0: it waits "
+    "(pays only where cores would idle)",
     "num_draft_tokens": "the most tokens that a round may guess, 0..64",
     "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
     "draft_format": "number format of the draft model's weights, as --format; self_quant: nested, see the guide",
