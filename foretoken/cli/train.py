@@ -1,4 +1,4 @@
-"""`foretoken train`: a recipe makes a tokenizer, a target and a draft; `head` and `draft` beside it learn from a target."""
+"""`foretoken train`: a recipe makes a pair of models; `train head` and `train draft` learn from any target."""
 
 from __future__ import annotations
 

@@ -23,13 +23,17 @@ from foretoken.train.trainer import Job
 
 @dataclass(frozen=True)
 class LossSettings:
-    """`unroll`: steps that the head takes on its own features; step s counts falloff^s. `argmax_weight`: of the cross
-    entropy on the target's likeliest token, beside the KL divergence.
+    """`unroll`: steps that the head takes on its own features; step s counts falloff^s. `alone`: the share of all
+    updates, from the first, that learn the first step only, at a fraction of the cost. `argmax_weight`: of the cross
+    entropy on the target's likeliest token, beside the KL divergence. `candidates`: tokens that the loss of a batch
+    looks at, most of them those to which the target gives most, the others by chance (0: all).
     """
 
-    unroll: int = 5
+    unroll: int = 4
     falloff: float = 0.8
+    alone: float = 0.5
     argmax_weight: float = 0.5
+    candidates: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Batch:
     states: Tensor
     last: Tensor
     rows: Rows
+    unroll: int
 
     @property
     def num_guesses(self) -> int:
@@ -74,7 +79,7 @@ def make_batch(texts: list[Text], columns: list[int], width: int, unroll: int, l
     rows = Rows.of(num_rows, first, unroll, wide)
     joined = torch.cat(last) if last else torch.zeros(0, width)
     moved = Rows(rows.num_rows.to(device), rows.index.to(device), rows.counts.to(device))
-    return Batch(tokens.to(device), states.to(device), joined.to(device), moved)
+    return Batch(tokens.to(device), states.to(device), joined.to(device), moved, unroll)
 
 
 def head_loss(
@@ -85,9 +90,9 @@ def head_loss(
     embedding [V, C]; lm_head [Vd, C]; wanted [R, Vd]: the target's logits.
     """
     targets, entropy = soft_targets(wanted, settings.argmax_weight)
-    outputs = head(embedding[batch.tokens], batch.states, batch.rows, settings.unroll)
+    outputs = head(embedding[batch.tokens], batch.states, batch.rows, batch.unroll)
     place = batch.rows.index[batch.rows.counts] % batch.tokens.shape[1]  # [R] the row's place in its text
-    weights = [settings.falloff**s for s in range(settings.unroll)]
+    weights = [settings.falloff**s for s in range(batch.unroll)]
     losses = []
     for step, out in enumerate(outputs):
         known = (place >= step).float()  # a path of so many guesses begins at a row that is there
@@ -104,6 +109,21 @@ def teacher(target: Llama, last: Tensor, target_ids: Tensor | None) -> Tensor:
         logits = target.ops.norm_linear(last, w.norm, target.config.rms_eps, w.lm_head)
     logits = logits.clone()  # out of inference mode
     return logits if target_ids is None else logits.index_select(1, target_ids.long())
+
+
+def candidates(logits: Tensor, count: int) -> Tensor:
+    """Tokens int64 [count] of a teacher's logits [R, V]: likeliest ones, those with the most mass, an eighth others.
+
+    What is left out is what the teacher hardly ever says; chance, from the logits themselves, sees that no token is
+    left out for ever.
+    """
+    mass = torch.softmax(logits, dim=-1).sum(0)
+    mass[logits.argmax(-1).unique()] += len(logits)
+    order = mass.argsort(descending=True)
+    best = count - count // 8
+    seed = int(mass[order[0]].double() * 1e6) % 2**31
+    others = torch.randperm(len(order) - best, generator=torch.Generator().manual_seed(seed))[: count - best]
+    return torch.cat((order[:best], order[best:][others.to(order.device)])).sort().values
 
 
 def head_job(
@@ -131,11 +151,15 @@ def head_job(
     def batch(step: int) -> Batch:
         epoch, place = divmod(step, len(order(0)))
         chosen = [texts[i] for i in order(epoch)[place]]
-        return make_batch(chosen, columns, width, settings.unroll, train.row_tokens, device)
+        unroll = 1 if step < settings.alone * train.steps else settings.unroll
+        return make_batch(chosen, columns, width, unroll, train.row_tokens, device)
 
     def loss(batch_: Batch) -> Tensor:
         wanted = teacher(target, batch_.last, target_ids)
         lm_head = whole if whole is not None else head.lm_head.weight
+        if 0 < settings.candidates < wanted.shape[1]:
+            chosen = candidates(wanted, settings.candidates)
+            wanted, lm_head = wanted[:, chosen], lm_head[chosen]
         return torch.stack(head_loss(head, batch_, embedding, lm_head, wanted, settings)).sum()
 
     count: Callable[[Batch], int] = lambda b: b.num_guesses  # noqa: E731

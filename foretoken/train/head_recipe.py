@@ -26,7 +26,7 @@ class SizeSettings:
 
 def default_training() -> TrainSettings:
     """Small enough an update that a layer taken from the target is not thrown away at once."""
-    return TrainSettings(600, rows=24, row_tokens=512, warmup=20, decay=0.5, optim=OptimSettings(0.01, 0.002))
+    return TrainSettings(600, rows=24, row_tokens=512, warmup=20, decay=0.5, optim=OptimSettings(0.02, 0.002))
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ def write_head_card(recipe: HeadRecipe, shape: HeadShape, results: dict[str, Any
         f"{shape.head_dim}, feed-forward {shape.intermediate_size}; it reads what enters the target's layers {layers}, "
         f"and {what}. bfloat16, in the layout `LlamaForCausalLMEagle3`.\n\n"
         f"{training(recipe, results)} At {recipe.loss.unroll} steps on its own features (training-time test; step s "
-        f"counts {recipe.loss.falloff:g}^s) the loss is KL(target || head) plus {recipe.loss.argmax_weight:g} times the cross "
-        "entropy on the target's argmax. The layer began as the target's last.\n\n"
+        f"counts {recipe.loss.falloff:g}^s; the first {recipe.loss.alone:.0%} of the updates learn step 0 alone) the "
+        f"loss is KL(target || head) plus {recipe.loss.argmax_weight:g} times the cross entropy on the target's argmax."
+        " The layer began as the target's last.\n\n"
     )
     title = f"# foretoken {recipe.name}\n\n"
     parts = [FRONT_MATTER, title, text, data(recipe), acceptance(results), note(recipe)]
@@ -39,8 +40,9 @@ def write_draft_card(recipe: OwnRecipe, shape: ModelShape, results: dict[str, An
     """README.md of a draft."""
     text = (
         f"Llama draft for `{recipe.target}`, {results['parameters'] / 1e6:.2f} M parameters: {shape.num_layers} "
-        f"layers, hidden {shape.hidden_size}, {shape.num_heads} heads and {shape.num_kv_heads} KV heads of {shape.head_dim}, "
-        f"feed-forward {shape.intermediate_size}, the target's tokenizer, tied embeddings, bfloat16.\n\n"
+        f"layers, hidden {shape.hidden_size}, {shape.num_heads} heads and {shape.num_kv_heads} KV heads of "
+        f"{shape.head_dim}, feed-forward {shape.intermediate_size}, the target's tokenizer, tied embeddings, bfloat16."
+        "\n\n"
         f"{training(recipe, results)}\n\n"
     )
     title = f"# foretoken {recipe.name}\n\n"
@@ -53,8 +55,9 @@ def training(recipe: OwnRecipe, results: dict[str, Any]) -> str:
     """How long, and on what."""
     done, texts = results["training"], recipe.texts
     return (
-        f"Trained (seed {recipe.seed}) for {done['step']} steps of {recipe.train.rows} texts, {done['tokens'] / 1e6:.2f} "
-        f"M guesses, on {results['texts']} texts with {results['text_tokens'] / 1e6:.2f} M tokens to learn from: "
+        f"Trained (seed {recipe.seed}) for {done['step']} steps of {recipe.train.rows} texts, "
+        f"{done['tokens'] / 1e6:.2f} M guesses, on {results['texts']} texts with {results['text_tokens'] / 1e6:.2f} M "
+        "tokens to learn from: "
         f"{texts.corpus_share:.0%} documents, the others what the target (format {recipe.format}) wrote by itself, at "
         f"most {texts.new_tokens} tokens a prompt, {texts.greedy:.0%} greedily, the rest at temperature "
         f"{texts.temperature:g}. Only tokens that the target wrote, or all of a document, count."
