@@ -118,7 +118,7 @@ def candidates(logits: Tensor, count: int) -> Tensor:
     left out for ever.
     """
     mass = torch.softmax(logits, dim=-1).sum(0)
-    mass[logits.argmax(-1).unique()] += len(logits)
+    mass[logits.argmax(-1)] += len(logits)
     order = mass.argsort(descending=True)
     best = count - count // 8
     seed = int(mass[order[0]].double() * 1e6) % 2**31
