@@ -19,6 +19,15 @@ from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts, Span
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """A draft that was handed on: whose, of how many nodes, after how many known tokens."""
+
+    which: int
+    num_nodes: int
+    num_known: int
+
+
 class FirstDrafter(Drafter):
     """Asks each drafter for the sequences that those before it had no guess for, or one that is too weak."""
 
@@ -40,6 +49,8 @@ class FirstDrafter(Drafter):
     def __init__(self, options: Options, below: Seq[Drafter]) -> None:
         self.options = options
         self.below = tuple(below)
+        self.metrics = tuple(SpecMetrics() for _ in below)  # what was made of each one's guesses
+        self._taken: dict[int, _Taken] = {}  # by sequence, of the round that runs
         self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
 
     @classmethod
@@ -55,7 +66,8 @@ class FirstDrafter(Drafter):
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
         sure: list[list[float]] = [[] for _ in seqs]
         open_ = [b for b, k in enumerate(num_draft) if k > 0]
-        for d in self.below:
+        self._taken.clear()
+        for which, d in enumerate(self.below):
             if not open_:
                 break
             limits = d.policy.lengths([seqs[b] for b in open_])
@@ -69,10 +81,15 @@ class FirstDrafter(Drafter):
                 if enough and float(likely.sum()) >= min(self.options.min_expected, asked[i]):
                     trees[b], sure[b] = draft.nodes(i), likely.tolist()
                     taken.append(b)
+                    self._taken[seqs[b].seq_id] = _Taken(which, end - begin, len(seqs[b]))
             open_ = [b for b in open_ if b not in taken]
         return Draft.trees(trees, sure)
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        for seq, span in zip(seqs, spans, strict=True):
+            draft = self._taken.pop(seq.seq_id, None)
+            if draft is not None:
+                self.metrics[draft.which].update(draft.num_nodes, span.end - draft.num_known)
         for d in self.below:
             d.observe(seqs, spans, self._columns(hidden, d.captures) if d.captures and hidden is not None else None)
 
@@ -86,11 +103,13 @@ class FirstDrafter(Drafter):
             d.rewind(seq, length)
 
     def release(self, seq: Sequence) -> None:
+        self._taken.pop(seq.seq_id, None)
         for d in self.below:
             d.release(seq)
 
-    def levels(self) -> list[tuple[str, SpecMetrics]]:
-        return [level for d in self.below for level in d.levels()]
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        own = zip(self.below, self.metrics, strict=True)
+        return [level for d, metrics in own for level in (*d.counted(), (d, metrics))]
 
 
 DRAFTER = FirstDrafter

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from foretoken.engine.alarm import Alarm
 from foretoken.engine.output import OutputText
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.errors import RequestError
@@ -61,6 +62,7 @@ class Engine:
         self.max_model_len = scheduler.max_model_len
         self.times = TimeSplit()  # of all steps so far
         self.metrics = SpecMetrics()
+        self.alarm = Alarm()
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, _Running] = {}
         self._num_added = 0
@@ -112,6 +114,7 @@ class Engine:
             Round(plan.seqs, plan.num_draft, counts, accepted, sum(plan.num_pending) + sum(counts), times)
         )
         deltas = self._deliver(plan, draft, result, decided)
+        self.alarm.update(self.drafter, counts, accepted)
         times.schedule += time.perf_counter() - decided
         self.times.add(times)
         for seq in plan.seqs:
@@ -132,8 +135,14 @@ class Engine:
         self._wanted = {seq.seq_id: k for seq, k in zip(seqs, lengths, strict=True)}
         return lengths
 
-    def _why_undrafted(self, seq: Sequence) -> str:
-        """Why no draft token was asked for a sequence in this round."""
+    def _why_undrafted(self, seq: Sequence, num_draft: int, num_known: int) -> str | None:
+        """Why no draft token was asked for a sequence in this round; None: there was, and a drafter may have no guess.
+
+        `num_known`: tokens of the sequence when the round began.
+        """
+        if num_draft:
+            limit = self.drafter.limit
+            return "draft context" if limit is not None and num_known >= limit else None
         wanted = self._wanted.get(seq.seq_id)
         if wanted is None:
             return "prompt"
@@ -152,8 +161,8 @@ class Engine:
                 continue  # a chunk of a prompt
             seq.metrics.update(draft.count(b), num_accepted)
             self.metrics.update(draft.count(b), num_accepted)
-            if not plan.num_draft[b]:
-                why = self._why_undrafted(seq)
+            why = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
+            if why and not draft.count(b):
                 for metrics in (seq.metrics, self.metrics):
                     metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
             if live.first_token is None:
