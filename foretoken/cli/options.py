@@ -48,9 +48,11 @@ CHOICE_HELP = {
 }
 ENGINE_HELP = {
     "policy": "fixed: always --k tokens; goodput: as many as pay by measured times, none included",
+    "overlap": "cores on which the draft model guesses on while the target checks on the others; 0: it waits "
+    "(pays only where cores would idle)",
     "num_draft_tokens": "the most tokens that a round may guess, 0..64",
     "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
-    "draft_format": "number format of the draft model's weights, as --format",
+    "draft_format": "number format of the draft model's weights, as --format; self_quant: nested, see the guide",
     "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
     "(see `foretoken info`)",
     "kv_format": "number format of the KV cache; auto follows the weights",

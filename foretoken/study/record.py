@@ -212,10 +212,13 @@ def make_records(
 ) -> list[dict[str, Any]]:
     """The records of one measured workload, plain decoding first."""
     plain = runs[bench.arms[0]]
-    return [
-        make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
-        for arm in bench.arms
-    ]
+    records = []
+    for arm in bench.arms:
+        made = make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
+        middle = sorted(range(len(plain)), key=lambda i: made["repetitions"][i]["speedup"])[len(plain) // 2]
+        found = bench.predict(arm, runs[arm][middle], plain[middle], workload.batch_size)
+        records.append(made if found is None else {**made, "prediction": found.as_dict()})
+    return records
 
 
 def make_record(
@@ -256,6 +259,8 @@ def make_record(
         "acceptance_rate": metrics.acceptance_rate,
         "mean_acceptance_length": metrics.mean_acceptance_length,
         "rollbacks": metrics.num_rollbacks,
+        "num_ahead": metrics.num_ahead,
+        "num_ahead_kept": metrics.num_ahead_kept,
         "accepted_per_pos": list(metrics.num_accepted_tokens_per_pos),
         "speedup": median(ratios),
         "equals_plain": all(equal),
