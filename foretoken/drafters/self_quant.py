@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
 from foretoken.models.runner import ModelRunner
+from foretoken.models.vocabulary import with_tokens
 from foretoken.request import Sequence
 from foretoken.spec.chains import write_chains
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts
+from foretoken.spec.vocabulary import read_vocabulary
 
 
 class SelfQuantDrafter(Drafter):
@@ -27,14 +29,15 @@ class SelfQuantDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """Tokens of the context that a draft attends to: the last `kv_window` (0: all) and the first `kv_sink`.
-
-        Both are rounded up to blocks of the cache. The text is the same, guesses may be worse, and at long contexts a
-        draft's pass is shorter.
+        """`kv_window`: a draft attends to the last so many tokens (0: all) and the first `kv_sink`, both rounded up to
+        blocks of the cache: guesses may be worse, and at long contexts a draft's pass is shorter. `vocabulary`: the
+        tokens that may be guessed, where not all: a number (the first so many), or a file with their ids (JSON or
+        lines), as `foretoken vocabulary` makes; fewer cost less.
         """
 
         kv_window: int = 0
         kv_sink: int = 16
+        vocabulary: str = ""
 
         def __post_init__(self) -> None:
             for name in ("kv_window", "kv_sink"):
@@ -52,6 +55,8 @@ class SelfQuantDrafter(Drafter):
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
+        if options.vocabulary:
+            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
         return cls(options, parts.runner)
 
     def attach(self, target: ModelRunner) -> None:

@@ -45,6 +45,8 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     config = replace(config, spec=_with_heads(config.spec))
     quant = QuantScheme.parse(config.format)
     folder = resolve_model(model)
+    if is_head(folder):
+        raise ConfigError(f"{model} is a draft head, not a model; name its target as the model, and it with --draft")
     shape = read_config(folder)
     max_len = config.max_model_len or shape.max_model_len
     if max_len > shape.max_model_len:
@@ -187,6 +189,11 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         if name is None and not cls.of_target:
             raise ConfigError(f"drafter {spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft")
         own = folder if cls.of_target or name is None else resolve_model(name)
+        if is_head(own) != cls.of_head:
+            what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
+            raise ConfigError(
+                f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
+            )
         is_view = _drafts_with_view(spec, cls, folder, quant)
         text = SELF_FORMAT if cls.of_target and spec.format == "auto" else spec.format
         own_quant = quant if is_view else QuantScheme.parse(text)

@@ -21,6 +21,8 @@ def write_chains(
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Let the model go on after each of `shadows` for num_draft[b] tokens, which they keep; chains and confidence.
 
+    Confidence is of whole paths: the product of the tokens' probabilities up to each.
+
     A chain ends early where `policy` says so, at the model's context, and before a token from `vocab_limit` on. The
     noise is the target's own (coupled sampling). `prepare(shadows)` runs before each pass.
     """
@@ -36,12 +38,13 @@ def write_chains(
             if token == FAILED or token >= vocab_limit:
                 continue
             chains[b].append(token)
-            confidence[b].append(sure)
+            path = sure * (confidence[b][-1] if confidence[b] else 1.0)
+            confidence[b].append(path)
             shadows[b].token_ids.append(token)
             more = len(chains[b]) < num_draft[b] and len(shadows[b]) < runner.model.max_model_len
             if more and not policy.stop(sure):
                 going.append(b)
-        active = going
+        active = [] if going and policy.ends([confidence[b] for b in going]) else going
     return chains, confidence
 
 

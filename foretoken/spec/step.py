@@ -9,6 +9,7 @@ from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence, TimeSplit
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Span
+from foretoken.spec.length import Trims
 from foretoken.spec.verify import Verified, verify
 
 
@@ -19,14 +20,21 @@ def decode_step(
     num_pending: Seq[int],
     num_draft: Seq[int],
     times: TimeSplit | None = None,
+    policy: Trims | None = None,
 ) -> tuple[Draft, Verified]:
     """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] guesses each.
 
-    Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage.
+    Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage; `policy`,
+    if given, may drop nodes of the draft before they are checked. A draft's paths end where a sequence must.
     """
     clock = time.perf_counter
     start = clock()
     draft = drafter.propose(seqs, num_draft) if any(num_draft) else Draft.empty(len(seqs))
+    depths = [seq.draft_depth for seq in seqs]
+    if any(k > depth for k, depth in zip(num_draft, depths, strict=True)):
+        draft = draft.shallow(depths)
+    if policy is not None:
+        draft = policy.trim(draft, seqs, sum(num_pending))
     drafted = clock()
     out = runner.forward(seqs, draft, num_pending)
     checked = clock()
