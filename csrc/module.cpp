@@ -191,6 +191,7 @@ NB_MODULE(_native, m) {
     m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512vnni, avx512, avx2, portable.");
     m.def("num_threads", &num_threads, "Threads that a call may use.");
     m.def("set_num_threads", &set_num_threads, "Let a call use this many threads.");
+    m.def("limit_threads", &limit_threads, "Let a call of this thread use at most this many threads; 0: no limit.");
     m.def("available_cores", &available_cores, "Physical cores that this process may use.");
     m.def("read_rates", &read_rates, unlocked, "Bytes a second of passes over this much memory, by all threads.");
     m.def("peak_rates", &py_peak_rates, unlocked, "The CPU's best instruction for int8, fp32 or bf16, and its operations a second.");

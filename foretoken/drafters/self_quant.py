@@ -29,10 +29,10 @@ class SelfQuantDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`kv_window`: a draft attends to the last so many tokens (0: all) and the first `kv_sink`, both rounded up to
-        blocks of the cache: guesses may be worse, and at long contexts a draft's pass is shorter. `vocabulary`: the
-        tokens that may be guessed, where not all: a number (the first so many), or a file with their ids (JSON or
-        lines), as `foretoken vocabulary` makes; fewer cost less.
+        """`kv_window`: a draft attends to so many of the context's last tokens (0: all) and to the first `kv_sink`,
+        both rounded up to blocks of the cache; the text is the same, guesses may be worse, and at long contexts a
+        draft's pass is shorter. `vocabulary`: the tokens that may be guessed, where not all: a number (the first so
+        many), or a file with their ids (JSON or lines), as `foretoken vocabulary` makes; fewer cost less.
         """
 
         kv_window: int = 0

@@ -26,6 +26,7 @@ from foretoken.models.loader import load_model, load_tokenizer, resolve_model
 from foretoken.models.nested import is_nested, nested_view
 from foretoken.models.runner import ModelRunner
 from foretoken.models.weights import Progress
+from foretoken.spec.ahead import make_ahead
 from foretoken.spec.drafter import Drafter, NoDrafter, Parts, parse_options
 from foretoken.spec.policies import make_policy
 from foretoken.tokenizer import Tokenizer
@@ -53,6 +54,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     tokenizer = load_tokenizer(folder)
     check_options(config.spec)
+    check_overlap(config.spec)
     models = _models(config.spec, folder, quant)
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
@@ -89,6 +91,21 @@ def check_options(spec: SpecConfig) -> None:
         _check_below(_drafter_class(level), level)
 
 
+def check_overlap(spec: SpecConfig) -> None:
+    """Raise ConfigError where a drafter is to go ahead of its target and cannot, or where no thread is left for it."""
+    if not spec.overlap and not any(level.overlap for level in _levels(spec)):
+        return
+    cls, cores = _drafter_class(spec), ops.available_cores()
+    if not cls.goes_ahead or any(b.overlap for level in spec.below for b in _levels(level)):
+        able = [n for n in registry.names("drafters") if registry.load("drafters", n).DRAFTER.goes_ahead]
+        raise ConfigError(
+            f"--overlap {spec.overlap}: drafter {spec.method!r} cannot guess on while the target checks; "
+            f"{' and '.join(able)} can, as the only level"
+        )
+    if spec.overlap >= cores:
+        raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")
+
+
 def assemble(
     config: EngineConfig, tokenizer: Tokenizer, num_blocks: int, target: Llama, drafts: Seq[Llama | EagleHead] = ()
 ) -> Engine:
@@ -100,7 +117,7 @@ def assemble(
     drafter = _build_drafter(config.spec, config, num_blocks, runner, iter(drafts))
     max_len = config.max_model_len or target.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
-    return Engine(runner, drafter, drafter.policy, tokenizer, scheduler)
+    return Engine(runner, drafter, drafter.policy, tokenizer, scheduler, make_ahead(config.spec))
 
 
 def _build_drafter(

@@ -78,6 +78,24 @@ def set_num_threads(threads: int) -> None:
         raise ConfigError(str(error)) from error
 
 
+def num_threads() -> int:
+    """Threads that a call of this thread may use."""
+    return _native.num_threads()
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use: its affinity mask, at most its cgroup's quota."""
+    return _native.available_cores()
+
+
+def limit_threads(threads: int) -> None:
+    """Let calls of this thread use at most so many threads, which then are its own; 0: no limit. Raises ConfigError."""
+    try:
+        _native.limit_threads(threads)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 class Target(NamedTuple):
     """Where ops go: `calls` has the native functions, or a Plan that records them; `empty` makes room for results."""
 

@@ -8,6 +8,7 @@ matrix-vector product changes them with the number of threads too, so the refere
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,14 +31,18 @@ def unavailable() -> str | None:
     return None
 
 
+_alone = threading.RLock()  # the setting is the process's, and a drafter may compute beside its target
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
+    with _alone:
+        count = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(count)
 
 
 @_one_thread()

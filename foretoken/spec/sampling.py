@@ -252,8 +252,9 @@ def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float
     It decides lengths only, so for plain logits float32 will do, which is several times faster.
     """
     if logits.dtype == np.float32 and _divisor(seq.params) == 1.0:
-        shares = np.exp(logits - logits.max())
-        return float(shares[token] / shares.sum())
+        with np.errstate(all="ignore"):  # logits that are no numbers give no confidence
+            shares = np.exp(logits - logits.max())
+            return float(shares[token] / shares.sum())
     if HAS_NATIVE:
         row = np.ascontiguousarray(logits)
         return _native.probability(row.ctypes.data, row.dtype == np.float64, len(row), _divisor(seq.params), token)
