@@ -96,7 +96,7 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
         tables += r.blocks
         tables += [0] * (width - len(r.blocks))
     parts = (token_ids, positions, slots, offsets, [len(r.pending) for r in rows], kv_lens, tables, logit_rows)
-    ints = _tensors(parts, device)
+    ints = int_tensors(parts, device)
     return Batch(
         token_ids=ints[0],
         positions=ints[1],
@@ -110,7 +110,7 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
     )
 
 
-def _tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Tensor, ...]:
+def int_tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Tensor, ...]:
     """Each part as a tensor int32: views of one, since a tensor costs microseconds, however short, and a copy more."""
     flat: list[int] = []
     for part in parts:

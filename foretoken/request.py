@@ -189,7 +189,9 @@ class SpecMetrics:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_rollbacks: int = 0  # rounds with at least one rejected token
-    undrafted: dict[str, int] = field(default_factory=dict)  # rounds for which no token was asked, by why
+    undrafted: dict[str, int] = field(
+        default_factory=dict
+    )  # rounds without a draft, where not for want of a guess: by why
 
     def update(self, num_draft: int, num_accepted: int) -> None:
         """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.
@@ -220,6 +222,37 @@ class SpecMetrics:
         mine.extend([0] * (len(its) - len(mine)))
         for i, count in enumerate(its):
             mine[i] += count
+
+    def since(self, other: SpecMetrics) -> SpecMetrics:
+        """What was counted after `other`, an earlier copy of these counters."""
+        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        return SpecMetrics(
+            self.num_rounds - other.num_rounds,
+            self.num_drafts - other.num_drafts,
+            self.num_draft_tokens - other.num_draft_tokens,
+            self.num_accepted_tokens - other.num_accepted_tokens,
+            [n - (its[i] if i < len(its) else 0) for i, n in enumerate(mine)],
+            self.num_rollbacks - other.num_rollbacks,
+            {why: n - other.undrafted.get(why, 0) for why, n in self.undrafted.items()},
+        )
+
+    def copy(self) -> SpecMetrics:
+        """The counters as they are now."""
+        return self.since(SpecMetrics())
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON, with the field's metric names."""
+        return {
+            "num_rounds": self.num_rounds,
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "num_rollbacks": self.num_rollbacks,
+            "undrafted": dict(self.undrafted),
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+        }
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -330,15 +363,7 @@ class Metrics:
         return {
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_output_tokens": self.num_output_tokens,
-            "num_rounds": spec.num_rounds,
-            "num_drafts": spec.num_drafts,
-            "num_draft_tokens": spec.num_draft_tokens,
-            "num_accepted_tokens": spec.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": list(spec.num_accepted_tokens_per_pos),
-            "num_rollbacks": spec.num_rollbacks,
-            "undrafted": dict(spec.undrafted),
-            "acceptance_rate": spec.acceptance_rate,
-            "mean_acceptance_length": spec.mean_acceptance_length,
+            **spec.as_dict(),
             "time_to_first_token_s": self.time_to_first_token,
             "time_per_output_token_s": self.time_per_output_token,
             "total_time_s": self.total_time,

@@ -22,6 +22,7 @@ COMMANDS = {
     "quantize": "store a model's weights in fewer bits, by a method, as a checkpoint",
     "train": "make a tokenizer, a target and a draft model by a recipe",
     "twin": "a checkpoint of a real model's shape that computes a small model's function",
+    "vocabulary": "a list of frequent tokens, for drafts that guess only these",
     "info": "this machine, its backends, formats, drafters and the embedded models",
     "demo": "watch the embedded model write with and without speculation, side by side",
 }

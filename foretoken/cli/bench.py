@@ -137,7 +137,10 @@ def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
         if as_json:
             print(json.dumps(line), flush=True)
     if not as_json:
-        Console().print(report.table(records))
+        console = Console()
+        console.print(report.table(records))
+        for level in (level for r in records for level in report.levels(r)):
+            console.print(level, style="dim", markup=False, highlight=False)
 
 
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # flags of the drafts, not of the target

@@ -7,9 +7,12 @@ import json
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from foretoken.cli.options import option, parse
+
+if TYPE_CHECKING:
+    from foretoken.spec.drafter import Drafter
 
 WIDTH = 4096  # values in a row of the weights whose size is told
 
@@ -89,7 +92,14 @@ def _drafter(name: str) -> dict[str, Any]:
 
     module = registry.load("drafters", name)
     options = {f.name: f.default for f in dataclasses.fields(module.DRAFTER.Options)}
-    return {"what": _first_line(module.__doc__), "options": options}
+    return {"what": _first_line(module.__doc__), "needs": _needs(module.DRAFTER), "options": options}
+
+
+def _needs(drafter: type[Drafter]) -> str:
+    """What a drafter works with: a model of its own, drafters below it (whose guesses are counted apart)."""
+    own = "the target's weights" if drafter.of_target else "a draft head" if drafter.of_head else "a draft model"
+    below = {0: "", 1: "a drafter below", -1: "two drafters or more below"}[drafter.num_below]
+    return " and ".join(filter(None, (own if drafter.needs_model else "", below)))
 
 
 def _first_line(text: str | None) -> str:
@@ -182,8 +192,8 @@ def _print(found: Mapping[str, Any]) -> None:
     )
     show(
         "drafters",
-        ("name", "what", "options (--draft-options)"),
-        [(n, d["what"], json.dumps(d["options"])) for n, d in found["drafters"].items()],
+        ("name", "what", "needs", "options (--draft-options)"),
+        [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()],
     )
     for name, model in found["models"].items():
         show(f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v])

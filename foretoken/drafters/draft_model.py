@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
 from foretoken.models.runner import ModelRunner
+from foretoken.models.vocabulary import with_tokens
 from foretoken.request import Sequence
 from foretoken.spec.chains import write_chains
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts
 from foretoken.spec.followers import Followers
+from foretoken.spec.vocabulary import read_vocabulary
 
 
 class DraftModelDrafter(Drafter):
@@ -22,9 +24,13 @@ class DraftModelDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt."""
+        """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
+        tokens that it may guess, where not all: a number (the first so many), or a file with their ids (JSON or lines),
+        as `foretoken vocabulary` makes; fewer cost less.
+        """
 
         prefill_rows: int = 512
+        vocabulary: str = ""
 
         def __post_init__(self) -> None:
             if self.prefill_rows < 1:
@@ -40,6 +46,8 @@ class DraftModelDrafter(Drafter):
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> DraftModelDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
+        if options.vocabulary:
+            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
         return cls(options, parts.runner, parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
@@ -53,6 +61,10 @@ class DraftModelDrafter(Drafter):
         for b, chain, sure in zip(active, *written, strict=True):
             chains[b], confidence[b] = chain, sure
         return Draft.chains(chains, confidence if self.policy.uses_confidence else None)
+
+    @property
+    def limit(self) -> int:
+        return self.followers.limit
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)

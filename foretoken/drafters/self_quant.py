@@ -10,10 +10,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from foretoken.models.runner import ModelRunner
+from foretoken.models.vocabulary import with_tokens
 from foretoken.request import Sequence
 from foretoken.spec.chains import write_chains
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts
+from foretoken.spec.vocabulary import read_vocabulary
 
 
 class SelfQuantDrafter(Drafter):
@@ -21,7 +23,11 @@ class SelfQuantDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """None."""
+        """`vocabulary`: the tokens that may be guessed, where not all: a number (the first so many), or a file with
+        their ids (JSON or lines), as `foretoken vocabulary` makes; fewer cost less.
+        """
+
+        vocabulary: str = ""
 
     needs_model = True
     of_target = True
@@ -33,6 +39,8 @@ class SelfQuantDrafter(Drafter):
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
+        if options.vocabulary:
+            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
         return cls(options, parts.runner)
 
     def attach(self, target: ModelRunner) -> None:

@@ -43,6 +43,8 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     config = replace(config, spec=_with_heads(config.spec))
     quant = QuantScheme.parse(config.format)
     folder = resolve_model(model)
+    if is_head(folder):
+        raise ConfigError(f"{model} is a draft head, not a model; name its target as the model, and it with --draft")
     shape = read_config(folder)
     max_len = config.max_model_len or shape.max_model_len
     if max_len > shape.max_model_len:
@@ -182,6 +184,11 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
             raise ConfigError(f"drafter {spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft")
         own = folder if cls.of_target or name is None else resolve_model(name)
         own_quant = QuantScheme.parse(SELF_FORMAT if cls.of_target and spec.format == "auto" else spec.format)
+        if is_head(own) != cls.of_head:
+            what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
+            raise ConfigError(
+                f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
+            )
         if (own.resolve(), own_quant) == (folder.resolve(), quant):
             raise ConfigError(
                 f"{name or 'the target'} would draft for itself in the same format; take a smaller model, or a lower "

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from foretoken.engine.alarm import Alarm
 from foretoken.engine.output import OutputText
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.errors import RequestError
@@ -62,6 +63,7 @@ class Engine:
         self.max_model_len = scheduler.max_model_len
         self.times = TimeSplit()  # of all steps so far
         self.metrics = SpecMetrics()
+        self.alarm = Alarm()
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, _Running] = {}
         self._num_added = 0
@@ -115,6 +117,7 @@ class Engine:
             Round(plan.seqs, plan.num_draft, counts, accepted, sum(plan.num_pending) + sum(counts), times, result.nodes)
         )
         deltas = self._deliver(plan, draft, result, decided)
+        self.alarm.update(self.drafter, counts, accepted)
         times.schedule += time.perf_counter() - decided
         self.times.add(times)
         for seq in plan.seqs:
@@ -138,8 +141,14 @@ class Engine:
             lengths = [min(k, seq.draft_depth) for seq, k in zip(seqs, lengths, strict=True)]
         return lengths
 
-    def _why_undrafted(self, seq: Sequence, asked: int) -> str:
-        """Why a sequence had no draft in the round that it has just been through, for which so many were asked."""
+    def _why_undrafted(self, seq: Sequence, asked: int, num_known: int) -> str:
+        """Why a sequence had no draft in the round that it has just been through, for which so many were asked.
+
+        `num_known`: tokens of the sequence when the round began.
+        """
+        limit = self.drafter.limit
+        if asked and limit is not None and num_known >= limit:
+            return "draft context"
         wanted = self._wanted.get(seq.seq_id)
         if wanted is None:
             return "prompt"
@@ -160,7 +169,7 @@ class Engine:
             seq.metrics.update(draft.count(b), num_accepted)
             self.metrics.update(draft.count(b), num_accepted)
             if not draft.count(b):
-                why = self._why_undrafted(seq, plan.num_draft[b])
+                why = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
                 for metrics in (seq.metrics, self.metrics):
                     metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
             if live.first_token is None:

@@ -81,7 +81,11 @@ class Ops:
 
     def capture(self, hidden: Seq[Tensor]) -> Tensor:
         """Hidden states [T, C] of several layers side by side: [T, len(hidden) * C]."""
-        return torch.cat(list(hidden), dim=1)
+        return self.beside(hidden)
+
+    def beside(self, parts: Seq[Tensor]) -> Tensor:
+        """x [T, K] of several side by side."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
     # --- weights ---
 
@@ -117,11 +121,14 @@ class Ops:
         w: QuantTensor | tuple[QuantTensor, ...],
         bias: Tensor | None = None,
         residual: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-        The products of several w stand side by side; these take no residual.
+        Of the rows `rows` int32 [R] of x alone where given. The products of several w stand side by side; these take
+        no residual.
         """
+        x = x if rows is None else x.index_select(0, rows)
         if isinstance(w, tuple):
             assert residual is None
             return torch.cat([self.linear(x, p, b) for p, b in by_part(w, bias)], dim=1)

@@ -215,15 +215,20 @@ def _product(
 
 
 def linear(
-    x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
+    x: Tensor,
+    w: QuantTensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    on: Target = _NOW,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-    Rows for fp8 activations are rounded here, which no plan can record.
+    Of the rows `rows` [R] of x alone where given. Rows for fp8 activations are rounded here, which no plan can record.
     """
     if w.activations == "fp8":
         x = round_rows(x, w.group)
-    return _product(_PLAIN, x, w, bias, residual, on=on)
+    return _product(_PLAIN, x, w, bias, residual, index=rows, on=on)
 
 
 def norm_linear(
@@ -258,6 +263,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(rows, width, dtype=_F32)
     _native.rms_norm(x.data_ptr(), _row_stride(x), weight.data_ptr(), eps, out.data_ptr(), rows, width)
     return out
+
+
+def norm_call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callable[[int], None]:
+    """rms_norm of the first rows of x [T, C] into `out`, to be called with their number as often as wanted."""
+    x_at, stride, width = x.data_ptr(), _row_stride(x), x.shape[1]
+    _fit("norm weight", weight.shape[0], width)
+    weight_at, out_at = weight.data_ptr(), out.data_ptr()
+    return lambda rows: _native.rms_norm(x_at, stride, weight_at, eps, out_at, rows, width)
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:

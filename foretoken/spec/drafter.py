@@ -83,9 +83,23 @@ class Drafter:
     def release(self, seq: Sequence) -> None:
         """The sequence is gone: forget it."""
 
-    def levels(self) -> list[tuple[str, SpecMetrics]]:
-        """Counters of the levels below, the lowest first, by name: what each model made of its drafter's guesses."""
+    @property
+    def limit(self) -> int | None:
+        """Sequences of so many tokens or more it does not draft for: its own context. None: no such end."""
+        return None
+
+    @property
+    def name(self) -> str:
+        """Its name on the shelf."""
+        return type(self).__module__.rsplit(".", 1)[-1]
+
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        """Drafters below whose guesses are counted apart, the lowest first, with what was made of their guesses."""
         return []
+
+    def levels(self) -> list[tuple[str, SpecMetrics]]:
+        """The same by name: "level 1: ngram"."""
+        return [(f"level {i}: {d.name}", metrics) for i, (d, metrics) in enumerate(self.counted(), 1)]
 
 
 class NoDrafter(Drafter):

@@ -33,6 +33,7 @@ class Run:
     num_steps: int = 0
     times: TimeSplit = field(default_factory=TimeSplit)
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
+    levels: dict[str, SpecMetrics] = field(default_factory=dict)  # of the drafters below, where they are counted apart
     completions: list[Completion] = field(default_factory=list)
 
     @property
@@ -145,6 +146,7 @@ def _key(arm: Arm) -> object:
 def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:
     """Run prompts together to their end, and add what it took to `run`; `tick` is called for each that ended."""
     before = replace(engine.times)
+    levels = [(name, metrics, metrics.copy()) for name, metrics in engine.drafter.levels()]
     done: dict[str, Completion] = {}
     start = time.perf_counter()
     for i, (prompt, params) in enumerate(batch):
@@ -158,6 +160,8 @@ def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None
     run.seconds += time.perf_counter() - start
     run.times.add(engine.times)
     run.times.add(before, -1.0)
+    for name, metrics, earlier in levels:
+        run.levels.setdefault(name, SpecMetrics()).add(metrics.since(earlier))
     for i in range(len(batch)):
         run.completions.append(done[f"bench{i}"])
         run.metrics.add(done[f"bench{i}"].metrics.spec)

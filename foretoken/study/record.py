@@ -18,6 +18,7 @@ import torch
 
 import foretoken
 from foretoken import registry
+from foretoken.engine.alarm import is_useless
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
 from foretoken.models.loader import resolve_model
@@ -263,7 +264,18 @@ def make_record(
         "equals_plain": all(equal),
         "time_split": {name: median(_split(run)[name] for run in runs) for name in _split(runs[0])},
         "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,
+        **_remarks(str(config.get("draft", "none")), runs[0]),
     }
+
+
+def _remarks(draft: str, run: Run) -> dict[str, object]:
+    """What not every record has: counters of the drafters below, and whether the draft was no use at all."""
+    found: dict[str, object] = {}
+    if run.levels:
+        found["levels"] = {name: level.as_dict() for name, level in run.levels.items()}
+    if draft != "none" and registry.load("drafters", draft).DRAFTER.needs_model and is_useless(run.metrics):
+        found["useless_draft"] = True
+    return found
 
 
 def _split(run: Run) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from foretoken.engine.alarm import REMEDY
 from foretoken.request import SamplingParams
 
 COLUMNS = (
@@ -67,6 +68,18 @@ def _predicted(record: Mapping[str, Any]) -> str:
     """The predicted speed-up, in brackets, where the record has one."""
     found = record.get("prediction")
     return "" if found is None else f" ({found['speedup']:.2f}x)"
+
+
+def levels(record: Mapping[str, Any]) -> list[str]:
+    """A line for each drafter below that was counted apart, and one for a draft that was no use."""
+    lines = [
+        f"{record['config']['label']}: {name}: {m['num_accepted_tokens']} of {m['num_draft_tokens']} drafted accepted"
+        + (f", {m['mean_acceptance_length']:.2f} per draft" if m["num_drafts"] else "")
+        for name, m in record.get("levels", {}).items()
+    ]
+    if record.get("useless_draft"):
+        lines.append(f"{record['config']['label']}: next to nothing was accepted. {REMEDY}")
+    return lines
 
 
 def table(records: Seq[Mapping[str, Any]]) -> Table:

@@ -284,3 +284,25 @@ def test_a_drafter_without_what_it_works_with(pair: Pair) -> None:
         make_engine(pair, "cascade", below=())
     with pytest.raises(ConfigError, match="two drafters or more"):
         make_engine(pair, "first", below=(NGRAM,))
+
+
+def test_first_counts_each_ones_guesses(pair: Pair) -> None:
+    """Together they are the engine's counters; on their own, each knows what was made of its guesses."""
+    engine = make_engine(pair, "first", k=6)
+    run(engine, PROMPTS, GREEDY)
+    (one, suffix), (two, model) = engine.drafter.levels()
+    assert (one, two) == ("level 1: suffix", "level 2: draft_model")
+    assert suffix.num_drafts > 2 and model.num_drafts > 2
+    for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
+        assert getattr(suffix, field) + getattr(model, field) == getattr(engine.metrics, field)
+    assert model.acceptance_rate != suffix.acceptance_rate
+
+
+def test_levels_of_a_tower(pair: Pair) -> None:
+    inner = SpecConfig("cascade", num_draft_tokens=4, below=(SpecConfig("first", below=(NGRAM, SUFFIX)),))
+    engine = make_engine(pair, "cascade", k=6, below=(inner,))
+    run(engine, PROMPTS, GREEDY)
+    names = [name for name, _ in engine.drafter.levels()]
+    assert names == ["level 1: ngram", "level 2: suffix", "level 3: first", "level 4: cascade"]
+    ngram, suffix, both, _ = (metrics for _, metrics in engine.drafter.levels())
+    assert ngram.num_accepted_tokens + suffix.num_accepted_tokens == both.num_accepted_tokens > 0

@@ -91,6 +91,9 @@ def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
     assert 25 < max(longest) <= 32
     assert done[0].metrics.spec.num_draft_tokens > 0
     assert done[3].metrics.spec.num_draft_tokens == 0
+    beyond = [c.metrics.spec.undrafted.get("draft context", 0) for c in done]
+    assert 0 < beyond[0] < 30 < beyond[3]
+    assert sum(done[3].metrics.spec.undrafted.values()) == done[3].metrics.spec.num_rounds
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5, 9])
