@@ -191,9 +191,9 @@ def policies() -> str:
     about = (
         f"{c['model']} ({c['num_parameters'] / 1e6:.1f} M, {c['format']}), greedy, {c['num_prompts']} prompts a "
         f"workload, {len(found[-1]['repetitions'])} runs; {text}. Goodput over the best fixed length: "
-        f"{min(ratios):.2f} at least, {sum(ratios) / len(ratios):.2f} in the mean. Predicted against measured "
-        f"speed-up, all settings: {median(errors):.0%} apart in the median, {max(errors):.0%} at most. Load before the "
-        f"last workload: "
+        f"{min(ratios):.2f} at least, {sum(ratios) / len(ratios):.2f} in the mean. Predicted against measured, "
+        f"all settings: {median(errors):.0%} apart in the median, {max(errors):.0%} at most. "
+        "Load before the last workload: "
         f"{found[-1]['machine']['load_1min']}; {measured_on(found[-1])}."
     )
     return f"{markdown(head, rows, (1, 3, 4, 5, 6))}\n\n{about}\n"

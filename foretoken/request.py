@@ -192,13 +192,18 @@ class SpecMetrics:
     undrafted: dict[str, int] = field(
         default_factory=dict
     )  # rounds without a draft, where not for want of a guess: by why
+    num_ahead: int = 0  # rounds in which the drafter guessed on while the target checked
+    num_ahead_kept: int = 0  # of these, where the text came as it had supposed: the rest was thrown away
 
-    def update(self, num_draft: int, num_accepted: int) -> None:
+    def update(self, num_draft: int, num_accepted: int, ahead: bool | None = None) -> None:
         """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.
 
-        The round counts whole, also where the text ends inside its accepted path.
+        The round counts whole, also where the text ends inside its accepted path. `ahead`: None where the drafter
+        waited, else whether what it guessed meanwhile may be used.
         """
         self.num_rounds += 1
+        self.num_ahead += ahead is not None
+        self.num_ahead_kept += bool(ahead)
         if num_draft == 0:
             return
         self.num_drafts += 1
@@ -216,6 +221,8 @@ class SpecMetrics:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_rollbacks += other.num_rollbacks
+        self.num_ahead += other.num_ahead
+        self.num_ahead_kept += other.num_ahead_kept
         for why, count in other.undrafted.items():
             self.undrafted[why] = self.undrafted.get(why, 0) + count
         mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
@@ -250,6 +257,8 @@ class SpecMetrics:
             "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
             "num_rollbacks": self.num_rollbacks,
             "undrafted": dict(self.undrafted),
+            "num_ahead": self.num_ahead,
+            "num_ahead_kept": self.num_ahead_kept,
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
         }

@@ -50,9 +50,9 @@ class FirstDrafter(Drafter):
     def __init__(self, options: Options, below: Seq[Drafter]) -> None:
         self.options = options
         self.below = tuple(below)
-        self.branches = any(d.branches for d in self.below)
         self.metrics = tuple(SpecMetrics() for _ in below)  # what was made of each one's guesses
         self._taken: dict[int, _Taken] = {}  # by sequence, of the round that runs
+        self.branches = any(d.branches for d in self.below)
         self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
 
     @classmethod

@@ -21,6 +21,7 @@ from foretoken.request import (
     SpecMetrics,
     TimeSplit,
 )
+from foretoken.spec.ahead import NOT_AHEAD, NotAhead
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, NoDrafter
 from foretoken.spec.length import LengthPolicy, Round
@@ -52,8 +53,10 @@ class Engine:
         policy: LengthPolicy,
         tokenizer: Tokenizer,
         scheduler: Scheduler,
+        ahead: NotAhead = NOT_AHEAD,
     ) -> None:
         self.runner = runner
+        self.ahead = ahead  # what the drafter does while the target checks
         self.drafter = drafter
         self.policy = policy
         self._wanted: dict[int, int] = {}  # draft tokens that the policy wants, by sequence, of the round that runs
@@ -108,7 +111,14 @@ class Engine:
             return []
         times = TimeSplit(schedule=time.perf_counter() - start)
         draft, result = decode_step(
-            self.runner, self.drafter, plan.seqs, plan.num_pending, plan.num_draft, times, self._policies
+            self.runner,
+            self.drafter,
+            plan.seqs,
+            plan.num_pending,
+            plan.num_draft,
+            times,
+            self._policies,
+            self.ahead,
         )
         decided = time.perf_counter()
         counts = [draft.count(b) for b in range(len(plan.seqs))]
@@ -146,8 +156,7 @@ class Engine:
 
         `num_known`: tokens of the sequence when the round began.
         """
-        limit = self.drafter.limit
-        if asked and limit is not None and num_known >= limit:
+        if asked and self.drafter.limit is not None and num_known >= self.drafter.limit:
             return "draft context"
         wanted = self._wanted.get(seq.seq_id)
         if wanted is None:
@@ -166,8 +175,9 @@ class Engine:
             live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
             if not tokens and not result.failed[b]:
                 continue  # a chunk of a prompt
-            seq.metrics.update(draft.count(b), num_accepted)
-            self.metrics.update(draft.count(b), num_accepted)
+            held = self.ahead.outcome(b, draft, result)
+            for metrics in (seq.metrics, self.metrics):
+                metrics.update(draft.count(b), num_accepted, held)
             if not draft.count(b):
                 why = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
                 for metrics in (seq.metrics, self.metrics):

@@ -12,6 +12,7 @@ and packs at once. With `replayer` it may record a forward pass and replay it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence as Seq
 from functools import cache, partial
 from types import ModuleType
@@ -236,7 +237,30 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
 def set_num_threads(threads: int) -> None:
     """Threads of every backend that counts them, and of PyTorch."""
     torch.set_num_threads(threads)
-    if "cpu" in registry.names("ops"):
-        module = registry.load("ops", "cpu")
-        if module.unavailable() is None:
-            module.set_num_threads(threads)
+    if (module := _native()) is not None:
+        module.set_num_threads(threads)
+
+
+def num_threads() -> int:
+    """Threads that a call may use, of the native kernels where they run here, else of PyTorch."""
+    module = _native()
+    return torch.get_num_threads() if module is None else int(module.num_threads())
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use, as far as that is known."""
+    module = _native()
+    return (os.cpu_count() or 1) if module is None else int(module.available_cores())
+
+
+def limit_threads(threads: int) -> None:
+    """Let calls of the thread that calls this use at most so many of the native kernels' threads; 0: no limit."""
+    if (module := _native()) is not None:
+        module.limit_threads(threads)
+
+
+def _native() -> ModuleType | None:
+    if "cpu" not in registry.names("ops"):
+        return None
+    module = registry.load("ops", "cpu")
+    return module if module.unavailable() is None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class Drafter:
     of_target = False  # is that model the target itself in another format, in the target's own cache?
     num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
     branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern
+    goes_ahead = False  # can it guess on while the target checks (`ahead`)?
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
     policy: LengthPolicy = FixedLength(0)
 
@@ -73,6 +74,16 @@ class Drafter:
         Nodes deeper than `seq.draft_depth` are of no use: they are dropped.
         """
         raise NotImplementedError
+
+    def ahead(
+        self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
+    ) -> list[list[int]]:
+        """Guess on after `draft`, which was for num_draft[b] tokens, while the target checks it in another thread.
+
+        Returns for each sequence the tokens after its draft, none where that is unknown. Begins no pass once `going()`
+        is false. Must keep to what is its own: no target's cache, and of the sequences, which grow, only their ids.
+        """
+        return [[] for _ in seqs]
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         """Learn what became certain: a span per sequence, hidden float32 [sum of spans, len(captures) * C]."""

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from foretoken.engine.build import check_overlap
 from foretoken.engine.calibrate import measure_curve
 from foretoken.engine.engine import Engine
 from foretoken.engine.llm import LLM
 from foretoken.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
+from foretoken.spec.ahead import make_ahead
 from foretoken.spec.cost import Curve
 from foretoken.spec.drafter import Drafter, NoDrafter
 from foretoken.spec.length import LengthPolicy
@@ -72,8 +74,10 @@ class Bench:
         self._policies: dict[Arm, LengthPolicy] = {}
         self._target: Curve | None = None  # costs of passes, for predictions
         self._curves: dict[object, Curve | None] = {}  # of draft models
+        self._aheads = {arm.spec.overlap: make_ahead(arm.spec) for arm in arms}
         self.llm = load(model, None, **settings)
         for arm in arms:
+            check_overlap(arm.spec)
             if not arm.plain and _key(arm) not in self._drafters:
                 # Only the drafter is kept; the second copy of the target goes.
                 self._drafters[_key(arm)] = load(model, arm.spec, **settings).engine.drafter
@@ -87,6 +91,7 @@ class Bench:
             self._policies[arm] = make_policy(arm.spec, partial(measure_curve, engine.runner))
         engine.policy = self._policies[arm]
         engine.drafter.policy = engine.policy
+        engine.ahead = self._aheads[arm.spec.overlap]
         engine.drafter.attach(engine.runner)
         engine.runner.captures = engine.drafter.captures
         return engine
@@ -137,10 +142,9 @@ class Bench:
 
 
 def _key(arm: Arm) -> object:
-    """Arms of one drafter share it: length, confidence and policy belong to the policy."""
-    return json.dumps(
-        spec_as_dict(replace(arm.spec, num_draft_tokens=0, confidence=None, policy="fixed")), sort_keys=True
-    )
+    """Arms of one drafter share it: length, confidence and policy belong to the policy, overlap to the engine."""
+    spec = replace(arm.spec, num_draft_tokens=0, confidence=None, policy="fixed", overlap=0)
+    return json.dumps(spec_as_dict(spec), sort_keys=True)
 
 
 def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:

@@ -259,6 +259,8 @@ def make_record(
         "acceptance_rate": metrics.acceptance_rate,
         "mean_acceptance_length": metrics.mean_acceptance_length,
         "rollbacks": metrics.num_rollbacks,
+        "num_ahead": metrics.num_ahead,
+        "num_ahead_kept": metrics.num_ahead_kept,
         "accepted_per_pos": list(metrics.num_accepted_tokens_per_pos),
         "speedup": median(ratios),
         "equals_plain": all(equal),

@@ -64,12 +64,6 @@ def cells(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _predicted(record: Mapping[str, Any]) -> str:
-    """The predicted speed-up, in brackets, where the record has one."""
-    found = record.get("prediction")
-    return "" if found is None else f" ({found['speedup']:.2f}x)"
-
-
 def levels(record: Mapping[str, Any]) -> list[str]:
     """A line for each drafter below that was counted apart, and one for a draft that was no use."""
     lines = [
@@ -80,6 +74,12 @@ def levels(record: Mapping[str, Any]) -> list[str]:
     if record.get("useless_draft"):
         lines.append(f"{record['config']['label']}: next to nothing was accepted. {REMEDY}")
     return lines
+
+
+def _predicted(record: Mapping[str, Any]) -> str:
+    """The predicted speed-up, in brackets, where the record has one."""
+    found = record.get("prediction")
+    return "" if found is None else f" ({found['speedup']:.2f}x)"
 
 
 def table(records: Seq[Mapping[str, Any]]) -> Table:
