@@ -32,11 +32,11 @@ T* at(uintptr_t address) {
 }
 
 void py_weight(Weight* self, int format, bool integer_rows, int64_t outputs, int64_t depth, int64_t group, int64_t stride,
-               uintptr_t codes, uintptr_t scales, int scale_format, uintptr_t zeros) {
+               uintptr_t codes, uintptr_t scales, int scale_format, uintptr_t zeros, uintptr_t low) {
     new (self) Weight{static_cast<Format>(format), integer_rows,         outputs,
                       depth,                       group,                stride,
                       at<const void>(codes),       at<const void>(scales), static_cast<Format>(scale_format),
-                      at<const uint8_t>(zeros)};
+                      at<const uint8_t>(zeros),    at<const uint8_t>(low)};
 }
 
 void py_linear(int kind, uintptr_t x, int64_t x_stride, uintptr_t norm_weight, float eps, uintptr_t index, int64_t index_limit,
@@ -90,9 +90,9 @@ void py_unpack_codes(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t
 }
 
 void py_encode_packed(uintptr_t weight, int source, int64_t stride, int64_t outputs, int64_t depth, int64_t group, bool nibbles,
-                      bool asymmetric, bool wide_scales, uintptr_t packed, uintptr_t scales, uintptr_t zeros) {
+                      bool asymmetric, bool wide_scales, uintptr_t packed, uintptr_t scales, uintptr_t zeros, uintptr_t low) {
     encode_packed({at<const void>(weight), static_cast<Format>(source), stride, outputs, depth, group, nibbles, asymmetric,
-                   wide_scales, at<uint8_t>(packed), at<void>(scales), at<uint8_t>(zeros)});
+                   wide_scales, at<uint8_t>(packed), at<void>(scales), at<uint8_t>(zeros), at<uint8_t>(low)});
 }
 
 void py_pack_pairs(uintptr_t plain, uintptr_t packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element) {

@@ -15,6 +15,7 @@ class Weight:
         scales: int,
         scale_format: int,
         zeros: int,
+        low: int,
         /,
     ) -> None: ...
 
@@ -49,6 +50,7 @@ def encode_packed(
     packed: int,
     scales: int,
     zeros: int,
+    low: int,
     /,
 ) -> None: ...
 def unpack_codes(packed: int, plain: int, outputs: int, depth: int, nibbles: bool, /) -> None: ...
@@ -190,6 +192,7 @@ class Plan:
         table_stride: int,
         token_ids: int,
         positions: int,
+        key_positions: int,
         slots: int,
         row_offsets: int,
         kv_lens: int,

@@ -108,7 +108,11 @@ def _turns(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
             spec, tokens = _atom(tokens[0]), tokens[1:]
         turns.append(spec)
         if not tokens or tokens[0] != "+":
-            return (turns[0] if len(turns) == 1 else SpecConfig("first", below=tuple(turns))), tokens
+            return (
+                turns[0]
+                if len(turns) == 1
+                else SpecConfig("first", below=tuple(replace(t, num_draft_tokens=MAX_DRAFT_TOKENS) for t in turns))
+            ), tokens
         tokens = tokens[1:]
 
 

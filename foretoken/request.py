@@ -10,6 +10,7 @@ from enum import Enum
 from foretoken.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+MAX_CONTEXT = 2**31 - 1  # tokens, where no model says less
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,7 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "context",
         "finish_reason",
         "logprobs",
         "metrics",
@@ -305,6 +307,7 @@ class Sequence:
         self.token_ids: list[int] = list(token_ids)
         self.num_prompt = len(self.token_ids)
         self.num_cached = 0
+        self.context = MAX_CONTEXT  # tokens that the model can take; who runs it says
         self.blocks: list[int] = []
         self.params = params
         self.seed = seed
@@ -329,6 +332,16 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def draft_depth(self) -> int:
+        """The longest path of a draft that can be of use: one token less than may still be written."""
+        return max(0, self.max_len - len(self.token_ids) - 1)
+
+    @property
+    def max_len(self) -> int:
+        """The longest that it may become, in tokens."""
+        return min(self.num_prompt + self.params.max_tokens, self.context)
 
 
 @dataclass(frozen=True)

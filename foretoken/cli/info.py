@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ def collect() -> dict[str, Any]:
         "formats": {name: _format(name) for name in registry.names("formats")},
         "presets": _presets(),
         "drafters": {name: _drafter(name) for name in registry.names("drafters")},
-        "models": {name: _model(name) for name in ("embedded", "embedded-draft")},
+        "models": {name: _model(name) for name in ("embedded", "embedded-draft", "embedded-head")},
     }
 
 
@@ -110,16 +111,23 @@ def _model(name: str) -> dict[str, Any]:
     """Shape and size of an embedded model, and the path of its card; a missing one says so."""
     from foretoken.errors import ModelLoadError
     from foretoken.models.config import read_config
+    from foretoken.models.eagle_config import expected_tensors, is_head, read_head_config
     from foretoken.models.loader import resolve_model
 
     folder = resolve_model(name)
     try:
-        config = read_config(folder)
+        head = read_head_config(folder) if is_head(folder) else None
+        config = read_config(folder) if head is None else head.layer
     except ModelLoadError as error:
         return {"missing": str(error)}
+    parameters = config.num_parameters
+    if head is not None:  # embedding and, where it has all tokens, LM head are the target's
+        whole = head.draft_vocab_size == config.vocab_size
+        borrowed = ("embed_tokens.weight", "d2t", *(["lm_head.weight"] if whole else []))
+        parameters = sum(math.prod(shape) for n, shape in expected_tensors(head).items() if n not in borrowed)
     card = folder / "README.md"
     return {
-        "parameters": config.num_parameters,
+        "parameters": parameters,
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "heads": f"{config.num_heads}/{config.num_kv_heads}",

@@ -86,18 +86,21 @@ class CascadeDrafter(Drafter):
         asked = self.below.policy.lengths(shadows, sum(pending))
         room = [self._room(s, k) for s, k in zip(shadows, asked, strict=True)]
         times = TimeSplit()
-        draft, result = decode_step(self.runner, self.below, shadows, pending, room, times)
+        policy = self.below.policy
+        draft, result = decode_step(self.runner, self.below, shadows, pending, room, times, policy)
         counts = [draft.count(b) for b in range(len(shadows))]
         accepted = [len(nodes) for nodes in result.nodes]
-        self.below.policy.update(Round(shadows, room, counts, accepted, sum(pending) + sum(counts), times))
+        num_rows = sum(pending) + sum(counts)
+        policy.update(Round(shadows, room, counts, accepted, num_rows, times, result.nodes))
         for guessed, right in zip(counts, accepted, strict=True):
             self.metrics.update(guessed, right)
         return [bool(f) for f in result.failed]
 
     def _room(self, shadow: Sequence, wanted: int) -> int:
-        """Nodes that the model's context and free blocks leave for a guess, reserved."""
+        """Nodes that the text and free blocks leave for a guess, reserved."""
         blocks = self.runner.blocks
-        room = max(0, min(wanted, self.followers.limit - len(shadow) - 1, blocks.reservable(shadow) - len(shadow)))
+        useful = wanted if self.below.branches else min(wanted, shadow.draft_depth)
+        room = max(0, min(useful, blocks.reservable(shadow) - len(shadow))) if shadow.draft_depth else 0
         blocks.reserve(shadow, len(shadow) + room)
         return room
 

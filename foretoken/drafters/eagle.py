@@ -57,6 +57,7 @@ class EagleDrafter(Drafter):
 
     needs_model = True
     of_head = True
+    branches = True
 
     def __init__(
         self, options: Options, runner: HeadRunner, captures: tuple[int, ...], eos_token_ids: Seq[int] = ()
@@ -105,7 +106,7 @@ class EagleDrafter(Drafter):
         chains = self.options.top_k == 1
         growing: dict[int, _Growing] = {}
         for b, (seq, k) in enumerate(zip(seqs, num_draft, strict=True)):
-            depth = self.followers.room(seq, min(self.options.depth, k))
+            depth = self.followers.room(seq, min(self.options.depth, k, seq.draft_depth))
             width = min(self.options.top_k, k)
             if depth > 0 and self.followers.reserve(seq, min(width * (depth - 1), MAX_NODES)):
                 growing[b] = _Growing(seq, Tree(min(k, MAX_NODES)), depth, width)

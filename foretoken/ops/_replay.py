@@ -214,6 +214,7 @@ class Recorded:
             batch.block_tables.shape[1],
             batch.token_ids.data_ptr(),
             batch.positions.data_ptr(),
+            (batch.positions if batch.key_positions is None else batch.key_positions).data_ptr(),
             batch.slots.data_ptr(),
             batch.row_offsets.data_ptr(),
             batch.kv_lens.data_ptr(),
@@ -279,11 +280,18 @@ def _laid_out(batch: Batch) -> bool:
     """Whether the batch is what build_batch makes: contiguous int32 (mask: int64) of matching lengths, on the CPU."""
     rows = batch.token_ids.shape[0]
     num_seqs = batch.num_pending.shape[0]
-    ints = (batch.token_ids, batch.positions, batch.slots, batch.row_offsets, batch.kv_lens, batch.logit_rows)
+    at = batch.positions if batch.key_positions is None else batch.key_positions
+    ints = (batch.token_ids, batch.positions, at, batch.slots, batch.row_offsets, batch.kv_lens, batch.logit_rows)
     if any(x.dtype is not torch.int32 or not x.is_contiguous() for x in (*ints, batch.block_tables)):
         return False
     mask = batch.tree_mask
     if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
         return False
-    lengths = (batch.positions.shape[0], batch.slots.shape[0], batch.row_offsets.shape[0], batch.kv_lens.shape[0])
-    return lengths == (rows, rows, num_seqs + 1, num_seqs) and batch.block_tables.shape[0] == num_seqs
+    lengths = (
+        batch.positions.shape[0],
+        at.shape[0],
+        batch.slots.shape[0],
+        batch.row_offsets.shape[0],
+        batch.kv_lens.shape[0],
+    )
+    return lengths == (rows, rows, rows, num_seqs + 1, num_seqs) and batch.block_tables.shape[0] == num_seqs

@@ -166,7 +166,9 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
     if weight.stride(1) != 1 or tuple(weight.shape) != w.shape:
         raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
     outputs, depth = w.shape
-    return _native.Weight(_CODES[w.format], False, outputs, depth, depth, weight.stride(0), weight.data_ptr(), 0, 0, 0)
+    return _native.Weight(
+        _CODES[w.format], False, outputs, depth, depth, weight.stride(0), weight.data_ptr(), 0, 0, 0, 0
+    )
 
 
 def embedding(token_ids: Tensor, w: QuantTensor, on: Target = _NOW) -> Tensor:
@@ -429,7 +431,8 @@ def attention(
         raise ValueError(
             f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)} (head dim at most {_MAX_DIM})"
         )
-    positions, offsets, kv_lens = _ints(batch.positions), _ints(batch.row_offsets), _ints(batch.kv_lens)
+    at = batch.positions if batch.key_positions is None else batch.key_positions
+    positions, offsets, kv_lens = _ints(at), _ints(batch.row_offsets), _ints(batch.kv_lens)
     tables, mask = _ints(batch.block_tables), batch.tree_mask
     num_seqs, table_width = tables.shape
     if positions.shape[0] != rows or offsets.shape[0] != num_seqs + 1 or kv_lens.shape[0] != num_seqs:

@@ -14,7 +14,7 @@ from foretoken.spec.sampling import FAILED, choose, plain_greedy, probability
 
 @dataclass
 class Chain:
-    """Tokens guessed after a sequence, the model's probability of each, and whether it has no more to say."""
+    """Tokens guessed after a sequence, the probabilities of the paths to them, and whether there is no more to say."""
 
     tokens: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)
@@ -53,6 +53,8 @@ def extend_chains(
 ) -> None:
     """Let the model write on at each of `chains`, which its shadow ends with, up to lengths[b] tokens in all.
 
+    Confidence is of whole paths: the product of the tokens' probabilities up to each.
+
     A chain ends early where `policy` says so, at the model's context, and before a token from `vocab_limit` on. The
     noise is the target's own (coupled sampling). `prepare(shadows)` runs before each pass. No pass begins once
     `going()` is false.
@@ -72,10 +74,12 @@ def extend_chains(
                 chain.ended = True
                 continue
             chain.tokens.append(token)
-            chain.sure.append(sure)
+            chain.sure.append(sure * (chain.sure[-1] if chain.sure else 1.0))
             shadows[b].token_ids.append(token)
             chain.ended = policy.stop(sure)
         active = [b for b in active if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
+        if active and policy.ends([chains[b].sure for b in active]):
+            break
 
 
 def _next(runner: ModelRunner, seqs: list[Sequence], with_probability: bool) -> list[tuple[int, float]]:

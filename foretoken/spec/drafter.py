@@ -52,6 +52,7 @@ class Drafter:
     of_head = False  # is that model a draft head, which reads the target's hidden states?
     of_target = False  # is that model the target itself in another format, in the target's own cache?
     num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
+    branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern
     goes_ahead = False  # can it guess on while the target checks (`ahead`)?
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
     policy: LengthPolicy = FixedLength(0)
@@ -68,7 +69,10 @@ class Drafter:
         """Draft for another target from now on, of the same model, with its own cache."""
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed."""
+        """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed.
+
+        Nodes deeper than `seq.draft_depth` are of no use: they are dropped.
+        """
         raise NotImplementedError
 
     def ahead(

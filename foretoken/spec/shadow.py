@@ -18,6 +18,7 @@ class Shadow:
         self.runner = runner
         self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed, target.tenant)
         self.seq.num_prompt = target.num_prompt
+        self.seq.context = runner.model.max_model_len
         self.num_agreed = len(target)  # of the target's tokens: these need no second look, unless it was rewound
 
     def follow(self, target: Sequence, rewind: Callable[[Sequence, int], None], keep: int = 0) -> None:

@@ -10,6 +10,7 @@ from foretoken.request import Sequence, TimeSplit
 from foretoken.spec.ahead import NOT_AHEAD, NotAhead
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Span
+from foretoken.spec.length import Trims
 from foretoken.spec.verify import Verified, verify
 
 
@@ -20,16 +21,23 @@ def decode_step(
     num_pending: Seq[int],
     num_draft: Seq[int],
     times: TimeSplit | None = None,
+    policy: Trims | None = None,
     ahead: NotAhead = NOT_AHEAD,
 ) -> tuple[Draft, Verified]:
     """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] guesses each.
 
-    Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage.
-    `ahead`: what the drafter does while the model's pass runs.
+    Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage; `policy`,
+    if given, may drop nodes of the draft before they are checked; `ahead`: what the drafter does while the model's
+    pass runs. A draft's paths end where a sequence must.
     """
     clock = time.perf_counter
     start = clock()
     draft = drafter.propose(seqs, num_draft) if any(num_draft) else Draft.empty(len(seqs))
+    depths = [seq.draft_depth for seq in seqs]
+    if any(k > depth for k, depth in zip(num_draft, depths, strict=True)):
+        draft = draft.shallow(depths)
+    if policy is not None:
+        draft = policy.trim(draft, seqs, sum(num_pending))
     drafted = clock()
     with ahead.beside(drafter, seqs, draft, num_draft) as end_ahead:
         out = runner.forward(seqs, draft, num_pending)

@@ -16,9 +16,11 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.llm import LLM
 from foretoken.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from foretoken.spec.ahead import make_ahead
+from foretoken.spec.cost import Curve
 from foretoken.spec.drafter import Drafter, NoDrafter
 from foretoken.spec.length import LengthPolicy
 from foretoken.spec.policies import make_policy
+from foretoken.study.estimate import Counted, Prediction, draft_curve, predict
 from foretoken.study.workload import Arm, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
@@ -48,6 +50,15 @@ class Run:
     def overhead(self) -> float:
         return self.seconds - self.times.target - self.times.draft
 
+    def counted(self, batch_size: int) -> Counted:
+        """What a prediction needs to know of it; `batch_size`: completions that ran together."""
+        done = self.completions
+        batches = [done[i : i + batch_size] for i in range(0, len(done), batch_size)]
+        prefill = sum(max(c.metrics.time_to_first_token for c in batch) for batch in batches)
+        context = sum(c.metrics.num_prompt_tokens + c.metrics.num_output_tokens / 2 for c in done) / max(1, len(done))
+        steps, rounds = max(1, self.num_steps - len(batches)), max(1, self.metrics.num_rounds - len(done))
+        return Counted(self.metrics, steps, rounds, self.seconds, prefill, self.times.draft, self.overhead, context)
+
     @property
     def texts(self) -> list[tuple[int, ...]]:
         return [c.token_ids for c in self.completions]
@@ -61,6 +72,8 @@ class Bench:
         self.arms = list(arms)
         self._drafters: dict[object, Drafter] = {}
         self._policies: dict[Arm, LengthPolicy] = {}
+        self._target: Curve | None = None  # costs of passes, for predictions
+        self._curves: dict[object, Curve | None] = {}  # of draft models
         self._aheads = {arm.spec.overlap: make_ahead(arm.spec) for arm in arms}
         self.llm = load(model, None, **settings)
         for arm in arms:
@@ -82,6 +95,22 @@ class Bench:
         engine.drafter.attach(engine.runner)
         engine.runner.captures = engine.drafter.captures
         return engine
+
+    def predict(self, arm: Arm, run: Run, plain: Run, batch_size: int) -> Prediction | None:
+        """What costs and acceptance promise for a run, beside its plain one; None for plain decoding.
+
+        Cost curves are measured where they are first asked for: after `measure`, so that runs pay nothing for them.
+        """
+        if arm.plain:
+            return None
+        engine = self.install(arm)
+        key = _key(arm)
+        if self._target is None:
+            self._target = measure_curve(engine.runner)
+        if key not in self._curves:
+            self._curves[key] = draft_curve(engine.drafter, measure_curve)
+        done, before = run.counted(batch_size), plain.counted(batch_size)
+        return predict(done, before, self._target, self._curves[key])
 
     def check(self, workload: Workload) -> None:
         """Raise RequestError if a prompt does not fit; before any time is spent."""
@@ -113,8 +142,9 @@ class Bench:
 
 
 def _key(arm: Arm) -> object:
-    """Arms of one drafter share it: the length and the confidence belong to the policy, overlap to the engine."""
-    return json.dumps(spec_as_dict(replace(arm.spec, num_draft_tokens=0, confidence=None, overlap=0)), sort_keys=True)
+    """Arms of one drafter share it: length, confidence and policy belong to the policy, overlap to the engine."""
+    spec = replace(arm.spec, num_draft_tokens=0, confidence=None, policy="fixed", overlap=0)
+    return json.dumps(spec_as_dict(spec), sort_keys=True)
 
 
 def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:

@@ -212,10 +212,13 @@ def make_records(
 ) -> list[dict[str, Any]]:
     """The records of one measured workload, plain decoding first."""
     plain = runs[bench.arms[0]]
-    return [
-        make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
-        for arm in bench.arms
-    ]
+    records = []
+    for arm in bench.arms:
+        made = make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
+        middle = sorted(range(len(plain)), key=lambda i: made["repetitions"][i]["speedup"])[len(plain) // 2]
+        found = bench.predict(arm, runs[arm][middle], plain[middle], workload.batch_size)
+        records.append(made if found is None else {**made, "prediction": found.as_dict()})
+    return records
 
 
 def make_record(

@@ -23,6 +23,7 @@ COLUMNS = (
     "same text",
 )
 LEGEND = (
+    "speed-up: in brackets as costs and acceptance predict it; "
     "accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one included; "
     "rollbacks: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
     "models' passes; same text: token for token as plain decoding"
@@ -53,7 +54,7 @@ def cells(record: Mapping[str, Any]) -> list[str]:
     return [
         record["config"]["label"],
         f"{record['tokens_per_s']:.1f}",
-        "1" if plain else f"{record['speedup']:.2f}x",
+        "1" if plain else f"{record['speedup']:.2f}x{_predicted(record)}",
         "" if rate is None else f"{rate:.0%}",
         "" if length is None else f"{length:.2f}",
         "" if plain else str(record["rollbacks"]),
@@ -73,6 +74,12 @@ def levels(record: Mapping[str, Any]) -> list[str]:
     if record.get("useless_draft"):
         lines.append(f"{record['config']['label']}: next to nothing was accepted. {REMEDY}")
     return lines
+
+
+def _predicted(record: Mapping[str, Any]) -> str:
+    """The predicted speed-up, in brackets, where the record has one."""
+    found = record.get("prediction")
+    return "" if found is None else f" ({found['speedup']:.2f}x)"
 
 
 def table(records: Seq[Mapping[str, Any]]) -> Table:

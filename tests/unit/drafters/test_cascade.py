@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_goodput_policy_below_learns_and_forgets(pair: Pair) -> None:
     policy = engine.drafter.below.policy
     assert isinstance(policy, GoodputLength)
     assert policy.target is not None and policy.draft.seen >= 2, "what rounds cost"
-    assert not policy._own and not policy._idle, "sequences that are gone"
+    assert not policy.acceptance.own and not len(policy.probing), "sequences that are gone"
 
 
 # --- taking back ---
@@ -245,12 +246,16 @@ def test_drafts_as_text() -> None:
     model = SpecConfig("draft_model", "some/model")
     assert parse_draft("ngram") == SpecConfig("ngram")
     assert parse_draft("some/model") == model
-    first = SpecConfig("first", below=(SpecConfig("suffix"), model))
+    # Those that are asked in turn are asked for as much as the whole is.
+    suffix = SpecConfig("suffix", num_draft_tokens=64)
+    first = SpecConfig("first", below=(suffix, replace(model, num_draft_tokens=64)))
     assert parse_draft("suffix+some/model") == first
     assert parse_draft("ngram > some/model") == SpecConfig("cascade", "some/model", below=(SpecConfig("ngram"),))
     assert parse_draft("suffix + some/model > a/b") == SpecConfig("cascade", "a/b", below=(first,))
     inner = SpecConfig("cascade", "some/model", below=(SpecConfig("ngram"),))
-    assert parse_draft("suffix + (ngram > some/model)") == SpecConfig("first", below=(SpecConfig("suffix"), inner))
+    assert parse_draft("suffix + (ngram > some/model)") == SpecConfig(
+        "first", below=(suffix, replace(inner, num_draft_tokens=64))
+    )
     assert parse_draft("ngram > some/model > a/b").below == (inner,)
 
 

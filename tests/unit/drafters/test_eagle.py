@@ -315,7 +315,7 @@ def test_tokens_taken_back(easy: Pair) -> None:
     """After `rewind` the head guesses as if the tokens had never been there, near or far back."""
     for back in (1, 5, 30, 90):
         engine, fresh = engine_of(easy, prefill_rows=8), engine_of(easy)
-        seq = Sequence(0, random_prompts(2, seed=9, longest=90)[1], GREEDY, 9)
+        seq = Sequence(0, random_prompts(2, seed=9, longest=90)[1], SamplingParams(max_tokens=200), 9)
         rounds(engine, seq, 12)
         length = max(3, len(seq) - back)
         engine.drafter.rewind(seq, length)
@@ -323,7 +323,7 @@ def test_tokens_taken_back(easy: Pair) -> None:
         seq.token_ids[length:] = other
         engine.runner.truncate(seq, length - 1)
         rounds(engine, seq, 1, k=0)
-        again = Sequence(0, seq.token_ids, GREEDY, 9)
+        again = Sequence(0, seq.token_ids, seq.params, 9)
         again.num_prompt = seq.num_prompt
         assert fresh.runner.blocks.reserve(again, len(again))
         decode_step(fresh.runner, fresh.drafter, [again], [len(again) - 1], [0])
