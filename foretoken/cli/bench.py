@@ -152,7 +152,7 @@ def open_bench(engine: EngineChoice, arms: Seq[Arm], batch_sizes: Seq[int], numb
     from foretoken.cli.console import load_llm
     from foretoken.study.measure import Bench
 
-    speculation = ("draft", *SPECULATION)
+    speculation = ("draft", "overlap", *SPECULATION)
     settings = {k: v for k, v in engine.settings.items() if k not in speculation}
     settings |= {"format": number_format, "max_num_seqs": max(batch_sizes)}
 
