@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from foretoken.study.certificate.subject import Subject
 
 PASSED, FAILED, WARNING, SKIPPED = "passed", "failed", "warning", "skipped"
-EFFORTS = {"quick": 0.002, "normal": 0.02, "full": 1.0}
+EFFORTS = {"quick": 0.0005, "normal": 0.01, "full": 1.0}
 MOST_FINDINGS = 5  # of a check: the first few say what is wrong
 
 
@@ -22,6 +22,7 @@ class Effort:
     """The share of the full sizes that is run; every check has a least size below which it would show nothing."""
 
     share: float
+    least: float = 1.0  # share of the least sizes: for mutants, which are wrong enough to show in less
 
     @classmethod
     def parse(cls, text: str) -> Effort:
@@ -37,7 +38,7 @@ class Effort:
 
     def of(self, full: int, least: int) -> int:
         """A size of this effort, at least `least`."""
-        return max(least, round(full * self.share))
+        return max(1, round(least * self.least), round(full * self.share))
 
 
 class ContradictionError(ForetokenError):

@@ -16,7 +16,6 @@ from foretoken.kvcache.cache import KVCache
 from foretoken.models.llama import Llama
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec import sampling
-from foretoken.spec.sampling import derive_seed
 from foretoken.study.certificate.check import Check, Effort, Found
 from foretoken.study.certificate.script import ScriptDrafter
 from foretoken.study.certificate.statistics import ALPHA, Cell, Fit, fit, g_test, marginal, normal_tail
@@ -124,7 +123,7 @@ def _draw(toy: Subject, params: SamplingParams, draft: str, count: int, base: in
     asked = replace(params, max_tokens=LENGTH + 2, ignore_eos=True)
     counts: Counter[Cell] = Counter()
     for start in range(0, count, GROUP):
-        seeds = [derive_seed(base, i) for i in range(start, min(count, start + GROUP))]
+        seeds = [sampling.derive_seed(base, i) for i in range(start, min(count, start + GROUP))]
         jobs = [Job(PROMPT, replace(asked, seed=seed)) for seed in seeds]
         counts.update(c.token_ids[:LENGTH] for c in toy.run(engine, jobs))
     return counts
@@ -174,7 +173,7 @@ def sampler(subject: Subject, effort: Effort) -> Found:
         p = distribution(row.tolist(), params, (), ())
         counts: Counter[Cell] = Counter()
         for i in range(share):
-            seq = Sequence(0, [0], params, derive_seed(subject.seed, i))
+            seq = Sequence(0, [0], params, sampling.derive_seed(subject.seed, i))
             counts[(sampling.choose(row, seq, [0] * (i % 8), ()),)] += 1
         _judge(found, f"{row_name}, {name}", dict(counts), {(t,): x for t, x in enumerate(p)})
         found.sizes["draws"] += share
@@ -189,7 +188,10 @@ def noise(subject: Subject, effort: Effort) -> Found:
     seeds = 24
     positions = max(12, wanted // (seeds * len(tokens)))
     half = seeds // 2  # neighbours, and the seeds of one request's completions
-    every = [*range(subject.seed, subject.seed + half), *(derive_seed(subject.seed, i) for i in range(1, half + 1))]
+    every = [
+        *range(subject.seed, subject.seed + half),
+        *(sampling.derive_seed(subject.seed, i) for i in range(1, half + 1)),
+    ]
     block = np.stack([[sampling.gumbel_noise(s, p, tokens) for p in range(positions)] for s in every])
     uniform = np.exp(-np.exp(-block))  # [seeds, positions, tokens]
     found = Found({"uniforms": uniform.size, "tests": 0}, {"most_deviations": 0.0, "least_p_value": 1.0})

@@ -224,9 +224,7 @@ def _rows(runner: ModelRunner, seq: Sequence) -> Tensor:
 def _prefilled(subject: Subject, like: ModelRunner, seq: Sequence) -> Tensor:
     c = subject.target.config
     size = like.cache.block_size
-    cache = KVCache(
-        c.num_layers, -(-seq.num_cached // size), size, c.num_kv_heads, c.head_dim, like.cache.format
-    )
+    cache = KVCache(c.num_layers, -(-seq.num_cached // size), size, c.num_kv_heads, c.head_dim, like.cache.format)
     runner = ModelRunner(subject.target, cache)
     fresh = Sequence(0, seq.token_ids[: seq.num_cached], seq.params, 0)
     runner.blocks.reserve(fresh, len(fresh))

@@ -19,21 +19,6 @@ from foretoken.study.certificate.check import FAILED, PASSED, Check, Effort, Res
 from foretoken.study.certificate.subject import Subject
 from foretoken.study.workload import read_prompts, spec_as_dict
 
-SCHEMA = "foretoken.certificate/1"
-FIELDS: dict[str, tuple[type, ...]] = {
-    "schema": (str,),
-    "time": (str,),
-    "commit": (str,),
-    "machine": (dict,),
-    "config": (dict,),
-    "effort": (float,),
-    "verdict": (str,),
-    "false_alarm": (float,),
-    "seconds": (float,),
-    "acceptance": (dict,),
-    "checks": (list,),
-    "mutants": (dict, type(None)),
-}
 # The order in which they run: acceptance is counted while texts are compared, leaks of all engines come last.
 CHECKS: tuple[Check, ...] = (
     *kernels.CHECKS,
@@ -80,14 +65,14 @@ class Certificate:
     def as_dict(self) -> dict[str, Any]:
         """The record, schema `foretoken.certificate/1`."""
         return {
-            "schema": SCHEMA,
+            "schema": record.CERTIFICATE_SCHEMA,
             "time": record.now(),
             "commit": record.commit(),
             "machine": record.machine(),
             "config": self.config,
             "effort": self.effort.share,
             "verdict": PASSED if self.passed else FAILED,
-            "false_alarm": sum(r.found.false_alarm for r in self.results),
+            "false_alarm": float(sum(r.found.false_alarm for r in self.results)),
             "seconds": round(self.seconds, 2),
             "acceptance": self.acceptance,
             "checks": [r.as_dict() for r in self.results],

@@ -145,9 +145,11 @@ def sampling_settings(own: SamplingParams) -> dict[str, SamplingParams]:
 
 def seeded(subject: Subject, effort: Effort) -> Found:
     """L6: seeded requests alone, batched, in other orders, after preemption, streamed; against plain decoding alone."""
-    count = effort.of(2_000, 4)
+    count = max(4, effort.of(2_000, 4))
     found = Found({"requests": 0, "settings": 0, "texts": 0, "tokens": 0}, {"differing_texts": 0, "preemptions": 0})
     for turn, (name, setting) in enumerate(sampling_settings(subject.params).items()):
+        if turn >= effort.of(8, 8):
+            break
         params = replace(setting, max_tokens=min(subject.max_tokens, 32))
         found.sizes["settings"] += 1
         for start in range(0, count, 8):
@@ -184,9 +186,7 @@ def _seeded(subject: Subject, found: Found, name: str, jobs: list[Job], turn: in
         found.statistic["preemptions"] += tight.scheduler.num_preemptions
 
 
-def _streamed(
-    found: Found, name: str, jobs: Seq[Job], plain: Seq[Completion], deltas: Seq[Delta]
-) -> None:
+def _streamed(found: Found, name: str, jobs: Seq[Job], plain: Seq[Completion], deltas: Seq[Delta]) -> None:
     """The pieces of a stream are the text."""
     for i in range(len(jobs)):
         mine = [d for d in deltas if d.request_id == f"c{i}"]
@@ -202,7 +202,7 @@ def logprobs(subject: Subject, effort: Effort) -> Found:
     found = Found({"tokens": 0}, {"differing_texts": 0})
     chosen = sampling_settings(subject.params)
     names, turn = ("as configured", "penalties", "greedy penalties", "top-p"), 0
-    while found.sizes["tokens"] < wanted:
+    while found.sizes["tokens"] < wanted or turn < len(names):
         params = replace(chosen[names[turn % len(names)]], max_tokens=min(24, subject.max_tokens), logprobs=5)
         jobs = subject.jobs(4, replace(params, ignore_eos=True), turn * 4)
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)

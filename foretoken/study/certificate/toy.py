@@ -69,23 +69,17 @@ def toy_model(ops: Ops, vocab_size: int, quant: str = "auto", seed: int = 0, noi
 def toy_loaded(
     tokenizer: Tokenizer,
     vocab_size: int,
-    config: EngineConfig | None = None,
-    spec: SpecConfig | None = None,
-    *,
-    backend: str = "auto",
-    kv: str = "auto",
+    config: EngineConfig,
+    ops: Ops | None = None,
     seed: int = 0,
 ) -> Loaded:
-    """Toy models for the same speculation as `config` has (or for `spec`): target, and whatever its levels need."""
-    given = config or EngineConfig()
-    ops = backends.resolve(given.backend if config else backend)
-    spec = toy_spec(given.spec if spec is None else spec)
-    quant = given.format
-    target = toy_model(ops, vocab_size, quant, seed)
-    cache = CacheConfig(given.cache.block_size, None, given.cache.format if config else kv)
-    toy = replace(given, spec=spec, cache=cache, max_model_len=None, device="cpu")
-    drafts = _models(spec, ops, vocab_size, target, quant, seed)
-    return Loaded(toy, tokenizer, 0, target, tuple(drafts))
+    """Toy models for the same speculation as `config` has: target, and whatever its levels need."""
+    ops = ops or backends.resolve(config.backend)
+    spec = toy_spec(config.spec)
+    target = toy_model(ops, vocab_size, config.format, seed)
+    cache = CacheConfig(config.cache.block_size, None, config.cache.format)
+    toy = replace(config, spec=spec, cache=cache, max_model_len=None, device="cpu")
+    return Loaded(toy, tokenizer, 0, target, tuple(_models(spec, ops, vocab_size, seed)))
 
 
 def toy_spec(spec: SpecConfig) -> SpecConfig:
@@ -100,7 +94,7 @@ def needs_head(spec: SpecConfig) -> bool:
     return own or any(needs_head(b) for b in spec.below)
 
 
-def _models(spec: SpecConfig, ops: Ops, vocab_size: int, above: Llama, quant: str, seed: int) -> list[Llama]:
+def _models(spec: SpecConfig, ops: Ops, vocab_size: int, seed: int) -> list[Llama]:
     if spec.method == "none":
         return []
     drafter = registry.load("drafters", spec.method).DRAFTER
@@ -110,5 +104,4 @@ def _models(spec: SpecConfig, ops: Ops, vocab_size: int, above: Llama, quant: st
             own = [toy_model(ops, vocab_size, SELF_FORMAT if spec.format == "auto" else spec.format, seed)]
         else:
             own = [toy_model(ops, vocab_size, spec.format, seed, DRAFT_NOISE)]
-    below = [_models(b, ops, vocab_size, own[0] if own else above, quant, seed) for b in spec.below]
-    return own + [m for models in below for m in models]
+    return own + [m for b in spec.below for m in _models(b, ops, vocab_size, seed)]
