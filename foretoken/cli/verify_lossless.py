@@ -30,6 +30,7 @@ class Args:
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
     num_prompts: Annotated[int | None, option("N")] = None  # take so many, spread over the file; unset: all
     batch: int = 8  # sequences that run together
+    only: Annotated[tuple[str, ...], option("ID")] = ()  # run these checks alone, e.g. L3 L6; unset: all
     mutants: Annotated[bool, option()] = False  # also put wrong versions in place; each must be rejected by a check
     html: Annotated[Path | None, option("FILE")] = None  # write the certificate as one page
     out: Annotated[Path | None, option("FILE")] = None  # append the record (one JSON line) to a file
@@ -52,6 +53,7 @@ def run(argv: Seq[str], prog: str) -> int:
     from foretoken.study.certificate import mutants, suite
     from foretoken.study.workload import DEFAULT_PROMPTS
 
+    checks = suite.chosen(args.only)
     for path, flag in ((args.out, "--out"), (args.html, "--html")):
         if path is not None:
             record.prepare(path, flag)
@@ -67,7 +69,7 @@ def run(argv: Seq[str], prog: str) -> int:
     with _loading(parsed.engine, args.json) as progress:
         subject = suite.load_subject(asked, config, parsed.params, progress)
     with _checking(args.json) as tick:
-        certificate = suite.certify(subject, asked, tick=tick)
+        certificate = suite.certify(subject, asked, checks, tick)
         if args.mutants:
             certificate.mutants = mutants.try_all(subject.loaded.tokenizer, tick=tick)
     found = certificate.as_dict()
@@ -140,6 +142,8 @@ def _show(certificate: Certificate) -> None:
                 console.print(Text(f"  not noticed: {trial['name']}", style="bold red"))
     label = certificate.config["label"]
     verdict = f"lossless: {label}" if certificate.passed else f"NOT lossless, or not provable: {label}"
+    if certificate.left_out:
+        console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style="yellow"))
     console.print(Text(f"\n{verdict}", style="bold green" if certificate.passed else "bold red"))
     alarm = sum(r.found.false_alarm for r in certificate.results)
     console.print(f"probability that a right engine fails: below {alarm:.1g}", style="dim")

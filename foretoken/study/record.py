@@ -94,6 +94,7 @@ CERTIFICATE_FIELDS: dict[str, tuple[type, ...]] = {
     "seconds": (float,),
     "acceptance": (dict,),
     "checks": (list,),
+    "left_out": (list,),
     "mutants": (dict, type(None)),
 }
 OTHERS = {

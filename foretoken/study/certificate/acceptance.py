@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 
+import torch
+
 from foretoken.study.certificate.check import WARNING, Check, Effort, Found
 from foretoken.study.certificate.subject import Subject
 
@@ -48,14 +50,8 @@ def weights_digest(subject: Subject) -> str:
     found = hashlib.sha256()
     for matrix in subject.target.weights.matrices:
         for name in sorted(matrix.parts):
-            found.update(matrix.parts[name].detach().cpu().contiguous().flatten().view(dtype=_bytes()).numpy())
+            found.update(matrix.parts[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
-
-
-def _bytes() -> object:
-    import torch
-
-    return torch.uint8
 
 
 def own_target(subject: Subject, effort: Effort) -> Found:

@@ -14,7 +14,6 @@ from torch import Tensor
 from foretoken import ops as backends, registry
 from foretoken.batch import Rows, build_batch
 from foretoken.errors import ForetokenError
-from foretoken.formats import scheme
 from foretoken.formats.scheme import PRESETS, QuantScheme, QuantTensor
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.llama import Llama

@@ -34,7 +34,10 @@ CHECKS: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """`owner.name` replaced by `wrong`; `checks`: those that should notice, the cheapest first; `settings`: of the toy."""
+    """`owner.attribute` replaced by `wrong`; `checks`: those that should notice, the cheapest first.
+
+    `settings`: of the toy that they look at.
+    """
 
     name: str
     owner: Any
@@ -53,7 +56,7 @@ def _commit(flaw: str) -> Mutant:
 
 
 def _mask(flaw: str, name: str) -> Mutant:
-    return Mutant(name, batch, "ancestor_masks", wrong.ancestor_masks(flaw), ("L2", "L3"))
+    return Mutant(name, batch, "ancestor_masks", wrong.ancestor_masks(flaw), ("L2", "L3"), REFERENCE)
 
 
 def _linear(flaw: str, name: str) -> Mutant:

@@ -76,6 +76,8 @@ def _verdict(record: Mapping[str, Any], label: str) -> str:
         f"<p class=soft>{accepted['num_accepted_tokens']:,} of {accepted['num_draft_tokens']:,} drafted tokens were "
         f"accepted, {accepted['num_rollbacks']:,} rounds rolled back.</p>",
     ]
+    if record["left_out"]:
+        rows.append(f"<p><strong>Left out: {escape(', '.join(record['left_out']))}.</strong></p>")
     return f'<div class="verdict {record["verdict"]}">{"".join(rows)}</div>'
 
 

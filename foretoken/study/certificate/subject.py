@@ -9,12 +9,11 @@ from foretoken.config import CacheConfig, EngineConfig, SpecConfig
 from foretoken.engine.build import Loaded, assemble
 from foretoken.engine.engine import Engine
 from foretoken.models.llama import Llama
-from foretoken.request import Completion, Delta, Request, SamplingParams, SpecMetrics
-from foretoken.spec.draft import Draft
+from foretoken.request import Completion, Delta, Request, SamplingParams, Sequence, SpecMetrics
 from foretoken.spec.drafter import Drafter
 from foretoken.spec.length import FixedLength
 from foretoken.study.certificate.check import ContradictionError
-from foretoken.study.certificate.script import ScriptDrafter, knowing
+from foretoken.study.certificate.script import Guesses, ScriptDrafter, Watched, knowing
 
 Tokens = tuple[int, ...]
 ROOM = 80  # rows of cache beyond prompt and answer: a tree of 64 nodes, and half a block
@@ -31,15 +30,6 @@ class Job:
     def seed(self) -> int:
         assert self.params.seed is not None
         return self.params.seed
-
-
-@dataclass
-class Guesses:
-    """First guesses of the configured draft: how often one was the target's token, and how often by chance."""
-
-    num: int = 0
-    hits: int = 0
-    by_chance: float = 0.0
 
 
 @dataclass
@@ -167,22 +157,12 @@ class Subject:
         truth = {(job.prompt, job.seed): text for job, text in zip(jobs, texts, strict=True)}
         every = [t for text in texts for t in text]
         share = {t: every.count(t) / len(every) for t in set(every)}
-        propose = engine.drafter.propose
 
-        def counted(seqs: Seq[object], num_draft: Seq[int]) -> Draft:
-            draft = propose(seqs, num_draft)  # type: ignore[arg-type]
-            for b, seq in enumerate(seqs):
-                tokens, parents = draft.nodes(b)
-                first = {t for t, p in zip(tokens, parents, strict=True) if p < 0}
-                text = truth.get((tuple(seq.token_ids[: seq.num_prompt]), seq.seed), ())  # type: ignore[attr-defined]
-                at = seq.num_output  # type: ignore[attr-defined]
-                if first and at < len(text):
-                    self.guesses.num += 1
-                    self.guesses.hits += text[at] in first
-                    self.guesses.by_chance += sum(share.get(t, 0.0) for t in first)
-            return draft
+        def answer(seq: Sequence) -> Seq[int]:
+            text = truth.get((tuple(seq.token_ids[: seq.num_prompt]), seq.seed), ())
+            return text[seq.num_output :]
 
-        setattr(engine.drafter, "propose", counted)  # noqa: B010: on this one drafter only
+        engine.drafter = Watched(engine.drafter, answer, share, self.guesses)
 
 
 def outcome(completion: Completion) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,15 @@ class Certificate:
     results: list[Result]
     config: dict[str, object]
     effort: Effort
-    acceptance: dict[str, object]
+    acceptance: dict[str, int]
     seconds: float
     mutants: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Checks that were not run."""
+        done = {r.check.id for r in self.results}
+        return [c.id for c in CHECKS if c.id not in done]
 
     @property
     def passed(self) -> bool:
@@ -76,6 +81,7 @@ class Certificate:
             "seconds": round(self.seconds, 2),
             "acceptance": self.acceptance,
             "checks": [r.as_dict() for r in self.results],
+            "left_out": self.left_out,
             "mutants": self.mutants,
         }
 
@@ -108,6 +114,15 @@ def load_subject(
     subject = Subject(loaded, encoded, own, asked.max_tokens, asked.batch, seed)
     subject.digest = acceptance.weights_digest(subject)
     return subject
+
+
+def chosen(ids: Seq[str]) -> tuple[Check, ...]:
+    """The checks of these ids, or all; in the order in which they run. Raises ConfigError for an unknown one."""
+    known = [c.id for c in CHECKS]
+    for name in ids:
+        if name not in known:
+            raise ConfigError(f"--only: no check {name!r} (there are: {', '.join(known)})")
+    return tuple(c for c in CHECKS if not ids or c.id in ids)
 
 
 def certify(

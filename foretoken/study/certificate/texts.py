@@ -217,7 +217,7 @@ def logprobs(subject: Subject, effort: Effort) -> Found:
 
 def stops(subject: Subject, effort: Effort) -> Found:
     """Ends inside an accepted path: stop strings, stop tokens, lengths; where plain decoding ends, so does this."""
-    count = effort.of(2_000, 12)
+    count = max(6, effort.of(2_000, 12))
     found = Found({"requests": 0, "stopped": 0}, {"differing_texts": 0, "tokens_beyond_the_end": 0})
     rng = random.Random(subject.seed)
     free = replace(subject.params, max_tokens=min(32, subject.max_tokens), ignore_eos=True)

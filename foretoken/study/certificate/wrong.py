@@ -214,11 +214,11 @@ def linear(flaw: str) -> Callable[..., Tensor]:
 
 def _by_rows(x: Tensor, weight: Tensor, backwards: bool) -> Tensor:
     """Each row's product alone; those at odd places from the other end."""
+    forward, backward = weight.contiguous(), weight.flip(1).contiguous()
     rows = []
     for t in range(x.shape[0]):
         flip = backwards and t % 2 == 1
-        row, matrix = (x[t].flip(0), weight.flip(1)) if flip else (x[t], weight)
-        rows.append(torch.mv(matrix.contiguous(), row.clone()))
+        rows.append(torch.mv(backward if flip else forward, (x[t].flip(0) if flip else x[t]).clone()))
     return torch.stack(rows)
 
 
