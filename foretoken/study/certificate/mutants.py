@@ -18,7 +18,7 @@ from foretoken.models.runner import ModelRunner
 from foretoken.ops import Ops, reference
 from foretoken.request import SamplingParams
 from foretoken.spec import sampling, step
-from foretoken.study.certificate import acceptance, kernels, law, logits, texts, wrong
+from foretoken.study.certificate import acceptance, kernels, law, logits, sampled, texts, wrong, wrong_kernels
 from foretoken.study.certificate.check import FAILED, WARNING, Check, Effort, run_check
 from foretoken.study.certificate.subject import Subject
 from foretoken.study.certificate.toy import toy_loaded
@@ -28,7 +28,16 @@ VOCAB = 64
 REFERENCE = {"backend": "reference"}  # where a kernel is replaced: its ops are Python
 EFFORT = Effort(1e-9, 0.2)  # mutants are wrong enough to show in a fifth of the least sizes
 CHECKS: dict[str, Check] = {
-    c.id: c for c in (*kernels.CHECKS, *logits.CHECKS, *texts.CHECKS, *law.CHECKS, acceptance.ALARM, texts.LEAKS)
+    c.id: c
+    for c in (
+        *kernels.CHECKS,
+        *logits.CHECKS,
+        *texts.CHECKS,
+        *sampled.CHECKS,
+        *law.CHECKS,
+        acceptance.ALARM,
+        sampled.LEAKS,
+    )
 }
 
 
@@ -60,7 +69,7 @@ def _mask(flaw: str, name: str) -> Mutant:
 
 
 def _linear(flaw: str, name: str) -> Mutant:
-    return Mutant(name, Ops, "linear", wrong.linear(flaw), ("L1",), REFERENCE)
+    return Mutant(name, Ops, "linear", wrong_kernels.linear(flaw), ("L1",), REFERENCE)
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -83,7 +92,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mask("siblings", "a node sees its siblings"),
     _mask("grandparents", "a node does not see its grandparents"),
     _mask("place", "a node's position is its place, not its depth"),
-    Mutant("moves keys and forgets values", reference, "move_kv", wrong.move_kv, ("C1", "L3"), REFERENCE),
+    Mutant("moves keys and forgets values", reference, "move_kv", wrong_kernels.move_kv, ("C1", "L3"), REFERENCE),
     Mutant("noise ignores the position", sampling, "noise_key", wrong.noise_key("position"), ("L7", "L5")),
     Mutant("noise ignores the seed", sampling, "noise_key", wrong.noise_key("seed"), ("L7", "L5s")),
     Mutant("noise ignores the token", sampling, "gumbel_noise", wrong.gumbel_noise("token"), ("L7", "L5s")),
@@ -92,17 +101,24 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("top-k keeps one token too many", sampling, "survivors", wrong.survivors("top-k"), ("L5s",)),
     Mutant("top-p stops too early", sampling, "survivors", wrong.survivors("top-p"), ("L5s",)),
     Mutant("the temperature is applied twice", sampling, "survivors", wrong.survivors("temperature"), ("L5s",)),
-    Mutant("penalties do not see the draft", sampling, "_penalize", wrong.penalize, ("L6", "L9")),
+    Mutant("penalties do not see the draft", sampling, "_penalize", wrong.penalize, ("L9", "L6")),
     _linear("split", "split-K: several rows add up in two halves"),
     _linear("odd rows", "rows at odd places add up backwards"),
     _linear("threads", "chunks of K depend on the number of threads"),
-    Mutant("a norm reads another row", reference, "rms_norm", wrong.rms_norm, ("L1",), REFERENCE),
-    Mutant("attention scales elsewhere for several rows", reference, "attention", wrong.attention, ("L1a",), REFERENCE),
+    Mutant("a norm reads another row", reference, "rms_norm", wrong_kernels.rms_norm, ("L1",), REFERENCE),
+    Mutant(
+        "attention scales elsewhere for several rows",
+        reference,
+        "attention",
+        wrong_kernels.attention,
+        ("L1a",),
+        REFERENCE,
+    ),
     Mutant(
         "activations of a pass share a scale",
         scheme,
         "quantize_rows",
-        wrong.quantize_rows,
+        wrong_kernels.quantize_rows,
         ("L1",),
         {"format": "w8a8", **REFERENCE},
     ),
@@ -110,7 +126,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cached rows of a pass share a scale",
         int8,
         "quantize_rows",
-        wrong.quantize_rows,
+        wrong_kernels.quantize_rows,
         ("C1", "L2"),
         {"kv": "int8", **REFERENCE},
     ),

@@ -14,7 +14,7 @@ from foretoken.errors import ConfigError, RequestError
 from foretoken.models.weights import Progress
 from foretoken.request import SamplingParams
 from foretoken.study import record
-from foretoken.study.certificate import acceptance, kernels, law, logits, texts
+from foretoken.study.certificate import acceptance, kernels, law, logits, sampled, texts
 from foretoken.study.certificate.check import FAILED, PASSED, Check, Effort, Result, run_check
 from foretoken.study.certificate.subject import Subject
 from foretoken.study.workload import read_prompts, spec_as_dict
@@ -24,10 +24,11 @@ CHECKS: tuple[Check, ...] = (
     *kernels.CHECKS,
     *logits.CHECKS,
     *texts.CHECKS,
+    *sampled.CHECKS,
     *law.CHECKS,
     acceptance.OWN_TARGET,
     acceptance.ALARM,
-    texts.LEAKS,
+    sampled.LEAKS,
 )
 Tick = Callable[[str, int, int], None]  # a check's name, how many are done, how many there are
 
