@@ -15,6 +15,10 @@ endif
 
 RECORDS ?= benchmarks/results
 
+# Tests run in so many processes; a file's tests stay together, for they share what was set up for them.
+TEST_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+PYTEST    := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
+
 # nanobind would not otherwise be told about Python's own blocks: leaks are not what these runs look for.
 SANITIZE_ENV = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1
@@ -36,10 +40,10 @@ demo: $(STAMP) ## set up, then write with and without speculation, side by side
 	$(BIN)/foretoken demo
 
 test: $(STAMP) ## set up, then run the tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-full: $(STAMP) ## the tests and the slow ones
-	$(BIN)/python -m pytest -m ''
+	$(PYTEST) -m ''
 
 sanitize: $(STAMP) ## the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DFORETOKEN_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
