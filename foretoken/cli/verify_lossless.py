@@ -115,6 +115,9 @@ def _show(certificate: Certificate) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from foretoken.study.certificate.page import sizes_text, statistic_text
+    from foretoken.study.certificate.statistics import bound_text
+
     console = Console(highlight=False)
     colours = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "dim"}
     table = Table("", "check", "looked at", "found", "s", box=None, pad_edge=False)
@@ -123,7 +126,7 @@ def _show(certificate: Certificate) -> None:
             Text(r.status, style=colours[r.status]),
             f"{r.check.id} {r.check.name}",
             sizes_text(r.found.sizes),
-            sizes_text(r.found.statistic),
+            statistic_text(r.found.statistic),
             f"{r.seconds:.1f}",
         )
     console.print(table)
@@ -146,13 +149,4 @@ def _show(certificate: Certificate) -> None:
         console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style="yellow"))
     console.print(Text(f"\n{verdict}", style="bold green" if certificate.passed else "bold red"))
     alarm = sum(r.found.false_alarm for r in certificate.results)
-    console.print(f"probability that a right engine fails: below {alarm:.1g}", style="dim")
-
-
-def sizes_text(values: dict[str, int] | dict[str, float]) -> str:
-    """Numbers with their names: "2,844 tokens, 72 texts"."""
-    return ", ".join(f"{_number(v)} {name.replace('_', ' ')}" for name, v in values.items())
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    console.print(f"probability that a right engine fails: below {bound_text(alarm)}", style="dim")

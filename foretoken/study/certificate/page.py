@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from foretoken.study.certificate.statistics import bound_text
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6472; --line: #d9dee7; --ground: #fbfcfe; --card: #fff;
   --passed: #12733f; --failed: #b3261e; --warning: #8a5a00; --skipped: #5b6472; }
@@ -72,7 +74,7 @@ def _verdict(record: Mapping[str, Any], label: str) -> str:
         f"<h1>{head}</h1>",
         f"<p><strong>{label}</strong> on {escape(target)}</p>",
         f"<p>{counts}; effort {record['effort']:g} of the full sizes, {record['seconds']:,.0f} s. "
-        f"A right engine fails this certificate with a probability below {record['false_alarm']:.1g}.</p>",
+        f"A right engine fails this certificate with a probability below {bound_text(record['false_alarm'])}.</p>",
         f"<p class=soft>{accepted['num_accepted_tokens']:,} of {accepted['num_draft_tokens']:,} drafted tokens were "
         f"accepted, {accepted['num_rollbacks']:,} rounds rolled back.</p>",
     ]
@@ -89,11 +91,11 @@ def _table(checks: list[Mapping[str, Any]]) -> str:
             f'<td><span class="mark {c["status"]}">{c["status"]}</span></td>',
             f"<td>{escape(c['id'])} {escape(c['name'])}</td>",
             *(
-                f'<td class=n data-head="{name}">{escape(_numbers(c[key]))}</td>'
+                f'<td class=n data-head="{name}">{escape(sizes_text(c[key]))}</td>'
                 for name, key in (("looked at", "sizes"), ("full size", "full_sizes"))
             ),
             f'<td data-head="threshold">{escape(c["threshold"])}</td>',
-            f'<td class=n data-head="found">{escape(_numbers(c["statistic"]))}</td>',
+            f'<td class=n data-head="found">{escape(statistic_text(c["statistic"]))}</td>',
             f'<td class=n data-head="seconds">{c["seconds"]:.1f}</td>',
         ]
         rows.append(f"<tr>{''.join(cells)}</tr>")
@@ -105,7 +107,7 @@ def _details(check: Mapping[str, Any]) -> str:
     body = [f"<dt>a pass means</dt><dd>{escape(check['proves'])}</dd>"]
     body += [f"<dt>note</dt><dd>{escape(note)}</dd>" for note in check["notes"]]
     if check["false_alarm"]:
-        body.append(f"<dt>probability of a false alarm</dt><dd>below {check['false_alarm']:.1g}</dd>")
+        body.append(f"<dt>probability of a false alarm</dt><dd>below {bound_text(check['false_alarm'])}</dd>")
     for f in check["findings"]:
         body.append(
             f"<dt>{escape(f['where'])}</dt><dd>expected<pre>{escape(f['expected'])}</pre>"
@@ -137,9 +139,15 @@ def _pairs(values: Mapping[str, Any]) -> str:
     return f"<table><tbody>{rows}</tbody></table>"
 
 
-def _numbers(values: Mapping[str, float]) -> str:
-    """Numbers with their names."""
-    return ", ".join(
-        f"{v:,} {k.replace('_', ' ')}" if isinstance(v, int) else f"{v:.3g} {k.replace('_', ' ')}"
-        for k, v in values.items()
-    )
+def sizes_text(values: Mapping[str, float]) -> str:
+    """Numbers with their names: "2,844 tokens, 72 texts"."""
+    return ", ".join(f"{_number(v)} {name.replace('_', ' ')}" for name, v in values.items())
+
+
+def statistic_text(values: Mapping[str, float]) -> str:
+    """Names with their numbers: "differing texts: 0"."""
+    return ", ".join(f"{name.replace('_', ' ')}: {_number(v)}" for name, v in values.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

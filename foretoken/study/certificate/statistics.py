@@ -78,6 +78,15 @@ def marginal(law: Mapping[Cell, float], places: tuple[int, ...]) -> dict[Cell, f
     return found
 
 
+def bound_text(probability: float) -> str:
+    """A bound on a probability with one digit, rounded up: 1.4e-5 is below 2e-05."""
+    if probability <= 0.0:
+        return "0"
+    exponent = math.floor(math.log10(probability))
+    digit = math.ceil(probability / 10.0**exponent - 1e-9)
+    return f"{digit * 10.0**exponent:.0e}"
+
+
 def normal_tail(deviations: float) -> float:
     """Probability that a normal variable lies further from its mean, on either side."""
     return math.erfc(deviations / math.sqrt(2))
