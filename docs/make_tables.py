@@ -184,7 +184,8 @@ def certificates() -> str:
         )
     head = ["draft", "weights", "cache", "checks passed", "products", "logits rows", "greedy tokens", "seeded texts"]
     head += ["texts of the law", "draws of the sampler", "differing values and texts"]
-    return f"{markdown(head, rows, range(3, len(head)))}\n\nModel `{found[-1]['config']['model']}`, {measured_on(found[-1])}.\n"
+    where = f"Model `{found[-1]['config']['model']}`; the last: {measured_on(found[-1])}."
+    return f"{markdown(head, rows, range(3, len(head)))}\n\n{where}\n"
 
 
 def table(name: str) -> str:

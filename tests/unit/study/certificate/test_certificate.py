@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from lawkit import Pair
 
+from foretoken import ops as backends
 from foretoken.cli import main
 from foretoken.config import EngineConfig, SpecConfig
 from foretoken.engine.build import Loaded
@@ -19,11 +20,12 @@ from foretoken.request import SamplingParams
 from foretoken.spec import step
 from foretoken.spec.draft import Draft
 from foretoken.study import record
-from foretoken.study.certificate import acceptance, mutants, suite, wrong
+from foretoken.study.certificate import acceptance, law, mutants, suite, wrong
 from foretoken.study.certificate.check import FAILED, PASSED, WARNING, Check, Effort, Found, run_check
 from foretoken.study.certificate.page import render
 from foretoken.study.certificate.script import Guesses, ScriptDrafter, Watched
 from foretoken.study.certificate.subject import Subject
+from foretoken.study.certificate.toy import toy_model
 from foretoken.tokenizer import Tokenizer
 
 LEAST = Effort(1e-9, 0.2)
@@ -95,6 +97,25 @@ def test_the_score_tells_of_a_mutant_that_is_not_noticed(tokenizer: Tokenizer, c
     with_score = replace(certificate, mutants=score)
     assert not with_score.passed
     assert "not noticed" in render(with_score.as_dict())
+
+
+LEVELS = {
+    "self_quant": SpecConfig("self_quant"),
+    "cascade": SpecConfig("cascade", "draft", below=(SpecConfig("ngram"),)),
+    "first": SpecConfig(
+        "first", below=(SpecConfig("suffix", options={"store": "file"}), SpecConfig("draft_model", "d"))
+    ),
+    "eagle": SpecConfig("eagle", "head", num_draft_tokens=8),
+}
+
+
+@pytest.mark.parametrize("method", LEVELS)
+def test_every_way_to_guess_has_a_toy(tokenizer: Tokenizer, method: str) -> None:
+    config = EngineConfig(spec=LEVELS[method], format="w8a8")
+    loaded = Loaded(config, tokenizer, 0, toy_model(backends.resolve(), 32, "w8a8"), ())
+    found = law.texts(Subject(loaded, PROMPTS, SamplingParams()), Effort(1e-9, 0.05))
+    assert found.verdict == PASSED
+    assert ("only trees" in found.notes[-1]) == (method == "eagle")
 
 
 # --- the record and the page ---
