@@ -30,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     acceptance.ALARM,
     sampled.LEAKS,
 )
+LEAST_TOKENS = 8  # of the answers that are compared
 Tick = Callable[[str, int, int], None]  # a check's name, how many are done, how many there are
 
 
@@ -98,8 +99,10 @@ def load_subject(
         raise ConfigError("nothing speculates, so there is nothing to certify; name a way to guess, e.g. --draft ngram")
     if asked.batch < 1:
         raise ConfigError(f"--batch must be at least 1, got {asked.batch}")
-    if asked.max_tokens < 8:
-        raise ConfigError(f"--max-tokens must be at least 8, to leave room for drafts, got {asked.max_tokens}")
+    if asked.max_tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"--max-tokens must be at least {LEAST_TOKENS}, to leave room for drafts, got {asked.max_tokens}"
+        )
     prompts = read_prompts(asked.prompts, asked.num_prompts)
     loaded = load_parts(asked.model, config, progress)
     limit = config.max_model_len or loaded.target.max_model_len
@@ -111,7 +114,9 @@ def load_subject(
                 f"{asked.max_tokens} at most {limit - asked.max_tokens}"
             )
     seed = 1 if params.seed is None else params.seed
-    own = replace(params, max_tokens=asked.max_tokens, n=1, logprobs=None)
+    # Checks write texts of many lengths: a least one of more than the shortest would contradict them.
+    least = min(params.min_tokens, LEAST_TOKENS)
+    own = replace(params, max_tokens=asked.max_tokens, min_tokens=least, n=1, logprobs=None)
     subject = Subject(loaded, encoded, own, asked.max_tokens, asked.batch, seed)
     subject.digest = acceptance.weights_digest(subject)
     return subject
