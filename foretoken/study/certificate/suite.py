@@ -97,6 +97,8 @@ def load_subject(
     """
     if config.spec.method == "none" or config.spec.num_draft_tokens == 0:
         raise ConfigError("nothing speculates, so there is nothing to certify; name a way to guess, e.g. --draft ngram")
+    if config.device != "cpu":
+        raise ConfigError(f"certificates run on the CPU as yet, not on {config.device!r}; leave --device out")
     if asked.batch < 1:
         raise ConfigError(f"--batch must be at least 1, got {asked.batch}")
     if asked.max_tokens < LEAST_TOKENS:

@@ -241,6 +241,7 @@ def test_efforts() -> None:
         (["--max-tokens", "2"], "--max-tokens must be at least 8"),
         (["--batch", "0"], "--batch"),
         (["--html", "{tmp}/file.txt/page.html"], "--html"),
+        (["--device", "cuda"], "run on the CPU"),
         (["--only", "L3", "L4"], "no check 'L4'"),
     ],
 )
