@@ -75,7 +75,7 @@ def row_invariance(subject: Subject, effort: Effort) -> Found:
         for product in products:
             if found.sizes["products"] >= wanted:
                 break
-            _compare(product, max(10, wanted // 60), rng, found)
+            _compare(product, max(10, wanted // 200), rng, found)
             found.sizes["weights"] += 1
             names.add(product.name)
     found.notes.append(f"looked at: {', '.join(sorted(names))}")
