@@ -1,7 +1,8 @@
 """Speculation on a target (a twin, mostly) against its own plain decoding, and against llama.cpp with the same weights.
 
-    .venv/bin/python benchmarks/speculation.py --model twins/8b --format w4a8 --drafts twins/1b-draft 'suffix + twins/1b-draft' \
-        --ks 3 5 --draft-format w4a8-g32 --gguf twins/8b-q4_0.gguf --gguf-draft twins/1b-draft-q4_0.gguf --home PEERS
+    .venv/bin/python benchmarks/speculation.py --model twins/8b --format w4a8 \
+        --drafts twins/1b-draft 'suffix + twins/1b-draft' --ks 3 5 --draft-format w4a8-g32 \
+        --gguf twins/8b-q4_0.gguf --gguf-draft twins/1b-draft-q4_0.gguf --home PEERS
 
 Greedy, one request at a time, texts of a fixed length. All arms take turns at each prompt, and who begins rotates. The
 peer is frozen while others run. A text's seconds go from its first token to its last; its ratio is plain's seconds over
@@ -57,6 +58,7 @@ class Way:
 
 
 def arguments(argv: Seq[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="the target's folder")
     parser.add_argument("--format", default="auto")
@@ -108,6 +110,7 @@ def with_format(spec: SpecConfig, name: str) -> SpecConfig:
 
 
 def peer_ways(o: argparse.Namespace) -> list[Way]:
+    """llama.cpp plain, and with its draft at every k."""
     if o.gguf is None:
         return []
     ks = o.gguf_ks if o.gguf_draft is not None else []
@@ -165,6 +168,7 @@ def summary(way: Way, plain: Way, reference: Way) -> dict[str, Any]:
 
 
 def main(argv: Seq[str] | None = None) -> int:
+    """Load everything, take turns, write the record, print the table."""
     o = arguments(argv)
     mine, peers = our_ways(o), peer_ways(o)
     ways = [*mine, *peers]
@@ -229,7 +233,8 @@ def main(argv: Seq[str] | None = None) -> int:
         print(
             f"{way['label']:<60} {way['tokens_per_s']:7.2f} tok/s  x{way['speedup_mean']:.2f} of its plain (total "
             f"{way['speedup_total']:.2f}), {way['tokens_per_s'] / plain_rate:.2f} of ours, accepted "
-            f"{way['acceptance_rate'] or 0:.2f}, equal {way['equal_texts']}/{len(prompts)}, ttft x{way['ttft_ratio']:.2f}"
+            f"{way['acceptance_rate'] or 0:.2f}, equal {way['equal_texts']}/{len(prompts)}, "
+            f"ttft x{way['ttft_ratio']:.2f}"
         )
     return 0
 

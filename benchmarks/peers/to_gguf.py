@@ -38,7 +38,7 @@ def gguf_name(name: str) -> str:
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of the folder, mapped from its file: float32, or uint16 for the bits of bfloat16, unknown to numpy."""
+    """Every tensor of the folder, mapped from its file: float32, or bfloat16's bits (numpy lacks it) as uint16."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:

@@ -149,4 +149,5 @@ def _show(certificate: Certificate) -> None:
         console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style="yellow"))
     console.print(Text(f"\n{verdict}", style="bold green" if certificate.passed else "bold red"))
     alarm = sum(r.found.false_alarm for r in certificate.results)
-    console.print(f"probability that a right engine fails: below {bound_text(alarm)}", style="dim")
+    chance = f"below {bound_text(alarm)}" if alarm else "0 (bits were compared)"
+    console.print(f"probability that a right engine fails: {chance}", style="dim")

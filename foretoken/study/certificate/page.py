@@ -70,11 +70,13 @@ def _verdict(record: Mapping[str, Any], label: str) -> str:
     head = "Speculation changed nothing" if passed else "Not lossless, or not provable"
     config, accepted = record["config"], record["acceptance"]
     target = f"{config['model']}, weights {config['format']}, cache {config['kv_format']}, backend {config['backend']}"
+    alarm = record["false_alarm"]
+    chance = f"below {bound_text(alarm)}" if alarm else "of 0: bits were compared"
     rows = [
         f"<h1>{head}</h1>",
         f"<p><strong>{label}</strong> on {escape(target)}</p>",
         f"<p>{counts}; effort {record['effort']:g} of the full sizes, {record['seconds']:,.0f} s. "
-        f"A right engine fails this certificate with a probability below {bound_text(record['false_alarm'])}.</p>",
+        f"A right engine fails this certificate with a probability {chance}.</p>",
         f"<p class=soft>{accepted['num_accepted_tokens']:,} of {accepted['num_draft_tokens']:,} drafted tokens were "
         f"accepted, {accepted['num_rollbacks']:,} rounds rolled back.</p>",
     ]
