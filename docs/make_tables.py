@@ -177,14 +177,15 @@ def certificates() -> str:
         ]
         differing = sum(v for c in r["checks"] for k, v in c["statistic"].items() if k.startswith("differing"))
         passed = sum(c["status"] == "passed" for c in r["checks"])
+        mutants = r["mutants"]
         c = r["config"]
         rows.append(
             [c["label"], c["format"], c["kv_format"], f"{passed} of {len(r['checks'])}"]
             + ["" if n is None else f"{n:,.0f}" for n in seen]
-            + [f"{differing:,.0f}"]
+            + [f"{differing:,.0f}", f"{mutants['caught']} of {mutants['total']}" if mutants else ""]
         )
     head = ["draft", "weights", "cache", "checks passed", "products", "logits rows", "greedy tokens", "seeded texts"]
-    head += ["texts of the law", "draws of the sampler", "differing values and texts"]
+    head += ["texts of the law", "draws of the sampler", "differing values and texts", "mutants rejected"]
     where = f"Model `{found[-1]['config']['model']}`; the last: {measured_on(found[-1])}."
     return f"{markdown(head, rows, range(3, len(head)))}\n\n{where}\n"
 
