@@ -140,8 +140,8 @@ def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     if not as_json:
         console = Console()
         console.print(report.table(records))
-        for line in (line for r in records for line in report.levels(r)):
-            console.print(line, style="dim", markup=False, highlight=False)
+        for level in (text for r in records for text in report.levels(r)):
+            console.print(level, style="dim", markup=False, highlight=False)
 
 
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # flags of the drafts, not of the target
