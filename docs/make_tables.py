@@ -6,6 +6,7 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
     <!-- table:quantize -->   the newest record of every method and format in quantize.jsonl
     <!-- table:gguf -->       the newest comparison with llama.cpp's logits of every file in gguf.jsonl
+    <!-- table:certificates -->   every certificate in certificates.jsonl
     <!-- table:policies -->   the newest comparison of length policies, from policies.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
@@ -160,6 +161,35 @@ def gguf() -> str:
     )
 
 
+def certificates() -> str:
+    """What was certified: how much was looked at, and what differed."""
+    path = RECORDS / "certificates.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    if not lines:
+        return "*No record yet: `foretoken verify-lossless --out benchmarks/results/certificates.jsonl` writes one.*"
+    found = [json.loads(line) for line in lines]
+    sizes = {"L1": "products", "L2": "compared_rows", "L3": "tokens", "L6": "texts", "L5": "sequences", "L5s": "draws"}
+    rows = []
+    for r in found:
+        checks = {c["id"]: c for c in r["checks"]}
+        seen = [
+            {**checks[i]["sizes"], **checks[i]["statistic"]}[key] if i in checks else None for i, key in sizes.items()
+        ]
+        differing = sum(v for c in r["checks"] for k, v in c["statistic"].items() if k.startswith("differing"))
+        passed = sum(c["status"] == "passed" for c in r["checks"])
+        mutants = r["mutants"]
+        c = r["config"]
+        rows.append(
+            [c["label"], c["format"], c["kv_format"], f"{passed} of {len(r['checks'])}"]
+            + ["" if n is None else f"{n:,.0f}" for n in seen]
+            + [f"{differing:,.0f}", f"{mutants['caught']} of {mutants['total']}" if mutants else ""]
+        )
+    head = ["draft", "weights", "cache", "checks passed", "products", "logits rows", "greedy tokens", "seeded texts"]
+    head += ["texts of the law", "draws of the sampler", "differing values and texts", "mutants rejected"]
+    where = f"Model `{found[-1]['config']['model']}`; the last: {measured_on(found[-1])}."
+    return f"{markdown(head, rows, range(3, len(head)))}\n\n{where}\n"
+
+
 def policies() -> str:
     """Goodput beside the best fixed length of the same draft, as benchmarks/policies.py measured them."""
     from statistics import median
@@ -209,6 +239,8 @@ def table(name: str) -> str:
         return quantizers()
     if name == "gguf":
         return gguf()
+    if name == "certificates":
+        return certificates()
     if name == "policies":
         return policies()
     from foretoken.study import record, report

@@ -35,11 +35,28 @@ SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said a
 NESTED = "nested"  # draft format: the lower weights inside the target's own
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What engines are made of: settings with every draft head named as one, models, and room for caches."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+    num_blocks: int
+    target: Llama
+    drafts: tuple[Llama | EagleHead, ...]
+
+
 def build_engine(model: str, config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Load the target, and the draft where `config.spec` names one, and put an Engine together.
 
     Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with its remedy.
     """
+    got = load_parts(model, config, progress)
+    return assemble(got.config, got.tokenizer, got.num_blocks, got.target, got.drafts)
+
+
+def load_parts(model: str, config: EngineConfig, progress: Progress | None = None) -> Loaded:
+    """Load target and drafts, for `assemble` to make engines of. Raises what `build_engine` raises."""
     if config.threads is not None:
         ops.set_num_threads(config.threads)
     backend = ops.resolve(config.backend, config.device)
@@ -72,7 +89,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
             continue
         draft_len = min(max_len, read_config(m.folder).max_model_len)
         drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
-    return assemble(config, tokenizer, num_blocks, target, drafts)
+    return Loaded(config, tokenizer, num_blocks, target, tuple(drafts))
 
 
 def _demand(m: _Model, config: EngineConfig) -> Demand:
