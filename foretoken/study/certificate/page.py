@@ -26,6 +26,7 @@ p { margin: .4rem 0; } .soft, small { color: var(--soft); }
 table { border-collapse: collapse; width: 100%; background: var(--card); font-size: .93rem; }
 th, td { text-align: left; vertical-align: top; padding: .5rem .6rem; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; }
+table.checks td:last-child { white-space: nowrap; overflow-wrap: normal; }
 th { color: var(--soft); font-weight: 600; } td.n { font-variant-numeric: tabular-nums; }
 details { border-bottom: 1px solid var(--line); padding: .5rem 0; } summary { cursor: pointer; }
 dl { margin: .6rem 0; } dt { color: var(--soft); margin-top: .5rem; } dd { margin: 0 0 0 1rem; }
