@@ -8,6 +8,7 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:gguf -->       the newest comparison with llama.cpp's logits of every file in gguf.jsonl
     <!-- table:certificates -->   every certificate in certificates.jsonl
     <!-- table:policies -->   the newest comparison of length policies, from policies.jsonl
+    <!-- table:headline -->   the newest measurement of each title, from headline.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
@@ -229,6 +230,30 @@ def policies() -> str:
     return f"{markdown(head, rows, (1, 3, 4, 5, 6))}\n\n{about}\n"
 
 
+def headline() -> str:
+    """Speculation on real shapes beside plain decoding and a peer, as benchmarks/speculation.py found it."""
+    found = newest("headline", lambda r: r["title"])
+    if not found:
+        return "*No record yet: `benchmarks/speculation.py` writes one.*"
+    head = ["decoding", "tokens/s", "over its own plain", "over our plain", "accepted", "first token", "same text"]
+    parts = []
+    for r in found:
+        ours, count, rows = r["ways"][0]["tokens_per_s"], r["prompts"]["count"], []
+        for way in r["ways"]:
+            own = "1" if way["num_draft_tokens"] == 0 else f"{way['speedup_mean']:.2f}x"
+            rate, same = way["acceptance_rate"], way["equal_texts"]
+            cells = [way["label"], f"{way['tokens_per_s']:.2f}", own, f"{way['tokens_per_s'] / ours:.2f}x"]
+            cells += ["" if rate is None else f"{rate:.0%}", f"{way['ttft_ratio']:.2f}x"]
+            rows.append([*cells, "yes" if same == count else f"{same} of {count}"])
+        about = (
+            f"{count} prompts of {r['prompts']['file']}, {r['prompts']['max_tokens']} tokens each, greedy, one at a "
+        )
+        about += f"time; {r['repeat']} run(s). {r['note']} {measured_on(r | {'time': r['date']})}, load "
+        about += f"{r['machine']['load_1min']} at the end."
+        parts.append(f"**{r['title']}**\n\n{markdown(head, rows, range(1, 6))}\n\n{about}\n")
+    return "\n".join(parts)
+
+
 def table(name: str) -> str:
     """The newest run of one record file, a table for each workload, and where and when it was measured."""
     if name == "peers":
@@ -243,6 +268,8 @@ def table(name: str) -> str:
         return certificates()
     if name == "policies":
         return policies()
+    if name == "headline":
+        return headline()
     from foretoken.study import record, report
 
     path = RECORDS / f"{name}.jsonl"
