@@ -20,10 +20,14 @@ from foretoken.spec.length import FixedLength, LengthPolicy
 
 @dataclass(frozen=True)
 class Span:
-    """Positions start .. end of a sequence that became certain (stored in the target's cache) in one round."""
+    """Positions start .. end of a sequence that became certain (stored in the target's cache) in one round.
+
+    `num_draft`: nodes of its draft that were checked: what the drafter gave, less what was dropped before.
+    """
 
     start: int
     end: int
+    num_draft: int = 0
 
 
 @dataclass(frozen=True)

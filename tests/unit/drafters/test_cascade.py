@@ -298,6 +298,30 @@ def test_first_counts_each_ones_guesses(pair: Pair) -> None:
     assert model.acceptance_rate != suffix.acceptance_rate
 
 
+class Clipping(GoodputLength):
+    """Asks for six tokens, and drops those beyond the second; of every third draft all."""
+
+    num_rounds = 0
+
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+        return [6] * len(seqs)
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        self.num_rounds += 1
+        return draft.shallow([2 if self.num_rounds % 3 else 0] * len(seqs))
+
+
+def test_first_counts_what_was_checked(pair: Pair) -> None:
+    """Nodes that a policy drops are nobody's: the levels together are the engine's counters all the same."""
+    engine = make_engine(pair, "first", k=6)
+    engine.policy = engine.drafter.policy = Clipping(6)
+    run(engine, PROMPTS, GREEDY)
+    (_, suffix), (_, model) = engine.drafter.levels()
+    assert suffix.num_drafts > 2 and model.num_drafts > 2
+    for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
+        assert getattr(suffix, field) + getattr(model, field) == getattr(engine.metrics, field)
+
+
 def test_levels_of_a_tower(pair: Pair) -> None:
     inner = SpecConfig("cascade", num_draft_tokens=4, below=(SpecConfig("first", below=(NGRAM, SUFFIX)),))
     engine = make_engine(pair, "cascade", k=6, below=(inner,))
