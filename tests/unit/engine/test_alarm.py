@@ -14,7 +14,7 @@ from lawkit import MODEL_VOCAB, Pair, make_engine, random_prompts, run, texts
 
 from foretoken import ops
 from foretoken.config import SpecConfig
-from foretoken.engine.alarm import Alarm, is_useless
+from foretoken.engine.alarm import ENOUGH_TOKENS, Alarm, is_useless
 from foretoken.models.eagle_config import parse_head_config
 from foretoken.models.eagle_loader import load_head
 from foretoken.request import SamplingParams, SpecMetrics
@@ -42,8 +42,9 @@ class Above(NoDrafter):
     ("num_drafts", "k", "accepted", "useless"),
     [
         (50, 4, 1, True),
-        (49, 4, 0, False),  # too early to tell
+        (49, 4, 1, False),  # too early to tell
         (19, 20, 0, False),
+        (20, 2, 0, True),  # none at all: so few drafts tell
         (50, 4, 2, False),  # 1 %: as chance may have it, but not nothing
         (100, 20, 4, True),
         (100, 20, 5, False),  # of a large tree most nodes are lost anyway
@@ -64,7 +65,7 @@ def test_it_is_said_once_for_each_drafter(caplog: pytest.LogCaptureFixture) -> N
             alarm.update(NoDrafter(), [4], [0])  # looks nothing up that was learned
             alarm.update(second, [4], [1])
         assert len(caplog.records) == len(alarm.texts) == 1
-        assert "0 of 200 drafted tokens" in alarm.texts[0]
+        assert "0 of 80 drafted tokens" in alarm.texts[0]
         assert "trained for another target" in alarm.texts[0]
         bad = SpecMetrics()
         above = Above(Learned(), bad)
@@ -97,6 +98,13 @@ def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplo
     said = [r.message for r in caplog.records if "drafted tokens accepted" in r.message]
     assert said == engine.alarm.texts
     assert len(said) == 1 and said[0].startswith("drafter 'eagle'")
+
+
+def test_a_useless_draft_is_said_where_goodput_gives_it_up(pair: Pair, tmp_path: Path) -> None:
+    engine = make_engine(foreign_head(tmp_path, pair), "eagle", k=4, policy="goodput", options={"top_k": 1})
+    run(engine, PROMPTS, GREEDY)
+    assert engine.metrics.num_draft_tokens < ENOUGH_TOKENS, "it was asked for little"
+    assert len(engine.alarm.texts) == 1
 
 
 def test_a_good_draft_sounds_no_alarm(pair: Pair) -> None:
