@@ -14,7 +14,7 @@ from lawkit import MODEL_VOCAB, Pair, make_engine, random_prompts, run, texts
 
 from foretoken import ops
 from foretoken.config import SpecConfig
-from foretoken.engine.alarm import ENOUGH_TOKENS, Alarm, is_useless
+from foretoken.engine.alarm import Alarm, is_useless
 from foretoken.models.eagle_config import parse_head_config
 from foretoken.models.eagle_loader import load_head
 from foretoken.request import SamplingParams, SpecMetrics
@@ -102,9 +102,9 @@ def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplo
 
 def test_a_useless_draft_is_said_where_goodput_gives_it_up(pair: Pair, tmp_path: Path) -> None:
     engine = make_engine(foreign_head(tmp_path, pair), "eagle", k=4, policy="goodput", options={"top_k": 1})
-    run(engine, PROMPTS, GREEDY)
-    assert engine.metrics.num_draft_tokens < ENOUGH_TOKENS, "it was asked for little"
+    run(engine, PROMPTS[:2], GREEDY)
     assert len(engine.alarm.texts) == 1
+    assert "0 of 80 drafted tokens" in engine.alarm.texts[0], "twenty drafts tell"
 
 
 def test_a_good_draft_sounds_no_alarm(pair: Pair) -> None:
