@@ -23,7 +23,7 @@ from foretoken.models.eagle_loader import load_head
 from foretoken.models.eagle_runner import HeadRunner
 from foretoken.models.llama import Llama
 from foretoken.models.loader import load_model, load_tokenizer, resolve_model
-from foretoken.models.nested import is_nested, nested_view
+from foretoken.models.nested import is_nested, is_smaller, nested_view
 from foretoken.models.runner import ModelRunner
 from foretoken.models.weights import Progress
 from foretoken.spec.ahead import make_ahead
@@ -246,10 +246,10 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         is_view = _drafts_with_view(spec, cls, folder, quant)
         text = SELF_FORMAT if cls.of_target and spec.format == "auto" else spec.format
         own_quant = quant if is_view else QuantScheme.parse(text)
-        if not is_view and (own.resolve(), own_quant) == (folder.resolve(), quant):
+        if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant, quant):
             raise ConfigError(
-                f"{name or 'the target'} would draft for itself in the same format; take a smaller model, or a lower "
-                "format for the draft (--draft-format)"
+                f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
+                "take a smaller model, or a lower format for the draft (--draft-format)"
             )
         found.append(_Model(own, own_quant, cls.of_target, cls.of_head, is_view, folder, owner))
         folder, quant, owner = own, own_quant, len(found) - 1
