@@ -277,6 +277,9 @@ def test_settings_of_the_levels_below() -> None:
     for bad in ({"below": []}, {"below": [3]}, {"below": [{"method": "x"}]}, {"below": [{}, {}]}):
         with pytest.raises(ConfigError, match="below"):
             make_config("ngram > a/b", draft_options=bad)
+    for name, value in (("options", 3), ("format", 3), ("confidence", "x"), ("confidence", True), ("policy", 3)):
+        with pytest.raises(ConfigError, match=f"{name} must be"):
+            make_config("ngram > a/b", draft_options={"below": [{name: value}]})
 
 
 def test_a_drafter_without_what_it_works_with(pair: Pair) -> None:
