@@ -164,11 +164,13 @@ def open_bench(engine: EngineChoice, arms: Seq[Arm], batch_sizes: Seq[int], numb
 
 def _specs(args: Args, engine: EngineChoice) -> list[SpecConfig]:
     """The SpecConfigs of each --drafts entry: one for each of --overlaps that it can do. Raises ConfigError, as LLM."""
-    from foretoken.engine.build import check_options, check_overlap, goes_ahead
+    from foretoken.engine.build import check_options, check_overlap, check_policies, goes_ahead, heeds_confidence
     from foretoken.engine.llm import make_config
 
     shared = {k: engine.settings[k] for k in SPECULATION}
     chosen = [make_config(draft_choice(name, engine.model), **shared).spec for name in args.drafts]
+    if any(heeds_confidence(spec) for spec in chosen):  # the others are measured without
+        chosen = [s if heeds_confidence(s) else dataclasses.replace(s, confidence=None) for s in chosen]
     able = [goes_ahead(spec) for spec in chosen]
     if max(args.overlaps) > 0 and not any(able):
         raise ConfigError(
@@ -180,4 +182,5 @@ def _specs(args: Args, engine: EngineChoice) -> list[SpecConfig]:
     for spec in specs:
         check_options(spec)
         check_overlap(spec)
+        check_policies(spec)
     return specs

@@ -77,6 +77,7 @@ def load_parts(
     tokenizer = load_tokenizer(folder)
     check_options(config.spec)
     check_overlap(config.spec)
+    check_policies(config.spec)
     models = _models(config.spec, folder, quant)
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
@@ -128,6 +129,29 @@ def check_overlap(spec: SpecConfig) -> None:
         )
     if spec.overlap >= cores:
         raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")
+
+
+def check_policies(spec: SpecConfig) -> None:
+    """Raise ConfigError for a policy below `first`, which would never learn, or a confidence that nobody would heed."""
+    for level in _levels(with_heads(spec)):
+        own = [b for b in level.below if b.policy != "fixed"] if _drafter_class(level).num_below < 0 else []
+        if own:
+            raise ConfigError(
+                f"drafter {level.method!r} asks {own[0].method!r} below it in turn, which can have no policy "
+                f"{own[0].policy!r} of its own; put --policy on the whole"
+            )
+        if level.confidence is not None and not heeds_confidence(level):
+            raise ConfigError(
+                f"--confidence {level.confidence:g}: drafter {level.method!r} has no probabilities to end a draft by; "
+                'leave it out, or give it to a model below: --draft-options \'{"below": [{"confidence": 0.4}]}\''
+            )
+
+
+def heeds_confidence(spec: SpecConfig) -> bool:
+    """Does this draft, or any that it asks in turn, end by its own probabilities? Raises as `with_heads`."""
+    spec = with_heads(spec)
+    cls = _drafter_class(spec)
+    return cls.judges or (cls.num_below < 0 and any(heeds_confidence(b) for b in spec.below))
 
 
 def goes_ahead(spec: SpecConfig) -> bool:

@@ -57,6 +57,7 @@ class Drafter:
     of_target = False  # is that model the target itself in another format, in the target's own cache?
     num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
     branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern
+    judges = False  # does it know how likely its own tokens are, so that a policy can end drafts by it (`confidence`)?
     goes_ahead = False  # can it guess on while the target checks (`ahead`)?
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
     policy: LengthPolicy = FixedLength(0)

@@ -219,6 +219,8 @@ def test_bench_overlaps_only_where_drafts_can(pair_folders: tuple[Path, Path], m
     specs = _specs(Args(drafts=("ngram", draft, f"ngram + {draft}", head), overlaps=(0, 1)), engine)
     assert [(draft_text(s), s.overlap) for s in specs].count(("draft_model", 1)) == 1
     assert [s.overlap for s in specs] == [0, 0, 1, 0, 0]
+    unsure = EngineChoice(target, {**engine.settings, "confidence": 0.4})
+    assert [s.confidence for s in _specs(Args(drafts=("ngram", draft)), unsure)] == [None, 0.4]
     with pytest.raises(ConfigError, match="none of 2 core"):
         _specs(Args(drafts=(draft,), overlaps=(2,)), engine)
     with pytest.raises(ConfigError, match="max_ngrm"):
@@ -296,6 +298,19 @@ def test_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "hi", "--confidence", "nan"], "confidence"),
         (["generate", "hi", "--max-tokens", "0"], "max_tokens"),
         (["generate", "hi", "--stop", ""], "stop strings"),
+        (["generate", "hi", "--draft", "ngram", "--confidence", "0.4"], "leave it out"),
+        (["bench", "--drafts", "ngram", "suffix", "--confidence", "0.4"], "leave it out"),
+        (
+            [
+                "generate",
+                "hi",
+                "--draft",
+                "suffix + ngram",
+                "--draft-options",
+                '{"below": [{}, {"policy": "goodput"}]}',
+            ],
+            "put --policy on the whole",
+        ),
         (["generate", "hi", "--draft", "ngrm"], "did you mean 'ngram'"),
         (["generate", "hi", "--draft", "draft_model"], "needs a draft model"),
         (["generate", "hi", "--draft-options", "{x"], "JSON object"),
