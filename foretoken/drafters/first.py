@@ -111,6 +111,12 @@ class FirstDrafter(Drafter):
         by_layer = hidden.chunk(len(self.captures), dim=1)
         return torch.cat([by_layer[self.captures.index(layer)] for layer in layers], dim=1)
 
+    @property
+    def limit(self) -> int | None:
+        """The largest of those below: as long as one of them drafts, this one does."""
+        limits = [d.limit for d in self.below]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
+
     def rewind(self, seq: Sequence, length: int) -> None:
         for d in self.below:
             d.rewind(seq, length)

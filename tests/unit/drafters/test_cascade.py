@@ -314,6 +314,23 @@ class Clipping(GoodputLength):
         return draft.shallow([2 if self.num_rounds % 3 else 0] * len(seqs))
 
 
+class Short(Drafter):
+    """Has a context of its own."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    @property
+    def limit(self) -> int:
+        return self.longest
+
+
+def test_first_drafts_as_long_as_any_below() -> None:
+    options = FirstDrafter.Options()
+    assert FirstDrafter(options, [Short(40), Short(60), Short(50)]).limit == 60
+    assert FirstDrafter(options, [Short(40), NgramDrafter(), Short(60)]).limit is None
+
+
 def test_first_counts_what_was_checked(pair: Pair) -> None:
     """Nodes that a policy drops are nobody's: the levels together are the engine's counters all the same."""
     engine = make_engine(pair, "first", k=6)
