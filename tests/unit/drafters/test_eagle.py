@@ -406,6 +406,19 @@ def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> No
     assert accepted["slide"] > 2 * accepted["stop"] > 0
 
 
+def test_beyond_its_context_it_keeps_nothing(folders: Path, easy: Pair, tmp_path: Path) -> None:
+    knowing_head(tmp_path, folders / "target", "eagle", max_position_embeddings=32)
+    drafter = drafter_of(engine_of(with_head(easy, tmp_path), beyond="stop"))
+    seq, hidden = Sequence(0, list(range(1, 60)), GREEDY, 0), torch.randn(60, 32)
+    drafter.observe([seq], [Span(0, 32)], hidden[:32])
+    context = drafter.followers[seq]
+    assert context.num_hidden == 32, "as long as it may draft"
+    for start, end in ((32, 33), (33, 40), (40, 58)):
+        drafter.observe([seq], [Span(start, end)], hidden[start:end])
+        assert (context.hidden, context.end) == (None, end)
+    assert drafter.propose([seq], [6]).count(0) == 0
+
+
 # --- options, folders ---
 
 
