@@ -260,7 +260,9 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
     cls, name = _drafter_class(spec), spec.model
     if cls.needs_model:
         if name is None and not cls.of_target:
-            raise ConfigError(f"drafter {spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft")
+            one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.of_head else ""
+            one = one or "model; name one, e.g. --draft embedded-draft"
+            raise ConfigError(f"drafter {spec.method!r} needs a draft {one}")
         own = folder if cls.of_target or name is None else resolve_model(name)
         if is_head(own) != cls.of_head:
             what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
