@@ -459,7 +459,7 @@ def test_heads_that_do_not_fit_are_refused(folders: Path, tmp_path: Path) -> Non
         built(target_hidden_size=40)
     with pytest.raises(VocabularyError, match="trained for this target"):
         built(vocab_size=200)
-    with pytest.raises(ConfigError, match="needs a draft model"):
+    with pytest.raises(ConfigError, match="needs a draft head of this target"):
         build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("eagle")))
     target, draft, head = (str(folders / name) for name in ("target", "draft", "eagle"))
     with pytest.raises(ConfigError, match="is a model, not a draft head; write --draft"):
