@@ -9,7 +9,7 @@ from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError, RequestError
 from foretoken.request import SamplingParams
 from foretoken.study import record
-from foretoken.study.workload import DEFAULT_PROMPTS, Workload, arms, read_prompts, spec_as_dict
+from foretoken.study.workload import DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, spec_as_dict
 
 
 def test_prompts_of_both_kinds(tmp_path: Path) -> None:
@@ -76,3 +76,13 @@ def test_records_hold_no_path_on_any_level(tmp_path: Path) -> None:
     held = record.speculation(SpecConfig("first", below=below))
     assert str(tmp_path) not in json.dumps(held)
     assert '"small"' in json.dumps(held)
+
+
+def test_arms_do_not_learn_from_one_another() -> None:
+    """Each writes the texts that another has just written: what remembers past requests must not remember those."""
+    asked = SpecConfig("first", below=(SpecConfig("suffix"), SpecConfig("draft_model", model="small")))
+    assert Arm("both", asked).spec.below[0].options == {"past": "none"}
+    assert Arm("both", asked).spec.below[1] == asked.below[1]
+    wanted = SpecConfig("suffix", options={"past": "all", "store": "texts"})
+    assert Arm("all", wanted).spec == wanted
+    assert Arm("ngram", SpecConfig("ngram")).spec == SpecConfig("ngram")
