@@ -130,15 +130,15 @@ def test_texts_may_become_more(folder: Path, begun: Path, monkeypatch: pytest.Mo
     asked = []
     real = states.write_texts
 
-    def noted(runner: Any, seeds: list[Seed], *rest: Any) -> Any:
-        asked.append(len(seeds))
-        return real(runner, seeds, *rest)
+    def noted(runner: Any, seeds: list[Seed], batch: int, noise: int) -> Any:
+        asked.append((len(seeds), noise))
+        return real(runner, seeds, batch, noise)
 
     monkeypatch.setattr(states, "write_texts", noted)
     for number in (20, 20, 25):
         train_head(folder, begun, stop=None, texts=TextSettings(number, 32, 12))
         assert json.loads((begun / "results.json").read_text())["texts"] == number
-    assert asked == [12, 5]
+    assert asked == [(12, 2), (5, 3)]  # each file's noise is its own
     assert all(path.read_bytes() == old for path, old in before.items())
     assert torch.equal(load_file(str(begun / "head" / "model.safetensors"))["d2t"], tokens)
     lots = sorted((begun / "texts").iterdir(), key=lambda p: len(Texts(sorted(p.iterdir()))))
