@@ -20,10 +20,14 @@ from foretoken.train.head import Sources, run_head
 from foretoken.train.head_job import LossSettings
 from foretoken.train.head_recipe import HeadRecipe, SizeSettings
 from foretoken.train.optim import OptimSettings
+from foretoken.train.own import load_own_recipe
+from foretoken.train.own_card import note
 from foretoken.train.recipe import TrainSettings
 from foretoken.train.resume import added
 from foretoken.train.seeds import TextSettings
 from foretoken.train.states import Seed, Texts
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +190,17 @@ def test_a_draft_is_refused_alike(folder: Path, tmp_path: Path) -> None:
     assert train_draft(longer) == 4
     with pytest.raises(ConfigError, match="foretoken bench"):
         run_draft(recipe, Sources(folder / "prompts.jsonl", measure=folder / "prompts.jsonl"), tmp_path / "new")
+
+
+def test_the_embedded_heads_papers_agree() -> None:
+    """Card, figures, recipe and config.json tell of the same head."""
+    recipe = load_own_recipe(HeadRecipe, ROOT / "recipes" / "embedded-head.toml", "")
+    head = ROOT / "foretoken" / "assets" / "head"
+    results = json.loads((head / "results.json").read_text(encoding="utf-8"))
+    card = (head / "README.md").read_text(encoding="utf-8")
+    assert results["recipe"]["note"] == recipe.note
+    assert note(results) in card
+    config = json.loads((head / "config.json").read_text())
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert layers == results["layers"] == list(recipe.layers)
+    assert f"layers {', '.join(map(str, layers))}" in card
