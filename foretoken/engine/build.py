@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -281,6 +281,11 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
         _add_models(found, below, folder, quant, owner)
+
+
+def resolved_options(spec: SpecConfig) -> dict[str, object]:
+    """All options of one level, defaults included. Raises ConfigError or RegistryError for bad ones."""
+    return asdict(parse_options(_drafter_class(spec), spec.options))
 
 
 def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from foretoken import registry
 from foretoken.config import SpecConfig, draft_text
+from foretoken.engine.build import resolved_options, with_heads
 from foretoken.errors import ConfigError, RequestError
 from foretoken.request import MAX_SEED, SamplingParams
 from foretoken.tokenizer import Tokenizer
@@ -131,9 +132,12 @@ PLAIN = Arm("plain", SpecConfig())
 
 
 def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
-    """Plain decoding, then each way to guess at each draft length. Raises ConfigError for a length out of range."""
+    """Plain decoding, then each way to guess at each draft length; a draft that is a head is named as one.
+
+    Raises ConfigError for a length out of range, ModelLoadError for a draft that is not there.
+    """
     made = [PLAIN]
-    for spec in specs:
+    for spec in map(with_heads, specs):
         if spec.method == "none":
             continue
         for k in ks:
@@ -145,7 +149,10 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
 
 
 def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
-    """A SpecConfig as plain data for a record."""
+    """A SpecConfig as plain data for a record, its options with their defaults.
+
+    Raises ConfigError or RegistryError for bad options.
+    """
     return {
         "draft": spec.method,
         "draft_model": spec.model,
@@ -153,7 +160,7 @@ def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
         "num_draft_tokens": 0 if spec.method == "none" else spec.num_draft_tokens,
         "confidence": spec.confidence,
         "policy": spec.policy,
-        "draft_options": dict(spec.options),
+        "draft_options": resolved_options(spec),
         **({"overlap": spec.overlap} if spec.overlap else {}),
         **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
     }
