@@ -13,6 +13,7 @@ from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError, RequestError, VocabularyError
 from foretoken.formats.scheme import QuantScheme
 from foretoken.models.loader import resolve_model
+from foretoken.models.nested import is_smaller
 from foretoken.request import SamplingParams
 from foretoken.study.measure import Bench, Run, run_batch
 from foretoken.study.passes import Pass, Subject
@@ -136,8 +137,13 @@ def load(variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], max_tok
 
 
 def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
-    """Is the draft this very model in this very format? It would agree with itself and save nothing."""
-    return spec.model is not None and same_weights(variant, Variant(spec.model, spec.format))
+    """Is the draft this very model in as many bits? It would agree with itself and save nothing."""
+    if spec.model is None:
+        return False
+    folder = resolve_model(variant.model)
+    if folder.resolve() != resolve_model(spec.model).resolve():
+        return False
+    return not is_smaller(folder, QuantScheme.parse(spec.format), QuantScheme.parse(variant.format))
 
 
 def same_weights(one: Variant, other: Variant) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from lawkit import write_model
 
 from foretoken import LLM
+from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError, ModelLoadError, RegistryError
 from foretoken.study import record
 from foretoken.study.quality import advice, compare, plots, records, speed, tables
@@ -300,6 +301,15 @@ def test_a_draft_of_another_vocabulary_is_said(pair_folders: tuple[Path, Path], 
         Variant(str(pair_folders[0])), Variant(str(tmp_path)), 3, read_prompts(prompts), 4, {}, 0
     )
     assert rate is None and "the target's token" in str(why)
+
+
+def test_who_would_draft_for_itself_is_drafted_for_by_ngrams(pair_folders: tuple[Path, Path]) -> None:
+    model, other = map(str, pair_folders)
+    for target, draft, itself in (("auto", "auto", True), ("w8a8", "auto", True), ("auto", "w8a8", False)):
+        spec = SpecConfig("draft_model", model, draft)
+        assert speed.drafts_for_itself(Variant(model, target), spec) is itself
+        assert not speed.drafts_for_itself(Variant(other, target), spec)
+    assert not speed.drafts_for_itself(Variant(model), SpecConfig("ngram"))
 
 
 def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
