@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 
 import torch
+from torch import Tensor
 
 from foretoken.study.certificate.check import WARNING, Check, Effort, Found
 from foretoken.study.certificate.subject import Subject
@@ -45,12 +48,27 @@ def alarm(subject: Subject, effort: Effort) -> Found:
     return found
 
 
+def stored_tensors(weights: object, name: str = "weights") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor under a model's weights, by where it lies: codes and scales of matrices, norms, biases."""
+    if isinstance(weights, Tensor):
+        yield name, weights
+    elif is_dataclass(weights):
+        for part in fields(weights):
+            yield from stored_tensors(getattr(weights, part.name), f"{name}.{part.name}")
+    elif isinstance(weights, Mapping):
+        for key in sorted(weights):
+            yield from stored_tensors(weights[key], f"{name}.{key}")
+    elif isinstance(weights, tuple | list):
+        for i, part in enumerate(weights):
+            yield from stored_tensors(part, f"{name}.{i}")
+
+
 def weights_digest(subject: Subject) -> str:
-    """SHA-256 of every stored tensor of the target."""
+    """SHA-256 of every stored tensor of the target, with its name, type and shape; its first 16 digits."""
     found = hashlib.sha256()
-    for matrix in subject.target.weights.matrices:
-        for name in sorted(matrix.parts):
-            found.update(matrix.parts[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for name, tensor in stored_tensors(subject.target.weights):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -58,7 +76,8 @@ def own_target(subject: Subject, effort: Effort) -> Found:
     """The quantized target is the target: the same weights, before and after, behind plain and speculative texts."""
     matrices = subject.target.weights.matrices
     formats = sorted({m.format + ("" if m.activations is None else f" with {m.activations}") for m in matrices})
-    found = Found({"matrices": len(matrices)}, {"changed_digests": 0})
+    tensors = sum(1 for _ in stored_tensors(subject.target.weights))
+    found = Found({"matrices": len(matrices), "tensors": tensors}, {"changed_digests": 0})
     before, after = subject.digest, weights_digest(subject)
     if before and before != after:
         found.statistic["changed_digests"] = 1

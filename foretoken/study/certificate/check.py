@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from foretoken.study.certificate.subject import Subject
 
 PASSED, FAILED, WARNING, SKIPPED = "passed", "failed", "warning", "skipped"
+IN_PART = "these checks passed"  # of a certificate that left some out
 EFFORTS = {"quick": 0.0005, "normal": 0.01, "full": 1.0}
 MOST_FINDINGS = 5  # of a check: the first few say what is wrong
 

@@ -83,6 +83,7 @@ def row_invariance(subject: Subject, effort: Effort) -> Found:
                 sizes |= _compare(product, max(len(SIZES), share) if own and every else share, rng, found)
                 found.sizes["weights"] += 1
                 names.add(product.name)
+    found.sizes["row_counts"] = len(sizes)
     missing = sorted(set(SIZES) - sizes)
     found.notes += [
         f"looked at: {', '.join(sorted(names))}",
