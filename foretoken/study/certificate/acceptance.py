@@ -1,4 +1,4 @@
-"""The alarm for drafts that are never right, and L10: which target the texts are compared with."""
+"""A1, the alarm for drafts that are never right and for right ones that are not taken; and L10: which target the texts are compared with."""
 
 from __future__ import annotations
 
@@ -25,16 +25,26 @@ CAUSES = (
 
 
 def alarm(subject: Subject, effort: Effort) -> Found:
-    """First guesses of the configured draft that were right, against chance: the same guesses at any other place."""
+    """First guesses of the configured draft that were right, against chance: the same guesses at any other place.
+
+    Verification is exact, so those accepted are those that were right: anything else is a failure, not a warning.
+    """
     g = subject.guesses
     rate = g.hits / g.num if g.num else 0.0
     chance = g.by_chance / g.num if g.num else 0.0
     deviation = math.sqrt(max(chance * (1 - chance), 1e-9) / max(g.num, 1))
     above = (rate - chance) / deviation
     found = Found(
-        {"guesses": g.num, "right": g.hits},
+        {"guesses": g.num, "right": g.hits, "accepted": g.taken},
         {"rate": round(rate, 4), "by_chance": round(chance, 4), "deviations_above_chance": round(above, 1)},
     )
+    found.statistic["mismatches"] = g.missed + g.wrong
+    if g.missed:
+        found.add("first guesses that were the target's token", "all of them accepted", f"{g.missed} rejected")
+    if g.wrong:
+        found.add("first guesses that were not the target's token", "none accepted", f"{g.wrong} accepted")
+    if found.findings:
+        return found
     if g.num < ENOUGH:
         found.status = WARNING
         found.notes.append(f"the draft made {g.num} guesses only: too few to judge it")
@@ -95,8 +105,9 @@ def own_target(subject: Subject, effort: Effort) -> Found:
 ALARM = Check(
     "A1",
     "zero-acceptance alarm",
-    "The draft guesses better than chance. A warning, not a failure: a useless draft costs time, never a token.",
-    f"at least {LEAST_RATE:.0%} of first guesses right, {DEVIATIONS:g} deviations above chance",
+    "The first guesses that were right are those that were accepted (else a failure), and the draft guesses better "
+    "than chance (else a warning: a useless draft costs time, never a token).",
+    f"0 mismatches; at least {LEAST_RATE:.0%} of first guesses right, {DEVIATIONS:g} deviations above chance",
     {},
     alarm,
 )

@@ -67,6 +67,7 @@ class Found:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     false_alarm: float = 0.0
+    unfinished: bool = False  # the check ended in an exception
     status: str | None = None  # None: failed if there are findings, else passed
 
     def add(self, where: str, expected: object = "", found: object = "") -> None:
@@ -129,6 +130,6 @@ def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
     try:
         found = check.run(subject, effort)
     except Exception as error:  # whatever it is: what breaks down proves nothing
-        found = Found({}, {})
+        found = Found({}, {}, unfinished=True)
         found.add(f"the check could not be finished: {type(error).__name__}", "", error)
     return Result(check, found, time.perf_counter() - start)

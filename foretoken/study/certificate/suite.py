@@ -16,7 +16,7 @@ from foretoken.request import SamplingParams
 from foretoken.study import record
 from foretoken.study.certificate import acceptance, kernels, law, logits, sampled, texts
 from foretoken.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
-from foretoken.study.certificate.subject import Subject
+from foretoken.study.certificate.subject import Subject, storeless
 from foretoken.study.workload import read_prompts, spec_as_dict
 
 # The order in which they run: acceptance is counted while texts are compared, leaks of all engines come last.
@@ -157,13 +157,14 @@ def certify(
         "num_rollbacks": m.num_rollbacks,
         "first_guesses": subject.guesses.num,
         "first_guesses_right": subject.guesses.hits,
+        "first_guesses_accepted": subject.guesses.taken,
     }
     return Certificate(results, _config(subject, asked), asked.effort, accepted, time.perf_counter() - start)
 
 
 def _config(subject: Subject, asked: Asked) -> dict[str, object]:
     """The configuration as it was resolved."""
-    c, spec, params = subject.config, subject.config.spec, subject.params
+    c, spec, params = subject.config, storeless(subject.config.spec), subject.params
     runner = subject.plain(seqs=1).runner
     return {
         "label": f"{draft_text(spec)} k={spec.num_draft_tokens}",
