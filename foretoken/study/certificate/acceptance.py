@@ -1,4 +1,4 @@
-"""A1, the alarm for drafts that are never right and for right ones that are not taken; and L10: which target the texts are compared with."""
+"""A1: a draft that is never right, right guesses that are not taken; L10: the target that texts are compared with."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
@@ -18,12 +19,14 @@ from foretoken.models.runner import ModelRunner
 from foretoken.ops import Ops, reference
 from foretoken.request import SamplingParams
 from foretoken.spec import sampling, step
+from foretoken.spec.verify import verify
 from foretoken.study.certificate import acceptance, kernels, law, logits, sampled, texts, wrong, wrong_kernels
 from foretoken.study.certificate.check import FAILED, PASSED, Check, Effort, Result, run_check
 from foretoken.study.certificate.subject import Subject
 from foretoken.study.certificate.toy import toy_loaded
 from foretoken.tokenizer import Tokenizer
 
+log = logging.getLogger("foretoken")
 VOCAB = 64
 NOISE = 0.1  # of the toy draft: it is right often enough for A1 and wrong often enough for all others
 REFERENCE = {"backend": "reference"}  # where a kernel is replaced: its ops are Python
@@ -138,7 +141,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("one token more than asked for", Engine, "_end", wrong.long_end(Engine._end), ("S1",)),
 )
 
-UNCHANGED = Mutant("nothing is wrong", step, "verify", step.verify, ())
+UNCHANGED = Mutant("nothing is wrong", step, "verify", verify, ())
 
 
 @dataclass(frozen=True)
@@ -153,16 +156,21 @@ class Trial:
 
 @contextmanager
 def alive(mutant: Mutant) -> Iterator[None]:
-    """The mutant in the place of the right version; the specification's sampler instead of the native one."""
+    """The mutant in the place of the right version; the specification's sampler instead of the native one.
+
+    Nothing is logged meanwhile: what engines say of drafts is of no use where the engine is wrong.
+    """
+    silent = log.disabled
     kept = [(mutant.owner, mutant.attribute, getattr(mutant.owner, mutant.attribute))]
     kept.append((sampling, "HAS_NATIVE", sampling.HAS_NATIVE))
     try:
-        sampling.HAS_NATIVE = False
+        log.disabled, sampling.HAS_NATIVE = True, False
         setattr(mutant.owner, mutant.attribute, mutant.wrong)
         yield
     finally:
         for owner, name, value in kept:
             setattr(owner, name, value)
+        log.disabled = silent
 
 
 def toy_subject(tokenizer: Tokenizer, format: str = "auto", kv: str = "auto", backend: str = "auto") -> Subject:

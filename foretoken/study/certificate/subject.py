@@ -93,7 +93,8 @@ class Subject:
     ) -> Engine:
         """An engine of the loaded models with a cache of `tokens` tokens.
 
-        `spec`: None for the settings' own speculation (a store is left out); `drafter` takes the place of the one that it names.
+        `spec`: None for the settings' own speculation (without a store, which is the user's); `drafter` takes the
+        place of the one that it names.
         """
         seqs = self.batch if seqs is None else seqs
         longest = max(map(len, self.prompts)) + self.max_tokens + ROOM

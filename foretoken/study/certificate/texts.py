@@ -44,8 +44,8 @@ def _quote(subject: Subject, c: Completion, at: int) -> str:
 def settings(subject: Subject, jobs: Seq[Job], plain: Seq[Completion], turn: int) -> Iterator[tuple[str, Engine, bool]]:
     """Engines that speculate, in turn: the settings' own draft and scripted trees, alone and batched, in small chunks.
 
-    Of draft lengths 1 to 8 each turn has one, all of them after eight turns, the longest first. Each with whether the jobs run one
-    after the other.
+    Of draft lengths 1 to 8 each turn has one, all of them after eight turns, the longest first.
+    Each with whether the jobs run one after the other.
     """
     texts = [c.token_ids for c in plain]
     config = subject.config.spec
@@ -133,8 +133,8 @@ CHECKS = (
         "L3",
         "greedy texts",
         "Greedy decoding writes the same tokens with and without speculation: the configured draft and adversarial "
-        "trees, batched and, over the turns that the effort has room for, alone, in other chunks and draft lengths (the "
-        "notes name the ways that ran).",
+        "trees, batched and, as far as the effort reaches, alone, in other chunks and draft lengths (the notes name "
+        "the ways that ran).",
         SAME_TEXTS,
         {"tokens": 1_000_000},
         greedy,
