@@ -26,6 +26,7 @@ from client import Client
 
 from foretoken import SamplingParams
 from foretoken.config import SpecConfig, draft_text, parse_draft
+from foretoken.engine.build import with_heads
 from foretoken.engine.llm import make_config
 from foretoken.study import record
 from foretoken.study.measure import Bench, Run, run_batch
@@ -85,7 +86,12 @@ def arguments(argv: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--title", required=True, help="what is measured, for the table; a later run replaces it there")
     parser.add_argument("--note", default="", help="a sentence for the table")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/headline.jsonl"))
-    return parser.parse_args(argv)
+    o = parser.parse_args(argv)
+    if o.gguf is not None and o.home is None:
+        parser.error("--gguf needs --home, the folder of the peers' environments; `make peers` makes it")
+    if o.gguf is None and o.gguf_draft is not None:
+        parser.error("--gguf-draft needs --gguf, its target")
+    return o
 
 
 def our_ways(o: argparse.Namespace) -> list[Way]:
@@ -105,8 +111,9 @@ def our_ways(o: argparse.Namespace) -> list[Way]:
             ).spec
             if o.draft_format is not None:
                 made = replace(made, below=tuple(with_format(b, o.draft_format) for b in made.below))
+            made = with_heads(made)
             name = label or f"{draft_text(made)} k={k}"
-            ways.append(Way(name, Arm(name, made), k, {"options": own}))
+            ways.append(Way(name, Arm(name, made), k, {"options": own, "draft": draft_text(made)}))
     return ways
 
 

@@ -46,6 +46,7 @@ def run(argv: Seq[str], prog: str) -> int:
     from rich.console import Console
 
     from foretoken.cli.bench import open_bench
+    from foretoken.engine.build import with_heads
     from foretoken.engine.llm import make_config
     from foretoken.study import record, report
     from foretoken.study.workload import DEFAULT_PROMPTS, arms, read_prompts
@@ -55,7 +56,7 @@ def run(argv: Seq[str], prog: str) -> int:
         record.prepare(args.out)
     path = args.prompts or DEFAULT_PROMPTS
     prompts = read_prompts(path)
-    drafting = make_config(draft_choice(args.draft, args.model)).spec
+    drafting = with_heads(make_config(draft_choice(args.draft, args.model)).spec)
     ways = arms([SpecConfig("ngram"), drafting], KS)
     bench = open_bench(EngineChoice(args.model, {}), ways, [1], "auto", quiet=False)
     same = show_both(bench, prompts[0], next(a for a in ways if a.spec.method == drafting.method), console)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def load_parts(
     if config.threads is not None:
         ops.set_num_threads(config.threads)
     backend = ops.resolve(config.backend, config.device)
-    config = replace(config, spec=_with_heads(config.spec))
+    config = replace(config, spec=with_heads(config.spec))
     quant = QuantScheme.parse(config.format)
     folder = resolve_model(model)
     if is_head(folder):
@@ -108,7 +108,7 @@ def _demand(m: _Model, config: EngineConfig) -> Demand:
 
 def check_options(spec: SpecConfig) -> None:
     """Raise ConfigError or RegistryError: a level with a bad option or format, or too few below it; nothing is read."""
-    for level in _levels(_with_heads(spec)):
+    for level in _levels(with_heads(spec)):
         parse_options(_drafter_class(level), level.options)
         if level.format != NESTED:
             QuantScheme.parse(level.format)
@@ -192,9 +192,12 @@ def _drafter_class(spec: SpecConfig) -> type[Drafter]:
     return found
 
 
-def _with_heads(spec: SpecConfig) -> SpecConfig:
-    """The same levels, where a model that turns out to be a draft head is drafted with as one."""
-    below = tuple(_with_heads(b) for b in spec.below)
+def with_heads(spec: SpecConfig) -> SpecConfig:
+    """The same levels, where a model that turns out to be a draft head is drafted with as one.
+
+    Raises ModelLoadError for a model that is not there.
+    """
+    below = tuple(with_heads(b) for b in spec.below)
     head = spec.method == "draft_model" and spec.model is not None and is_head(resolve_model(spec.model))
     return replace(spec, method="eagle" if head else spec.method, below=below)
 
@@ -247,6 +250,11 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
         _add_models(found, below, folder, quant, owner)
+
+
+def resolved_options(spec: SpecConfig) -> dict[str, object]:
+    """All options of one level, defaults included. Raises ConfigError or RegistryError for bad ones."""
+    return asdict(parse_options(_drafter_class(spec), spec.options))
 
 
 def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 import foretoken
 from foretoken import registry
+from foretoken.config import SpecConfig
 from foretoken.engine.alarm import is_useless
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
@@ -192,6 +193,20 @@ def model_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
+def speculation(spec: SpecConfig) -> dict[str, object]:
+    """A SpecConfig as a record holds it: models of all levels by name, without the path."""
+    return _anonymous(spec_as_dict(spec))
+
+
+def _anonymous(spec: Any) -> dict[str, object]:
+    changed = dict(spec)
+    if changed.get("draft_model"):
+        changed["draft_model"] = model_name(changed["draft_model"])
+    if "below" in changed:
+        changed["below"] = [_anonymous(b) for b in changed["below"]]
+    return changed
+
+
 def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[str, object]:
     """The configuration as it was resolved, not as it was asked for."""
     engine, c, params = llm.engine, llm.config, workload.params
@@ -201,8 +216,7 @@ def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[s
         "model": model_name(model),
         "model_digest": weights_digest(model),
         "num_parameters": engine.runner.model.config.num_parameters,
-        **spec_as_dict(arm.spec),
-        "draft_model": arm.spec.model and model_name(arm.spec.model),
+        **speculation(arm.spec),
         "draft_digest": weights_digest(arm.spec.model) if arm.spec.model else None,
         "format": weights.embedding.format if c.format == "auto" else c.format,
         "kv_format": engine.runner.cache.layers[0].format,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from foretoken import registry
 from foretoken.config import SpecConfig, draft_text
+from foretoken.engine.build import resolved_options, with_heads
 from foretoken.errors import ConfigError, RequestError
 from foretoken.request import MAX_SEED, SamplingParams
 from foretoken.tokenizer import Tokenizer
@@ -97,12 +99,29 @@ class Workload:
             yield jobs[start : start + self.batch_size]
 
 
+def without_past(spec: SpecConfig) -> SpecConfig:
+    """The same levels, those with an option `past` looking at no past requests where they do not say otherwise."""
+    below = tuple(without_past(b) for b in spec.below)
+    known: set[str] = set()
+    if spec.method in registry.names("drafters"):
+        known = {f.name for f in fields(registry.load("drafters", spec.method).DRAFTER.Options)}
+    options = {"past": "none", **spec.options} if "past" in known else spec.options
+    return replace(spec, options=options, below=below)
+
+
 @dataclass(frozen=True, eq=False)  # each is a key of its own
 class Arm:
-    """One way to decode: a label for people and the speculation behind it ("none" is plain decoding)."""
+    """One way to decode: a label for people and the speculation behind it ("none" is plain decoding).
+
+    A drafter that learns from past requests gets none of them, unless its options ask for it: the arms write the same
+    texts one after the other, and each would find them in what the one before it, or an earlier repetition, left.
+    """
 
     label: str
     spec: SpecConfig
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", without_past(self.spec))
 
     @property
     def plain(self) -> bool:
@@ -113,9 +132,12 @@ PLAIN = Arm("plain", SpecConfig())
 
 
 def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
-    """Plain decoding, then each way to guess at each draft length. Raises ConfigError for a length out of range."""
+    """Plain decoding, then each way to guess at each draft length; a draft that is a head is named as one.
+
+    Raises ConfigError for a length out of range, ModelLoadError for a draft that is not there.
+    """
     made = [PLAIN]
-    for spec in specs:
+    for spec in map(with_heads, specs):
         if spec.method == "none":
             continue
         for k in ks:
@@ -127,7 +149,10 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
 
 
 def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
-    """A SpecConfig as plain data for a record."""
+    """A SpecConfig as plain data for a record, its options with their defaults.
+
+    Raises ConfigError or RegistryError for bad options.
+    """
     return {
         "draft": spec.method,
         "draft_model": spec.model,
@@ -135,7 +160,7 @@ def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
         "num_draft_tokens": 0 if spec.method == "none" else spec.num_draft_tokens,
         "confidence": spec.confidence,
         "policy": spec.policy,
-        "draft_options": dict(spec.options),
+        "draft_options": resolved_options(spec),
         **({"overlap": spec.overlap} if spec.overlap else {}),
         **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
     }

@@ -21,11 +21,14 @@ from foretoken.train.checkpoint import export_model
 from foretoken.train.head_job import dense, teacher
 from foretoken.train.losses import fused_soft_cross_entropy, soft_targets
 from foretoken.train.model import LlamaForTraining, ModelShape
-from foretoken.train.own import Machine, OwnRecipe, Sources, check_run, open_target, texts_stage
+from foretoken.train.own import Machine, OwnRecipe, Sources, check_run, open_target, read_seeds, texts_stage
 from foretoken.train.own_card import write_draft_card
 from foretoken.train.recipe import TrainSettings
+from foretoken.train.resume import settle_texts, write_record
 from foretoken.train.states import Text, Texts
-from foretoken.train.trainer import Job, Log, train
+from foretoken.train.trainer import Job, Log, checkpoint_path, train
+
+NAME = "draft"  # of the job, and so of its checkpoint
 
 
 @dataclass(frozen=True)
@@ -93,16 +96,21 @@ def run_draft(
 ) -> DraftResult:
     """Train a draft for `recipe.target` into `out/draft`, a Hugging Face folder with the target's tokenizer.
 
-    With `resume`, texts that are written stay and training goes on from its last checkpoint. Raises ConfigError or
-    ModelLoadError with the remedy.
+    With `resume`, texts that are written stay and training goes on from its last checkpoint; of the recipe only what
+    `resume.EDITABLE` names may be another then. Raises ConfigError or ModelLoadError with the remedy.
     """
     machine = machine or Machine()
+    if sources.measure is not None:
+        raise ConfigError("a draft is not measured in training; leave --measure out, and use foretoken bench --prompts")
     folder, config, seeds = check_run(recipe, sources, out, resume)
     shape = draft_shape(recipe, config)
+    lots, begun = settle_texts(
+        recipe, (), checkpoint_path(out, NAME), seeds, lambda n: read_seeds(recipe, sources, folder, n)
+    )
     target = open_target(recipe, folder, machine)
-    out.mkdir(parents=True, exist_ok=True)
+    write_record(begun, checkpoint_path(out, NAME))
     log = Log(out / "log.jsonl")
-    texts = texts_stage(recipe, target, (), seeds, out, log, quiet=quiet)
+    texts = texts_stage(recipe, target, (), lots, out, log, quiet=quiet)
     draft = LlamaForTraining(shape, recipe.seed)
     with torch.no_grad():
         components(draft.model.embed_tokens.weight, dense(target.ops, target.weights.lm_head).cpu())
@@ -174,4 +182,4 @@ def draft_job(draft: LlamaForTraining, target: Llama, texts: Texts, recipe: Draf
         return cross - (shares * entropy).sum()
 
     count: Callable[[DraftBatch], int] = lambda b: int(b.counts.sum())  # noqa: E731
-    return Job("draft", draft, settings, batch, loss, folder, count)
+    return Job(NAME, draft, settings, batch, loss, folder, count)

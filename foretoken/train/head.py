@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.models.config import ModelConfig
 from foretoken.models.loader import load_tokenizer
+from foretoken.train import head_measure
 from foretoken.train.head_export import export_head
-from foretoken.train.head_job import head_job, start_from_target
+from foretoken.train.head_job import NAME, head_job, start_from_target
 from foretoken.train.head_measure import measure_head
 from foretoken.train.head_model import HeadForTraining
 from foretoken.train.head_recipe import HeadRecipe, aux_layers, head_shape
-from foretoken.train.own import Machine, Sources, check_run, open_target, texts_stage
+from foretoken.train.own import Machine, Sources, check_run, open_target, read_seeds, texts_stage
 from foretoken.train.own_card import write_head_card
+from foretoken.train.resume import settle_texts, write_record
+from foretoken.train.seeds import HeldOut, held_out
 from foretoken.train.states import Texts
-from foretoken.train.trainer import Log, train
+from foretoken.train.trainer import Log, checkpoint_path, train
 
 __all__ = ["HeadResult", "Machine", "Sources", "frequent_tokens", "run_head"]
 
@@ -46,18 +50,22 @@ def run_head(
 ) -> HeadResult:
     """Train a head for `recipe.target` into `out/head`, as `--draft` takes it.
 
-    With `resume`, texts that are written stay and training goes on from its last checkpoint; another `train.steps` is
-    allowed. `stop_after` ends with a checkpoint after that many steps, as an interruption would. Raises ConfigError or
-    ModelLoadError with the remedy.
+    With `resume`, texts that are written stay and training goes on from its last checkpoint; of the recipe only what
+    `resume.EDITABLE` names may be another then, `train.steps` among it. `stop_after` ends with a
+    checkpoint after that many steps, as an interruption would. Raises ConfigError or ModelLoadError with the remedy.
     """
     machine = machine or Machine()
     folder, config, seeds = check_run(recipe, sources, out, resume)
     shape, layers = head_shape(recipe, config), aux_layers(recipe, config)
+    prompts = held_out_prompts(sources, folder, config)
+    checkpoint = checkpoint_path(out, NAME)
+    lots, begun = settle_texts(recipe, layers, checkpoint, seeds, lambda n: read_seeds(recipe, sources, folder, n))
     target = open_target(recipe, folder, machine)
-    out.mkdir(parents=True, exist_ok=True)
+    write_record(begun, checkpoint)
     log, captures = Log(out / "log.jsonl"), tuple(i - 1 for i in layers)
-    texts = texts_stage(recipe, target, captures, seeds, out, log, quiet=quiet)
-    target_ids = frequent_tokens(texts, shape.draft_vocab_size, shape.vocab_size)
+    texts = texts_stage(recipe, target, captures, lots, out, log, quiet=quiet)
+    # Texts that a resume adds must not change which tokens the LM head's rows stand for.
+    target_ids = frequent_tokens(texts, len(lots[0]), shape.draft_vocab_size, shape.vocab_size)
     target_ids = None if target_ids is None else target_ids.to(machine.device)
     head = HeadForTraining(shape, recipe.seed)
     start_from_target(head, target, target_ids)
@@ -73,19 +81,28 @@ def run_head(
         "text_tokens": texts.num_tokens,
         "training": progress,
     }
-    if sources.measure is not None:
-        results["acceptance"] = measure_head(out / "head", target, load_tokenizer(folder), sources.measure, recipe)
+    if prompts:
+        results["acceptance"] = measure_head(out / "head", target, prompts, recipe)
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     write_head_card(recipe, shape, results, out / "head")
     return HeadResult(out / "head", results)
 
 
-def frequent_tokens(texts: Texts, count: int, vocab_size: int) -> Tensor | None:
-    """The `count` tokens that the target writes most often, int64 [count] in order of their ids; None: all."""
+def held_out_prompts(sources: Sources, folder: Path, config: ModelConfig) -> list[HeldOut]:
+    """The prompts to measure on, read before anything is spent; none where none are named."""
+    if sources.measure is None:
+        return []
+    return held_out(sources.measure, load_tokenizer(folder), config.max_model_len, head_measure.NEW_TOKENS)
+
+
+def frequent_tokens(texts: Texts, first: int, count: int, vocab_size: int) -> Tensor | None:
+    """The `count` tokens that the target writes most often in its `first` texts, int64 [count] in order of their ids;
+    None: all.
+    """
     if count >= vocab_size:
         return None
     seen: Counter[int] = Counter()
-    for ids, given in zip(texts.ids, texts.num_given, strict=True):
+    for ids, given in zip(texts.ids[:first], texts.num_given[:first], strict=True):
         seen.update(ids[given:].tolist())
     order = sorted(range(vocab_size), key=lambda token: (-seen[token], token))
     return torch.tensor(sorted(order[:count]))

@@ -20,6 +20,8 @@ from foretoken.train.recipe import TrainSettings
 from foretoken.train.states import Text, Texts, captured_layers
 from foretoken.train.trainer import Job
 
+NAME = "head"  # of the job, and so of its checkpoint
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -163,7 +165,7 @@ def head_job(
         return torch.stack(head_loss(head, batch_, embedding, lm_head, wanted, settings)).sum()
 
     count: Callable[[Batch], int] = lambda b: b.num_guesses  # noqa: E731
-    return Job("head", head, train, batch, loss, folder, count)
+    return Job(NAME, head, train, batch, loss, folder, count)
 
 
 def start_from_target(head: HeadForTraining, target: Llama, target_ids: Tensor | None) -> None:

@@ -63,7 +63,7 @@ def load_own_recipe(kind: type[R], path: Path | None, own: str) -> R:
 @dataclass(frozen=True)
 class Sources:
     """Where prompts come from: a file of JSON lines, or the corpus folder of the recipe's mixture; `measure`: held-out
-    prompts on which acceptance is counted.
+    prompts on which a head's acceptance is counted.
     """
 
     prompts: Path | None = None
@@ -85,8 +85,6 @@ def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> t
         raise ConfigError("no target; name the model to learn from with --target")
     if sources.prompts is None and (not recipe.mixture or sources.data is None):
         raise ConfigError("nothing to write from; give --prompts FILE, or a recipe with a mixture and --data DIR")
-    if sources.measure is not None and not sources.measure.is_file():
-        raise ConfigError(f"no prompts to measure on at {sources.measure}; name a file of JSON lines, or leave it out")
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"{out} is not empty; add --resume to go on, or choose another folder with --out")
     folder = resolve_model(recipe.target)
@@ -96,15 +94,21 @@ def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> t
         raise ConfigError(
             f"prompt_tokens + new_tokens = {longest} exceed the target's context of {config.max_model_len}; lower one"
         )
+    return folder, config, read_seeds(recipe, sources, folder, recipe.texts.num_texts)
+
+
+def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path, num_texts: int) -> list[Seed]:
+    """What `num_texts` texts of the target in `folder` begin with. Raises ConfigError."""
+    settings = replace(recipe.texts, num_texts=num_texts)
     if sources.prompts is not None:
-        seeds = file_seeds(sources.prompts, load_tokenizer(folder), recipe.texts, recipe.seed)
+        seeds = file_seeds(sources.prompts, load_tokenizer(folder), settings, recipe.seed)
     else:
         assert sources.data is not None
         file = folder / "tokenizer.json"
-        seeds = recipe_seeds(Path(recipe.mixture), sources.data, file, recipe.texts, recipe.seed)
+        seeds = recipe_seeds(Path(recipe.mixture), sources.data, file, settings, recipe.seed)
     if not seeds:
         raise ConfigError("no prompt is long enough to learn from; give others with --prompts")
-    return folder, config, seeds
+    return seeds
 
 
 def open_target(recipe: OwnRecipe, folder: Path, machine: Machine) -> Llama:
@@ -123,15 +127,21 @@ def kv_format(recipe: OwnRecipe, target: Llama) -> str:
 
 
 def texts_stage(
-    recipe: OwnRecipe, target: Llama, captures: Seq[int], seeds: list[Seed], out: Path, log: Log, *, quiet: bool
+    recipe: OwnRecipe, target: Llama, captures: Seq[int], lots: Seq[list[Seed]], out: Path, log: Log, *, quiet: bool
 ) -> Texts:
-    """Write all texts, or those that are missing, and open them."""
-    kept = digest_of((recipe.target, recipe.format, recipe.kv_format, recipe.seed, captures, seeds))
-    folder, cache = out / "texts" / kept, kv_format(recipe, target)
+    """Write all texts, or those that are missing, and open them; each lot of seeds has a folder of its own."""
+    cache, before, parts = kv_format(recipe, target), 0, 0
+    paths: list[Path] = []
     with progress_bar(quiet) as bar:
-        task = bar.add_task("texts", total=len(seeds), loss=0.0, rate=0.0)
-        written = collect(target, captures, seeds, folder, batch=recipe.batch, kv_format=cache, seed=recipe.seed)
-        for done, tokens in written:
-            log.write(stage="texts", texts=done, tokens=tokens)
-            bar.update(task, completed=done)
-    return Texts(sorted(folder.glob("*.safetensors")))
+        task = bar.add_task("texts", total=sum(map(len, lots)), loss=0.0, rate=0.0)
+        for seeds in lots:
+            kept = digest_of((recipe.target, recipe.format, recipe.kv_format, recipe.seed, captures, seeds))
+            folder, noise = out / "texts" / kept, recipe.seed + parts
+            written = collect(target, captures, seeds, folder, batch=recipe.batch, kv_format=cache, seed=noise)
+            for done, tokens in written:
+                log.write(stage="texts", texts=before + done, tokens=tokens)
+                bar.update(task, completed=before + done)
+                parts += 1
+            before += len(seeds)
+            paths += sorted(folder.glob("*.safetensors"))
+    return Texts(paths)

@@ -32,7 +32,7 @@ def write_head_card(recipe: HeadRecipe, shape: HeadShape, results: dict[str, Any
         " The layer began as the target's last.\n\n"
     )
     title = f"# foretoken {recipe.name}\n\n"
-    parts = [FRONT_MATTER, title, text, data(recipe), acceptance(results), note(recipe)]
+    parts = [FRONT_MATTER, title, text, data(recipe), acceptance(results), note(results)]
     (folder / "README.md").write_text("".join(parts), encoding="utf-8")
 
 
@@ -47,7 +47,7 @@ def write_draft_card(recipe: OwnRecipe, shape: ModelShape, results: dict[str, An
     )
     title = f"# foretoken {recipe.name}\n\n"
     (folder / "README.md").write_text(
-        "".join([FRONT_MATTER, title, text, data(recipe), note(recipe)]), encoding="utf-8"
+        "".join([FRONT_MATTER, title, text, data(recipe), note(results)]), encoding="utf-8"
     )
 
 
@@ -100,6 +100,7 @@ def acceptance(results: dict[str, Any]) -> str:
     )
 
 
-def note(recipe: OwnRecipe) -> str:
-    """The recipe's own words."""
-    return f"## Limits\n\n{recipe.note.strip()}\n" if recipe.note else ""
+def note(results: dict[str, Any]) -> str:
+    """The recipe's own words, as results.json has them."""
+    words = results["recipe"]["note"].strip()
+    return f"## Limits\n\n{words}\n" if words else ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, RequestError
 from foretoken.tokenizer import Tokenizer
 from foretoken.train import data as corpus
 from foretoken.train.distill import training_prompts
@@ -65,13 +66,9 @@ def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: i
     if not path.is_file():
         raise ConfigError(f"no prompts at {path}; give a file of JSON lines with 'prompt', 'messages' or 'text'")
     prompts, texts = list[list[int]](), list[list[int]]()
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        kind, ids = _encode(tokenizer, line, f"{path.name} line {number}")
-        longest = settings.prompt_tokens + (settings.new_tokens if kind == "text" else 0)
-        (texts if kind == "text" else prompts).append(ids[:longest])
+    for line in read_lines(path, tokenizer):
+        longest = settings.prompt_tokens + (settings.new_tokens if line.kind == "text" else 0)
+        (texts if line.kind == "text" else prompts).append(line.ids[:longest])
     if not prompts and not texts:
         raise ConfigError(f"{path} holds no prompts; give JSON lines with 'prompt', 'messages' or 'text'")
     num_corpus = min(len(texts), round(settings.num_texts * settings.corpus_share) if prompts else len(texts))
@@ -81,17 +78,74 @@ def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: i
     return seeds + [Seed(tuple(ids), settings.new_tokens, settings.temperature) for ids in repeated[len(prompts) :]]
 
 
-def _encode(tokenizer: Tokenizer, line: str, where: str) -> tuple[str, list[int]]:
+@dataclass(frozen=True)
+class HeldOut:
+    """A prompt on which acceptance is counted: where it belongs, and its tokens."""
+
+    domain: str
+    ids: tuple[int, ...]
+
+
+def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[HeldOut]:
+    """Prompts from JSON lines with `prompt` or `messages`, optionally `domain`; `new_tokens` must fit behind each.
+
+    Raises ConfigError that names the line.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no prompts to measure on at {path}; name a file of JSON lines, or leave it out")
+    found = list[HeldOut]()
+    for line in read_lines(path, tokenizer):
+        if line.kind == "text":
+            raise ConfigError(f"{line.where}: acceptance is counted behind a 'prompt' or 'messages', not in a 'text'")
+        if not 1 <= len(line.ids) <= context - new_tokens:
+            raise ConfigError(
+                f"{line.where} has {len(line.ids)} tokens; it needs at least one, and with the {new_tokens} that are "
+                f"written behind it at most {context - new_tokens}: the target's context is {context}"
+            )
+        found.append(HeldOut(line.domain, tuple(line.ids)))
+    if not found:
+        raise ConfigError(f"{path} holds no prompts to measure on; give JSON lines with 'prompt' or 'messages'")
+    return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a prompt file: where it is, for messages; "prompt", "messages" or "text"; its tokens; its domain."""
+
+    where: str
+    kind: str
+    ids: list[int]
+    domain: str
+
+
+def read_lines(path: Path, tokenizer: Tokenizer) -> Iterator[Line]:
+    """The lines of a prompt file. Raises ConfigError that names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give a file of JSON lines in UTF-8") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _encode(tokenizer, line, f"{path.name} line {number}")
+
+
+def _encode(tokenizer: Tokenizer, line: str, where: str) -> Line:
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no JSON ({error})") from None
+        raise ConfigError(f"{where} is no JSON ({error}); one object a line") from None
     row = row if isinstance(row, dict) else {}
-    if isinstance(row.get("messages"), list):
-        return "messages", tokenizer.chat(row["messages"])
-    for kind in ("prompt", "text"):
-        if isinstance(row.get(kind), str) and row[kind]:
-            return kind, tokenizer.encode(row[kind])
+    domain = str(row.get("domain", "prompts"))
+    try:
+        if isinstance(row.get("messages"), list):
+            if not all(isinstance(m, dict) for m in row["messages"]):
+                raise ConfigError(f"{where}: messages must be a list of objects with 'role' and 'content'")
+            return Line(where, "messages", tokenizer.chat(row["messages"]), domain)
+        for kind in ("prompt", "text"):
+            if isinstance(row.get(kind), str) and row[kind]:
+                return Line(where, kind, tokenizer.encode(row[kind]), domain)
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error}") from None
     raise ConfigError(f"{where}: expected an object with 'prompt', 'messages' or 'text'")
 
 

@@ -43,7 +43,12 @@ class Job:
 
     @property
     def checkpoint(self) -> Path:
-        return self.folder / f"{self.name}.checkpoint.safetensors"
+        return checkpoint_path(self.folder, self.name)
+
+
+def checkpoint_path(folder: Path, name: str) -> Path:
+    """Where the job of this name keeps its progress."""
+    return folder / f"{name}.checkpoint.safetensors"
 
 
 class Log:

@@ -17,7 +17,7 @@ from foretoken.study import record
 from foretoken.study.certificate import acceptance, kernels, law, logits, sampled, texts
 from foretoken.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
 from foretoken.study.certificate.subject import Subject, storeless
-from foretoken.study.workload import read_prompts, spec_as_dict
+from foretoken.study.workload import read_prompts
 
 # The order in which they run: acceptance is counted while texts are compared, leaks of all engines come last.
 CHECKS: tuple[Check, ...] = (
@@ -171,7 +171,7 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "model": record.model_name(asked.model),
         "model_digest": subject.digest,
         "num_parameters": subject.target.config.num_parameters,
-        **_anonymous(spec_as_dict(spec)),
+        **record.speculation(spec),
         "format": subject.target.weights.embedding.format if c.format == "auto" else c.format,
         "kv_format": runner.cache.format,
         "backend": subject.target.ops.name,
@@ -189,13 +189,3 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "min_p": params.min_p,
         "seed": subject.seed,
     }
-
-
-def _anonymous(spec: Any) -> dict[str, object]:
-    """Models by name, without the path."""
-    changed = dict(spec)
-    if changed.get("draft_model"):
-        changed["draft_model"] = record.model_name(changed["draft_model"])
-    if "below" in changed:
-        changed["below"] = [_anonymous(b) for b in changed["below"]]
-    return changed

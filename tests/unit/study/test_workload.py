@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError, RequestError
 from foretoken.request import SamplingParams
-from foretoken.study.workload import DEFAULT_PROMPTS, Workload, arms, read_prompts
+from foretoken.study import record
+from foretoken.study.workload import DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, spec_as_dict
 
 
 def test_prompts_of_both_kinds(tmp_path: Path) -> None:
@@ -53,3 +55,34 @@ def test_arms_begin_with_plain_decoding() -> None:
     assert [a.plain for a in made] == [True, False, False]
     with pytest.raises(ConfigError, match=r"0\.\.64"):
         arms([SpecConfig("ngram")], [65])
+
+
+def test_heads_are_named_as_what_they_are() -> None:
+    """Labels and records name the drafter, and hold its options with their defaults."""
+    made = arms([SpecConfig("draft_model", "embedded-head", options={"depth": 3})], [4])[1]
+    assert (made.label, made.spec.method) == ("eagle k=4", "eagle")
+    held = spec_as_dict(made.spec)
+    assert held["draft"] == "eagle"
+    options = held["draft_options"]
+    assert isinstance(options, dict)
+    assert (options["depth"], options["top_k"]) == (3, 8)
+    below = (SpecConfig("suffix"), SpecConfig("draft_model", "embedded-head"))
+    assert arms([SpecConfig("first", below=below)], [4])[1].label == "suffix + eagle k=4"
+
+
+def test_records_hold_no_path_on_any_level(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    below = (SpecConfig("suffix"), SpecConfig("draft_model", str(tmp_path / "small")))
+    held = record.speculation(SpecConfig("first", below=below))
+    assert str(tmp_path) not in json.dumps(held)
+    assert '"small"' in json.dumps(held)
+
+
+def test_arms_do_not_learn_from_one_another() -> None:
+    """Each writes the texts that another has just written: what remembers past requests must not remember those."""
+    asked = SpecConfig("first", below=(SpecConfig("suffix"), SpecConfig("draft_model", model="small")))
+    assert Arm("both", asked).spec.below[0].options == {"past": "none"}
+    assert Arm("both", asked).spec.below[1] == asked.below[1]
+    wanted = SpecConfig("suffix", options={"past": "all", "store": "texts"})
+    assert Arm("all", wanted).spec == wanted
+    assert Arm("ngram", SpecConfig("ngram")).spec == SpecConfig("ngram")

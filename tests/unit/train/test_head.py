@@ -29,13 +29,11 @@ from foretoken.train import head_measure, states
 from foretoken.train.head import HeadResult, Sources, run_head
 from foretoken.train.head_export import export_head
 from foretoken.train.head_job import LossSettings, dense
-from foretoken.train.head_measure import encode
 from foretoken.train.head_model import HeadForTraining, HeadShape, Rows
 from foretoken.train.head_recipe import HeadRecipe, SizeSettings
 from foretoken.train.optim import OptimSettings
-from foretoken.train.prompts import read_prompts
 from foretoken.train.recipe import TrainSettings
-from foretoken.train.seeds import TextSettings
+from foretoken.train.seeds import TextSettings, held_out
 
 AUX = (1, 2, 3)
 STEPS = 4
@@ -194,7 +192,7 @@ def speculate(folder: Path, head: Path) -> list[tuple[int, int]]:
     """Drafted and accepted tokens of greedy chains of 4 for each held-out prompt, by the engine."""
     spec = SpecConfig("eagle", str(head), num_draft_tokens=4, options={"top_k": 1, "depth": 4})
     engine = build_engine(str(folder / "target"), EngineConfig(spec=spec, cache=CacheConfig(format="fp32")))
-    prompts = [encode(engine.tokenizer, record) for record in read_prompts(folder / "held.jsonl")]
+    prompts = [p.ids for p in held_out(folder / "held.jsonl", engine.tokenizer, engine.max_model_len, NEW_TOKENS)]
     found = lawkit.run(engine, prompts, SamplingParams(max_tokens=NEW_TOKENS, seed=0))
     return [(c.metrics.spec.num_draft_tokens, c.metrics.spec.num_accepted_tokens) for c in found]
 
@@ -295,6 +293,43 @@ def test_bad_sources_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "mine.txt").write_text("kept")
     with pytest.raises(ConfigError, match="--resume"):
         attempt(prompts=folder / "prompts.jsonl")
+
+
+def test_prompts_to_measure_on_are_read_before_anything_is_spent(folder: Path, tmp_path: Path) -> None:
+    """Each bad file is refused with its line and the remedy, and nothing is written."""
+    good = '{"prompt": "the sum of"}\n'
+    bad = {
+        good + '{"prompt": "a"': "line 2 is no JSON",
+        "\n \n": "holds no prompts to measure on",
+        good + '{"text": "a b c"}': "line 2: .*'prompt' or 'messages'",
+        good + json.dumps({"prompt": "the list is empty " * 80}): f"line 2 has .* at most {256 - NEW_TOKENS}",
+        good + '{"messages": [{"role": "user"}]}': "line 2: .*'content'",
+        good + '{"messages": ["hello"]}': "line 2: messages",
+    }
+    for content, words in bad.items():
+        (tmp_path / "held.jsonl").write_text(content)
+        sources = Sources(folder / "prompts.jsonl", measure=tmp_path / "held.jsonl")
+        with pytest.raises(ConfigError, match=words):
+            run_head(recipe_for(folder), sources, tmp_path / "out", quiet=True)
+    (tmp_path / "held.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        run_head(recipe_for(folder), sources, tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_measures_in_the_cache_that_the_recipe_names(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = []
+    real = head_measure.new_runner
+
+    def noted(target: Llama, captures: tuple[int, ...], batch: int, longest: int, kv_format: str) -> Any:
+        formats.append(kv_format)
+        return real(target, captures, batch, longest, kv_format)
+
+    monkeypatch.setattr(head_measure, "new_runner", noted)
+    run(folder, tmp_path / "out", recipe_for(folder, kv_format="int8"), stop_after=0)
+    assert formats == ["int8"]
 
 
 def test_a_head_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,206 @@
+"""A run goes on as it was begun: other settings and prompts are refused, more texts are added."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lawkit import write_model
+from safetensors.torch import load_file
+
+from foretoken.errors import ConfigError
+from foretoken.train import states
+from foretoken.train.draft import DraftRecipe, DraftSize, run_draft
+from foretoken.train.head import Sources, run_head
+from foretoken.train.head_job import LossSettings
+from foretoken.train.head_recipe import HeadRecipe, SizeSettings
+from foretoken.train.optim import OptimSettings
+from foretoken.train.own import load_own_recipe
+from foretoken.train.own_card import note
+from foretoken.train.recipe import TrainSettings
+from foretoken.train.resume import added
+from foretoken.train.seeds import TextSettings
+from foretoken.train.states import Seed, Texts
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("resume")
+    write_model(root / "target", num_hidden_layers=3)
+    for name, word in (("prompts", "loop"), ("others", "list")):
+        rows = [{"prompt": f"the {word} ends when {i}"} for i in range(6)]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return root
+
+
+def head_recipe(folder: Path, **changes: Any) -> HeadRecipe:
+    recipe = HeadRecipe(
+        target=str(folder / "target"),
+        layers=(1, 2, 3),
+        size=SizeSettings(draft_vocab_size=60),
+        texts=TextSettings(num_texts=8, prompt_tokens=32, new_tokens=12),
+        loss=LossSettings(unroll=2, alone=0.0),
+        train=TrainSettings(4, rows=4, row_tokens=64, warmup=1, optim=OptimSettings(0.02, 0.002)),
+    )
+    return replace(recipe, **changes)
+
+
+def train_head(folder: Path, out: Path, prompts: str = "prompts", stop: int | None = 2, **changes: Any) -> Path:
+    sources = Sources(folder / f"{prompts}.jsonl")
+    done = run_head(head_recipe(folder, **changes), sources, out, quiet=True, resume=out.exists(), stop_after=stop)
+    return done.head
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def begun(folder: Path, tmp_path: Path) -> Path:
+    train_head(folder, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_a_checkpoint_of_other_settings_is_refused(folder: Path, begun: Path) -> None:
+    """Nothing is written or loaded; the message has both values and the remedy."""
+    before = content(begun)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"layers": (1, 1, 2)}, r"layers \[1, 2, 3\] \(now \[1, 1, 2\]\)"),
+        ({"format": "w4a8"}, r"format auto \(now w4a8\)"),
+        ({"kv_format": "int8"}, "kv_format"),
+        ({"seed": 2}, "seed 1"),
+        ({"size": SizeSettings(draft_vocab_size=60, num_kv_heads=4)}, "size.num_kv_heads 0"),
+        ({"loss": LossSettings(unroll=3, alone=0.0)}, "loss.unroll 2"),
+        ({"texts": TextSettings(8, 32, 16)}, "texts.new_tokens 12"),
+        ({"texts": TextSettings(7, 32, 12)}, "may grow on a resume, not fall to 7"),
+        ({"prompts": "others"}, "other prompts"),
+    ]
+    for change, words in cases:
+        with pytest.raises(ConfigError, match=words) as caught:
+            train_head(folder, begun, **change)
+        assert "--out" in str(caught.value)
+    assert content(begun) == before
+
+
+def test_default_layers_are_those_that_they_stand_for(folder: Path, tmp_path: Path) -> None:
+    """The published choice of layers of a target of six is 2, 3 and 3."""
+    write_model(tmp_path / "six", num_hidden_layers=6)
+    where = {"target": str(tmp_path / "six")}
+    train_head(folder, tmp_path / "out", **where, layers=())
+    train_head(folder, tmp_path / "out", **where, layers=(2, 3, 3))
+    with pytest.raises(ConfigError, match="layers"):
+        train_head(folder, tmp_path / "out", **where, layers=(2, 3, 4))
+
+
+def test_what_may_be_edited_is_accepted(folder: Path, begun: Path) -> None:
+    """Card and results have the same new words; the weights go on."""
+    train = TrainSettings(6, rows=4, row_tokens=64, warmup=1, optim=OptimSettings(0.01, 0.001))
+    head = train_head(folder, begun, stop=None, train=train, note="Mind the gap.", threads=1, batch=4, name="other")
+    results = json.loads((begun / "results.json").read_text())
+    assert results["training"]["step"] == 6
+    weights = (head / "model.safetensors").read_bytes()
+    train_head(folder, begun, stop=None, train=train, note="Mind the step.")
+    assert (head / "model.safetensors").read_bytes() == weights
+    words = json.loads((begun / "results.json").read_text())["recipe"]["note"]
+    assert words == "Mind the step."
+    assert f"## Limits\n\n{words}\n" in (head / "README.md").read_text()
+
+
+def test_a_checkpoint_from_before_is_accepted_aloud(
+    folder: Path, begun: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (begun / "head.run.json").unlink()
+    with caplog.at_level(logging.WARNING, "foretoken.train"):
+        train_head(folder, begun, stop=None)
+    assert "says nothing of the recipe" in caplog.text
+    with pytest.raises(ConfigError, match="layers"):  # from now on it does
+        train_head(folder, begun, layers=(1, 1, 2))
+    (begun / "head.run.json").write_text("{")
+    with pytest.raises(ConfigError, match="train anew"):
+        train_head(folder, begun)
+
+
+def test_texts_may_become_more(folder: Path, begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there stay, only the others are written, and the head's own tokens stay the same."""
+    before = {p: p.read_bytes() for p in (begun / "texts").rglob("*.safetensors")}
+    tokens = load_file(str(begun / "head" / "model.safetensors"))["d2t"]
+    asked = []
+    real = states.write_texts
+
+    def noted(runner: Any, seeds: list[Seed], batch: int, noise: int) -> Any:
+        asked.append((len(seeds), noise))
+        return real(runner, seeds, batch, noise)
+
+    monkeypatch.setattr(states, "write_texts", noted)
+    for number in (20, 20, 25):
+        train_head(folder, begun, stop=None, texts=TextSettings(number, 32, 12))
+        assert json.loads((begun / "results.json").read_text())["texts"] == number
+    assert asked == [(12, 2), (5, 3)]  # each file's noise is its own
+    assert all(path.read_bytes() == old for path, old in before.items())
+    assert torch.equal(load_file(str(begun / "head" / "model.safetensors"))["d2t"], tokens)
+    lots = sorted((begun / "texts").iterdir(), key=lambda p: len(Texts(sorted(p.iterdir()))))
+    assert [len(Texts(sorted(p.iterdir()))) for p in lots] == [5, 8, 12]
+
+
+def test_without_a_checkpoint_a_run_begins_anew(folder: Path, begun: Path) -> None:
+    (begun / "head.checkpoint.safetensors").unlink()
+    head = train_head(folder, begun, layers=(1, 1, 2), texts=TextSettings(6, 32, 12))
+    config = json.loads((head / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 1, 2]
+
+
+def test_added_texts_are_those_that_are_new() -> None:
+    def make(*ids: int) -> list[Seed]:
+        return [Seed((i,), 4) for i in ids]
+
+    assert added([], make(1, 2)) == make(1, 2)
+    assert added([make(1, 2, 2)], make(2, 3, 1, 2, 2, 4)) == make(3, 2, 4)
+    assert added([make(1, 2)], make(3, 4, 5)) == make(3)  # no more than were asked for
+
+
+def test_a_draft_is_refused_alike(folder: Path, tmp_path: Path) -> None:
+    recipe = DraftRecipe(
+        target=str(folder / "target"),
+        size=DraftSize(num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1),
+        texts=TextSettings(num_texts=8, prompt_tokens=32, new_tokens=12),
+        train=TrainSettings(2, rows=4, row_tokens=64, warmup=1),
+    )
+
+    def train_draft(recipe: DraftRecipe, prompts: str = "prompts") -> int:
+        sources = Sources(folder / f"{prompts}.jsonl")
+        done = run_draft(recipe, sources, tmp_path / "out", quiet=True, resume=(tmp_path / "out").exists())
+        return int(done.results["training"]["step"])
+
+    assert train_draft(recipe) == 2
+    for changed, prompts, words in (
+        (replace(recipe, argmax_weight=0.1), "prompts", "argmax_weight 0.5"),
+        (replace(recipe, format="int8"), "prompts", "format auto"),
+        (recipe, "others", "other prompts"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train_draft(changed, prompts)
+    longer = replace(recipe, train=replace(recipe.train, steps=4), texts=replace(recipe.texts, num_texts=10))
+    assert train_draft(longer) == 4
+    with pytest.raises(ConfigError, match="foretoken bench"):
+        run_draft(recipe, Sources(folder / "prompts.jsonl", measure=folder / "prompts.jsonl"), tmp_path / "new")
+
+
+def test_the_embedded_heads_papers_agree() -> None:
+    """Card, figures, recipe and config.json tell of the same head."""
+    recipe = load_own_recipe(HeadRecipe, ROOT / "recipes" / "embedded-head.toml", "")
+    head = ROOT / "foretoken" / "assets" / "head"
+    results = json.loads((head / "results.json").read_text(encoding="utf-8"))
+    card = (head / "README.md").read_text(encoding="utf-8")
+    assert results["recipe"]["note"] == recipe.note
+    assert note(results) in card
+    config = json.loads((head / "config.json").read_text())
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert layers == results["layers"] == list(recipe.layers)
+    assert f"layers {', '.join(map(str, layers))}" in card
