@@ -189,9 +189,7 @@ class SpecMetrics:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_rollbacks: int = 0  # rounds with at least one rejected token
-    undrafted: dict[str, int] = field(
-        default_factory=dict
-    )  # rounds without a draft, where not for want of a guess: by why
+    undrafted: dict[str, int] = field(default_factory=dict)  # rounds without a draft, by why
     num_ahead: int = 0  # rounds in which the drafter guessed on while the target checked
     num_ahead_kept: int = 0  # of these, where the text came as it had supposed: the rest was thrown away
 
@@ -240,7 +238,9 @@ class SpecMetrics:
             self.num_accepted_tokens - other.num_accepted_tokens,
             [n - (its[i] if i < len(its) else 0) for i, n in enumerate(mine)],
             self.num_rollbacks - other.num_rollbacks,
-            {why: n - other.undrafted.get(why, 0) for why, n in self.undrafted.items()},
+            {why: n - before for why, n in self.undrafted.items() if n > (before := other.undrafted.get(why, 0))},
+            self.num_ahead - other.num_ahead,
+            self.num_ahead_kept - other.num_ahead_kept,
         )
 
     def copy(self) -> SpecMetrics:

@@ -36,7 +36,7 @@ class Args:
     ks: tuple[int, ...] = (3, 5, 7)  # draft lengths
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
     batch_sizes: tuple[int, ...] = (1,)  # prompts that run together
-    overlaps: tuple[int, ...] = (0,)  # cores that guess on while the target checks on the others; 0: none
+    overlaps: tuple[int, ...] = (0,)  # cores for drafts that can guess on while the target checks; 0: none
     formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
     repeat: int = 5  # runs of each setting
     out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
@@ -163,9 +163,24 @@ def open_bench(engine: EngineChoice, arms: Seq[Arm], batch_sizes: Seq[int], numb
 
 
 def _specs(args: Args, engine: EngineChoice) -> list[SpecConfig]:
-    """The SpecConfig of each --drafts entry."""
+    """The SpecConfigs of each --drafts entry: one for each of --overlaps that it can do. Raises ConfigError, as LLM."""
+    from foretoken.engine.build import check_options, check_overlap, check_policies, goes_ahead, heeds_confidence
     from foretoken.engine.llm import make_config
 
     shared = {k: engine.settings[k] for k in SPECULATION}
-    chosen = [draft_choice(name, engine.model) for name in args.drafts]
-    return [make_config(d, overlap=threads, **shared).spec for d in chosen for threads in args.overlaps]
+    chosen = [make_config(draft_choice(name, engine.model), **shared).spec for name in args.drafts]
+    if any(heeds_confidence(spec) for spec in chosen):  # the others are measured without
+        chosen = [s if heeds_confidence(s) else dataclasses.replace(s, confidence=None) for s in chosen]
+    able = [goes_ahead(spec) for spec in chosen]
+    if max(args.overlaps) > 0 and not any(able):
+        raise ConfigError(
+            f"--overlaps {max(args.overlaps)}: none of these drafts ({', '.join(args.drafts)}) can guess on while the "
+            "target checks; add a draft model to --drafts, e.g. embedded-draft"
+        )
+    pairs = itertools.product(zip(chosen, able, strict=True), args.overlaps)
+    specs = [dataclasses.replace(spec, overlap=threads) for (spec, can), threads in pairs if can or threads <= 0]
+    for spec in specs:
+        check_options(spec)
+        check_overlap(spec)
+        check_policies(spec)
+    return specs

@@ -229,6 +229,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 EMBEDDED_DRAFT, EMBEDDED_HEAD = "embedded-draft", "embedded-head"
+EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD)  # as the loader's, which would import torch
 
 
 def draft_choice(draft: str, model: str) -> SpecConfig | None:
@@ -244,9 +245,8 @@ def draft_choice(draft: str, model: str) -> SpecConfig | None:
 def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
     """All levels of a draft: names that exist, and the embedded draft for the embedded target's."""
     name = spec.model
-    own = (EMBEDDED_DRAFT, EMBEDDED_HEAD)
-    if name is not None and name not in own and os.sep not in name and not os.path.exists(name):
-        near = difflib.get_close_matches(name, [*registry.names("drafters"), *own, "none", "auto"], n=1)
+    if name is not None and name not in EMBEDDED and os.sep not in name and not os.path.exists(name):
+        near = difflib.get_close_matches(name, [*registry.names("drafters"), *EMBEDDED, "none", "auto"], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         drafters = ", ".join(registry.names("drafters"))
         raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")

@@ -44,7 +44,7 @@ def run(argv: Seq[str], prog: str) -> int:
         raise RequestError(f"cannot read {args.text} ({why}); give a UTF-8 text file") from None
     folder = resolve_model(args.model)
     tokenizer = load_tokenizer(folder)
-    encoded = [tokenizer.encode(line) for line in lines]
+    encoded = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
     ids = frequent_tokens(encoded, args.size, read_config(folder).eos_token_ids)
     if args.out is None:
         print(json.dumps(ids))

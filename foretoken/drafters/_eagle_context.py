@@ -16,6 +16,7 @@ from foretoken.request import Sequence
 from foretoken.spec.drafter import Span
 
 KEEP = 64  # hidden states kept behind the last cached row: so far tokens can be taken back
+WAIT_BYTES = 64 << 20  # of hidden states, of all sequences, that may wait until something is drafted
 
 
 class Context:
@@ -97,6 +98,8 @@ class Context:
                 self.num_hidden - surplus,
                 self.first + surplus,
             )
+        if self._room is not None and len(self._room) > 4 * (self.num_hidden + KEEP):  # a prompt's have been used
+            self._room, self._begin = self._room[self._begin : self._begin + self.num_hidden].clone(), 0
 
     def rewind(self, length: int) -> None:
         """Tokens from `length` on are taken back: with them rows that hold them, and hidden states there."""
@@ -128,7 +131,11 @@ class Contexts:
         return self._contexts[seq.seq_id]
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor) -> None:
-        """Keep what became certain: hidden float32 [sum of spans, F]. Long stretches become rows at once."""
+        """Keep what became certain: hidden float32 [sum of spans, F].
+
+        A prompt's wait for the first draft, so that the first token need not wait for them; what does not fit into
+        WAIT_BYTES, and later long stretches, become rows at once.
+        """
         parts = torch.split_with_sizes(hidden, [s.end - s.start for s in spans])
         for seq, span, rows in zip(seqs, spans, parts, strict=True):
             context = self._contexts.get(seq.seq_id)
@@ -138,10 +145,16 @@ class Contexts:
             if context.end - context.start > self.limit:  # it will not draft any more
                 context.forget(context.end)
             while context.can_go_on and context.num_pending >= self.prefill_rows and context.end < len(seq):
+                if context.holder.num_cached == 0 and self._num_bytes(hidden.shape[1]) <= WAIT_BYTES:
+                    break
                 if not self._reserve(context, self.prefill_rows):
                     context.restart(context.end)
                     break
                 self._extend([(seq, context, self.prefill_rows)], False)
+
+    def _num_bytes(self, width: int) -> int:
+        """Bytes of the hidden states [n, F] of all sequences."""
+        return 4 * width * sum(c.num_hidden for c in self._contexts.values())
 
     def _reserve(self, context: Context, num_rows: int) -> bool:
         return self.runner.blocks.reserve(context.holder, context.holder.num_cached + num_rows)

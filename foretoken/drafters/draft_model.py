@@ -37,6 +37,7 @@ class DraftModelDrafter(Drafter):
                 raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
 
     needs_model = True
+    judges = True
     goes_ahead = True
 
     def __init__(self, options: Options, runner: ModelRunner, vocab_size: int) -> None:

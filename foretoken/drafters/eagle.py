@@ -56,6 +56,7 @@ class EagleDrafter(Drafter):
                 raise ConfigError("prefill_rows must be at least 1, window at least 0")
 
     needs_model = True
+    judges = True
     of_head = True
     branches = True
 

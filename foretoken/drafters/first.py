@@ -22,10 +22,9 @@ from foretoken.spec.length import CappedLength, FixedLength
 
 @dataclass(frozen=True)
 class _Taken:
-    """A draft that was handed on: whose, of how many nodes, after how many known tokens."""
+    """A draft that was handed on: whose, after how many known tokens."""
 
     which: int
-    num_nodes: int
     num_known: int
 
 
@@ -88,7 +87,7 @@ class FirstDrafter(Drafter):
                 if enough or (begin < end and d is self.below[-1]):  # after the last one there is nobody left to ask
                     trees[b], sure[b] = draft.nodes(i), likely.tolist()
                     taken.append(b)
-                    self._taken[seqs[b].seq_id] = _Taken(which, end - begin, len(seqs[b]))
+                    self._taken[seqs[b].seq_id] = _Taken(which, len(seqs[b]))
             open_ = [b for b in open_ if b not in taken]
         return Draft.trees(trees, sure)
 
@@ -103,7 +102,7 @@ class FirstDrafter(Drafter):
         for seq, span in zip(seqs, spans, strict=True):
             draft = self._taken.pop(seq.seq_id, None)
             if draft is not None:
-                self.metrics[draft.which].update(draft.num_nodes, span.end - draft.num_known)
+                self.metrics[draft.which].update(span.num_draft, span.end - draft.num_known)
         for d in self.below:
             d.observe(seqs, spans, self._columns(hidden, d.captures) if d.captures and hidden is not None else None)
 
@@ -111,6 +110,12 @@ class FirstDrafter(Drafter):
         """The hidden states of some of the captured layers."""
         by_layer = hidden.chunk(len(self.captures), dim=1)
         return torch.cat([by_layer[self.captures.index(layer)] for layer in layers], dim=1)
+
+    @property
+    def limit(self) -> int | None:
+        """The largest of those below: as long as one of them drafts, this one does."""
+        limits = [d.limit for d in self.below]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
 
     def rewind(self, seq: Sequence, length: int) -> None:
         for d in self.below:

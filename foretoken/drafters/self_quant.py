@@ -45,6 +45,7 @@ class SelfQuantDrafter(Drafter):
                     raise ConfigError(f"{name} must be a number of tokens, 0 or more, got {getattr(self, name)}")
 
     needs_model = True
+    judges = True
     of_target = True
 
     def __init__(self, options: Options, runner: ModelRunner) -> None:

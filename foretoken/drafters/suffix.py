@@ -75,11 +75,12 @@ class SuffixDrafter(Drafter):
     def __init__(self, options: Options | None = None, vocab_size: int | None = None) -> None:
         self.options = o = options or self.Options()
         self._own: dict[int, History] = {}  # by sequence
-        self._past: dict[str, History] = {}  # by tenant; "" where all share one
+        self._past: dict[str, History] = {}  # by tenant, the last one used last; "" where all share one
+        self._num_past = 0  # tokens in all of them
         self._keys = count()
         self._store = TextStore(Path(o.store), o.max_tokens, vocab_size) if o.store else None
         for text in self._store.read() if self._store else []:
-            self._past_of("").add(next(self._keys), text)
+            self._remember("", text)
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> SuffixDrafter:
@@ -102,18 +103,29 @@ class SuffixDrafter(Drafter):
         if self._own.pop(seq.seq_id, None) is None or self.options.past == "none":
             return
         text = list(seq.token_ids)
-        self._past_of(seq.tenant).add(next(self._keys), text)
+        self._remember(seq.tenant, text)
         if self._store is not None:
             self._store.append(text)
 
-    def _past_of(self, tenant: str) -> History:
+    def _past_of(self, tenant: str) -> History | None:
+        """What is remembered for a tenant, who has used it now."""
+        key = tenant if self.options.past == "tenant" else ""
+        found = self._past.pop(key, None)
+        if found is not None:
+            self._past[key] = found
+        return found
+
+    def _remember(self, tenant: str, text: list[int]) -> None:
+        """Add a text; of tenants who have not been here for longest, forget all, where it becomes too much."""
         o = self.options
         key = tenant if o.past == "tenant" else ""
-        found = self._past.pop(key, None) or History(o.min_match, o.max_places, o.max_tokens)
-        self._past[key] = found  # the last one used comes last
-        while len(self._past) > 1 and sum(h.num_tokens for h in self._past.values()) > o.max_tokens:
-            del self._past[next(iter(self._past))]
-        return found
+        past = self._past.pop(key, None) or History(o.min_match, o.max_places, o.max_tokens)
+        self._past[key] = past
+        before = past.num_tokens
+        past.add(next(self._keys), text)
+        self._num_past += past.num_tokens - before
+        while len(self._past) > 1 and self._num_past > o.max_tokens:
+            self._num_past -= self._past.pop(next(iter(self._past))).num_tokens
 
     def _guess(self, seq: Sequence, num_draft: int) -> Guess:
         """The tree that promises most, of those that each length of match gives."""
@@ -127,8 +139,9 @@ class SuffixDrafter(Drafter):
             return best
         suffix = tokens[-o.max_match :]
         found = [own.find(suffix, o.max_match)]
-        if o.past != "none":
-            found.append(self._past_of(seq.tenant).find(suffix, o.max_match))
+        past = self._past_of(seq.tenant) if o.past != "none" else None
+        if past is not None:
+            found.append(past.find(suffix, o.max_match))
         for places in found:
             for length in sorted({p.length for p in places}, reverse=True):
                 depth = min(max(1, int(o.length_factor * length)), seq.draft_depth)

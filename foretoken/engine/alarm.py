@@ -48,10 +48,14 @@ class Alarm:
 
 
 def is_useless(metrics: SpecMetrics) -> bool:
-    """Enough was drafted to tell, and next to nothing of it was accepted."""
-    return (
+    """Enough was drafted to tell, and next to nothing of it was accepted.
+
+    Where nothing at all was, drafts alone tell: a policy that sees no use in them soon asks for hardly any tokens.
+    """
+    if metrics.num_drafts < ENOUGH_DRAFTS:
+        return False
+    return metrics.num_accepted_tokens == 0 or (
         metrics.num_draft_tokens >= ENOUGH_TOKENS
-        and metrics.num_drafts >= ENOUGH_DRAFTS
         and metrics.num_accepted_tokens < SHARE_OF_TOKENS * metrics.num_draft_tokens
         and metrics.num_accepted_tokens < SHARE_OF_DRAFTS * metrics.num_drafts
     )

@@ -23,7 +23,7 @@ from foretoken.models.eagle_loader import load_head
 from foretoken.models.eagle_runner import HeadRunner
 from foretoken.models.llama import Llama
 from foretoken.models.loader import load_model, load_tokenizer, resolve_model
-from foretoken.models.nested import is_nested, nested_view
+from foretoken.models.nested import is_nested, is_smaller, nested_view
 from foretoken.models.runner import ModelRunner
 from foretoken.models.weights import Progress
 from foretoken.spec.ahead import make_ahead
@@ -77,6 +77,7 @@ def load_parts(
     tokenizer = load_tokenizer(folder)
     check_options(config.spec)
     check_overlap(config.spec)
+    check_policies(config.spec)
     models = _models(config.spec, folder, quant)
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
@@ -128,6 +129,34 @@ def check_overlap(spec: SpecConfig) -> None:
         )
     if spec.overlap >= cores:
         raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")
+
+
+def check_policies(spec: SpecConfig) -> None:
+    """Raise ConfigError for a policy below `first`, which would never learn, or a confidence that nobody would heed."""
+    for level in _levels(with_heads(spec)):
+        own = [b for b in level.below if b.policy != "fixed"] if _drafter_class(level).num_below < 0 else []
+        if own:
+            raise ConfigError(
+                f"drafter {level.method!r} asks {own[0].method!r} below it in turn, which can have no policy "
+                f"{own[0].policy!r} of its own; put --policy on the whole"
+            )
+        if level.confidence is not None and not heeds_confidence(level):
+            raise ConfigError(
+                f"--confidence {level.confidence:g}: drafter {level.method!r} has no probabilities to end a draft by; "
+                'leave it out, or give it to a model below: --draft-options \'{"below": [{"confidence": 0.4}]}\''
+            )
+
+
+def heeds_confidence(spec: SpecConfig) -> bool:
+    """Does this draft, or any that it asks in turn, end by its own probabilities? Raises as `with_heads`."""
+    spec = with_heads(spec)
+    cls = _drafter_class(spec)
+    return cls.judges or (cls.num_below < 0 and any(heeds_confidence(b) for b in spec.below))
+
+
+def goes_ahead(spec: SpecConfig) -> bool:
+    """Can this draft guess on while the target checks (`overlap`)? Raises as `with_heads`."""
+    return _drafter_class(with_heads(spec)).goes_ahead
 
 
 def assemble(
@@ -231,7 +260,9 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
     cls, name = _drafter_class(spec), spec.model
     if cls.needs_model:
         if name is None and not cls.of_target:
-            raise ConfigError(f"drafter {spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft")
+            one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.of_head else ""
+            one = one or "model; name one, e.g. --draft embedded-draft"
+            raise ConfigError(f"drafter {spec.method!r} needs a draft {one}")
         own = folder if cls.of_target or name is None else resolve_model(name)
         if is_head(own) != cls.of_head:
             what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
@@ -241,10 +272,10 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         is_view = _drafts_with_view(spec, cls, folder, quant)
         text = SELF_FORMAT if cls.of_target and spec.format == "auto" else spec.format
         own_quant = quant if is_view else QuantScheme.parse(text)
-        if not is_view and (own.resolve(), own_quant) == (folder.resolve(), quant):
+        if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant, quant):
             raise ConfigError(
-                f"{name or 'the target'} would draft for itself in the same format; take a smaller model, or a lower "
-                "format for the draft (--draft-format)"
+                f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
+                "take a smaller model, or a lower format for the draft (--draft-format)"
             )
         found.append(_Model(own, own_quant, cls.of_target, cls.of_head, is_view, folder, owner))
         folder, quant, owner = own, own_quant, len(found) - 1

@@ -12,7 +12,7 @@ from foretoken.models.config import read_config
 from foretoken.models.layers import LayerWeights
 from foretoken.models.llama import Llama
 from foretoken.models.loader import open_checkpoint
-from foretoken.models.weights import expected_shapes, resolve_scheme
+from foretoken.models.weights import check_rules, expected_shapes, matrix_bits, resolve_scheme
 
 Stack = QuantTensor | tuple[QuantTensor, ...]
 
@@ -25,6 +25,21 @@ def is_nested(folder: Path, quant: QuantScheme) -> bool:
         modules = [n.removesuffix(".weight") for n, shape in expected_shapes(config).items() if len(shape) == 2]
         found = (resolve_scheme(config, checkpoint, quant, module) for module in modules)
         return any(s.weights == FORMAT.name and s.activations == "int8" for s in found)
+
+
+def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
+    """Whether the model in `folder`, stored by `quant`, has a matrix of fewer bits a weight than stored by `than`.
+
+    However the two are spelled: what counts is what the checkpoint makes of them. Reads headers. Raises ConfigError.
+    """
+    config = read_config(folder)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(config)
+        for scheme in (quant, than):
+            check_rules(config, scheme)
+        shapes = [(name, shape) for name, shape in expected_shapes(config).items() if len(shape) == 2]
+        bits = ([matrix_bits(config, checkpoint, s, *matrix) for s in (quant, than)] for matrix in shapes)
+        return any(mine < its for mine, its in bits)
 
 
 def nested_view(model: Llama) -> Llama:

@@ -130,13 +130,18 @@ def weight_bytes(config: ModelConfig, source: Source, quant: QuantScheme, shapes
         if len(shape) == 1:
             total += shape[0] * 4
             continue
-        chosen = resolve_scheme(config, source, quant, name.removesuffix(".weight"))
-        try:
-            bits = chosen.bits_per_weight(shape[1], source.dtype(name))
-        except ConfigError as error:
-            raise ConfigError(f"tensor {name} {list(shape)} cannot be stored as {chosen}: {error}") from None
+        bits = matrix_bits(config, source, quant, name, shape)
         total += int(-(-shape[0] // ROWS) * ROWS * shape[1] * bits / 8)
     return total
+
+
+def matrix_bits(config: ModelConfig, source: Source, quant: QuantScheme, name: str, shape: Seq[int]) -> float:
+    """Bits that a weight of one matrix will take. Raises ConfigError where its rows cannot be stored so."""
+    chosen = resolve_scheme(config, source, quant, name.removesuffix(".weight"))
+    try:
+        return chosen.bits_per_weight(shape[1], source.dtype(name))
+    except ConfigError as error:
+        raise ConfigError(f"tensor {name} {list(shape)} cannot be stored as {chosen}: {error}") from None
 
 
 def read_weights(

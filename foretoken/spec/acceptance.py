@@ -164,6 +164,7 @@ class Acceptance:
 
     def learn(self, seq_id: int, asked: int, nodes: Nodes, accepted: Seq[int]) -> None:
         """A round: nodes asked for, the draft as it was checked, and the path of it that was right."""
+        asked = min(asked, self.most)  # a request's own wish may be for more
         own = self.own.get(seq_id)
         if own is None:
             own = self.own[seq_id] = Record(DECAY, self.most)
@@ -183,7 +184,7 @@ class Acceptance:
                 record.hits[of] += w * hit
                 record.was += w * hit
                 record.said += w * _PRIORS[of]
-            for j in range(min(asked, self.most)):
+            for j in range(asked):
                 record.asked[j] += w
             for j in range(min(len(nodes.parents), asked)):
                 record.there[j] += w

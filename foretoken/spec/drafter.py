@@ -20,10 +20,14 @@ from foretoken.spec.length import FixedLength, LengthPolicy
 
 @dataclass(frozen=True)
 class Span:
-    """Positions start .. end of a sequence that became certain (stored in the target's cache) in one round."""
+    """Positions start .. end of a sequence that became certain (stored in the target's cache) in one round.
+
+    `num_draft`: nodes of its draft that were checked: what the drafter gave, less what was dropped before.
+    """
 
     start: int
     end: int
+    num_draft: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Drafter:
     of_target = False  # is that model the target itself in another format, in the target's own cache?
     num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
     branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern
+    judges = False  # does it know how likely its own tokens are, so that a policy can end drafts by it (`confidence`)?
     goes_ahead = False  # can it guess on while the target checks (`ahead`)?
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
     policy: LengthPolicy = FixedLength(0)
@@ -121,7 +126,11 @@ class NoDrafter(Drafter):
 
 
 def parse_options(drafter: type[Drafter], options: Mapping[str, object]) -> Drafter.Options:
-    """The drafter's Options from plain data. Raises ConfigError: unknown key (with the nearest), wrong type."""
+    """The drafter's Options from plain data; a whole number for a text is its digits (`vocabulary`: 2048).
+
+    Raises ConfigError: unknown key (with the nearest), wrong type.
+    """
+    given: dict[str, Any] = {}
     fields = {f.name: f for f in dataclasses.fields(drafter.Options)}
     for key, value in options.items():
         if key not in fields:
@@ -129,7 +138,10 @@ def parse_options(drafter: type[Drafter], options: Mapping[str, object]) -> Draf
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"unknown option {key!r}{hint} (there are: {', '.join(fields) or 'none'})")
         default = fields[key].default
+        if isinstance(default, str) and type(value) is int:
+            value = str(value)
         wanted = (int, float) if isinstance(default, float) else type(default)
         if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, wanted):
             raise ConfigError(f"option {key!r} must be of type {type(default).__name__}, got {value!r}")
-    return drafter.Options(**options)
+        given[key] = value
+    return drafter.Options(**given)

@@ -49,7 +49,8 @@ def decode_step(
         for seq, tokens in zip(seqs, result.tokens, strict=True):
             seq.token_ids += tokens
         verified = clock()
-    drafter.observe(seqs, [Span(s, seq.num_cached) for s, seq in zip(starts, seqs, strict=True)], hidden)
+    spans = [Span(s, seq.num_cached, draft.count(b)) for b, (s, seq) in enumerate(zip(starts, seqs, strict=True))]
+    drafter.observe(seqs, spans, hidden)
     if times is not None:
         times.draft += drafted - start + clock() - verified
         times.target += checked - drafted

@@ -18,14 +18,14 @@ from foretoken.errors import ConfigError
 
 def read_vocabulary(text: str, vocab_size: int) -> Tensor:
     """Token ids int64 [n] of the option `vocabulary`. Raises ConfigError."""
-    if text.isdigit():
+    if text.isdecimal():
         if not 1 <= int(text) <= vocab_size:
             raise ConfigError(f"vocabulary must be 1..{vocab_size} tokens of the target, got {text}")
         return torch.arange(int(text))
     try:
         content = Path(text).expanduser().read_text(encoding="utf-8")
         ids = json.loads(content) if content.lstrip().startswith("[") else [int(t) for t in content.split()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a home folder of nobody
         raise ConfigError(f"vocabulary {text!r} cannot be read ({error}); name a file of token ids") from None
     if not ids or any(type(t) is not int or not 0 <= t < vocab_size for t in ids):
         raise ConfigError(f"vocabulary {text!r} must list token ids in 0..{vocab_size - 1}")

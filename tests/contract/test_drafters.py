@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
+from lawkit import SAMPLED, Pair, assert_nothing_left, below_of, make_engine, random_prompts, run, texts
 
 from foretoken import registry
+from foretoken.config import SpecConfig
+from foretoken.engine.build import heeds_confidence
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, parse_options
+from foretoken.spec.length import ConfidenceLength
 from foretoken.spec.step import decode_step
 
 NAMES = registry.names("drafters")
@@ -52,6 +55,13 @@ def test_class_and_options(name: str) -> None:
         parse_options(draft_class, {field.name: getattr(default, field.name)})
     with pytest.raises(ConfigError, match="unknown option 'nonsense'"):
         parse_options(draft_class, {"nonsense": 1})
+
+
+def test_who_heeds_confidence_says_so(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(ConfidenceLength, "stop", lambda self, sure: asked.append(sure))
+    run(make_engine(pair, name, k=4, confidence=0.5), random_prompts(2), SamplingParams(max_tokens=12, seed=1))
+    assert bool(asked) == heeds_confidence(SpecConfig(name, below=below_of(name)))
 
 
 def test_drafts_are_well_formed(engine: Engine, name: str) -> None:

@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 from lawkit import write_model, write_tokenizer
 
-from foretoken import LLM, demo
+from foretoken import LLM, demo, ops
 from foretoken.cli import COMMANDS, main
+from foretoken.cli.bench import Args, _specs
+from foretoken.cli.options import EngineChoice, parse
+from foretoken.config import draft_text
+from foretoken.errors import ConfigError
 from foretoken.request import Delta
 from foretoken.study import record
 
@@ -206,6 +210,23 @@ def test_bench_writes_valid_records(cli: Cli, pair_folders: tuple[Path, Path], t
         assert str(tmp_path) not in json.dumps(r) and os.uname().nodename not in json.dumps(r["machine"])
 
 
+def test_bench_overlaps_only_where_drafts_can(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "available_cores", lambda: 2)
+    target, draft = map(str, pair_folders)
+    head = str(pair_folders[0].parent / "head")
+    engine = parse(Args, [], "bench", engine=True).engine
+    engine = EngineChoice(target, engine.settings)
+    specs = _specs(Args(drafts=("ngram", draft, f"ngram + {draft}", head), overlaps=(0, 1)), engine)
+    assert [(draft_text(s), s.overlap) for s in specs].count(("draft_model", 1)) == 1
+    assert [s.overlap for s in specs] == [0, 0, 1, 0, 0]
+    unsure = EngineChoice(target, {**engine.settings, "confidence": 0.4})
+    assert [s.confidence for s in _specs(Args(drafts=("ngram", draft)), unsure)] == [None, 0.4]
+    with pytest.raises(ConfigError, match="none of 2 core"):
+        _specs(Args(drafts=(draft,), overlaps=(2,)), engine)
+    with pytest.raises(ConfigError, match="max_ngrm"):
+        _specs(Args(drafts=("ngram",)), EngineChoice(target, {**engine.settings, "draft_options": {"max_ngrm": 3}}))
+
+
 def test_bench_table_shows_every_way(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # no benchmarks/results here: nothing is written unasked
     (tmp_path / "p.txt").write_text("the sum\n")
@@ -277,8 +298,22 @@ def test_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "hi", "--confidence", "nan"], "confidence"),
         (["generate", "hi", "--max-tokens", "0"], "max_tokens"),
         (["generate", "hi", "--stop", ""], "stop strings"),
+        (["generate", "hi", "--draft", "ngram", "--confidence", "0.4"], "leave it out"),
+        (["bench", "--drafts", "ngram", "suffix", "--confidence", "0.4"], "leave it out"),
+        (
+            [
+                "generate",
+                "hi",
+                "--draft",
+                "suffix + ngram",
+                "--draft-options",
+                '{"below": [{}, {"policy": "goodput"}]}',
+            ],
+            "put --policy on the whole",
+        ),
         (["generate", "hi", "--draft", "ngrm"], "did you mean 'ngram'"),
-        (["generate", "hi", "--draft", "draft_model"], "needs a draft model"),
+        (["generate", "hi", "--draft", "draft_model"], "needs a draft model; name one"),
+        (["generate", "hi", "--draft", "eagle"], "needs a draft head of this target; name its folder"),
         (["generate", "hi", "--draft-options", "{x"], "JSON object"),
         (["generate", "hi", "--draft", "ngram", "--draft-options", '{"max_ngrm": 3}'], "did you mean 'max_ngram'"),
         (["generate", "hi", "--logit-bias", "three"], "TOKEN=BIAS"),
@@ -293,6 +328,8 @@ def test_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--batch-sizes", "0"], "--batch-sizes"),
         (["bench", "--ks", "65", "--prompts", __file__], "0..64"),
         (["bench", "--temperatures", "-1"], "temperature"),
+        (["bench", "--overlaps", "0", "1", "--drafts", "ngram"], "add a draft model to --drafts"),
+        (["bench", "--overlaps", "-1", "--drafts", "ngram"], "number of cores"),
         (["bench", "--out", "/proc/none/r.jsonl"], "choose another with --out"),
     ],
 )

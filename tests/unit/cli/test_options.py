@@ -9,6 +9,7 @@ import pytest
 from foretoken.cli import options
 from foretoken.config import CacheConfig, EngineConfig, SpecConfig
 from foretoken.errors import RegistryError
+from foretoken.models import loader
 from foretoken.request import SamplingParams
 
 
@@ -62,6 +63,8 @@ def test_the_embedded_model_brings_its_draft() -> None:
     cascade = options.draft_choice("ngram > draft_model", "embedded")
     assert cascade is not None and (cascade.method, cascade.model) == ("cascade", "embedded-draft")
     assert options.draft_choice("embedded-head", "embedded") == SpecConfig("draft_model", "embedded-head")
+    assert options.draft_choice("embedded-target", "org/name") == SpecConfig("draft_model", "embedded-target")
+    assert set(options.EMBEDDED) == set(loader.EMBEDDED)
     assert options.draft_choice("eagle", "embedded") == SpecConfig("eagle", "embedded-head")
     with pytest.raises(RegistryError, match="did you mean 'suffix'"):
         options.draft_choice("sufix + draft_model", "embedded")

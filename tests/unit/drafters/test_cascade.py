@@ -277,6 +277,9 @@ def test_settings_of_the_levels_below() -> None:
     for bad in ({"below": []}, {"below": [3]}, {"below": [{"method": "x"}]}, {"below": [{}, {}]}):
         with pytest.raises(ConfigError, match="below"):
             make_config("ngram > a/b", draft_options=bad)
+    for name, value in (("options", 3), ("format", 3), ("confidence", "x"), ("confidence", True), ("policy", 3)):
+        with pytest.raises(ConfigError, match=f"{name} must be"):
+            make_config("ngram > a/b", draft_options={"below": [{name: value}]})
 
 
 def test_a_drafter_without_what_it_works_with(pair: Pair) -> None:
@@ -296,6 +299,47 @@ def test_first_counts_each_ones_guesses(pair: Pair) -> None:
     for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
         assert getattr(suffix, field) + getattr(model, field) == getattr(engine.metrics, field)
     assert model.acceptance_rate != suffix.acceptance_rate
+
+
+class Clipping(GoodputLength):
+    """Asks for six tokens, and drops those beyond the second; of every third draft all."""
+
+    num_rounds = 0
+
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+        return [6] * len(seqs)
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        self.num_rounds += 1
+        return draft.shallow([2 if self.num_rounds % 3 else 0] * len(seqs))
+
+
+class Short(Drafter):
+    """Has a context of its own."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    @property
+    def limit(self) -> int:
+        return self.longest
+
+
+def test_first_drafts_as_long_as_any_below() -> None:
+    options = FirstDrafter.Options()
+    assert FirstDrafter(options, [Short(40), Short(60), Short(50)]).limit == 60
+    assert FirstDrafter(options, [Short(40), NgramDrafter(), Short(60)]).limit is None
+
+
+def test_first_counts_what_was_checked(pair: Pair) -> None:
+    """Nodes that a policy drops are nobody's: the levels together are the engine's counters all the same."""
+    engine = make_engine(pair, "first", k=6)
+    engine.policy = engine.drafter.policy = Clipping(6)
+    run(engine, PROMPTS, GREEDY)
+    (_, suffix), (_, model) = engine.drafter.levels()
+    assert suffix.num_drafts > 2 and model.num_drafts > 2
+    for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
+        assert getattr(suffix, field) + getattr(model, field) == getattr(engine.metrics, field)
 
 
 def test_levels_of_a_tower(pair: Pair) -> None:

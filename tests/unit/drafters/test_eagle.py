@@ -17,6 +17,7 @@ from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, load_pair, r
 
 from foretoken import ops
 from foretoken.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
+from foretoken.drafters import _eagle_context
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.engine.build import assemble, build_engine
 from foretoken.engine.engine import Engine
@@ -187,6 +188,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("auto", {"max_num_rows": 16, "max_num_seqs": 4}),
     "preemption": ("auto", {"max_num_rows": 64, "tokens": 112, "max_model_len": 96, "block": 8}),
     "small steps": ("auto", {"prefill_rows": 3}),
+    "small steps at once": ("auto", {"prefill_rows": 3, "wait": 0}),
     "confidence": ("auto", {"confidence": 0.2}),
     "few words": ("auto", {"vocabulary": "200"}),
     "narrow window": ("auto", {"window": 8}),
@@ -194,8 +196,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_law_1_in_settings(folders: Path, easy: Pair, setting: str) -> None:
-    quant, more = SETTINGS[setting]
+def test_law_1_in_settings(folders: Path, easy: Pair, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quant, given = SETTINGS[setting]
+    more = {n: v for n, v in given.items() if n != "wait"}
+    monkeypatch.setattr(_eagle_context, "WAIT_BYTES", given.get("wait", _eagle_context.WAIT_BYTES))
     pair = easy
     if quant != "auto":
         pair = with_head(load_pair(folders / "target", folders / "draft", weights=quant), folders / "eagle", "w4a8")
@@ -311,6 +315,29 @@ def test_a_guess_is_that_of_a_head_that_sees_the_text_anew(folders: Path, easy: 
     assert engine.drafter.levels() == []
 
 
+@pytest.mark.parametrize(("num_rows", "rows_before"), [(100, 0), (30, 72), (0, 72)])
+def test_a_prompts_rows_wait_for_the_first_draft(
+    easy: Pair, monkeypatch: pytest.MonkeyPatch, num_rows: int, rows_before: int
+) -> None:
+    """As far as their hidden states have room; what is guessed is the same."""
+    prompt, hidden = list(range(1, 80)), torch.randn(80, 32)
+    monkeypatch.setattr(_eagle_context, "KEEP", 4)
+    found = []
+    for room in (1 << 20, num_rows):
+        monkeypatch.setattr(_eagle_context, "WAIT_BYTES", 4 * 32 * room)
+        drafter, seq = drafter_of(engine_of(easy, prefill_rows=8)), Sequence(0, prompt, GREEDY, 0)
+        for start in range(0, 72, 24):
+            drafter.observe([seq], [Span(start, start + 24)], hidden[start : start + 24])
+        context = drafter.followers[seq]
+        before = context.holder.num_cached
+        drafter.observe([seq], [Span(72, 78)], hidden[72:78])
+        found.append(drafter.propose([seq], [12]).nodes(0))
+        assert context.holder.num_cached == 78
+        assert context._room is not None and len(context._room) < 40, "a prompt's are let go"
+    assert before == rows_before
+    assert found[0] == found[1]
+
+
 def test_tokens_taken_back(easy: Pair) -> None:
     """After `rewind` the head guesses as if the tokens had never been there, near or far back."""
     for back in (1, 5, 30, 90):
@@ -406,6 +433,19 @@ def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> No
     assert accepted["slide"] > 2 * accepted["stop"] > 0
 
 
+def test_beyond_its_context_it_keeps_nothing(folders: Path, easy: Pair, tmp_path: Path) -> None:
+    knowing_head(tmp_path, folders / "target", "eagle", max_position_embeddings=32)
+    drafter = drafter_of(engine_of(with_head(easy, tmp_path), beyond="stop"))
+    seq, hidden = Sequence(0, list(range(1, 60)), GREEDY, 0), torch.randn(60, 32)
+    drafter.observe([seq], [Span(0, 32)], hidden[:32])
+    context = drafter.followers[seq]
+    assert context.num_hidden == 32, "as long as it may draft"
+    for start, end in ((32, 33), (33, 40), (40, 58)):
+        drafter.observe([seq], [Span(start, end)], hidden[start:end])
+        assert (context.hidden, context.end) == (None, end)
+    assert drafter.propose([seq], [6]).count(0) == 0
+
+
 # --- options, folders ---
 
 
@@ -446,7 +486,7 @@ def test_heads_that_do_not_fit_are_refused(folders: Path, tmp_path: Path) -> Non
         built(target_hidden_size=40)
     with pytest.raises(VocabularyError, match="trained for this target"):
         built(vocab_size=200)
-    with pytest.raises(ConfigError, match="needs a draft model"):
+    with pytest.raises(ConfigError, match="needs a draft head of this target"):
         build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("eagle")))
     target, draft, head = (str(folders / name) for name in ("target", "draft", "eagle"))
     with pytest.raises(ConfigError, match="is a model, not a draft head; write --draft"):

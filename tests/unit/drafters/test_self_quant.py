@@ -71,6 +71,18 @@ def test_from_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="draft for itself"):
         LLM(str(tmp_path / "model"), "self_quant", format="w4a8")
     model = str(tmp_path / "model")
+    for spelled, draft, its in (
+        ("auto", model, "fp32"),  # as the checkpoint has it
+        ("w8a8", model, "w8a8,lm_head=w8a8"),
+        ("w8a8", model, "bf16"),  # higher than the target's
+        ("w4a8", "self_quant", "w8a8"),
+        ("w4a8", f"ngram > {model}", "w4a16"),  # stored alike
+    ):
+        with pytest.raises(ConfigError, match="draft for itself"):
+            LLM(model, draft, format=spelled, draft_format=its)
+    with pytest.raises(ConfigError, match="no module fits the rule"):
+        LLM(model, "self_quant", format="w4a8", draft_format="w8a8,lm_haed=w4a8")
+    assert LLM(model, "self_quant", format="w8a8", draft_format="w8a8,lm_head=w4a8").config.spec.method == "self_quant"
     write_model(tmp_path / "draft", noise=0.1)
     twice = f"{tmp_path / 'draft'} > {tmp_path / 'draft'}"
     for draft in (model, f"ngram > {model}", twice):

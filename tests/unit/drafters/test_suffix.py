@@ -132,6 +132,9 @@ def test_memory_of_many_tenants_is_bounded() -> None:
         ended(drafter, [i, *STORY], i, f"tenant{i}")
     assert sum(h.num_tokens for h in drafter._past.values()) <= 100 + len(STORY) + 1
     assert len(drafter._past) < 20
+    assert drafter._num_past == sum(h.num_tokens for h in drafter._past.values())
+    drafter.propose([sequence([1, 2, 3], 99, "new")], [3])
+    assert "new" not in drafter._past, "who has ended nothing has nothing here"
 
 
 def test_a_second_request_is_drafted_from_the_first(pair: Pair) -> None:

@@ -42,8 +42,9 @@ class Above(NoDrafter):
     ("num_drafts", "k", "accepted", "useless"),
     [
         (50, 4, 1, True),
-        (49, 4, 0, False),  # too early to tell
+        (49, 4, 1, False),  # too early to tell
         (19, 20, 0, False),
+        (20, 2, 0, True),  # none at all: so few drafts tell
         (50, 4, 2, False),  # 1 %: as chance may have it, but not nothing
         (100, 20, 4, True),
         (100, 20, 5, False),  # of a large tree most nodes are lost anyway
@@ -64,7 +65,7 @@ def test_it_is_said_once_for_each_drafter(caplog: pytest.LogCaptureFixture) -> N
             alarm.update(NoDrafter(), [4], [0])  # looks nothing up that was learned
             alarm.update(second, [4], [1])
         assert len(caplog.records) == len(alarm.texts) == 1
-        assert "0 of 200 drafted tokens" in alarm.texts[0]
+        assert "0 of 80 drafted tokens" in alarm.texts[0]
         assert "trained for another target" in alarm.texts[0]
         bad = SpecMetrics()
         above = Above(Learned(), bad)
@@ -99,6 +100,13 @@ def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplo
     assert len(said) == 1 and said[0].startswith("drafter 'eagle'")
 
 
+def test_a_useless_draft_is_said_where_goodput_gives_it_up(pair: Pair, tmp_path: Path) -> None:
+    engine = make_engine(foreign_head(tmp_path, pair), "eagle", k=4, policy="goodput", options={"top_k": 1})
+    run(engine, PROMPTS[:2], GREEDY)
+    assert len(engine.alarm.texts) == 1
+    assert "0 of 80 drafted tokens" in engine.alarm.texts[0], "twenty drafts tell"
+
+
 def test_a_good_draft_sounds_no_alarm(pair: Pair) -> None:
     engine = make_engine(pair, "draft_model", k=4)
     run(engine, PROMPTS, GREEDY)
@@ -108,16 +116,21 @@ def test_a_good_draft_sounds_no_alarm(pair: Pair) -> None:
 
 def test_counters_of_a_part_of_a_run() -> None:
     metrics, wanted = SpecMetrics(), SpecMetrics()
-    metrics.update(4, 2)
-    metrics.undrafted["cost"] = 1
+    metrics.update(4, 2, ahead=True)
+    metrics.undrafted |= {"cost": 1, "prompt": 1}
     earlier = metrics.copy()
+    assert earlier == metrics and earlier.undrafted is not metrics.undrafted
     for m in (metrics, wanted):
         m.update(3, 3)
-        m.update(2, 0)
+        m.update(2, 0, ahead=False)
     metrics.undrafted["cost"] = wanted.undrafted["cost"] = 1
     metrics.undrafted["cost"] += 1
     got = metrics.since(earlier)
     assert got.num_accepted_tokens_per_pos == [1, 1, 1]
     assert (got.num_drafts, got.num_draft_tokens, got.num_accepted_tokens) == (2, 5, 3)
     assert (got.num_rounds, got.num_rollbacks, got.undrafted) == (2, 1, {"cost": 1})
+    assert (got.num_ahead, got.num_ahead_kept) == (1, 0)
+    later = metrics.copy()
+    later.add(SpecMetrics(num_ahead=3, num_ahead_kept=2))
+    assert (later.since(metrics).num_ahead, later.since(metrics).num_ahead_kept) == (3, 2)
     assert json.loads(json.dumps(got.as_dict()))["mean_acceptance_length"] == 2.5

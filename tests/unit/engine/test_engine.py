@@ -23,7 +23,7 @@ from lawkit import (
 
 from foretoken.engine.engine import Engine
 from foretoken.errors import RequestError
-from foretoken.request import Delta, FinishReason, Request, SamplingParams
+from foretoken.request import Delta, FinishReason, Request, SamplingParams, Speculation
 from foretoken.spec.draft import Draft
 
 PROMPT = random_prompts(4)[3]
@@ -162,6 +162,21 @@ def test_counters_add_up(pair: Pair) -> None:
         assert plain["mean_acceptance_length"] == 1 + spec.num_accepted_tokens / spec.num_drafts
     for name in ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
         assert getattr(engine.metrics, name) == sum(getattr(c.metrics.spec, name) for c in done)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_wish_for_longer_drafts_than_the_engine_makes_by_goodput(pair: Pair, k: int) -> None:
+    asked = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
+    plain = texts(run(make_engine(pair), [PROMPT], asked))
+    engine = make_engine(pair, "draft_model", k=k, policy="goodput")
+    done = []
+    for i, wish in enumerate((Speculation("fixed", 16), None)):
+        engine.add(Request(f"r{i}", tuple(PROMPT), asked, 2, speculation=wish))
+    while engine.has_work:
+        done += [d.completion for d in engine.step() if d.completion is not None]
+    assert texts(done) == plain * 2
+    longest = max(c.metrics.spec.num_draft_tokens / max(1, c.metrics.spec.num_drafts) for c in done)
+    assert longest > 2, "the wish was heeded"
 
 
 def test_deltas_join_to_the_completion(pair: Pair) -> None:

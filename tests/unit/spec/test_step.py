@@ -93,7 +93,7 @@ def test_observe_tells_what_became_certain(pair: Pair) -> None:
     assert result.nodes == [[0, 1], []]
     assert drafter.asked == [[3, 0]]
     assert drafter.seen[0][0] == [Span(0, 3), Span(0, 4)]
-    assert drafter.seen[1][0] == [Span(3, 6), Span(4, 8)]
+    assert drafter.seen[1][0] == [Span(3, 6, 3), Span(4, 8, 0)]
     width = 2 * pair.target.config.hidden_size
     assert [h.shape for _, h in drafter.seen] == [(7, width), (7, width)]
     assert [seq.num_cached for seq in seqs] == [6, 8]

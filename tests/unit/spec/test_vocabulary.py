@@ -12,10 +12,12 @@ from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
 
 from foretoken.cli import main
 from foretoken.config import SpecConfig
+from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.errors import ConfigError
 from foretoken.models.loader import load_tokenizer, resolve_model
 from foretoken.models.vocabulary import with_tokens
 from foretoken.request import SamplingParams
+from foretoken.spec.drafter import parse_options
 from foretoken.spec.vocabulary import frequent_tokens, read_vocabulary
 
 PROMPTS = random_prompts(4, seed=4)
@@ -35,9 +37,18 @@ def test_vocabularies_from_files(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=why):
             read_vocabulary(str(path), 300)
-    for name, why in (("301", "1..300 tokens"), (str(tmp_path / "none"), "cannot be read")):
+    none = [(name, "cannot be read") for name in (str(tmp_path / "none"), "\u00b2", "~no-such-user/ids")]
+    for name, why in [("301", "1..300 tokens"), *none]:
         with pytest.raises(ConfigError, match=why):
             read_vocabulary(name, 300)
+
+
+def test_a_number_needs_no_quotes() -> None:
+    for value in (2048, "2048"):
+        assert parse_options(DraftModelDrafter, {"vocabulary": value}) == DraftModelDrafter.Options(vocabulary="2048")
+    for bad in (True, 2.5, None):
+        with pytest.raises(ConfigError, match="of type str"):
+            parse_options(DraftModelDrafter, {"vocabulary": bad})
 
 
 def test_frequent_tokens() -> None:
@@ -95,7 +106,9 @@ def test_the_command_makes_such_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     ids = json.loads(out.read_text())
     assert len(ids) == len(set(ids)) == 12
     tokenizer = load_tokenizer(resolve_model("embedded"))
-    assert tokenizer.encode(" cat")[0] in ids
+    begin, cat = tokenizer.encode(" cat")
+    assert cat in ids
+    assert begin not in ids, "what stands before a prompt is never written"
     assert set(read_vocabulary(str(out), 4096).tolist()) == set(ids)
     assert "12 tokens, " in capsys.readouterr().out
     for argv, why in (
