@@ -141,6 +141,7 @@ class Request:
     """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
 
     `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
+    `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
     """
 
     request_id: str
@@ -151,6 +152,7 @@ class Request:
     prompt: str | None = None
     tenant: str = ""
     speculation: Speculation | None = None
+    score_prompt: bool = False
 
 
 class FinishReason(str, Enum):
@@ -247,6 +249,8 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "params",
+        "prompt_logprobs",
+        "script",
         "seed",
         "seq_id",
         "speculation",
@@ -271,6 +275,8 @@ class Sequence:
         self.times = TimeSplit()
         self.num_preemptions = 0
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.script: Seq[int] = ()  # tokens that are decided already, from the first on, and yet to be scored
         self.state: object = None  # what the sampler keeps between rounds (penalty counts); derived, may be dropped
 
     def __len__(self) -> int:
@@ -286,7 +292,13 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
+        """Tokens written so far; below 0 while tokens of the prompt are still to be scored."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_scripted(self) -> int:
+        """Tokens that come next and are decided already."""
+        return max(0, len(self.script) - len(self.token_ids))
 
 
 @dataclass(frozen=True)
@@ -354,6 +366,7 @@ class Completion:
     metrics: Metrics
     accepted: tuple[bool, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all tokens of the prompt but the first
 
 
 @dataclass(frozen=True)
@@ -366,3 +379,4 @@ class Delta:
     token_ids: tuple[int, ...]
     accepted: tuple[bool, ...]
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for

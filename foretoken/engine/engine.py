@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from foretoken.batch import MAX_NODES
 from foretoken.engine.output import OutputText
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.errors import RequestError
@@ -63,6 +64,7 @@ class Engine:
         self.metrics = SpecMetrics()
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, _Running] = {}
+        self._pass: list[Sequence] = []  # sequences of the step that runs
         self._num_added = 0
 
     def check(self, prompt_token_ids: tuple[int, ...]) -> None:
@@ -83,6 +85,9 @@ class Engine:
         self.check(request.prompt_token_ids)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
         seq.speculation = request.speculation
+        if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
+            seq.script = request.prompt_token_ids
+            del seq.token_ids[1:]
         self._num_added += 1
         output = OutputText(self.tokenizer, request.params.stop)
         self._live[seq.seq_id] = _Running(request, seq, output, time.perf_counter())
@@ -103,20 +108,37 @@ class Engine:
         plan = self.scheduler.schedule(self._lengths)
         if not plan.seqs:
             return []
+        self._pass = plan.seqs
         times = TimeSplit(schedule=time.perf_counter() - start)
+        scripted = [seq.num_scripted > 0 for seq in plan.seqs]
         draft, result = decode_step(self.runner, self.drafter, plan.seqs, plan.num_pending, plan.num_draft, times)
         decided = time.perf_counter()
         counts = [draft.count(b) for b in range(len(plan.seqs))]
         accepted = [len(n) for n in result.nodes]
+        free = [b for b, known in enumerate(scripted) if not known]
         self._policies.update(
-            Round(plan.seqs, plan.num_draft, counts, accepted, sum(plan.num_pending) + sum(counts), times)
+            Round(
+                [plan.seqs[b] for b in free],
+                [plan.num_draft[b] for b in free],
+                [counts[b] for b in free],
+                [accepted[b] for b in free],
+                sum(plan.num_pending) + sum(counts),
+                times,
+            )
         )
-        deltas = self._deliver(plan, draft, result, decided)
+        deltas = self._deliver(plan, draft, result, decided, scripted)
         times.schedule += time.perf_counter() - decided
         self.times.add(times)
         for seq in plan.seqs:
             seq.times.add(times, 1.0 / len(plan.seqs))
+        self._pass = []
         return deltas
+
+    def fail_step(self) -> list[Delta]:
+        """After a step that raised: end the sequences that were in it, with an error; the others go on."""
+        failed, self._pass = self._pass, []
+        live = [self._live[seq.seq_id] for seq in failed if seq.seq_id in self._live]
+        return [self._finish(r, FinishReason.ERROR, []) for r in live]
 
     @property
     def policy(self) -> LengthPolicy:
@@ -128,7 +150,15 @@ class Engine:
         self._policies = ByRequest(policy)
 
     def _lengths(self, seqs: Seq[Sequence], num_rows: int, budget: int) -> list[int]:
-        lengths = self._policies.lengths(seqs, num_rows, budget)
+        scripted = [seq for seq in seqs if seq.num_scripted]
+        if scripted:
+            free = [seq for seq in seqs if not seq.num_scripted]
+            chosen = dict(zip(free, self._policies.lengths(free, num_rows, budget), strict=True))
+            # One less than are left: the pass itself decides the last, so that no choice of its own shares a path.
+            chosen |= {seq: min(seq.num_scripted - 1, MAX_NODES) for seq in scripted}
+            lengths = [chosen[seq] for seq in seqs]
+        else:
+            lengths = self._policies.lengths(seqs, num_rows, budget)
         self._wanted = {seq.seq_id: k for seq, k in zip(seqs, lengths, strict=True)}
         return lengths
 
@@ -143,13 +173,18 @@ class Engine:
             return "no drafter"
         return "off" if seq.speculation is not None and seq.speculation.of(1) == 0 else "cost"
 
-    def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float) -> list[Delta]:
+    def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
         """Hand the decided tokens out, one by one up to the first that ends the sequence."""
         deltas: list[Delta] = []
         for b, seq in enumerate(plan.seqs):
             live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
             if not tokens and not result.failed[b]:
                 continue  # a chunk of a prompt
+            if scripted[b]:
+                seq.prompt_logprobs += result.logprobs[b]
+                if result.failed[b]:
+                    deltas.append(self._finish(live, FinishReason.ERROR, []))
+                continue
             seq.metrics.update(draft.count(b), num_accepted)
             self.metrics.update(draft.count(b), num_accepted)
             if not plan.num_draft[b]:
@@ -176,7 +211,9 @@ class Engine:
                 continue
             self.scheduler.blocks.trim(seq, len(seq))
             r = live.request
-            deltas.append(Delta(r.request_id, r.index, live.output.delta(), tuple(tokens[:taken]), tuple(flags)))
+            logprobs = tuple(result.logprobs[b][:taken])
+            text = live.output.delta()
+            deltas.append(Delta(r.request_id, r.index, text, tuple(tokens[:taken]), tuple(flags), None, logprobs))
         return deltas
 
     def _end(self, live: _Running, token: int, length: int) -> FinishReason | None:
@@ -211,9 +248,11 @@ class Engine:
             metrics=_metrics(live),
             accepted=tuple(live.accepted),
             logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
+            prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
         )
+        logprobs = tuple(seq.logprobs[len(seq.logprobs) - len(tokens) :]) if r.params.logprobs is not None else ()
         flags = tuple(live.accepted[len(live.accepted) - len(tokens) :])
-        return Delta(r.request_id, r.index, live.output.delta(), tuple(tokens), flags, completion)
+        return Delta(r.request_id, r.index, live.output.delta(), tuple(tokens), flags, completion, logprobs)
 
 
 def _metrics(live: _Running) -> Metrics:
@@ -221,7 +260,7 @@ def _metrics(live: _Running) -> Metrics:
     first = live.first_token if live.first_token is not None else now
     return Metrics(
         num_prompt_tokens=seq.num_prompt,
-        num_output_tokens=seq.num_output,
+        num_output_tokens=max(0, seq.num_output),
         spec=seq.metrics,
         time_split=seq.times,
         time_to_first_token=first - live.arrived,

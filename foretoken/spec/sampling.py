@@ -117,7 +117,7 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
         row[:] = -np.inf
         row[allowed] = kept
     banned = list(params.banned_token_ids)
-    if seq.num_output + len(path) < params.min_tokens:
+    if 0 <= seq.num_output + len(path) < params.min_tokens:
         banned += [*eos_token_ids, *params.stop_token_ids]
     row[[t for t in banned if t < len(row)]] = -np.inf
     for token, bias in params.logit_bias.items():
@@ -146,7 +146,7 @@ def _penalize(row: Floats, params: SamplingParams, state: SamplingState, path: S
 def needs_adjusting(seq: Sequence, num_path: int) -> bool:
     """Does `adjust` change this sequence's logits after `num_path` drafted tokens?"""
     p = seq.params
-    short = seq.num_output + num_path < p.min_tokens
+    short = 0 <= seq.num_output + num_path < p.min_tokens
     return p.has_penalties or short or bool(p.logit_bias or p.banned_token_ids) or p.allowed_token_ids is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Seq
 
@@ -10,6 +11,8 @@ from foretoken.request import Sequence, TimeSplit
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Span
 from foretoken.spec.verify import Verified, verify
+
+log = logging.getLogger("foretoken")
 
 
 def decode_step(
@@ -26,7 +29,7 @@ def decode_step(
     """
     clock = time.perf_counter
     start = clock()
-    draft = drafter.propose(seqs, num_draft) if any(num_draft) else Draft.empty(len(seqs))
+    draft = _propose(drafter, seqs, num_draft)
     drafted = clock()
     out = runner.forward(seqs, draft, num_pending)
     checked = clock()
@@ -36,9 +39,36 @@ def decode_step(
     for seq, tokens in zip(seqs, result.tokens, strict=True):
         seq.token_ids += tokens
     verified = clock()
-    drafter.observe(seqs, [Span(s, seq.num_cached) for s, seq in zip(starts, seqs, strict=True)], hidden)
+    try:
+        drafter.observe(seqs, [Span(s, seq.num_cached) for s, seq in zip(starts, seqs, strict=True)], hidden)
+    except Exception:
+        log.exception("the drafter failed; it starts anew with these sequences")
+        for seq in seqs:
+            drafter.release(seq)
     if times is not None:
         times.draft += drafted - start + clock() - verified
         times.target += checked - drafted
         times.verify += verified - checked
     return draft, result
+
+
+def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    """The drafter's guesses; a sequence whose next tokens are decided already is drafted by its script.
+
+    A drafter that fails costs speed, never the text.
+    """
+    scripted = [seq.num_scripted > 0 for seq in seqs]
+    asked = [0 if known else k for known, k in zip(scripted, num_draft, strict=True)]
+    draft = Draft.empty(len(seqs))
+    if any(asked):
+        try:
+            draft = drafter.propose(seqs, asked)
+        except Exception:
+            log.exception("the drafter failed; this round goes without drafts")
+    if not any(scripted):
+        return draft
+    trees: list[tuple[Seq[int], Seq[int]]] = [draft.nodes(b) for b in range(len(seqs))]
+    for b, seq in enumerate(seqs):
+        if scripted[b]:
+            trees[b] = (seq.script[len(seq) : len(seq) + num_draft[b]], range(-1, num_draft[b] - 1))
+    return Draft.trees(trees)
