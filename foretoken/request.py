@@ -380,3 +380,4 @@ class Delta:
     accepted: tuple[bool, ...]
     completion: Completion | None = None
     logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first tokens, if asked for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,16 @@ class Tokenizer:
         special = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v)}
         return cls(backend, template if isinstance(template, str) else None, special)
 
+    @classmethod
+    def from_files(cls, files: Mapping[str, str]) -> Tokenizer:
+        """The inverse of `as_files`."""
+        config = json.loads(files["tokenizer_config.json"])
+        backend = HFTokenizer.from_str(files["tokenizer.json"])
+        backend.no_truncation()
+        backend.no_padding()
+        special = {k: v for k, v in config.items() if k.endswith("_token")}
+        return cls(backend, config.get("chat_template"), special)
+
     def as_files(self) -> dict[str, str]:
         """What `from_folder` reads, by file name: for a tokenizer that came from elsewhere."""
         config = {**self.special, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -72,7 +82,8 @@ class Tokenizer:
             raise RequestError(
                 f"the text is no valid UTF-8 ({error.reason} at {error.start}); convert it first"
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batched form lets other threads run meanwhile, and computes no character offsets.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:

@@ -20,6 +20,7 @@ from foretoken.request import (
     Sequence,
     SpecMetrics,
     TimeSplit,
+    TokenLogprob,
 )
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, NoDrafter
@@ -40,6 +41,12 @@ class _Running:
     arrived: float
     first_token: float | None = None
     accepted: list[bool] = field(default_factory=list)
+    num_scored: int = 0  # log-probabilities of the prompt that were given out
+
+    def scores(self) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of the prompt's tokens, once."""
+        start, self.num_scored = self.num_scored, len(self.seq.prompt_logprobs)
+        return tuple(self.seq.prompt_logprobs[start:])
 
 
 class Engine:
@@ -213,7 +220,8 @@ class Engine:
             r = live.request
             logprobs = tuple(result.logprobs[b][:taken])
             text = live.output.delta()
-            deltas.append(Delta(r.request_id, r.index, text, tuple(tokens[:taken]), tuple(flags), None, logprobs))
+            tokens, scores = tokens[:taken], live.scores()
+            deltas.append(Delta(r.request_id, r.index, text, tuple(tokens), tuple(flags), None, logprobs, scores))
         return deltas
 
     def _end(self, live: _Running, token: int, length: int) -> FinishReason | None:
@@ -252,7 +260,8 @@ class Engine:
         )
         logprobs = tuple(seq.logprobs[len(seq.logprobs) - len(tokens) :]) if r.params.logprobs is not None else ()
         flags = tuple(live.accepted[len(live.accepted) - len(tokens) :])
-        return Delta(r.request_id, r.index, live.output.delta(), tuple(tokens), flags, completion, logprobs)
+        text = live.output.delta()
+        return Delta(r.request_id, r.index, text, tuple(tokens), flags, completion, logprobs, live.scores())
 
 
 def _metrics(live: _Running) -> Metrics:

@@ -1,0 +1,271 @@
+"""What clients get: the body of an answer, or the events of its stream, for each of the three ways to ask."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretoken.server.client import Piece
+from foretoken.server.errors import ApiError
+from foretoken.server.text import Text
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """One server-sent event."""
+    body = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + body.encode("utf-8") + b"\n\n"
+
+
+@dataclass
+class Choice:
+    """One sequence as far as it is known."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    completion: dict[str, Any] | None = None
+    num_sent: int = 0  # tokens whose log-probabilities a stream has sent
+    offset: int = 0  # characters that those tokens spell
+    echoed: bool = False  # were log-probabilities of an echoed prompt sent?
+
+
+class Reply:
+    """Base: collects pieces, counts usage. One object an answer, streaming or not."""
+
+    kind, chunk_kind = "", ""
+
+    def __init__(
+        self, id: str, model: str, text: Text, num_choices: int, *, num_spec_tokens: int = 0, tokens: bool = False
+    ) -> None:
+        """`num_spec_tokens`: the longest draft that the engine may make; `tokens`: show token ids too."""
+        self.id, self.model, self.text, self.show_tokens = id, model, text, tokens
+        self.created = int(time.time())
+        self.choices = [Choice() for _ in range(num_choices)]
+        self.num_prompt_tokens = 0
+        self.num_spec_tokens = num_spec_tokens
+
+    def take(self, piece: Piece) -> Choice:
+        """Add a piece to its choice."""
+        choice = self.choices[piece.index]
+        choice.text.append(piece.text)
+        choice.token_ids += piece.token_ids
+        choice.accepted += piece.accepted
+        choice.logprobs += piece.logprobs
+        choice.prompt_logprobs += piece.prompt_logprobs
+        if piece.completion is not None:
+            choice.completion = piece.completion
+            choice.finish_reason = "stop" if piece.completion["finish_reason"] == "stop" else "length"
+        return choice
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens written so far."""
+        return sum(len(c.token_ids) for c in self.choices)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts in OpenAI's words."""
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+    def metrics(self) -> dict[str, Any]:
+        """What speculation did, as vLLM says it, and what else we know."""
+        return metrics([c.completion for c in self.choices if c.completion is not None], self.num_spec_tokens)
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        """The fields that bodies and chunks have in common."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [self.whole_choice(i, c) for i, c in enumerate(self.choices)]
+        return {**self.envelope(self.kind), "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
+
+    def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """One entry of "choices" in a body."""
+        raise NotImplementedError
+
+    def begin(self) -> Iterator[bytes]:
+        """Events before the first token."""
+        return iter(())
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        """Events of a piece, which `take` has added."""
+        raise NotImplementedError
+
+    def end(self, include_usage: bool) -> Iterator[bytes]:
+        """Events after the last token."""
+        if include_usage:
+            last = {**self.envelope(self.chunk_kind), "choices": [], "usage": self.usage(), "metrics": self.metrics()}
+            yield event(last)
+        yield DONE
+
+    def fail(self, error: ApiError) -> Iterator[bytes]:
+        """Events that end a stream that cannot go on."""
+        yield event(error.body())
+        yield DONE
+
+
+class CompletionReply(Reply):
+    """/v1/completions. `echoes`: texts and tokens of the prompts, if repeated; `hidden`: no token was asked for."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(
+        self, *args: Any, logprobs: bool, echoes: Seq[tuple[str, list[int]]], hidden: bool, **more: Any
+    ) -> None:
+        super().__init__(*args, **more)
+        self.with_logprobs, self.echoes, self.hidden = logprobs, echoes, hidden
+
+    def _echo(self, index: int) -> tuple[str, list[int]]:
+        return self.echoes[index * len(self.echoes) // len(self.choices)] if self.echoes else ("", [])
+
+    @property
+    def num_output_tokens(self) -> int:
+        return 0 if self.hidden else super().num_output_tokens
+
+    def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        text = self._echo(index)[0] + ("" if self.hidden else "".join(choice.text))
+        made: dict[str, Any] = {"index": index, "text": text, "finish_reason": choice.finish_reason}
+        made["logprobs"] = self._logprobs(index, choice) if self.with_logprobs else None
+        return made | (_tokens(choice.token_ids, choice.accepted) if self.show_tokens else {})
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        choice = self.choices[piece.index]
+        first = len(choice.text) == 1
+        text = (self._echo(piece.index)[0] if first else "") + ("" if self.hidden else piece.text)
+        if not text and piece.completion is None and not self.with_logprobs and not self.show_tokens:
+            return
+        entry: dict[str, Any] = {"index": piece.index, "text": text, "logprobs": None}
+        if self.with_logprobs:
+            entry["logprobs"] = self._logprobs(piece.index, choice)
+        entry["finish_reason"] = choice.finish_reason if piece.completion is not None else None
+        entry |= _tokens(piece.token_ids, piece.accepted) if self.show_tokens else {}
+        yield event({**self.envelope(self.chunk_kind), "choices": [entry]})
+
+    def _logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Log-probabilities of tokens not sent before, those of an echoed prompt first."""
+        made: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        entries = [] if self.hidden else choice.logprobs[choice.num_sent :]
+        echo = self._echo(index)[1]
+        if echo and not choice.echoed:
+            entries = [[echo[0], None, []], *choice.prompt_logprobs, *entries]
+        choice.num_sent, choice.echoed = len(choice.logprobs), True
+        for token, logprob, top in entries:
+            name = self.text.pieces.text(token)
+            made["tokens"].append(name)
+            made["token_logprobs"].append(logprob)
+            made["text_offset"].append(choice.offset)
+            choice.offset += len(name)
+            if logprob is None:
+                made["top_logprobs"].append(None)
+                continue
+            alternatives: dict[str, float] = {name: logprob}
+            for other, value in top:
+                alternatives.setdefault(self.text.pieces.text(other), value)
+            made["top_logprobs"].append(alternatives)
+        return made
+
+
+class ChatReply(Reply):
+    """/v1/chat/completions."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *args: Any, logprobs: bool, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.with_logprobs = logprobs
+
+    def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        made: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
+        made["logprobs"] = self._logprobs(choice.logprobs) if self.with_logprobs else None
+        return made | (_tokens(choice.token_ids, choice.accepted) if self.show_tokens else {})
+
+    def begin(self) -> Iterator[bytes]:
+        for index in range(len(self.choices)):
+            yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        if not piece.text and piece.completion is None and not self.with_logprobs and not self.show_tokens:
+            return
+        ended = piece.completion is not None
+        delta = {"content": piece.text} if piece.text or not ended else {}
+        reason = self.choices[piece.index].finish_reason if ended else None
+        entry: dict[str, Any] = {"index": piece.index, "delta": delta, "finish_reason": reason}
+        if self.with_logprobs:
+            entry["logprobs"] = self._logprobs(piece.logprobs)
+        yield self._chunk(entry | (_tokens(piece.token_ids, piece.accepted) if self.show_tokens else {}))
+
+    def _chunk(self, entry: dict[str, Any]) -> bytes:
+        return event({**self.envelope(self.chunk_kind), "choices": [{"logprobs": None, **entry}]})
+
+    def _logprobs(self, entries: Seq[Any]) -> dict[str, Any]:
+        return {
+            "content": [
+                {**self._token(token, logprob), "top_logprobs": [self._token(t, value) for t, value in top]}
+                for token, logprob, top in entries
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.text.pieces.raw(token).decode("utf-8", "replace"),
+            "logprob": logprob,
+            "bytes": list(self.text.pieces.raw(token)),
+        }
+
+
+def _tokens(token_ids: list[int], accepted: list[int]) -> dict[str, Any]:
+    return {"token_ids": token_ids, "accepted": accepted}
+
+
+def metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any]:
+    """`speculative_decoding` as vLLM writes it (null where nothing was drafted); `foretoken`: why, and where time went.
+
+    Sums over completions; times are the sequences' shares of the engine's, in seconds.
+    """
+    found = [c["metrics"] for c in completions]
+    drafts, drafted, accepted = (
+        sum(m[k] for m in found) for k in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    )
+    depth = max((len(m["num_accepted_tokens_per_pos"]) for m in found), default=0)
+    per_pos = [sum((m["num_accepted_tokens_per_pos"] + [0] * depth)[i] for m in found) for i in range(depth)]
+    per_pos += [0] * max(1, num_spec_tokens + 1 - depth)
+    reached = [drafts, *per_pos]
+    speculative = (
+        {
+            "mean_acceptance_length": 1 + accepted / drafts,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": [reached[i] - reached[i + 1] for i in range(len(reached) - 1)],
+            "num_spec_steps": drafts,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": num_spec_tokens,
+        }
+        if drafts
+        else None
+    )
+    undrafted: dict[str, int] = {}
+    split = {"draft": 0.0, "target": 0.0, "verify": 0.0, "schedule": 0.0}
+    for m in found:
+        for why, count in m["undrafted"].items():
+            undrafted[why] = undrafted.get(why, 0) + count
+        for stage in split:
+            split[stage] += m["time_split_s"][stage]
+    own = {
+        "num_rounds": sum(m["num_rounds"] for m in found),
+        "undrafted": undrafted,
+        "time_split_s": split,
+        "num_preemptions": sum(m["num_preemptions"] for m in found),
+        "seeds": [c["seed"] for c in completions],
+    }
+    return {"speculative_decoding": speculative, "foretoken": own}

@@ -1,0 +1,270 @@
+"""Service: from the fields of a request to a stream of the engine's pieces. What the routes have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence as Seq
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from foretoken.errors import RequestError
+from foretoken.request import SamplingParams, Speculation
+from foretoken.server import limits
+from foretoken.server.answer import Answer
+from foretoken.server.client import EngineClient, Job
+from foretoken.server.config import ServerConfig
+from foretoken.server.errors import ApiError, bad_request
+from foretoken.server.gate import Gate
+from foretoken.server.guard import Visit
+from foretoken.server.metrics import Metrics
+from foretoken.server.protocol import (
+    ChatFields,
+    Common,
+    CompletionFields,
+    F,
+    ResponseFields,
+    SpeculationFields,
+    read,
+)
+from foretoken.server.replies import ChatReply, CompletionReply, Reply
+from foretoken.server.responses import ResponseReply
+from foretoken.server.text import Text
+
+INLINE = 2**16  # bytes of a body that are read on the spot
+COMPLETION_TOKENS = 16  # OpenAI's default
+
+
+class Service:
+    """The engine, its gate and what is counted; one a server."""
+
+    def __init__(self, client: EngineClient, config: ServerConfig) -> None:
+        self.client, self.config = client, config
+        self.gate = Gate(config.max_queue)
+        self.metrics = Metrics(client, self.gate, config.model_name, config.metrics_prefix)
+
+    async def fields(self, request: Request, kind: type[F]) -> F:
+        """The checked fields of a request's body. Raises ApiError."""
+        raw = await _body(request)
+        if len(raw) <= INLINE:
+            return read(kind, limits.parse_object(raw))
+        return await asyncio.to_thread(lambda: read(kind, limits.parse_object(raw)))
+
+    def loaded(self, model: str | None) -> Text:
+        """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
+        if model is not None and model != self.config.model_name:
+            raise ApiError(
+                404,
+                f"no model {model!r} here; there is {self.config.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        self.client.check()
+        text = self.client.text
+        assert text is not None
+        self.gate.max_running = self.client.facts["max_num_seqs"]
+        return text
+
+    async def completions(self, request: Request) -> Answer:
+        """/v1/completions."""
+        fields = await self.fields(request, CompletionFields)
+        text = self.loaded(fields.model)
+        prompts, hidden = fields.prompts, fields.max_tokens == 0
+        if hidden and not fields.echo:
+            raise bad_request("max_tokens: 0 without 'echo' would return nothing; ask for a token", "max_tokens")
+        n = fields.n or 1
+
+        async def encode() -> list[list[int]]:
+            return [await text.prompt(p) for p in prompts]
+
+        async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
+            room = text.max_model_len - max(len(i) for i in ids)
+            asked = COMPLETION_TOKENS if fields.max_tokens is None else max(1, fields.max_tokens)
+            if fields.max_tokens is None:
+                asked = min(asked, room)
+            params = sampling(fields, text, asked, room, fields.logprobs)
+            texts = [p if isinstance(p, str) else await text.decode(p) for p in prompts] if fields.echo else []
+            reply = CompletionReply(
+                f"cmpl-{id}",
+                self.config.model_name,
+                text,
+                len(ids) * n,
+                logprobs=fields.logprobs is not None,
+                echoes=list(zip(texts, ids, strict=True)) if fields.echo else [],
+                hidden=hidden,
+                **self._shown(fields),
+            )
+            return reply, params, bool(fields.echo) and fields.logprobs is not None
+
+        return await self._answer(request, fields, len(prompts) * n, sum(len(p) for p in prompts), encode, make)
+
+    async def chat(self, request: Request) -> Answer:
+        """/v1/chat/completions."""
+        fields = await self.fields(request, ChatFields)
+        text = self.loaded(fields.model)
+        messages = [m.plain() for m in fields.messages]
+        if fields.top_logprobs and not fields.logprobs:
+            raise bad_request("top_logprobs needs 'logprobs': true", "top_logprobs")
+        asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+
+        async def encode() -> list[list[int]]:
+            return [await text.chat(messages)]
+
+        async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
+            room = text.max_model_len - len(ids[0])
+            top = (fields.top_logprobs or 0) if fields.logprobs else None
+            params = sampling(fields, text, room if asked is None else asked, room, top)
+            more = self._shown(fields)
+            reply = ChatReply(
+                f"chatcmpl-{id}", self.config.model_name, text, params.n, logprobs=bool(fields.logprobs), **more
+            )
+            return reply, params, False
+
+        return await self._answer(request, fields, fields.n or 1, _size(messages), encode, make)
+
+    async def responses(self, request: Request) -> Answer:
+        """/v1/responses."""
+        fields = await self.fields(request, ResponseFields)
+        text = self.loaded(fields.model)
+        messages = fields.messages
+        if (fields.n or 1) > 1:
+            raise bad_request("a response is one text; leave 'n' out", "n")
+
+        async def encode() -> list[list[int]]:
+            return [await text.chat(messages)]
+
+        async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
+            room = text.max_model_len - len(ids[0])
+            asked = room if fields.max_output_tokens is None else fields.max_output_tokens
+            params = sampling(fields, text, asked, room, None)
+            reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, asked=fields, **self._shown(fields))
+            return reply, params, False
+
+        return await self._answer(request, fields, 1, _size(messages), encode, make)
+
+    async def _answer(
+        self,
+        request: Request,
+        fields: Common,
+        num_seqs: int,
+        size: int,
+        encode: Callable[[], Awaitable[list[list[int]]]],
+        make: Callable[[str, Seq[list[int]]], Awaitable[tuple[Reply, SamplingParams, bool]]],
+    ) -> Answer:
+        """Through the gate first; then tokens, then the engine."""
+        visit: Visit = request.scope["foretoken"]
+        ticket = self.gate.enter(num_seqs, size)
+        try:
+            ids = await encode()
+            reply, params, score = await make(visit.id, ids)
+            reply.num_prompt_tokens = sum(len(i) for i in ids)
+            job = Job(visit.id, ids, params, tenant(visit, fields.cache_salt), wish(fields), score)
+            stream = self.client.submit(job)
+        except BaseException:
+            ticket.leave()
+            raise
+        return Answer(
+            reply,
+            stream,
+            ticket,
+            self.metrics,
+            events=bool(fields.stream),
+            usage=fields.include_usage,
+            timeout=self.config.request_timeout,
+        )
+
+    def _shown(self, fields: Common) -> dict[str, Any]:
+        """What replies need to know for their metrics."""
+        own = wish(fields)
+        k = self.client.facts["num_draft_tokens"] if self.client.facts["method"] != "none" else 0
+        if own is not None and k:
+            k = own.of(k)
+        return {"num_spec_tokens": k, "tokens": bool(fields.return_token_ids)}
+
+
+def sampling(fields: Common, text: Text, max_tokens: int, room: int, logprobs: int | None) -> SamplingParams:
+    """The engine's parameters, with OpenAI's defaults. Raises ApiError 400."""
+    if max_tokens > room:
+        raise bad_request(
+            f"the prompt leaves room for {room} tokens in a context of {text.max_model_len}, and {max_tokens} are "
+            "asked for; ask for fewer, or shorten the prompt",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+        if any(t >= text.vocab_size for t in getattr(fields, name) or ()):
+            raise bad_request(f"{name}: token ids must lie in 0..{text.vocab_size - 1}, the model's vocabulary", name)
+    given: dict[str, Any] = {
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "logit_bias": _bias(fields.logit_bias or {}, text.vocab_size),
+        "stop": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
+        "banned_token_ids": tuple(fields.banned_token_ids or ()),
+        "allowed_token_ids": None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
+        "ignore_eos": bool(fields.ignore_eos),
+        "seed": None if fields.seed is None else fields.seed % 2**63,
+    }
+    for name in (
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_tokens",
+        "n",
+    ):
+        if getattr(fields, name) is not None:
+            given[name] = getattr(fields, name)
+    try:
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+    except RequestError as error:
+        raise bad_request(str(error)) from None
+
+
+def _bias(asked: dict[str, float], vocab_size: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for key, value in asked.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise bad_request(f"logit_bias: keys must be token ids in 0..{vocab_size - 1}", "logit_bias")
+        found[int(key)] = value
+    return found
+
+
+def wish(fields: Common) -> Speculation | None:
+    """What the request wants of speculation."""
+    asked = fields.speculation
+    if asked is None:
+        return None
+    return asked.wish() if isinstance(asked, SpeculationFields) else Speculation(asked)
+
+
+def tenant(visit: Visit, salt: str | None) -> str:
+    """Whose texts these are: what was learned of one tenant's never serves another's."""
+    return visit.tenant if salt is None else f"{visit.tenant}:{hashlib.sha256(salt.encode()).hexdigest()[:16]}"
+
+
+def _size(messages: Seq[dict[str, str]]) -> int:
+    return sum(len(m["content"]) for m in messages)
+
+
+async def _body(request: Request) -> bytes:
+    """The body, as long as it is neither too long nor too slow. Raises ApiError 413, 408."""
+    parts: list[bytes] = []
+
+    async def collect() -> None:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limits.MAX_BODY:
+                raise limits.too_large()
+            parts.append(part)
+
+    try:
+        await asyncio.wait_for(collect(), limits.BODY_TIMEOUT)
+    except asyncio.TimeoutError:
+        raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client left") from None
+    return b"".join(parts)
