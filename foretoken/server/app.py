@@ -123,9 +123,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", **_described(protocol.TokenizeFields, "Token ids of a text or a conversation"))
     async def tokenize(request: Request) -> JSONResponse:
         fields = await service.fields(request, protocol.TokenizeFields)
-        text = service.loaded(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
             raise bad_request("give either 'prompt' or 'messages'", "prompt")
+        text = service.loaded(fields.model)
         if fields.messages is not None:
             ids = await text.chat([m.plain() for m in fields.messages])
         else:

@@ -19,7 +19,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 MAX_MESSAGE = 1000
-_LEAKS = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w/.])(?:~|\.{1,2})?/(?:[\w.@-]+/)+[\w.@-]+|<[\w.]+ object[^>]*>")
+_LEAKS = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w/.])(?:~|\.{1,2})?/(?!v1/)(?:[\w.@-]+/)+[\w.@-]+|<[\w.]+ object[^>]*>")
 
 
 class ApiError(Exception):

@@ -223,7 +223,8 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
 _NAMES = frozenset(
     name
     for kind in (CompletionFields, ChatFields, ResponseFields, TokenizeFields, DetokenizeFields)
-    for name in (*kind.model_fields, *SpeculationFields.model_fields, *Message.model_fields, *TextPart.model_fields)
+    for part in (kind, SpeculationFields, StreamOptions, Message, TextPart)
+    for name in part.model_fields
 )
 
 
