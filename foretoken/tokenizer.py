@@ -101,20 +101,35 @@ class Tokenizer:
         entries: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return entries
 
-    def chat(self, messages: Seq[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    def chat(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Seq[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation ({"role", "content"} each) by the model's chat template, rendered in a sandbox.
 
         Raises RequestError if there is no template or it refuses the messages.
         """
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, add_generation_prompt, tools), add_special_tokens=False)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can render conversations."""
         return self._template is not None
 
-    def render_chat(self, messages: Seq[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as the template writes it."""
+    @property
+    def chat_template(self) -> str | None:
+        """The template itself."""
+        return self._template
+
+    def render_chat(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Seq[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The conversation as the template writes it; `tools` as OpenAI's API has them."""
         if self._template is None:
             raise RequestError("this model has no chat template; use a plain prompt instead of messages")
         if not messages:
@@ -130,7 +145,8 @@ class Tokenizer:
         environment.filters["tojson"] = _to_json
         values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self.special}
         try:
-            return environment.from_string(self._template).render(tools=None, documents=None, **values)
+            offered = list(tools) if tools else None
+            return environment.from_string(self._template).render(tools=offered, documents=None, **values)
         except TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None
         except Exception as error:  # whatever the template's own code runs into

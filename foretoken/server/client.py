@@ -257,7 +257,7 @@ class EngineClient:
                         self.forget(stream.id)
                     elif not stream.num_open:
                         del self._streams[stream.id]
-            self.stats = frame["stats"]
+            self.stats = frame["stats"] or self.stats
         elif kind == "beat":
             self.stats = frame["stats"] or self.stats
             if frame["step_seconds"] > self._step_timeout:

@@ -18,6 +18,7 @@ from foretoken.request import Completion, Delta, SamplingParams, Speculation, To
 MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has lost its mind
 LEAST_LOGPROB = -9999.0  # what JSON has for minus infinity, as other servers write it
 _LENGTH = struct.Struct("<I")
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 Frame = dict[str, Any]
 
 
@@ -27,7 +28,7 @@ class FrameError(Exception):
 
 def pack(frame: Frame) -> bytes:
     """A frame as bytes."""
-    body = json.dumps(frame, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+    body = _encode(frame).encode("utf-8")
     if len(body) > MAX_FRAME:
         raise FrameError(f"a frame of {len(body)} bytes")
     return _LENGTH.pack(len(body)) + body

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from foretoken.request import Speculation
 from foretoken.server import limits
@@ -28,7 +29,7 @@ REFUSED = {
     "prompt_embeds": "prompts are text or token ids",
     "functions": "use no 'functions'; they are not offered",
     "function_call": "use no 'functions'; they are not offered",
-    "tools": "tools are not offered by this server yet",
+    "tools": "tools are for /v1/chat/completions",
     "response_format": "only {'type': 'text'} is offered",
     "structured_outputs": "structured output is not offered yet",
     "guided_json": "structured output is not offered yet",
@@ -141,17 +142,65 @@ class TextPart(_Fields):
     text: str
 
 
+class Function(_Fields):
+    """A function that was called: `arguments` is JSON text."""
+
+    name: Annotated[str, Field(max_length=64)]
+    arguments: str
+
+
+class ToolCall(_Fields):
+    """A call that an earlier answer held."""
+
+    id: Annotated[str, Field(max_length=128)]
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """As a chat template takes it: arguments as an object. Raises ApiError 400."""
+        arguments = limits.parse_object(self.function.arguments.encode("utf-8", "replace") or b"{}")
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(_Fields):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=128)] | None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _whole(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("missing", "a message of this role needs 'content'")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """As a chat template takes it; "developer" is OpenAI's newer word for "system"."""
-        role = "system" if self.role == "developer" else self.role
-        text = self.content if isinstance(self.content, str) else "\n".join(p.text for p in self.content)
-        return {"role": role, "content": text}
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "\n".join(p.text for p in parts)
+        made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            made["tool_calls"] = [c.plain() for c in self.tool_calls]
+        if self.tool_call_id is not None:
+            made["tool_call_id"] = self.tool_call_id
+        return made
+
+
+class OfferedFunction(_Fields):
+    """A function that may be called; `parameters` is a JSON schema, shown to the model as it is."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Fields):
+    """A tool that is offered to the model."""
+
+    type: Literal["function"]
+    function: OfferedFunction
 
 
 class ChatFields(Common):
@@ -162,6 +211,15 @@ class ChatFields(Common):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None  # nothing yet compels a model to call
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools as a chat template takes them."""
+        wanted = self.tools if self.tools and self.tool_choice != "none" else []
+        return [t.model_dump(exclude_none=True) for t in wanted]
 
 
 class ResponseFields(Common):
@@ -174,9 +232,11 @@ class ResponseFields(Common):
     store: bool | None = None
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The conversation, instructions first."""
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        first: list[dict[str, Any]] = []
+        if self.instructions:
+            first.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*first, {"role": "user", "content": self.input}]
         return first + [m.plain() for m in self.input]
@@ -200,7 +260,7 @@ class DetokenizeFields(_Fields):
 
 
 F = TypeVar("F", bound=_Fields)
-_OFFERED = {CompletionFields: {"prompt"}, TokenizeFields: {"prompt"}}
+_OFFERED = {CompletionFields: {"prompt"}, TokenizeFields: {"prompt"}, ChatFields: {"tools"}}
 
 
 def read(kind: type[F], body: dict[str, Any]) -> F:
@@ -223,7 +283,7 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
 _NAMES = frozenset(
     name
     for kind in (CompletionFields, ChatFields, ResponseFields, TokenizeFields, DetokenizeFields)
-    for part in (kind, SpeculationFields, StreamOptions, Message, TextPart)
+    for part in (kind, SpeculationFields, StreamOptions, Message, TextPart, Tool, OfferedFunction, ToolCall, Function)
     for name in part.model_fields
 )
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.server.client import Piece
 from foretoken.server.errors import ApiError
 from foretoken.server.text import Text
+from foretoken.server.tools import Call, Found, Parser
 
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
-    body = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return (f"event: {name}\n" if name else "").encode() + b"data: " + body.encode("utf-8") + b"\n\n"
+    head = f"event: {name}\ndata: " if name else "data: "
+    return f"{head}{_encode(data)}\n\n".encode()
 
 
 @dataclass
@@ -34,6 +36,9 @@ class Choice:
     completion: dict[str, Any] | None = None
     num_sent: int = 0  # tokens whose log-probabilities a stream has sent
     offset: int = 0  # characters that those tokens spell
+    content: list[str] = field(default_factory=list)  # text that is no tool call, where there may be such
+    calls: list[Call] = field(default_factory=list)
+    fresh: list[Found] = field(default_factory=list)  # text and calls of the last piece
     echoed: bool = False  # were log-probabilities of an echoed prompt sent?
 
 
@@ -179,12 +184,50 @@ class ChatReply(Reply):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *args: Any, logprobs: bool, **more: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        logprobs: bool,
+        parser: Callable[[], Parser] | None = None,
+        one_call: bool = False,
+        **more: Any,
+    ) -> None:
+        """`parser` makes what finds tool calls, one a choice; `one_call`: no more than one is wanted."""
         super().__init__(*args, **more)
         self.with_logprobs = logprobs
+        self._parsers = None if parser is None else [parser() for _ in self.choices]
+        self._one_call = one_call
+
+    def take(self, piece: Piece) -> Choice:
+        choice = super().take(piece)
+        choice.fresh = [piece.text] if piece.text else []
+        if self._parsers is not None:
+            parser = self._parsers[piece.index]
+            found = parser.feed(piece.text) + (parser.end() if piece.completion is not None else [])
+            choice.fresh = []
+            for item in found:
+                if isinstance(item, Call):
+                    if self._one_call and choice.calls:
+                        continue
+                    choice.calls.append(item)
+                else:
+                    choice.content.append(item)
+                choice.fresh.append(item)
+            if choice.calls and choice.finish_reason == "stop":
+                choice.finish_reason = "tool_calls"
+        return choice
+
+    def _call(self, index: int, number: int, call: Call) -> dict[str, Any]:
+        """A tool call as OpenAI writes it; its id is made of the answer's."""
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{self.id[-24:]}_{index}_{number}", "type": "function", "function": function}
 
     def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        text = "".join(choice.text if self._parsers is None else choice.content)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.calls:
+            message["content"] = (text.strip() and text) or None
+            message["tool_calls"] = [self._call(index, i, c) for i, c in enumerate(choice.calls)]
         made: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
         made["logprobs"] = self._logprobs(choice.logprobs) if self.with_logprobs else None
         return made | (_tokens(choice.token_ids, choice.accepted) if self.show_tokens else {})
@@ -194,11 +237,19 @@ class ChatReply(Reply):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def events(self, piece: Piece) -> Iterator[bytes]:
-        if not piece.text and piece.completion is None and not self.with_logprobs and not self.show_tokens:
+        choice, ended = self.choices[piece.index], piece.completion is not None
+        if not choice.fresh and not ended and not self.with_logprobs and not self.show_tokens:
             return
-        ended = piece.completion is not None
-        delta = {"content": piece.text} if piece.text or not ended else {}
-        reason = self.choices[piece.index].finish_reason if ended else None
+        delta: dict[str, Any] = {} if ended else {"content": ""}
+        for item in choice.fresh:
+            if isinstance(item, str):
+                delta["content"] = delta.get("content", "") + item
+        calls = [c for c in choice.fresh if isinstance(c, Call)]
+        if calls:
+            first = len(choice.calls) - len(calls)
+            numbered = enumerate(calls, first)
+            delta["tool_calls"] = [{"index": i, **self._call(piece.index, i, c)} for i, c in numbered]
+        reason = choice.finish_reason if ended else None
         entry: dict[str, Any] = {"index": piece.index, "delta": delta, "finish_reason": reason}
         if self.with_logprobs:
             entry["logprobs"] = self._logprobs(piece.logprobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence as Seq
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -31,6 +32,7 @@ from foretoken.server.protocol import (
 from foretoken.server.replies import ChatReply, CompletionReply, Reply
 from foretoken.server.responses import ResponseReply
 from foretoken.server.text import Text
+from foretoken.server.tools import PARSERS, Parser, parser_for
 
 INLINE = 2**16  # bytes of a body that are read on the spot
 COMPLETION_TOKENS = 16  # OpenAI's default
@@ -107,18 +109,20 @@ class Service:
         if fields.top_logprobs and not fields.logprobs:
             raise bad_request("top_logprobs needs 'logprobs': true", "top_logprobs")
         asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+        tools = fields.offered
+        parser = tool_parser(tools, text)
 
         async def encode() -> list[list[int]]:
-            return [await text.chat(messages)]
+            return [await text.chat(messages, tools)]
 
         async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
             top = (fields.top_logprobs or 0) if fields.logprobs else None
             params = sampling(fields, text, room if asked is None else asked, room, top)
             more = self._shown(fields)
-            reply = ChatReply(
-                f"chatcmpl-{id}", self.config.model_name, text, params.n, logprobs=bool(fields.logprobs), **more
-            )
+            more |= {"logprobs": bool(fields.logprobs), "parser": parser}
+            more |= {"one_call": fields.parallel_tool_calls is False}
+            reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
             return reply, params, False
 
         return await self._answer(request, fields, fields.n or 1, _size(messages), encode, make)
@@ -245,7 +249,18 @@ def tenant(visit: Visit, salt: str | None) -> str:
     return visit.tenant if salt is None else f"{visit.tenant}:{hashlib.sha256(salt.encode()).hexdigest()[:16]}"
 
 
-def _size(messages: Seq[dict[str, str]]) -> int:
+def tool_parser(tools: Seq[dict[str, Any]], text: Text) -> Callable[[], Parser] | None:
+    """What makes a parser of tool calls for each choice. Raises ApiError 400 where the model knows no tools."""
+    if not tools:
+        return None
+    name = parser_for(text.tokenizer.chat_template)
+    if name is None:
+        raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
+    names = frozenset(t["function"]["name"] for t in tools)
+    return partial(PARSERS[name], names)
+
+
+def _size(messages: Seq[dict[str, Any]]) -> int:
     return sum(len(m["content"]) for m in messages)
 
 

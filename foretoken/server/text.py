@@ -35,12 +35,12 @@ class Text:
             return self._checked(await self._away(len(prompt), lambda: self.tokenizer.encode(prompt)))
         return self._checked(list(prompt))
 
-    async def chat(self, messages: Seq[dict[str, str]]) -> list[int]:
+    async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation, checked. Raises ApiError 400."""
         size = sum(len(m["content"]) for m in messages)
         self._check_text("", size)
         # Templates are programs: always in a thread.
-        return self._checked(await self._away(INLINE + 1, lambda: self.tokenizer.chat(messages)))
+        return self._checked(await self._away(INLINE + 1, lambda: self.tokenizer.chat(messages, tools=tools)))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length."""

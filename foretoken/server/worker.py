@@ -107,7 +107,9 @@ class Worker:
 
     def _deliver(self, deltas: Seq[Delta]) -> None:
         if deltas:
-            self.send({"type": "deltas", "items": [frames.delta_to_data(d) for d in deltas], "stats": self._stats()})
+            ended = any(d.completion is not None for d in deltas)  # counters are current when an answer is complete
+            items = [frames.delta_to_data(d) for d in deltas]
+            self.send({"type": "deltas", "items": items, "stats": self._stats() if ended else None})
 
     def _stats(self) -> dict[str, Any]:
         """The engine's counters and gauges, for /metrics."""
