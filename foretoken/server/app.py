@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,8 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
-from pydantic import BaseModel
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -22,9 +20,8 @@ from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
 from foretoken.server.errors import ApiError, bad_request, unavailable
 from foretoken.server.guard import Guard
+from foretoken.server.interface import SUMMARY, described, errors, fitted, page
 from foretoken.server.service import Service
-
-_SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
 
 
 def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Service]:
@@ -40,7 +37,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
     app = FastAPI(
         title="foretoken",
         version=foretoken.__version__,
-        summary=_SUMMARY,
+        summary=SUMMARY,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -53,21 +50,25 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
     _add_writing(app, service)
     _add_reading(app, service)
     _add_tokens(app, service)
+    describe = app.openapi
+    app.openapi = lambda: fitted(describe(), config.model_name, client.text)  # type: ignore[method-assign]
     return Guard(app, config, service.metrics), service
 
 
 def _add_writing(app: FastAPI, service: Service) -> None:
     """The routes that write text."""
 
-    @app.post("/v1/completions", **_described(protocol.CompletionFields, "Continue a text"))
+    @app.post("/v1/completions", **described([protocol.CompletionFields], "Continue a text", True))
     async def completions(request: Request) -> Answer:
         return await service.completions(request)
 
-    @app.post("/v1/chat/completions", **_described(protocol.ChatFields, "Answer a conversation"))
+    @app.post("/v1/chat/completions", **described([protocol.ChatFields], "Answer a conversation", True))
     async def chat(request: Request) -> Answer:
         return await service.chat(request)
 
-    @app.post("/v1/responses", **_described(protocol.ResponseFields, "Answer, in the newer form; nothing is stored"))
+    @app.post(
+        "/v1/responses", **described([protocol.ResponseFields], "Answer, in the newer form; nothing is stored", True)
+    )
     async def responses(request: Request) -> Answer:
         return await service.responses(request)
 
@@ -85,19 +86,19 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model()]})
 
-    @app.get("/v1/models/{name:path}", summary="One model", responses=_errors(404))
+    @app.get("/v1/models/{name:path}", summary="One model", responses=errors(404))
     async def one_model(name: str) -> JSONResponse:
         if name != config.model_name:
             raise ApiError(404, f"no model {name[:256]!r} here", param="model", code="model_not_found")
         return JSONResponse(model())
 
-    @app.get("/health", summary="Is the server alive? 503 while a dead engine is replaced", responses=_errors(503))
+    @app.get("/health", summary="Is the server alive? 503 while a dead engine is replaced", responses=errors(503))
     async def health() -> JSONResponse:
         if client.state in ("down", "failed", "closed"):
             raise unavailable("the engine has stopped")
         return JSONResponse({"status": "ok", "engine": client.state})
 
-    @app.get("/ready", summary="May requests be sent? Not while loading or draining", responses=_errors(503))
+    @app.get("/ready", summary="May requests be sent? Not while loading or draining", responses=errors(503))
     async def ready() -> JSONResponse:
         if service.gate.closed:
             raise unavailable("the server is shutting down")
@@ -108,34 +109,37 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     async def version() -> JSONResponse:
         return JSONResponse({"version": foretoken.__version__})
 
-    @app.get("/metrics", summary="Counters and times, for Prometheus")
-    async def counters() -> Response:
-        return Response(service.metrics.render(), media_type=metrics.CONTENT_TYPE)
+    @app.get("/metrics", summary="Counters and times, for Prometheus", response_class=PlainTextResponse)
+    async def counters() -> PlainTextResponse:
+        return PlainTextResponse(service.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
     @app.get("/docs", summary="This interface, as a page", response_class=HTMLResponse)
     async def docs() -> HTMLResponse:
-        return HTMLResponse(_page(app.openapi()))
+        return HTMLResponse(page(app.openapi()))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     """Text to tokens and back."""
 
-    @app.post("/tokenize", **_described(protocol.TokenizeFields, "Token ids of a text or a conversation"))
+    forms = (protocol.TokenizeFields, protocol.TokenizeChatFields)
+
+    @app.post("/tokenize", **described(forms, "Token ids of a text, or of a conversation"))
     async def tokenize(request: Request) -> JSONResponse:
-        fields = await service.fields(request, protocol.TokenizeFields)
-        if (fields.prompt is None) == (fields.messages is None):
-            raise bad_request("give either 'prompt' or 'messages'", "prompt")
-        text = service.loaded(fields.model)
-        if fields.messages is not None:
-            ids = await text.chat([m.plain() for m in fields.messages])
+        body = await service.body(request)
+        if body.get("messages") is None:
+            plain = protocol.read(protocol.TokenizeFields, body)
+            text, shown = service.loaded(plain.model), plain.return_token_strs
+            ids = await text.encode(plain.prompt, plain.add_special_tokens is not False)
         else:
-            ids = await text.encode(fields.prompt or "", fields.add_special_tokens is not False)
+            chat = protocol.read(protocol.TokenizeChatFields, body)
+            text, shown = service.loaded(chat.model), chat.return_token_strs
+            ids = await text.chat([m.plain() for m in chat.messages])
         made: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
-        if fields.return_token_strs:
+        if shown:
             made["token_strs"] = [text.pieces.text(i) for i in ids]
         return JSONResponse(made)
 
-    @app.post("/detokenize", **_described(protocol.DetokenizeFields, "Text of token ids"))
+    @app.post("/detokenize", **described([protocol.DetokenizeFields], "Text of token ids"))
     async def detokenize(request: Request) -> JSONResponse:
         fields = await service.fields(request, protocol.DetokenizeFields)
         return JSONResponse({"prompt": await service.loaded(fields.model).decode(fields.tokens)})
@@ -156,52 +160,3 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error)
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Descriptions of errors for the interface's document."""
-    fields = {"message": {"type": "string"}, "type": {"type": "string"}}
-    fields |= {k: {"type": ["string", "null"]} for k in ("param", "code")}  # type: ignore[dict-item]
-    schema = {
-        "type": "object",
-        "properties": {"error": {"type": "object", "properties": fields}},
-        "required": ["error"],
-    }
-    return {s: {"description": "error", "content": {"application/json": {"schema": schema}}} for s in statuses}
-
-
-def _described(kind: type[BaseModel], summary: str) -> dict[str, Any]:
-    """What the interface's document says of a route whose body is read by ourselves."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    definitions = schema.pop("$defs", {})
-    body = {"required": True, "content": {"application/json": {"schema": _inlined(schema, definitions)}}}
-    responses = _errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
-    return {"summary": summary, "openapi_extra": {"requestBody": body}, "responses": responses}
-
-
-def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """A schema without references: each route's stands by itself."""
-    if isinstance(schema, list):
-        return [_inlined(s, definitions) for s in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {k: _inlined(v, definitions) for k, v in schema.items()}
-
-
-def _page(document: dict[str, Any]) -> str:
-    """The interface as a page without any outside resource."""
-    rows = [
-        f"<tr><td><code>{method.upper()}</code></td><td><code>{html.escape(path)}</code></td>"
-        f"<td>{html.escape(operation.get('summary', ''))}</td></tr>"
-        for path, operations in document["paths"].items()
-        for method, operation in operations.items()
-    ]
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>foretoken</title>"
-        "<meta name=viewport content='width=device-width'><style>body{font-family:system-ui;margin:2em;"
-        "color-scheme:light dark}td{padding:.3em 1em .3em 0}</style>"
-        f"<h1>foretoken</h1><p>{html.escape(_SUMMARY)} All fields: <a href=openapi.json>openapi.json</a>.</p>"
-        f"<table>{''.join(rows)}</table></html>"
-    )

@@ -96,10 +96,6 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > limits.MAX_BODY:
             raise limits.too_large()
-        if scope["method"] == "POST":
-            kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            if kind != b"application/json":  # what a page of another site could send unasked
-                raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
 
     def _check_host(self, host: bytes | None) -> None:
         """A page that a browser loaded from elsewhere must not reach a server on its machine by a name of its own."""

@@ -31,7 +31,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if len(raw) > MAX_BODY:
         raise too_large()
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is no UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -70,6 +70,12 @@ def check_nesting(value: Any) -> None:
 def too_large() -> ApiError:
     """413."""
     return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
+
+
+def _number(text: str) -> float | int:
+    """To JSON 5.0 and 5 are one number."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def _too_deep() -> ApiError:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foretoken.request import Speculation
 from foretoken.server import limits
 from foretoken.server.errors import ApiError, bad_request
 
 log = logging.getLogger("foretoken.server")
+TOKEN = "x-token"  # marks token ids in a schema: how many there are is known once a model is loaded
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={TOKEN: True})]
 StopText = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
+PromptText = Annotated[str, Field(min_length=1)]
 Tokens = list[TokenId]
 
 # Asked for by name, these would change what is written; silence would be a lie.
@@ -98,7 +99,7 @@ class Common(_Fields):
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_N)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
@@ -116,9 +117,9 @@ class CompletionFields(Common):
     """POST /v1/completions: `prompt` is a text, token ids, or a list of either."""
 
     prompt: (
-        str
+        PromptText
         | Annotated[Tokens, Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
+        | Annotated[list[PromptText], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
         | Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
@@ -157,35 +158,49 @@ class ToolCall(_Fields):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """As a chat template takes it: arguments as an object. Raises ApiError 400."""
-        arguments = limits.parse_object(self.function.arguments.encode("utf-8", "replace") or b"{}")
+        """As a chat template takes it: arguments as an object, where they are one."""
+        arguments: Any = self.function.arguments
+        try:
+            arguments = limits.parse_object(arguments.encode())
+        except ApiError:
+            log.debug("arguments of a tool call that are no object")
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+Content = str | list[TextPart]
 
 
 class Message(_Fields):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_TOOLS)] | None = None
+    content: Content
     tool_call_id: Annotated[str, Field(max_length=128)] | None = None
-
-    @model_validator(mode="after")
-    def _whole(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise PydanticCustomError("missing", "a message of this role needs 'content'")
-        return self
 
     def plain(self) -> dict[str, Any]:
         """As a chat template takes it; "developer" is OpenAI's newer word for "system"."""
-        parts = self.content if isinstance(self.content, list) else []
-        text = self.content if isinstance(self.content, str) else "\n".join(p.text for p in parts)
-        made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.tool_calls:
-            made["tool_calls"] = [c.plain() for c in self.tool_calls]
-        if self.tool_call_id is not None:
-            made["tool_call_id"] = self.tool_call_id
-        return made
+        made = {"role": "system" if self.role == "developer" else self.role, "content": _plain(self.content)}
+        return made if self.tool_call_id is None else {**made, "tool_call_id": self.tool_call_id}
+
+
+class CallMessage(_Fields):
+    """An earlier answer that called tools."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=limits.MAX_TOOLS)]
+
+    def plain(self) -> dict[str, Any]:
+        """As a chat template takes it."""
+        calls = [c.plain() for c in self.tool_calls]
+        return {"role": self.role, "content": _plain(self.content or ""), "tool_calls": calls}
+
+
+def _plain(content: Content) -> str:
+    return content if isinstance(content, str) else "\n".join(p.text for p in content)
+
+
+Messages = Annotated[list[CallMessage | Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
 
 
 class OfferedFunction(_Fields):
@@ -206,7 +221,7 @@ class Tool(_Fields):
 class ChatFields(Common):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
@@ -225,7 +240,8 @@ class ChatFields(Common):
 class ResponseFields(Common):
     """POST /v1/responses, stateless: the whole conversation comes as `input`."""
 
-    input: str | Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    input: str | Messages
+    n: Literal[1] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
@@ -243,12 +259,19 @@ class ResponseFields(Common):
 
 
 class TokenizeFields(_Fields):
-    """POST /tokenize: a `prompt`, or `messages` as the chat template writes them."""
+    """POST /tokenize of a text."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)] | None = None
+    prompt: str
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatFields(_Fields):
+    """POST /tokenize of a conversation, as the chat template writes it."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    messages: Messages
     return_token_strs: bool | None = None
 
 
@@ -260,7 +283,12 @@ class DetokenizeFields(_Fields):
 
 
 F = TypeVar("F", bound=_Fields)
-_OFFERED = {CompletionFields: {"prompt"}, TokenizeFields: {"prompt"}, ChatFields: {"tools"}}
+_OFFERED = {
+    CompletionFields: {"prompt"},
+    TokenizeFields: {"prompt"},
+    TokenizeChatFields: {"prompt"},
+    ChatFields: {"tools"},
+}
 
 
 def read(kind: type[F], body: dict[str, Any]) -> F:
@@ -282,8 +310,19 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
 
 _NAMES = frozenset(
     name
-    for kind in (CompletionFields, ChatFields, ResponseFields, TokenizeFields, DetokenizeFields)
-    for part in (kind, SpeculationFields, StreamOptions, Message, TextPart, Tool, OfferedFunction, ToolCall, Function)
+    for kind in (CompletionFields, ChatFields, ResponseFields, TokenizeFields, TokenizeChatFields, DetokenizeFields)
+    for part in (
+        kind,
+        SpeculationFields,
+        StreamOptions,
+        Message,
+        CallMessage,
+        TextPart,
+        Tool,
+        OfferedFunction,
+        ToolCall,
+        Function,
+    )
     for name in part.model_fields
 )
 
@@ -291,7 +330,7 @@ _NAMES = frozenset(
 def _first_fault(error: ValidationError) -> ApiError:
     """Where a value got furthest before it was refused, among the forms that a field may have; never the value."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    fault = max(faults, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
+    fault = max(faults, key=lambda f: (not f["type"].endswith(("_type", "literal_error")), len(f["loc"])))
     place = ""
     for part in fault["loc"]:  # names of the forms stand between those of the fields
         if isinstance(part, int):

@@ -48,10 +48,17 @@ class Service:
 
     async def fields(self, request: Request, kind: type[F]) -> F:
         """The checked fields of a request's body. Raises ApiError."""
+        body = await self.body(request)
+        size = int(request.headers.get("content-length", INLINE + 1))
+        return read(kind, body) if size <= INLINE else await asyncio.to_thread(read, kind, body)
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        """A request's body. Raises ApiError."""
+        kind_of_body = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind_of_body != "application/json":  # anything else a page of another site could send unasked
+            raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
         raw = await _body(request)
-        if len(raw) <= INLINE:
-            return read(kind, limits.parse_object(raw))
-        return await asyncio.to_thread(lambda: read(kind, limits.parse_object(raw)))
+        return limits.parse_object(raw) if len(raw) <= INLINE else await asyncio.to_thread(limits.parse_object, raw)
 
     def loaded(self, model: str | None) -> Text:
         """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
@@ -73,8 +80,6 @@ class Service:
         fields = await self.fields(request, CompletionFields)
         text = self.loaded(fields.model)
         prompts, hidden = fields.prompts, fields.max_tokens == 0
-        if hidden and not fields.echo:
-            raise bad_request("max_tokens: 0 without 'echo' would return nothing; ask for a token", "max_tokens")
         n = fields.n or 1
 
         async def encode() -> list[list[int]]:
@@ -106,8 +111,7 @@ class Service:
         fields = await self.fields(request, ChatFields)
         text = self.loaded(fields.model)
         messages = [m.plain() for m in fields.messages]
-        if fields.top_logprobs and not fields.logprobs:
-            raise bad_request("top_logprobs needs 'logprobs': true", "top_logprobs")
+        with_logprobs = bool(fields.logprobs or fields.top_logprobs)
         asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
         tools = fields.offered
         parser = tool_parser(tools, text)
@@ -117,10 +121,10 @@ class Service:
 
         async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
-            top = (fields.top_logprobs or 0) if fields.logprobs else None
+            top = (fields.top_logprobs or 0) if with_logprobs else None
             params = sampling(fields, text, room if asked is None else asked, room, top)
             more = self._shown(fields)
-            more |= {"logprobs": bool(fields.logprobs), "parser": parser}
+            more |= {"logprobs": with_logprobs, "parser": parser}
             more |= {"one_call": fields.parallel_tool_calls is False}
             reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
             return reply, params, False
@@ -132,8 +136,6 @@ class Service:
         fields = await self.fields(request, ResponseFields)
         text = self.loaded(fields.model)
         messages = fields.messages
-        if (fields.n or 1) > 1:
-            raise bad_request("a response is one text; leave 'n' out", "n")
 
         async def encode() -> list[list[int]]:
             return [await text.chat(messages)]
@@ -189,13 +191,13 @@ class Service:
 
 def sampling(fields: Common, text: Text, max_tokens: int, room: int, logprobs: int | None) -> SamplingParams:
     """The engine's parameters, with OpenAI's defaults. Raises ApiError 400."""
-    if max_tokens > room:
+    if max_tokens > text.max_model_len:
         raise bad_request(
-            f"the prompt leaves room for {room} tokens in a context of {text.max_model_len}, and {max_tokens} are "
-            "asked for; ask for fewer, or shorten the prompt",
+            f"{max_tokens} tokens are asked for and the context holds {text.max_model_len}; ask for fewer",
             "max_tokens",
             "context_length_exceeded",
         )
+    max_tokens = min(max_tokens, room)  # then the text ends where the context does, with finish_reason "length"
     for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
         if any(t >= text.vocab_size for t in getattr(fields, name) or ()):
             raise bad_request(f"{name}: token ids must lie in 0..{text.vocab_size - 1}, the model's vocabulary", name)
@@ -207,6 +209,7 @@ def sampling(fields: Common, text: Text, max_tokens: int, room: int, logprobs: i
         "banned_token_ids": tuple(fields.banned_token_ids or ()),
         "allowed_token_ids": None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
         "ignore_eos": bool(fields.ignore_eos),
+        "min_tokens": min(fields.min_tokens or 0, max_tokens),
         "seed": None if fields.seed is None else fields.seed % 2**63,
     }
     for name in (
@@ -216,7 +219,6 @@ def sampling(fields: Common, text: Text, max_tokens: int, room: int, logprobs: i
         "repetition_penalty",
         "presence_penalty",
         "frequency_penalty",
-        "min_tokens",
         "n",
     ):
         if getattr(fields, name) is not None:

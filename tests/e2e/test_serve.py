@@ -19,6 +19,7 @@ from foretoken import LLM, SamplingParams
 
 PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "🙂") for end in ("of", "is a, b")]
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24, "ignore_eos": True}
+JSON_TYPE = {"content-type": "application/json"}
 BLOCKS = 24  # of 16 tokens: two of the longest texts fit, four sequences may run
 
 
@@ -292,16 +293,36 @@ def test_what_cannot_be_is_refused(http: httpx.Client) -> None:
     assert refused(http, prompt="x", logit_bias={"-1": 1})["param"] == "logit_bias"
     assert refused(http, prompt="x", allowed_token_ids=[304])["param"] == "allowed_token_ids"
     assert refused(http, prompt="x", stop_token_ids=[10**6])["param"] == "stop_token_ids"
-    assert refused(http, prompt="x", max_tokens=0)["param"] == "max_tokens"
-    assert refused(http, prompt="x", max_tokens=2, min_tokens=3)["message"].startswith("min_tokens")
     assert refused(http, prompt="a b " * 400)["code"] == "context_length_exceeded"
     assert refused(http, prompt="ab " * 10**6)["code"] == "context_length_exceeded"
-    assert refused(http, prompt="x", max_tokens=256)["code"] == "context_length_exceeded"
+    assert refused(http, prompt="x", max_tokens=257)["code"] == "context_length_exceeded"
     assert refused(http, prompt=["x"] * 5, n=16)["param"] == "n", "more than ever fit"
     assert refused(http, 404, prompt="x", model="other")["code"] == "model_not_found"
-    chat = refused(http, path="/v1/chat/completions", messages=[{"role": "user", "content": "x"}], top_logprobs=1)
-    assert chat["param"] == "top_logprobs"
+    tool = {"type": "function", "function": {"name": "f"}}
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    assert refused(http, path="/v1/chat/completions", **chat)["param"] == "tools", "its template knows none"
     assert refused(http, path="/detokenize", tokens=[304])["param"] == "prompt"
+
+
+def test_what_is_more_than_fits_ends_where_the_context_does(http: httpx.Client) -> None:
+    made = complete(http, "the sum", max_tokens=256, ignore_eos=True, temperature=0)
+    assert made["usage"]["total_tokens"] == 256 and made["choices"][0]["finish_reason"] == "length"
+    assert complete(http, "the sum", max_tokens=2, min_tokens=9, temperature=0)["usage"]["completion_tokens"] == 2
+    empty = complete(http, "the sum", max_tokens=0)
+    assert empty["choices"][0]["text"] == "" and empty["usage"]["completion_tokens"] == 0
+    whole = http.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 2.0}', headers=JSON_TYPE)
+    assert whole.json()["usage"]["completion_tokens"] == 2, "2.0 and 2 are one number"
+
+
+def test_the_document_fits_the_model(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    text = json.dumps(paths)
+    assert not [word for word in ("x-token", "$ref", '"422"') if word in text]
+    schema = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["properties"]["model"]["enum"] == ["tiny", None]
+    assert schema["properties"]["max_tokens"]["anyOf"][0]["maximum"] == 256
+    assert schema["properties"]["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == 303
+    assert "CallMessage" not in text, "the template knows no tools"
 
 
 def test_a_full_queue_says_so_at_once(server: Server, http: httpx.Client) -> None:

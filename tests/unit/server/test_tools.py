@@ -159,8 +159,9 @@ def test_tools_that_cannot_be(pair: Pair) -> None:
             ]
         },
     )
-    with pytest.raises(ApiError, match="no JSON"):
-        broken.messages[0].plain()
+    assert broken.messages[0].plain()["tool_calls"][0]["function"]["arguments"] == "{", (
+        "the template sees what was sent"
+    )
 
 
 def answer(text: Text, pieces: list[str], **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
