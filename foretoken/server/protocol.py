@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from foretoken.request import Speculation
 from foretoken.server import limits
@@ -200,7 +200,16 @@ def _plain(content: Content) -> str:
     return content if isinstance(content, str) else "\n".join(p.text for p in content)
 
 
-Messages = Annotated[list[CallMessage | Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+def _form(value: Any) -> str:
+    """Which of the two forms of a message this is meant to be."""
+    return "call" if isinstance(value, dict) and value.get("tool_calls") else "message"
+
+
+AnyMessage = Annotated[
+    Annotated[CallMessage, Tag("call")] | Annotated[Message, Tag("message")],
+    Discriminator(_form),
+]
+Messages = Annotated[list[AnyMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
 
 
 class OfferedFunction(_Fields):
@@ -330,7 +339,7 @@ _NAMES = frozenset(
 def _first_fault(error: ValidationError) -> ApiError:
     """Where a value got furthest before it was refused, among the forms that a field may have; never the value."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    fault = max(faults, key=lambda f: (not f["type"].endswith(("_type", "literal_error")), len(f["loc"])))
+    fault = max(faults, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
     place = ""
     for part in fault["loc"]:  # names of the forms stand between those of the fields
         if isinstance(part, int):

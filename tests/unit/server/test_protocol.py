@@ -106,7 +106,8 @@ def test_bad_values_are_named_and_not_repeated(field: str, value: Any, place: st
     ("message", "place"),
     [
         ({"role": "user"}, "messages[0].content"),
-        ({"role": "assistant", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": []}, "messages[0].content"),
+        ({"role": "user", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
         ({"content": "x"}, "messages[0].role"),
         ({"role": "wizard", "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),
