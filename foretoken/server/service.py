@@ -113,6 +113,7 @@ class Service:
         messages = [m.plain() for m in fields.messages]
         with_logprobs = bool(fields.logprobs or fields.top_logprobs)
         asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+        check_length(fields.max_tokens or 0, text)
         tools = fields.offered
         parser = tool_parser(tools, text)
 
@@ -191,12 +192,7 @@ class Service:
 
 def sampling(fields: Common, text: Text, max_tokens: int, room: int, logprobs: int | None) -> SamplingParams:
     """The engine's parameters, with OpenAI's defaults. Raises ApiError 400."""
-    if max_tokens > text.max_model_len:
-        raise bad_request(
-            f"{max_tokens} tokens are asked for and the context holds {text.max_model_len}; ask for fewer",
-            "max_tokens",
-            "context_length_exceeded",
-        )
+    check_length(max_tokens, text)
     max_tokens = min(max_tokens, room)  # then the text ends where the context does, with finish_reason "length"
     for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
         if any(t >= text.vocab_size for t in getattr(fields, name) or ()):
@@ -227,6 +223,16 @@ def sampling(fields: Common, text: Text, max_tokens: int, room: int, logprobs: i
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
     except RequestError as error:
         raise bad_request(str(error)) from None
+
+
+def check_length(max_tokens: int, text: Text) -> None:
+    """Raise ApiError 400 for an answer that no context could hold."""
+    if max_tokens > text.max_model_len:
+        raise bad_request(
+            f"{max_tokens} tokens are asked for and the context holds {text.max_model_len}; ask for fewer",
+            "max_tokens",
+            "context_length_exceeded",
+        )
 
 
 def _bias(asked: dict[str, float], vocab_size: int) -> dict[int, float]:
