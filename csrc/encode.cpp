@@ -1,4 +1,4 @@
-// Dense weights rounded to nearest and packed in one pass, as foretoken/formats/int4.py and int8.py define the codes.
+// Dense weights rounded to nearest and packed in one pass: codes as foretoken/formats/int4.py, int8.py and int8n.py say.
 
 #include <algorithm>
 #include <cmath>
@@ -63,7 +63,8 @@ struct Group {
     uint8_t zero;
 };
 
-// One group of n weights as codes: int8 (with a float32 scale for a whole row, else bfloat16), int4 symmetric or not.
+// One group of n weights as codes: int8 (with a float32 scale for a whole row, else bfloat16), int4 symmetric or not, int8n
+// plus 136, so that either half of the byte is what pack_block takes.
 Group encode_group(const EncodeArgs& a, const float* x, int64_t n, uint8_t* codes) {
     const auto [low, high, is_finite] = range_of(x, n);
     const float most = high > -low ? high : -low;
@@ -77,12 +78,14 @@ Group encode_group(const EncodeArgs& a, const float* x, int64_t n, uint8_t* code
         }
         return {used ? most / 127.0f : is_finite ? 0.0f : NAN, 0};
     }
-    const float scale = !a.nibbles     ? stored_scale(most, 127.0f, is_finite)
+    const float longest = high / 119.0f > -low / 128.0f ? high / 119.0f : -low / 128.0f;  // int8n
+    const float scale = a.low          ? stored_scale(longest, 1.0f, is_finite)
+                        : !a.nibbles   ? stored_scale(most, 127.0f, is_finite)
                         : a.asymmetric ? stored_scale(high / 15.0f - low / 15.0f, 1.0f, is_finite)
                                        : stored_scale(most, 7.5f, is_finite);
     const bool used = scale > 0.0f;
-    const int32_t zero = !a.nibbles ? 0 : !a.asymmetric ? 8 : used ? clamped(rounded(-low / scale), 0, 15) : 0;
-    const int32_t least = a.nibbles ? 0 : -127, greatest = a.nibbles ? 15 : 127;
+    const int32_t zero = a.low ? 136 : !a.nibbles ? 0 : !a.asymmetric ? 8 : used ? clamped(rounded(-low / scale), 0, 15) : 0;
+    const int32_t least = a.low ? 8 : a.nibbles ? 0 : -127, greatest = a.low ? 255 : a.nibbles ? 15 : 127;
     if (used)
         for (int64_t i = 0; i < n; i++) codes[i] = static_cast<uint8_t>(clamped(rounded(x[i] / scale) + zero, least, greatest));
     else
@@ -123,9 +126,15 @@ void encode_packed(const EncodeArgs& a) {
                     if (a.asymmetric) a.zeros[at] = zeros[o * groups + g] = made.zero;
                 }
             }
-            pack_block({codes, a.packed + block * block_bytes, a.asymmetric ? zeros : nullptr, count, a.depth, groups, a.depth,
-                        a.nibbles, static_cast<uint8_t>(a.nibbles ? 8 : 0)},
-                       0);
+            PackArgs plane{codes, a.packed + block * block_bytes, a.asymmetric ? zeros : nullptr, count, a.depth, groups, a.depth,
+                           a.nibbles, static_cast<uint8_t>(a.nibbles ? 8 : 0)};
+            if (a.low) {  // of a byte, packing takes the lower half
+                plane.packed = a.low + block * block_bytes;
+                pack_block(plane, 0);
+                plane.packed = a.packed + block * block_bytes;
+                for (int64_t i = 0; i < count * a.depth; i++) codes[i] = static_cast<uint8_t>(codes[i] >> 4);
+            }
+            pack_block(plane, 0);
         }
     });
 }

@@ -34,6 +34,17 @@ inline Codes low_nibbles(Codes a) {
     return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
 }
 inline Codes high_nibbles(Codes a) { return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)}); }
+// Bytes of the low (high) nibbles of `high` over those of `low`.
+inline __m256i join_nibbles(__m256i high, __m256i low) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return _mm256_or_si256(_mm256_andnot_si256(mask, high), _mm256_and_si256(mask, low));
+}
+inline Codes join_low_nibbles(Codes high, Codes low) {
+    return {join_nibbles(_mm256_slli_epi16(high.lo, 4), low.lo), join_nibbles(_mm256_slli_epi16(high.hi, 4), low.hi)};
+}
+inline Codes join_high_nibbles(Codes high, Codes low) {
+    return {join_nibbles(high.lo, _mm256_srli_epi16(low.lo, 4)), join_nibbles(high.hi, _mm256_srli_epi16(low.hi, 4))};
+}
 
 // sums[h] += the dot products of four codes of each output and four bytes of x. `small`: codes are at most 15.
 template <bool small, bool>

@@ -27,6 +27,13 @@ inline Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_codes(uint8_t* p, Codes a) { _mm512_storeu_si512(p, a.r); }
 inline Codes low_nibbles(Codes a) { return {_mm512_and_si512(a.r, _mm512_set1_epi8(15))}; }
 inline Codes high_nibbles(Codes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.r, 4), _mm512_set1_epi8(15))}; }
+// Bytes of the low (high) nibbles of `high` over those of `low`; 0xd8 takes the second's bits where the mask is set.
+inline Codes join_low_nibbles(Codes high, Codes low) {
+    return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(high.r, 4), low.r, _mm512_set1_epi8(15), 0xd8)};
+}
+inline Codes join_high_nibbles(Codes high, Codes low) {
+    return {_mm512_ternarylogic_epi32(high.r, _mm512_srli_epi16(low.r, 4), _mm512_set1_epi8(15), 0xd8)};
+}
 
 // sums[h] += the dot products of four codes of each output and four bytes of x. `small`: codes are at most 15.
 // `twice` chooses between ways of the same worth.

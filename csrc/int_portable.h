@@ -36,6 +36,13 @@ inline Codes load_codes(const uint8_t* p) { return each_code([=](int i) { return
 inline void store_codes(uint8_t* p, const Codes& a) { __builtin_memcpy(p, a.r, sizeof a.r); }
 inline Codes low_nibbles(const Codes& a) { return each_code([&](int i) { return a.r[i] & 15; }); }
 inline Codes high_nibbles(const Codes& a) { return each_code([&](int i) { return a.r[i] >> 4; }); }
+// Bytes of the low (high) nibbles of `high` over those of `low`.
+inline Codes join_low_nibbles(const Codes& high, const Codes& low) {
+    return each_code([&](int i) { return high.r[i] << 4 | (low.r[i] & 15); });
+}
+inline Codes join_high_nibbles(const Codes& high, const Codes& low) {
+    return each_code([&](int i) { return (high.r[i] & 0xf0) | low.r[i] >> 4; });
+}
 
 // sums[h] += the dot products of four codes of each output and four bytes of x.
 template <bool small, bool>

@@ -5,7 +5,7 @@
 
 constexpr int64_t integer_prefetch = 4096;  // bytes
 constexpr int64_t write_ahead = 8;  // rows
-constexpr int64_t unpack_tiles = 3;  // tiles that make it worth while to unpack nibbles to memory
+constexpr int64_t unpack_tiles = 3;  // tiles that make it worth while to unpack nibbles to memory; two planes of them: 2
 
 template <class T>
 inline V load_part(const T* p, int64_t n) {  // missing lanes are zero
@@ -21,24 +21,34 @@ inline void store_part(float* p, V a, int64_t n) {
     for (int64_t i = 0; i < n; i++) p[i] = padded[i];
 }
 
+// How weights are stored, in one plane or two: `get` gives the codes of four columns and 16 outputs.
 struct Nibbles {
-    static constexpr int64_t bytes = 128;  // of 8 columns
-    static constexpr bool small = true;
-    static Codes get(const uint8_t* w, int64_t quad, int64_t half) {
+    static constexpr int64_t bytes = 128;  // of 8 columns, in a plane
+    static constexpr bool small = true, two_planes = false;
+    static Codes get(const uint8_t* w, const uint8_t*, int64_t quad, int64_t half) {
         const Codes pairs = load_codes(w + half * 64);
         return quad ? high_nibbles(pairs) : low_nibbles(pairs);
+    }
+};
+struct Nested {  // bytes, cut into planes of high and low nibbles
+    static constexpr int64_t bytes = 128;
+    static constexpr bool small = false, two_planes = true;
+    static Codes get(const uint8_t* w, const uint8_t* low, int64_t quad, int64_t half) {
+        const Codes high = load_codes(w + half * 64), rest = load_codes(low + half * 64);
+        return quad ? join_high_nibbles(high, rest) : join_low_nibbles(high, rest);
     }
 };
 template <bool is_small>
 struct Bytes {
     static constexpr int64_t bytes = 256;
-    static constexpr bool small = is_small;
-    static Codes get(const uint8_t* w, int64_t quad, int64_t half) { return load_codes(w + quad * 128 + half * 64); }
+    static constexpr bool small = is_small, two_planes = false;
+    static Codes get(const uint8_t* w, const uint8_t*, int64_t quad, int64_t half) { return load_codes(w + quad * 128 + half * 64); }
 };
 
 // What one call of a tile computes: some whole groups, or (then `split`) a part of a row's only group.
 struct Tile {
     const uint8_t* codes;
+    const uint8_t* low;  // the second plane, or null
     const int8_t* x;
     const float* x_scales;
     const int32_t* starts;
@@ -48,7 +58,7 @@ struct Tile {
     float* state;  // [M][32]: sums so far; of a split group, the integer ones
     int64_t groups, steps;  // steps of 8 columns in each group
     bool split, first, last;
-    const char* ahead;  // what to prefetch, and how far to go on in each step
+    const char *ahead, *ahead_low;  // what to prefetch in each plane, and how far to go on in each step
     int64_t ahead_step;
 };
 
@@ -64,23 +74,24 @@ INLINE V load_scales(const char* p, Format format, int64_t i) {
 }
 
 template <int M, int sets, class W>
-INLINE void multiply_codes(const uint8_t* w, const int8_t* x, I (&sums)[sets][M][halves]) {
+INLINE void multiply_codes(const uint8_t* w, const uint8_t* low, const int8_t* x, I (&sums)[sets][M][halves]) {
     unroll<2>([&](auto quad) INLINE_LAMBDA {
         Codes codes[halves];
-        unroll<halves>([&](auto h) INLINE_LAMBDA { codes[h] = W::get(w, quad, h); });
+        unroll<halves>([&](auto h) INLINE_LAMBDA { codes[h] = W::get(w, low, quad, h); });
         unroll<M>([&](auto m) INLINE_LAMBDA {
             add_dots<W::small, m % 2 == 1>(sums[quad % sets][m], codes, x + m * code_step + quad * 4);
         });
     });
 }
 
-// Outputs 16 half .. of M rows; `lines` cache lines are prefetched in each step.
+// Outputs 16 half .. of M rows; `lines` cache lines of each plane are prefetched in each step.
 template <int M, class W, int lines>
 INLINE void integer_half(const Tile& t, int64_t half) {
     constexpr int sets = M <= 4 && halves == 2 ? 2 : 1;  // chains of dependent sums for few rows
     const uint8_t* w = t.codes + half * 64;
+    const uint8_t* low = W::two_planes ? t.low + half * 64 : nullptr;
     const int8_t* x = t.x;
-    const char* ahead = t.ahead;
+    const char *ahead = t.ahead, *ahead_low = t.ahead_low;
     auto state = [&](int m, int h) INLINE_LAMBDA { return t.state + m * block_outputs + (half + h) * lanes; };
     for (int64_t g = 0; g < t.groups; g++) {
         I sums[sets][M][halves];
@@ -102,8 +113,13 @@ INLINE void integer_half(const Tile& t, int64_t half) {
         auto step = [&](int64_t j) INLINE_LAMBDA {
             unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead + i * 64); });
             ahead += t.ahead_step;
-            multiply_codes<M, sets, W>(w, x + j * 8, sums);
+            if constexpr (W::two_planes) {
+                unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead_low + i * 64); });
+                ahead_low += t.ahead_step;
+            }
+            multiply_codes<M, sets, W>(w, low, x + j * 8, sums);
             w += W::bytes;
+            if constexpr (W::two_planes) low += W::bytes;
         };
         int64_t left = t.steps;
         for (; left >= 4; left -= 4, x += M * code_step) unroll<4>(step);
@@ -149,9 +165,20 @@ inline TileKernel kernel_for(int64_t rows) {
 }
 
 // A span of nibbles as bytes, which all tiles then share.
-inline void unpack_nibbles(const uint8_t* nibbles, int64_t steps, uint8_t* bytes) {
-    for (int64_t j = 0; j < steps; j++, nibbles += Nibbles::bytes, bytes += Bytes<true>::bytes)
-        unroll<4>([&](auto i) INLINE_LAMBDA { store_codes(bytes + i * 64, Nibbles::get(nibbles, i / 2, i % 2)); });
+template <class W>
+inline void unpack(const uint8_t* codes, const uint8_t* low, int64_t steps, uint8_t* bytes) {
+    for (int64_t j = 0; j < steps; j++, codes += W::bytes, bytes += Bytes<true>::bytes) {
+        unroll<4>([&](auto i) INLINE_LAMBDA { store_codes(bytes + i * 64, W::get(codes, low, i / 2, i % 2)); });
+        if constexpr (W::two_planes) low += W::bytes;
+    }
+}
+
+// The kernel for M rows: of a tile alone, or of several, which may share unpacked weights (those in two planes always do).
+inline TileKernel choose(const IntegerArgs& a, int64_t M, bool alone, bool unpacked) {
+    if (a.low && !unpacked) return kernel_for<Nested, 2>(M);
+    if (a.low || !a.nibbles) return alone ? kernel_for<Bytes<false>, 4>(M) : kernel_for<Bytes<false>, 2>(M);
+    if (unpacked) return kernel_for<Bytes<true>, 1>(M);
+    return alone ? kernel_for<Nibbles, 2>(M) : kernel_for<Nibbles, 1>(M);
 }
 
 // Rows of the result lie far apart: each is another page, whose address takes time to find.
@@ -181,18 +208,21 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
     const int64_t groups = a.depth / a.group, tiles = end - begin, row = begin * a.tile;
     const int64_t rows = (end * a.tile < a.rows ? end * a.tile : a.rows) - row;
     const int64_t step_bytes = a.nibbles ? Nibbles::bytes : Bytes<false>::bytes;
-    const bool split = groups == 1 && tiles > 1 && a.depth > integer_span, unpack = a.nibbles && tiles >= unpack_tiles;
+    const bool split = groups == 1 && tiles > 1 && a.depth > integer_span;
+    const bool unpacked = a.nibbles && tiles >= (a.low ? 2 : unpack_tiles);
     const int64_t scale_bytes = bytes_of(a.scale_format), x_row = round_up(a.depth, code_step);
     // Columns of a span: all of them for one tile, else what fits the first-level cache.
     const int64_t span = tiles == 1 ? a.depth : split ? integer_span : a.group >= integer_span ? a.group : integer_span / a.group * a.group;
     if (!split) __builtin_memset(sums, 0, static_cast<uint64_t>(rows * block_outputs) * sizeof(float));
-    const uint8_t* codes = a.codes + block * (a.depth / 8) * step_bytes;
+    const int64_t start = block * (a.depth / 8) * step_bytes;
     for (int64_t k = 0; k < a.depth; k += span) {
         const int64_t width = span < a.depth - k ? span : a.depth - k, g = k / a.group;
-        const uint8_t* packed = codes + k / 8 * step_bytes;
-        if (unpack) unpack_nibbles(packed, width / 8, bytes);
+        const uint8_t* packed = a.codes + start + k / 8 * step_bytes;
+        const uint8_t* low = a.low ? a.low + start + k / 8 * step_bytes : nullptr;
+        if (unpacked) low ? unpack<Nested>(packed, low, width / 8, bytes) : unpack<Nibbles>(packed, low, width / 8, bytes);
         Tile t{};
-        t.codes = unpack ? bytes : packed;
+        t.codes = unpacked ? bytes : packed;
+        t.low = unpacked ? nullptr : low;
         t.groups = split ? 1 : width / a.group;
         t.steps = split ? width / 8 : a.group / 8;
         t.split = split, t.first = k == 0, t.last = k + width == a.depth;
@@ -207,16 +237,18 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
             t.state = sums + (first - row) * block_outputs;
             if (tiles == 1) {  // the weights that follow, some way ahead
                 t.ahead = reinterpret_cast<const char*>(packed) + integer_prefetch;
+                t.ahead_low = reinterpret_cast<const char*>(low) + (low ? integer_prefetch : 0);
                 t.ahead_step = step_bytes;
-                (a.nibbles ? kernel_for<Nibbles, 2>(M) : kernel_for<Bytes<false>, 4>(M))(t);
+                choose(a, M, true, false)(t);
                 continue;
             }
-            // Each tile fetches its share of the next span; at least two of them share it.
-            const int64_t lines = a.nibbles ? 1 : 2, share = width / 8 * lines * 64, at = (i - begin) * share;
-            const bool more = at < width / 8 * step_bytes;
-            t.ahead = reinterpret_cast<const char*>(packed) + (more ? width / 8 * step_bytes + at : 0);
+            // Each tile fetches its share of the next span, at least two of them share it; of two planes each takes one.
+            const int64_t lines = a.nibbles && !low ? 1 : 2, share = width / 8 * lines * 64, at = (i - begin) * share;
+            const int64_t plane = width / 8 * step_bytes;
+            const bool second = low && at >= plane, more = at < (low ? 2 * plane : plane);
+            t.ahead = reinterpret_cast<const char*>(second ? low : packed) + (!more ? 0 : second ? at : plane + at);
             t.ahead_step = more ? lines * 64 : 0;
-            (!a.nibbles ? kernel_for<Bytes<false>, 2>(M) : unpack ? kernel_for<Bytes<true>, 1>(M) : kernel_for<Nibbles, 1>(M))(t);
+            choose(a, M, false, unpacked)(t);
         }
     }
     for (int64_t t = 0; t < rows; t++) {

@@ -19,8 +19,8 @@
 namespace foretoken {
 
 // The dense formats come first: they index the tables of kernels below.
-enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, int4 = 4, nf4 = 5, fp8_e4m3 = 6, fp8_e5m2 = 7, mxfp4 = 8 };
-constexpr int num_formats = 9;
+enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, int4 = 4, nf4 = 5, fp8_e4m3 = 6, fp8_e5m2 = 7, mxfp4 = 8, int8n = 9 };
+constexpr int num_formats = 10;
 
 constexpr int64_t bytes_of(Format format) {  // of one number of a dense format
     return format == Format::fp32 ? 4 : 2;
@@ -99,6 +99,7 @@ struct FloatArgs {
 // -zero * (sum of the group's codes), as [K/G][M]; where the weight has zero points, `starts` leaves them out.
 struct IntegerArgs {
     const uint8_t* codes;  // [O/32][K/8][2][16][4] nibbles, or [O/32][K/4][2][16][4] bytes
+    const uint8_t* low;    // as `codes`: the nibbles below them, which make bytes of both; or null
     bool nibbles;
     const void* scales;  // [O/32][K/G][32]
     Format scale_format;

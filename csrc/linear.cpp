@@ -39,6 +39,9 @@ void linear(const Product& product) {
         case Format::int8:
         case Format::int4:
             return product.weight->integer_rows ? linear_integer(product) : linear_float(product);
+        case Format::int8n:
+            if (product.weight->integer_rows) return linear_integer(product);
+            throw std::invalid_argument("no native kernel for this weight");
         case Format::nf4:
         case Format::mxfp4:
         case Format::fp8_e4m3:
@@ -64,6 +67,7 @@ void embedding(const int32_t* token_ids, const Weight& w, float* out, int64_t ro
         }
         case Format::int8:
         case Format::int4:
+        case Format::int8n:
             return by_rows(rows, w.depth, [&](int64_t begin, int64_t end) {
                 for (int64_t t = begin; t < end; t++) decode_packed_row(w, token_ids[t], out + t * w.depth);
             });

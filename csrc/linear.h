@@ -21,6 +21,7 @@ struct Weight {
     const void* scales;       // null for dense formats
     Format scale_format;      // fp32, bf16 or fp16
     const uint8_t* zeros;     // or null: the middle of the range
+    const uint8_t* low;       // of int8n, whose `codes` are the high nibbles; null where these stand alone
 };
 
 // Rows of x: as they are, or rms_norm(x) (then `norm` is its weight [K]), or silu_mul(x) (then x has 2 K columns).

@@ -25,11 +25,12 @@ const std::vector<int64_t>& cut(int64_t blocks, int64_t most) {
 void linear_integer(const Product& p) {
     const Kernels& table = kernels();
     const Weight& w = *p.weight;
-    const bool nibbles = w.format == Format::int4;
+    const bool nested = w.format == Format::int8n, nibbles = nested || w.format == Format::int4, whole = w.low || !nibbles;
     const int64_t rows = p.rows, depth = w.depth, groups = depth / w.group;
     const int64_t padded = round_up(depth, 8), pieces = round_up(depth, code_step);
     const int64_t tiles = (rows + table.integer_tile - 1) / table.integer_tile, tile = (rows + tiles - 1) / tiles;
-    const int32_t middle = w.zeros ? 1 : nibbles ? 8 : 128;  // zero points are multiplied in later
+    // Zero points are multiplied in later. Two nibbles are both stored plus 8: 16 * 8 + 8.
+    const int32_t middle = w.zeros ? 1 : w.low ? 136 : nibbles ? 8 : 128;
 
     float* x_scales = scratch(packed_area, rows * (2 * groups + pieces / 4 + 16));
     int32_t* starts = reinterpret_cast<int32_t*>(x_scales + rows * groups);
@@ -41,12 +42,14 @@ void linear_integer(const Product& p) {
             const RowView x = prepare_rows(p.source, depth, t, t + 1, scratch(rows_area, depth));
             table.quantize(x.x, depth, w.group, middle, codes + first * pieces + m * code_step, M * code_step,
                            x_scales + first * groups + m, starts + first * groups + m, M);
+            // High nibbles alone count 16 times as much: in the rows' scales, exactly, because it is a power of two.
+            for (int64_t g = 0; nested && !w.low && g < groups; g++) x_scales[first * groups + g * M + m] *= 16.0f;
         }
     });
 
-    const IntegerArgs args{static_cast<const uint8_t*>(w.codes), nibbles, w.scales, w.scale_format, w.zeros, codes, x_scales, starts,
+    const IntegerArgs args{static_cast<const uint8_t*>(w.codes), w.low, nibbles, w.scales, w.scale_format, w.zeros, codes, x_scales, starts,
                            p.bias, p.residual, p.out, rows, w.outputs, padded, groups == 1 ? padded : w.group, tile};
-    const int64_t blocks = round_up(w.outputs, block_outputs) / block_outputs, block_bytes = padded * block_outputs / (nibbles ? 2 : 1);
+    const int64_t blocks = round_up(w.outputs, block_outputs) / block_outputs, block_bytes = padded * block_outputs / (whole ? 1 : 2);
     // When the rows take several turns, the weights of a task should still be in the second-level cache at the next one.
     const int64_t most = rows * padded > integer_cache ? std::max<int64_t>(1, integer_cache / block_bytes) : blocks;
     const std::vector<int64_t>& ends = cut(blocks, most);

@@ -32,11 +32,11 @@ T* at(uintptr_t address) {
 }
 
 void py_weight(Weight* self, int format, bool integer_rows, int64_t outputs, int64_t depth, int64_t group, int64_t stride,
-               uintptr_t codes, uintptr_t scales, int scale_format, uintptr_t zeros) {
+               uintptr_t codes, uintptr_t scales, int scale_format, uintptr_t zeros, uintptr_t low) {
     new (self) Weight{static_cast<Format>(format), integer_rows,         outputs,
                       depth,                       group,                stride,
                       at<const void>(codes),       at<const void>(scales), static_cast<Format>(scale_format),
-                      at<const uint8_t>(zeros)};
+                      at<const uint8_t>(zeros),    at<const uint8_t>(low)};
 }
 
 void py_linear(int kind, uintptr_t x, int64_t x_stride, uintptr_t norm_weight, float eps, uintptr_t index, int64_t index_limit,
@@ -90,9 +90,9 @@ void py_unpack_codes(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t
 }
 
 void py_encode_packed(uintptr_t weight, int source, int64_t stride, int64_t outputs, int64_t depth, int64_t group, bool nibbles,
-                      bool asymmetric, bool wide_scales, uintptr_t packed, uintptr_t scales, uintptr_t zeros) {
+                      bool asymmetric, bool wide_scales, uintptr_t packed, uintptr_t scales, uintptr_t zeros, uintptr_t low) {
     encode_packed({at<const void>(weight), static_cast<Format>(source), stride, outputs, depth, group, nibbles, asymmetric,
-                   wide_scales, at<uint8_t>(packed), at<void>(scales), at<uint8_t>(zeros)});
+                   wide_scales, at<uint8_t>(packed), at<void>(scales), at<uint8_t>(zeros), at<uint8_t>(low)});
 }
 
 void py_pack_pairs(uintptr_t plain, uintptr_t packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element) {
@@ -191,6 +191,7 @@ NB_MODULE(_native, m) {
     m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512vnni, avx512, avx2, portable.");
     m.def("num_threads", &num_threads, "Threads that a call may use.");
     m.def("set_num_threads", &set_num_threads, "Let a call use this many threads.");
+    m.def("limit_threads", &limit_threads, "Let a call of this thread use at most this many threads; 0: no limit.");
     m.def("available_cores", &available_cores, "Physical cores that this process may use.");
     m.def("read_rates", &read_rates, unlocked, "Bytes a second of passes over this much memory, by all threads.");
     m.def("peak_rates", &py_peak_rates, unlocked, "The CPU's best instruction for int8, fp32 or bf16, and its operations a second.");

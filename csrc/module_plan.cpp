@@ -79,7 +79,7 @@ void record_attention(Plan& plan, uintptr_t q, int64_t q_stride, uintptr_t k_cac
                        at<const float>(v_scale), at<float>(out), nullptr, nullptr, q_stride, heads, kv_heads, dim, block_size,
                        window, scale};
     plan.add("attention", [args, format, num_slots](const Pass& p) mutable {
-        args.positions = p.positions;
+        args.positions = p.key_positions;
         args.tree_mask = p.tree_mask;
         attention(args, static_cast<KvFormat>(format), num_slots / args.block_size,
                   {p.row_offsets, p.kv_lens, p.block_tables, p.num_seqs, p.table_stride, p.rows});
@@ -96,10 +96,11 @@ void record_columns(Plan& plan, uintptr_t x, int64_t x_stride, int64_t width, in
 }
 
 void run_plan(Plan& plan, int64_t rows, int64_t num_seqs, int64_t num_logit_rows, int64_t table_stride, uintptr_t token_ids,
-              uintptr_t positions, uintptr_t slots, uintptr_t row_offsets, uintptr_t kv_lens, uintptr_t block_tables,
-              uintptr_t tree_mask, uintptr_t logit_rows, uintptr_t logits, uintptr_t hidden) {
+              uintptr_t positions, uintptr_t key_positions, uintptr_t slots, uintptr_t row_offsets, uintptr_t kv_lens,
+              uintptr_t block_tables, uintptr_t tree_mask, uintptr_t logit_rows, uintptr_t logits, uintptr_t hidden) {
     using ints = const int32_t;
-    plan.run({rows, num_seqs, num_logit_rows, table_stride, at<ints>(token_ids), at<ints>(positions), at<ints>(slots),
+    plan.run({rows, num_seqs, num_logit_rows, table_stride, at<ints>(token_ids), at<ints>(positions),
+              at<ints>(key_positions), at<ints>(slots),
               at<ints>(row_offsets), at<ints>(kv_lens), at<ints>(block_tables), at<const int64_t>(tree_mask), at<ints>(logit_rows),
               at<float>(logits), at<float>(hidden)});
 }

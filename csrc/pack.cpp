@@ -68,18 +68,24 @@ void unpack_codes(const PackArgs& a, uint8_t* plain) {
 }
 
 void decode_packed_row(const Weight& w, int64_t o, float* out) {
-    const bool nibbles = w.format == Format::int4;
+    const bool nested = w.format == Format::int8n, nibbles = nested || w.format == Format::int4;
     const int64_t padded = round_up(w.depth, 8), groups = w.depth / w.group, scale_bytes = bytes_of(w.scale_format);
-    const uint8_t* in = quad_at(static_cast<uint8_t*>(const_cast<void*>(w.codes)), padded, nibbles, o, 0);
+    const auto plane = [&](const void* codes) {
+        return quad_at(static_cast<uint8_t*>(const_cast<void*>(codes)), padded, nibbles, o, 0);
+    };
+    const uint8_t *in = plane(w.codes), *low = w.low ? plane(w.low) : nullptr;
+    const auto code_at = [&](const uint8_t* codes, int64_t k) -> int32_t {
+        const uint8_t byte = nibbles ? codes[k / 8 * 128 + k % 4] : codes[k / 4 * 128 + k % 4];
+        return !nibbles ? byte : k % 8 < 4 ? byte & 15 : byte >> 4;
+    };
     for (int64_t g = 0; g < groups; g++) {
         const int64_t at = (o / block_outputs * groups + g) * block_outputs + o % block_outputs;
         float scale;
         kernels().decode[static_cast<int>(w.scale_format)](static_cast<const char*>(w.scales) + at * scale_bytes, 1, &scale);
         const int32_t zero = w.zeros ? w.zeros[at] : nibbles ? 8 : 128;
         for (int64_t k = g * w.group; k < (g + 1) * w.group; k++) {
-            const uint8_t byte = nibbles ? in[k / 8 * 128 + k % 4] : in[k / 4 * 128 + k % 4];
-            const int32_t code = !nibbles ? byte : k % 8 < 4 ? byte & 15 : byte >> 4;
-            out[k] = static_cast<float>(code - zero) * scale;
+            const int32_t code = code_at(in, k) - zero;
+            out[k] = static_cast<float>(nested ? 16 * code + (low ? code_at(low, k) - 8 : 0) : code) * scale;
         }
     }
 }

@@ -2,6 +2,7 @@
 //
 //   nibbles  [O/32][K/8][2][16 outputs][4]  byte j: the code of column j of the step in the low half, of j + 4 in the high one
 //   bytes    [O/32][K/4][2][16 outputs][4]  int8 code + 128
+//   planes   twice as nibbles, of int8n: the high and the low halves of code + 136
 //   pairs    [O/32][K/2][32 outputs][2]     fp8 codes, or bf16 numbers
 //   scales   [O/32][K/G][32], zeros uint8 [O/32][K/G][32]
 //
@@ -38,10 +39,11 @@ struct EncodeArgs {
     uint8_t* packed;
     void* scales;
     uint8_t* zeros;  // or null
+    uint8_t* low;    // the second plane of int8n, whose first is `packed`; or null
 };
 void encode_packed(const EncodeArgs& args);
 
-// Row `o` of a packed int4 or int8 weight as floats [K]: (code - zero) * scale.
+// Row `o` of a packed int4, int8 or int8n weight as floats [K]: (code - zero) * scale.
 void decode_packed_row(const Weight& weight, int64_t o, float* out);
 
 // Elements [O, K] of 1 or 2 bytes (rows of `stride` elements) to pairs and back.

@@ -18,7 +18,7 @@ namespace foretoken {
 // The rows of a pass, as foretoken/batch.py lays them out, and where its two results go.
 struct Pass {
     int64_t rows, num_seqs, num_logit_rows, table_stride;
-    const int32_t *token_ids, *positions, *slots, *row_offsets, *kv_lens, *block_tables;
+    const int32_t *token_ids, *positions, *key_positions, *slots, *row_offsets, *kv_lens, *block_tables;
     const int64_t* tree_mask;  // or null
     const int32_t* logit_rows;
     float* logits;  // [num_logit_rows, V]

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <fstream>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -149,11 +150,18 @@ std::mutex* run_mutex = new std::mutex;
 Pool* pool = nullptr;
 std::atomic<int> wanted_threads{0};
 
-// A forked child has none of the threads: it leaves the parent's pool where it lies and starts another.
-void forget_pool() {
+// A thread with a limit of its own has a pool of its own: two of them then never wait for each other.
+thread_local int own_limit = 0;
+thread_local std::unique_ptr<Pool> own_pool;
+
+// A forked child has none of the threads: it leaves the parent's pools where they lie and starts others.
+void forget_pools() {
     run_mutex = new std::mutex;
     pool = nullptr;
+    static_cast<void>(own_pool.release());
 }
+
+void register_fork() { [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, forget_pools); }
 
 int quota_cores() {
     std::ifstream file("/sys/fs/cgroup/cpu.max");
@@ -184,11 +192,12 @@ int available_cores() {
 }
 
 int num_threads() {
-    const int wanted = wanted_threads.load(std::memory_order_relaxed);
-    if (wanted > 0) return wanted;
-    const int cores = available_cores();
-    wanted_threads.store(cores, std::memory_order_relaxed);
-    return cores;
+    int threads = wanted_threads.load(std::memory_order_relaxed);
+    if (threads <= 0) {
+        threads = available_cores();
+        wanted_threads.store(threads, std::memory_order_relaxed);
+    }
+    return own_limit > 0 && own_limit < threads ? own_limit : threads;
 }
 
 void set_num_threads(int threads) {
@@ -197,13 +206,25 @@ void set_num_threads(int threads) {
     wanted_threads.store(threads, std::memory_order_relaxed);
 }
 
+void limit_threads(int threads) {
+    if (threads < 0) throw std::invalid_argument("a limit of threads must be 0 (none) or more, not " + std::to_string(threads));
+    own_limit = threads;
+}
+
 void run_tasks(Task task, const void* context, int64_t count, bool parallel) {
     const int threads = parallel && count > 1 ? num_threads() : 1;
+    if (threads > 1 && own_limit > 0) {
+        if (own_pool == nullptr || own_pool->threads() != threads) {
+            register_fork();
+            own_pool = std::make_unique<Pool>(threads);
+        }
+        return own_pool->run(task, context, count);
+    }
     if (threads > 1) {
         std::unique_lock<std::mutex> lock(*run_mutex, std::try_to_lock);
         if (lock.owns_lock()) {
             if (pool == nullptr || pool->threads() != threads) {
-                [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
+                register_fork();
                 delete pool;
                 pool = new Pool(threads);
             }

@@ -8,7 +8,7 @@ constexpr Kernels make_table(const char* name) {
         {linear<float>, linear<bf16>, linear<fp16>},
         float_tile,
         {nullptr, linear_float<Bf16Codes>, nullptr, linear_float<ByteCodes>, linear_float<NibbleCodes>, linear_float<NibbleCodes>,
-         linear_float<Float8Codes<false>>, linear_float<Float8Codes<true>>, linear_float<NibbleCodes>},
+         linear_float<Float8Codes<false>>, linear_float<Float8Codes<true>>, linear_float<NibbleCodes>, nullptr},
         interleave,
         group_sums,
         integer_tile,

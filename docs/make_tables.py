@@ -6,6 +6,7 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
     <!-- table:quantize -->   the newest record of every method and format in quantize.jsonl
     <!-- table:gguf -->       the newest comparison with llama.cpp's logits of every file in gguf.jsonl
+    <!-- table:policies -->   the newest comparison of length policies, from policies.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
@@ -159,6 +160,45 @@ def gguf() -> str:
     )
 
 
+def policies() -> str:
+    """Goodput beside the best fixed length of the same draft, as benchmarks/policies.py measured them."""
+    from statistics import median
+
+    from foretoken.study import record
+
+    path = RECORDS / "policies.jsonl"
+    found = record.read(path) if path.exists() else []
+    if not found:
+        return "*No record yet: `benchmarks/policies.py` writes one.*"
+    found = [r for r in found if r["run"] == found[-1]["run"]]
+    rows, errors, ratios = [], [], []
+    for (workload, batch), group in itertools.groupby(found, lambda r: (r["workload"], r["config"]["batch_size"])):
+        settings = list(group)
+        errors += [abs(r["prediction"]["error"]) for r in settings if r.get("prediction")]
+        for good in (r for r in settings if r["config"]["policy"] == "goodput"):
+            draft = good["config"]["label"].split(" k=")[0]
+            fixed = [r for r in settings if r["config"]["label"].startswith(f"{draft} k=") and r is not good]
+            best = max((r for r in fixed if r["config"]["policy"] == "fixed"), key=lambda r: float(r["speedup"]))
+            pairs = zip(good["repetitions"], best["repetitions"], strict=True)
+            ratio = median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs)
+            ratios.append(ratio)
+            predicted = f"{good['prediction']['speedup']:.2f}x"
+            cells = [workload, str(batch), draft, f"{best['speedup']:.2f}x (k={best['config']['num_draft_tokens']})"]
+            rows.append([*cells, f"{good['speedup']:.2f}x", predicted, f"{ratio:.2f}"])
+    head = ["workload", "batch", "draft", "best fixed", "goodput", "predicted", "over best fixed"]
+    c = found[-1]["config"]
+    text = "all texts as plain decoding's" if all(r["equals_plain"] for r in found) else "SOME TEXTS DIFFER"
+    about = (
+        f"{c['model']} ({c['num_parameters'] / 1e6:.1f} M, {c['format']}), greedy, {c['num_prompts']} prompts a "
+        f"workload, {len(found[-1]['repetitions'])} runs; {text}. Goodput over the best fixed length: "
+        f"{min(ratios):.2f} at least, {sum(ratios) / len(ratios):.2f} in the mean. Predicted against measured, "
+        f"all settings: {median(errors):.0%} apart in the median, {max(errors):.0%} at most. "
+        "Load before the last workload: "
+        f"{found[-1]['machine']['load_1min']}; {measured_on(found[-1])}."
+    )
+    return f"{markdown(head, rows, (1, 3, 4, 5, 6))}\n\n{about}\n"
+
+
 def table(name: str) -> str:
     """The newest run of one record file, a table for each workload, and where and when it was measured."""
     if name == "peers":
@@ -169,6 +209,8 @@ def table(name: str) -> str:
         return quantizers()
     if name == "gguf":
         return gguf()
+    if name == "policies":
+        return policies()
     from foretoken.study import record, report
 
     path = RECORDS / f"{name}.jsonl"

@@ -21,6 +21,8 @@ class Batch:
     `tree_mask` is 0 for a pending row; for node i, bit j says that node j is i itself or an ancestor of i (which may
     have been stored by an earlier pass).
     `logit_rows` are the rows whose logits are wanted.
+    Where rows attend to a part of their sequence, `block_tables` and `kv_lens` are those of that part, and
+    `key_positions` count in it.
     """
 
     token_ids: Tensor  # int32 [T]
@@ -32,6 +34,7 @@ class Batch:
     block_tables: Tensor  # int32 [B, M]
     tree_mask: Tensor | None  # int64 [T]
     logit_rows: Tensor  # int32 [R]
+    key_positions: Tensor | None = None  # int32 [T]: where attention takes the rows to be, if not at `positions`
 
     @property
     def num_rows(self) -> int:
@@ -52,6 +55,7 @@ class Rows:
     parents: Seq[int]  # index among nodes, -1 = the last known token
     blocks: Seq[int]
     wants_logits: bool
+    unseen: tuple[int, int] = (0, 0)  # blocks first .. end of `blocks` that the rows do not attend to
 
 
 def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
@@ -73,9 +77,12 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
     offsets = [0]
     logit_rows: list[int] = []
     kv_lens: list[int] = []
+    left_out: list[int] = []
     for r in rows:
         start, kv_len = r.num_cached, r.num_cached + len(r.pending)
-        kv_lens.append(kv_len)
+        unseen = (r.unseen[1] - r.unseen[0]) * block_size
+        kv_lens.append(kv_len - unseen)
+        left_out += [unseen] * (len(r.pending) + len(r.nodes))
         token_ids += r.pending
         positions += range(start, kv_len)
         blocks = r.blocks
@@ -90,13 +97,14 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
             positions += [kv_len + d for d in depths]
             masks += [m - (1 << 64) if m >> 63 else m for m in node_masks]  # int64 read as uint64
         offsets.append(len(token_ids))
-    width = max((len(r.blocks) for r in rows), default=0)
+    seen = [[*r.blocks[: r.unseen[0]], *r.blocks[r.unseen[1] :]] if any(r.unseen) else r.blocks for r in rows]
+    width = max((len(blocks) for blocks in seen), default=0)
     tables: list[int] = []
-    for r in rows:
-        tables += r.blocks
-        tables += [0] * (width - len(r.blocks))
+    for blocks in seen:
+        tables += blocks
+        tables += [0] * (width - len(blocks))
     parts = (token_ids, positions, slots, offsets, [len(r.pending) for r in rows], kv_lens, tables, logit_rows)
-    ints = _tensors(parts, device)
+    ints = int_tensors(parts, device)
     return Batch(
         token_ids=ints[0],
         positions=ints[1],
@@ -107,10 +115,11 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
         block_tables=ints[6].view(len(rows), width),
         tree_mask=torch.from_numpy(np.array(masks, np.int64)).to(device) if any(r.nodes for r in rows) else None,
         logit_rows=ints[7],
+        key_positions=ints[1] - torch.tensor(left_out, dtype=torch.int32, device=device) if any(left_out) else None,
     )
 
 
-def _tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Tensor, ...]:
+def int_tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Tensor, ...]:
     """Each part as a tensor int32: views of one, since a tensor costs microseconds, however short, and a copy more."""
     flat: list[int] = []
     for part in parts:

@@ -34,7 +34,8 @@ class SpecConfig:
     """How to speculate. `method` is a name on the drafters' shelf, or "none"; `model` is for drafters that own one.
 
     `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
-    of its last token falls below it. `policy`: "fixed" lengths, or "goodput": as many as pay, none included. `options`
+    of its last token falls below it. `policy`: "fixed" lengths, or "goodput": as many as pay, none included. `overlap`:
+    cores on which the draft model guesses on while the target checks on the others; 0: it waits. `options`
     go to the drafter's own Options. `below`: the drafters that this one works with (a cascade's, or those that `first`
     asks in turn), each with settings of its own.
     """
@@ -45,6 +46,7 @@ class SpecConfig:
     num_draft_tokens: int = 4
     confidence: float | None = None
     policy: str = "fixed"
+    overlap: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
     below: tuple[SpecConfig, ...] = ()
 
@@ -54,6 +56,8 @@ class SpecConfig:
             raise ConfigError(f"num_draft_tokens (k) must be a whole number in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
         if self.policy not in ("fixed", "goodput"):
             raise ConfigError(f"policy must be 'fixed' or 'goodput', got {self.policy!r}")
+        if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or self.overlap < 0:
+            raise ConfigError(f"overlap is a number of cores, 0 (none) or more, got {self.overlap!r}")
         if self.confidence is not None and not 0.0 <= self.confidence <= 1.0:
             raise ConfigError(f"confidence must lie in 0..1, got {self.confidence!r}")
 
@@ -104,7 +108,11 @@ def _turns(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
             spec, tokens = _atom(tokens[0]), tokens[1:]
         turns.append(spec)
         if not tokens or tokens[0] != "+":
-            return (turns[0] if len(turns) == 1 else SpecConfig("first", below=tuple(turns))), tokens
+            return (
+                turns[0]
+                if len(turns) == 1
+                else SpecConfig("first", below=tuple(replace(t, num_draft_tokens=MAX_DRAFT_TOKENS) for t in turns))
+            ), tokens
         tokens = tokens[1:]
 
 

@@ -10,6 +10,7 @@ from enum import Enum
 from foretoken.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+MAX_CONTEXT = 2**31 - 1  # tokens, where no model says less
 
 
 @dataclass(frozen=True)
@@ -190,14 +191,21 @@ class SpecMetrics:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_rollbacks: int = 0  # rounds with at least one rejected token
-    undrafted: dict[str, int] = field(default_factory=dict)  # rounds for which no token was asked, by why
+    undrafted: dict[str, int] = field(
+        default_factory=dict
+    )  # rounds without a draft, where not for want of a guess: by why
+    num_ahead: int = 0  # rounds in which the drafter guessed on while the target checked
+    num_ahead_kept: int = 0  # of these, where the text came as it had supposed: the rest was thrown away
 
-    def update(self, num_draft: int, num_accepted: int) -> None:
+    def update(self, num_draft: int, num_accepted: int, ahead: bool | None = None) -> None:
         """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.
 
-        The round counts whole, also where the text ends inside its accepted path.
+        The round counts whole, also where the text ends inside its accepted path. `ahead`: None where the drafter
+        waited, else whether what it guessed meanwhile may be used.
         """
         self.num_rounds += 1
+        self.num_ahead += ahead is not None
+        self.num_ahead_kept += bool(ahead)
         if num_draft == 0:
             return
         self.num_drafts += 1
@@ -215,12 +223,47 @@ class SpecMetrics:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_rollbacks += other.num_rollbacks
+        self.num_ahead += other.num_ahead
+        self.num_ahead_kept += other.num_ahead_kept
         for why, count in other.undrafted.items():
             self.undrafted[why] = self.undrafted.get(why, 0) + count
         mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
         mine.extend([0] * (len(its) - len(mine)))
         for i, count in enumerate(its):
             mine[i] += count
+
+    def since(self, other: SpecMetrics) -> SpecMetrics:
+        """What was counted after `other`, an earlier copy of these counters."""
+        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        return SpecMetrics(
+            self.num_rounds - other.num_rounds,
+            self.num_drafts - other.num_drafts,
+            self.num_draft_tokens - other.num_draft_tokens,
+            self.num_accepted_tokens - other.num_accepted_tokens,
+            [n - (its[i] if i < len(its) else 0) for i, n in enumerate(mine)],
+            self.num_rollbacks - other.num_rollbacks,
+            {why: n - other.undrafted.get(why, 0) for why, n in self.undrafted.items()},
+        )
+
+    def copy(self) -> SpecMetrics:
+        """The counters as they are now."""
+        return self.since(SpecMetrics())
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON, with the field's metric names."""
+        return {
+            "num_rounds": self.num_rounds,
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "num_rollbacks": self.num_rollbacks,
+            "undrafted": dict(self.undrafted),
+            "num_ahead": self.num_ahead,
+            "num_ahead_kept": self.num_ahead_kept,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+        }
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -242,6 +285,7 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "context",
         "finish_reason",
         "logprobs",
         "metrics",
@@ -267,6 +311,7 @@ class Sequence:
         self.token_ids: list[int] = list(token_ids)
         self.num_prompt = len(self.token_ids)
         self.num_cached = 0
+        self.context = MAX_CONTEXT  # tokens that the model can take; who runs it says
         self.blocks: list[int] = []
         self.params = params
         self.seed = seed
@@ -300,6 +345,16 @@ class Sequence:
         """Tokens that come next and are decided already."""
         return max(0, len(self.script) - len(self.token_ids))
 
+    @property
+    def draft_depth(self) -> int:
+        """The longest path of a draft that can be of use: one token less than may still be written."""
+        return max(0, self.max_len - len(self.token_ids) - 1)
+
+    @property
+    def max_len(self) -> int:
+        """The longest that it may become, in tokens."""
+        return min(self.num_prompt + self.params.max_tokens, self.context)
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -329,15 +384,7 @@ class Metrics:
         return {
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_output_tokens": self.num_output_tokens,
-            "num_rounds": spec.num_rounds,
-            "num_drafts": spec.num_drafts,
-            "num_draft_tokens": spec.num_draft_tokens,
-            "num_accepted_tokens": spec.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": list(spec.num_accepted_tokens_per_pos),
-            "num_rollbacks": spec.num_rollbacks,
-            "undrafted": dict(spec.undrafted),
-            "acceptance_rate": spec.acceptance_rate,
-            "mean_acceptance_length": spec.mean_acceptance_length,
+            **spec.as_dict(),
             "time_to_first_token_s": self.time_to_first_token,
             "time_per_output_token_s": self.time_per_output_token,
             "total_time_s": self.total_time,

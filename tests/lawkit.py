@@ -120,6 +120,12 @@ BELOW = {
 }
 
 
+def below_of(method: str) -> tuple[SpecConfig, ...]:
+    """Levels below a drafter: those of the table, else n-grams, as many as it wants."""
+    num_below = 0 if method == "none" else registry.load("drafters", method).DRAFTER.num_below
+    return BELOW.get(method, (SpecConfig("ngram", num_draft_tokens=3),) * (2 if num_below < 0 else num_below))
+
+
 def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama | EagleHead]:
     """The models that the drafters of a SpecConfig own, all levels together. A head is always the target's."""
     drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
@@ -150,7 +156,7 @@ def make_engine(
     policy: str = "fixed",
 ) -> Engine:
     """An Engine of loaded models; the cache holds `tokens`. `drafter` replaces the one that `method` names."""
-    under = BELOW.get(method, ()) if below is None else below
+    under = below_of(method) if below is None else below
     spec = SpecConfig(
         method, num_draft_tokens=k, confidence=confidence, policy=policy, options=options or {}, below=under
     )

@@ -38,7 +38,7 @@ def gguf_name(name: str) -> str:
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of the folder as uint16 (the bits of bfloat16), mapped from its file: numpy knows no bfloat16."""
+    """Every tensor of the folder, mapped from its file: float32, or bfloat16's bits (numpy lacks it) as uint16."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:
@@ -47,7 +47,8 @@ def read(folder: Path) -> dict[str, np.ndarray]:
         for name, about in header.items():
             if name != "__metadata__":
                 start = 8 + length + about["data_offsets"][0]
-                found[name] = np.memmap(file, np.uint16, "r", start, tuple(about["shape"]))
+                kind = {"BF16": np.uint16, "F32": np.float32}[about["dtype"]]
+                found[name] = np.memmap(file, kind, "r", start, tuple(about["shape"]))
     return found
 
 
@@ -76,7 +77,8 @@ def convert(folder: Path, out: Path) -> None:
     writer.add_tokenizer_model("no_vocab")
     for name, bits in read(folder).items():
         if bits.ndim == 1:
-            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+            whole = bits if bits.dtype == np.float32 else (bits.astype(np.uint32) << 16).view(np.float32)
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(whole))
             continue
         for kind, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if kind in name:

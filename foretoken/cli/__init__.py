@@ -21,8 +21,9 @@ COMMANDS = {
     "eval": "measure perplexity and tasks; compare formats in quality, memory, speed and acceptance",
     "profile": "measure what a pass over M rows costs in each number format, and this machine's limits",
     "quantize": "store a model's weights in fewer bits, by a method, as a checkpoint",
-    "train": "make a tokenizer, a target and a draft model by a recipe",
+    "train": "make a pair by a recipe, or a draft head (train head) or a draft (train draft) for any target",
     "twin": "a checkpoint of a real model's shape that computes a small model's function",
+    "vocabulary": "a list of frequent tokens, for drafts that guess only these",
     "info": "this machine, its backends, formats, drafters and the embedded models",
     "demo": "watch the embedded model write with and without speculation, side by side",
 }

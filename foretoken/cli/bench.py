@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from foretoken.study.workload import Arm, Prompt, Workload
 
 RESULTS = Path("benchmarks/results")
-LEFT_OUT = ("temperature", "n", "logprobs")
+LEFT_OUT = ("overlap", "temperature", "n", "logprobs")
 
 
 @dataclass(frozen=True)
 class Args:
     """Measure ways to guess against plain decoding: medians of repetitions in which they take turns.
 
-    Lists make a grid: drafts x ks x temperatures x batch sizes x formats.
+    Lists make a grid: drafts x ks x overlaps x temperatures x batch sizes x formats.
     """
 
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
@@ -36,6 +36,7 @@ class Args:
     ks: tuple[int, ...] = (3, 5, 7)  # draft lengths
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
     batch_sizes: tuple[int, ...] = (1,)  # prompts that run together
+    overlaps: tuple[int, ...] = (0,)  # cores that guess on while the target checks on the others; 0: none
     formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
     repeat: int = 5  # runs of each setting
     out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
@@ -50,7 +51,7 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parsed.args
     if args.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
-    for name in ("drafts", "ks", "temperatures", "batch_sizes", "formats"):
+    for name in ("drafts", "ks", "temperatures", "batch_sizes", "overlaps", "formats"):
         if not getattr(args, name):
             raise ConfigError(f"--{name.replace('_', '-')} is empty; give at least one value")
     if min(args.batch_sizes) < 1:
@@ -137,7 +138,10 @@ def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
         if as_json:
             print(json.dumps(line), flush=True)
     if not as_json:
-        Console().print(report.table(records))
+        console = Console()
+        console.print(report.table(records))
+        for line in (line for r in records for line in report.levels(r)):
+            console.print(line, style="dim", markup=False, highlight=False)
 
 
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # flags of the drafts, not of the target
@@ -163,4 +167,5 @@ def _specs(args: Args, engine: EngineChoice) -> list[SpecConfig]:
     from foretoken.engine.llm import make_config
 
     shared = {k: engine.settings[k] for k in SPECULATION}
-    return [make_config(draft_choice(name, engine.model), **shared).spec for name in args.drafts]
+    chosen = [draft_choice(name, engine.model) for name in args.drafts]
+    return [make_config(d, overlap=threads, **shared).spec for d in chosen for threads in args.overlaps]

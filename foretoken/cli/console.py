@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from foretoken.cli.options import EngineChoice
-from foretoken.request import Delta, Metrics
+from foretoken.request import Delta, Metrics, SpecMetrics
 
 if TYPE_CHECKING:
     from foretoken.engine.llm import LLM
@@ -136,6 +136,16 @@ def legend(text_stream: IO[str], own_stream: IO[str]) -> str:
     return f"{mark}: guessed by the draft and accepted; the rest: written by the target itself"
 
 
+def level_line(name: str, metrics: SpecMetrics) -> str:
+    """One line on a drafter below, whose guesses are counted apart."""
+    if not metrics.num_drafts:
+        return f"{name}: no guess"
+    return (
+        f"{name}: {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafted accepted "
+        f"({metrics.acceptance_rate:.0%}) | {metrics.mean_acceptance_length:.2f} tokens a draft"
+    )
+
+
 def summary(metrics: Metrics) -> str:
     """One line on what a completion took."""
     spec, split = metrics.spec, metrics.time_split
@@ -150,6 +160,8 @@ def summary(metrics: Metrics) -> str:
             f"{spec.mean_acceptance_length:.2f} tokens a draft",
             f"{spec.num_rollbacks} rollbacks",
         ]
+    if spec.undrafted.get("draft context"):
+        parts.append(f"{spec.undrafted['draft context']} rounds beyond the draft's context")
     stages = {"draft": split.draft, "target": split.target, "verify": split.verify, "schedule": split.schedule}
     whole = sum(stages.values()) or 1.0
     parts.append("time: " + ", ".join(f"{name} {share / whole:.0%}" for name, share in stages.items() if share))

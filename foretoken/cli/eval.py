@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from foretoken.study.quality.suite import Text
     from foretoken.study.quality.tasks import Settings
 
-SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # how the draft is made, beside its length
+SPECULATION = ("draft_options", "draft_format", "confidence", "policy", "overlap")  # of a draft, beside its length
 OF_VARIANTS = ("draft", "num_draft_tokens", "format", "kv_format", *SPECULATION)  # not of every engine of a comparison
 
 

@@ -70,7 +70,7 @@ def read_prompt(args: Args) -> str:
 
 
 def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_draft: bool) -> int:
-    from foretoken.cli.console import TextWriter, legend, stderr_console, summary
+    from foretoken.cli.console import TextWriter, legend, level_line, stderr_console, summary
 
     console = stderr_console()
     writers = [TextWriter(sys.stdout, llm.tokenizer, show_draft) for _ in range(params.n)]
@@ -102,6 +102,8 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
         console.file.write(legend(sys.stdout, console.file) + "\n")
     for completion in done:
         console.print(summary(completion.metrics), style="dim", soft_wrap=True)
+    for name, metrics in llm.engine.drafter.levels():
+        console.print(level_line(name, metrics), style="dim", soft_wrap=True)
     if params.seed is None and not params.greedy and done:
         console.print(f"seed {done[0].seed} writes this again", style="dim")
     return 1 if any(c.finish_reason is FinishReason.ERROR for c in done) else 0
@@ -119,7 +121,7 @@ def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> in
             tokens[delta.index] += delta.token_ids
             if delta.completion is not None:
                 finished.add(delta.index)
-                print(json.dumps(as_json(delta.completion)), flush=True)
+                print(json.dumps(as_json(delta.completion) | remarks(llm)), flush=True)
                 code = code or int(delta.completion.finish_reason is FinishReason.ERROR)
     except KeyboardInterrupt:
         for index in range(params.n):
@@ -128,6 +130,15 @@ def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> in
                 print(json.dumps(line), flush=True)
         raise
     return code
+
+
+def remarks(llm: LLM) -> dict[str, object]:
+    """Counters of the drafters below (of the engine, until now) and warnings about them, where there are any."""
+    found = {
+        "levels": {name: metrics.as_dict() for name, metrics in llm.engine.drafter.levels()},
+        "warnings": list(llm.engine.alarm.texts),
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def as_json(completion: Completion) -> dict[str, object]:

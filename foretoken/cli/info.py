@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from foretoken.cli.options import option, parse
+
+if TYPE_CHECKING:
+    from foretoken.spec.drafter import Drafter
 
 WIDTH = 4096  # values in a row of the weights whose size is told
 
@@ -46,7 +50,7 @@ def collect() -> dict[str, Any]:
         "formats": {name: _format(name) for name in registry.names("formats")},
         "presets": _presets(),
         "drafters": {name: _drafter(name) for name in registry.names("drafters")},
-        "models": {name: _model(name) for name in ("embedded", "embedded-draft")},
+        "models": {name: _model(name) for name in ("embedded", "embedded-draft", "embedded-head")},
     }
 
 
@@ -89,7 +93,14 @@ def _drafter(name: str) -> dict[str, Any]:
 
     module = registry.load("drafters", name)
     options = {f.name: f.default for f in dataclasses.fields(module.DRAFTER.Options)}
-    return {"what": _first_line(module.__doc__), "options": options}
+    return {"what": _first_line(module.__doc__), "needs": _needs(module.DRAFTER), "options": options}
+
+
+def _needs(drafter: type[Drafter]) -> str:
+    """What a drafter works with: a model of its own, drafters below it (whose guesses are counted apart)."""
+    own = "the target's weights" if drafter.of_target else "a draft head" if drafter.of_head else "a draft model"
+    below = {0: "", 1: "a drafter below", -1: "two drafters or more below"}[drafter.num_below]
+    return " and ".join(filter(None, (own if drafter.needs_model else "", below)))
 
 
 def _first_line(text: str | None) -> str:
@@ -100,16 +111,23 @@ def _model(name: str) -> dict[str, Any]:
     """Shape and size of an embedded model, and the path of its card; a missing one says so."""
     from foretoken.errors import ModelLoadError
     from foretoken.models.config import read_config
+    from foretoken.models.eagle_config import expected_tensors, is_head, read_head_config
     from foretoken.models.loader import resolve_model
 
     folder = resolve_model(name)
     try:
-        config = read_config(folder)
+        head = read_head_config(folder) if is_head(folder) else None
+        config = read_config(folder) if head is None else head.layer
     except ModelLoadError as error:
         return {"missing": str(error)}
+    parameters = config.num_parameters
+    if head is not None:  # embedding and, where it has all tokens, LM head are the target's
+        whole = head.draft_vocab_size == config.vocab_size
+        borrowed = ("embed_tokens.weight", "d2t", *(["lm_head.weight"] if whole else []))
+        parameters = sum(math.prod(shape) for n, shape in expected_tensors(head).items() if n not in borrowed)
     card = folder / "README.md"
     return {
-        "parameters": config.num_parameters,
+        "parameters": parameters,
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "heads": f"{config.num_heads}/{config.num_kv_heads}",
@@ -182,8 +200,8 @@ def _print(found: Mapping[str, Any]) -> None:
     )
     show(
         "drafters",
-        ("name", "what", "options (--draft-options)"),
-        [(n, d["what"], json.dumps(d["options"])) for n, d in found["drafters"].items()],
+        ("name", "what", "needs", "options (--draft-options)"),
+        [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()],
     )
     for name, model in found["models"].items():
         show(f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v])

@@ -41,16 +41,18 @@ def option(metavar: str | None = None) -> Any:
 # Flags that stand for no single field of a dataclass.
 CHOICE_HELP = {
     "model": "the target: 'embedded', a folder, or a hub id like org/name",
-    "draft": "how to guess: none, a drafter's name (see `foretoken info`), or a draft model (embedded-draft, folder, "
-    "hub id); 'suffix + MODEL' tries a cache first, 'ngram > MODEL' is a cascade; auto takes embedded-draft where the "
-    "target is embedded, else none",
+    "draft": "how to guess: none, a drafter's name (see `foretoken info`), or a draft model (embedded-draft, "
+    "embedded-head, folder, hub id); 'suffix + MODEL' tries a cache first, 'ngram > MODEL' is a cascade; auto takes "
+    "embedded-draft where the target is embedded, else none",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
 }
 ENGINE_HELP = {
     "policy": "fixed: always --k tokens; goodput: as many as pay by measured times, none included",
+    "overlap": "cores on which the draft model guesses on while the target checks on the others; 0: it waits "
+    "(pays only where cores would idle)",
     "num_draft_tokens": "the most tokens that a round may guess, 0..64",
     "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
-    "draft_format": "number format of the draft model's weights, as --format",
+    "draft_format": "number format of the draft model's weights, as --format; self_quant: nested, see the guide",
     "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
     "(see `foretoken info`)",
     "kv_format": "number format of the KV cache; auto follows the weights",
@@ -225,7 +227,7 @@ def _bias(text: str) -> tuple[int, float]:
         raise RequestError(f"--logit-bias takes TOKEN=BIAS, e.g. 42=-5, got {text!r}") from None
 
 
-EMBEDDED_DRAFT = "embedded-draft"
+EMBEDDED_DRAFT, EMBEDDED_HEAD = "embedded-draft", "embedded-head"
 
 
 def draft_choice(draft: str, model: str) -> SpecConfig | None:
@@ -241,14 +243,16 @@ def draft_choice(draft: str, model: str) -> SpecConfig | None:
 def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
     """All levels of a draft: names that exist, and the embedded draft for the embedded target's."""
     name = spec.model
-    if name is not None and name != EMBEDDED_DRAFT and os.sep not in name and not os.path.exists(name):
-        near = difflib.get_close_matches(name, [*registry.names("drafters"), EMBEDDED_DRAFT, "none", "auto"], n=1)
+    own = (EMBEDDED_DRAFT, EMBEDDED_HEAD)
+    if name is not None and name not in own and os.sep not in name and not os.path.exists(name):
+        near = difflib.get_close_matches(name, [*registry.names("drafters"), *own, "none", "auto"], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         drafters = ", ".join(registry.names("drafters"))
         raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
     below = tuple(_checked(b, embedded) for b in spec.below)
     takes_draft = spec.method in ("draft_model", "cascade")
     model = EMBEDDED_DRAFT if embedded and takes_draft and name is None else name
+    model = EMBEDDED_HEAD if embedded and spec.method == "eagle" and name is None else model
     return dataclasses.replace(spec, model=model, below=below)
 
 

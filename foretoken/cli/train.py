@@ -1,4 +1,4 @@
-"""`foretoken train`: a recipe makes a tokenizer, a target and a draft distilled from it."""
+"""`foretoken train`: a recipe makes a pair of models; `train head` and `train draft` learn from any target."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from foretoken.errors import ConfigError
 
 # The recipe of the embedded pair lies beside the package in a checkout.
 DEFAULT_RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "embedded.toml"
+OWN = ("head", "draft")
 
 
 @dataclass(frozen=True)
 class Args:
-    """Train the models of a recipe. A run that was stopped goes on with --resume."""
+    """Train the models of a recipe. A run that was stopped goes on with --resume.
+
+    `foretoken train head` and `foretoken train draft` train a draft head, or a small draft, for any target that runs
+    here: see their --help.
+    """
 
     recipe: Annotated[Path | None, Positional, option("[RECIPE.toml]")] = None  # default: recipes/embedded.toml
     data: Annotated[Path | None, option("DIR")] = None  # the corpus (required)
@@ -30,7 +35,11 @@ class Args:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Parse and hand over to `foretoken.train.run`."""
+    """Parse and hand over to `foretoken.train.run`, or to the training of a head or a draft alone."""
+    if argv and argv[0] in OWN and not Path(argv[0]).is_file():
+        from foretoken.cli import train_own
+
+        return train_own.run(argv[0], argv[1:], f"{prog} {argv[0]}")
     args = parse(Args, argv, prog).args
     for name in ("data", "out"):
         if getattr(args, name) is None:

@@ -6,12 +6,15 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
 from foretoken.cli.options import option, parse
 from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.study.twin import HeadTwin
 
 OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
 
@@ -23,7 +26,9 @@ class Args:
     """
 
     shape: Annotated[str | None, option("NAME")] = None  # a known shape (see profile --list), or a model's folder
-    of: str = "embedded-target"  # the small model: embedded-target, embedded-draft, a folder, or a hub id
+    of: str = "embedded-target"  # the small model or EAGLE-3 head: embedded-target, embedded-draft, a folder, a hub id
+    target: str = "embedded-target"  # of a head: the small model that it drafts for
+    draft_vocab: Annotated[int | None, option("N")] = None  # of a head: tokens that it may guess; unset: 32000
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
     seed: int = 0  # of the random weights
     overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
@@ -39,17 +44,29 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.out is None:
         raise ConfigError(f"-o is missing; {example}")
     from foretoken.cli.console import progress
-    from foretoken.study.twin import find_shape, make_twin
+    from foretoken.models.eagle_config import is_head
+    from foretoken.models.loader import resolve_model
+    from foretoken.study.twin import find_shape, make_head_twin, make_twin
 
+    of_head = is_head(resolve_model(args.of))
+    if args.draft_vocab is not None and not of_head:
+        raise ConfigError(f"--draft-vocab is for twins of draft heads, and {args.of} is a model; leave it out")
     with progress(f"twin of {args.of}", args.json) as bar:
 
         def report(done: int, total: int) -> None:
             bar.update(bar.tasks[0].id, completed=done // 10**6, total=total // 10**6, note="million weights")
 
         shape = find_shape(args.shape)
-        twin = make_twin(
-            shape, args.of, args.out, name=args.shape, seed=args.seed, overwrite=args.overwrite, progress=report
-        )
+        shared: dict[str, Any] = {
+            "name": args.shape,
+            "seed": args.seed,
+            "overwrite": args.overwrite,
+            "progress": report,
+        }
+        if of_head:
+            made = make_head_twin(shape, args.of, args.target, args.out, num_tokens=args.draft_vocab, **shared)
+            return _tell_head(args, made)
+        twin = make_twin(shape, args.of, args.out, **shared)
     if args.json:
         print(json.dumps({"folder": str(twin.folder), "bytes": twin.num_bytes, **twin.layout.as_dict()}))
         return 0
@@ -57,5 +74,19 @@ def run(argv: Seq[str], prog: str) -> int:
     print(
         f"{twin.folder}: {twin.num_bytes / 1e9:.2f} GB, {big.num_parameters / 1e6:,.0f} million parameters in the "
         f"shape of {args.shape}; it computes what {args.of} ({small.num_parameters / 1e6:.1f} million) computes"
+    )
+    return 0
+
+
+def _tell_head(args: Args, twin: HeadTwin) -> int:
+    """Say what was written for a head."""
+    vocab = twin.head.config.draft_vocab_size
+    if args.json:
+        told = {"folder": str(twin.folder), "bytes": twin.num_bytes, "draft_vocab_size": vocab}
+        print(json.dumps(told | {"aux_layers": list(twin.head.config.aux_layers or ())}))
+        return 0
+    print(
+        f"{twin.folder}: {twin.num_bytes / 1e9:.2f} GB, a head with {vocab} tokens for the twin of {args.target} in "
+        f"the shape of {args.shape}; it drafts what {args.of} drafts"
     )
     return 0

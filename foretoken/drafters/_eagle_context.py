@@ -24,12 +24,18 @@ class Context:
     def __init__(self, seq: Sequence, position: int) -> None:
         self.holder = Sequence(seq.seq_id, (), seq.params, seq.seed, seq.tenant)
         self.start = self.first = position
-        self.hidden: Tensor | None = None  # float32 [n, F]
+        self._room: Tensor | None = None  # float32 [m, F]: of it, rows _begin.._begin + num_hidden - 1 are the states
+        self._begin = self.num_hidden = 0
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Hidden states float32 [n, F] of the positions from `first` on."""
+        return None if self._room is None else self._room[self._begin : self._begin + self.num_hidden]
 
     @property
     def end(self) -> int:
         """The position after the last one whose hidden states are known."""
-        return self.first + (0 if self.hidden is None else len(self.hidden))
+        return self.first + self.num_hidden
 
     @property
     def next(self) -> int:
@@ -49,8 +55,12 @@ class Context:
     def restart(self, position: int | None = None) -> None:
         """Forget the cached rows; begin with the hidden states that are here, or anew at a position without any."""
         if position is not None:
-            self.first, self.hidden = position, None
+            self.forget(position)
         self.start, self.holder.num_cached = self.first, 0
+
+    def forget(self, position: int) -> None:
+        """Let go of all hidden states; the next ones are of `position`."""
+        self.first, self._room, self._begin, self.num_hidden = position, None, 0, 0
 
     def add(self, span: Span, hidden: Tensor) -> None:
         """Take over the hidden states [span, F] of positions that became certain."""
@@ -58,25 +68,42 @@ class Context:
             self.restart(span.start)
         new = hidden[self.end - span.start :] if span.end > self.end else hidden[:0]
         if len(new):
-            self.hidden = new.clone() if self.hidden is None else torch.cat([self.hidden, new])
+            self._append(new)
+
+    def _append(self, new: Tensor) -> None:
+        """Rows are copied once, not with all others in each round: those of a large target are long."""
+        end = self._begin + self.num_hidden
+        if self._room is None or end + len(new) > len(self._room):
+            known = self.hidden
+            self._room = new.new_empty(self.num_hidden + len(new) + KEEP, new.shape[1])
+            if known is not None:
+                self._room[: self.num_hidden] = known
+            self._begin, end = 0, self.num_hidden
+        self._room[end : end + len(new)] = new
+        self.num_hidden += len(new)
 
     def take(self, count: int) -> Tensor:
         """Hidden states [count, F] of the next rows."""
-        assert self.hidden is not None
-        return self.hidden[self.next - self.first : self.next - self.first + count]
+        assert self._room is not None
+        at = self._begin + self.next - self.first
+        return self._room[at : at + count]
 
     def trim(self) -> None:
         """Let go of hidden states that no row will be made of."""
         surplus = self.next - KEEP - self.first
-        if surplus > 0 and self.hidden is not None:
-            self.hidden, self.first = self.hidden[surplus:].clone(), self.first + surplus
+        if surplus > 0:
+            self._begin, self.num_hidden, self.first = (
+                self._begin + surplus,
+                self.num_hidden - surplus,
+                self.first + surplus,
+            )
 
     def rewind(self, length: int) -> None:
         """Tokens from `length` on are taken back: with them rows that hold them, and hidden states there."""
-        if self.hidden is None or length < self.first:
+        if self._room is None or length < self.first:
             self.restart(min(length, self.first))
             return
-        self.hidden = self.hidden[: length - self.first]
+        self.num_hidden = min(self.num_hidden, length - self.first)
         if length <= self.start:
             self.restart()
         self.holder.num_cached = max(0, min(self.holder.num_cached, length - 1 - self.start))
@@ -109,7 +136,7 @@ class Contexts:
                 context = self._contexts[seq.seq_id] = Context(seq, span.start)
             context.add(span, rows)
             if context.end - context.start > self.limit:  # it will not draft any more
-                context.first, context.hidden = context.end, None
+                context.forget(context.end)
             while context.can_go_on and context.num_pending >= self.prefill_rows and context.end < len(seq):
                 if not self._reserve(context, self.prefill_rows):
                     context.restart(context.end)

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
 from foretoken.models.runner import ModelRunner
+from foretoken.models.vocabulary import with_tokens
 from foretoken.request import Sequence, SpecMetrics, TimeSplit
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts
 from foretoken.spec.followers import Followers
 from foretoken.spec.length import Round
 from foretoken.spec.step import decode_step
+from foretoken.spec.vocabulary import read_vocabulary
 
 
 class CascadeDrafter(Drafter):
@@ -25,11 +27,13 @@ class CascadeDrafter(Drafter):
     @dataclass(frozen=True)
     class Options(Drafter.Options):
         """`min_length`: the model goes on until it has so many tokens (or the round's limit). `prefill_rows`: the most
-        rows of one pass while it catches up with a prompt.
+        rows of one pass while it catches up with a prompt. `vocabulary`: the tokens that the model may write, where not
+        all: a number (the first so many), or a file with their ids (JSON or lines), as `foretoken vocabulary` makes.
         """
 
         min_length: int = 4
         prefill_rows: int = 512
+        vocabulary: str = ""
 
         def __post_init__(self) -> None:
             if self.min_length < 1 or self.prefill_rows < 1:
@@ -50,6 +54,8 @@ class CascadeDrafter(Drafter):
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> CascadeDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
+        if options.vocabulary:
+            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
         return cls(options, parts.runner, parts.below[0], parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
@@ -80,20 +86,27 @@ class CascadeDrafter(Drafter):
         asked = self.below.policy.lengths(shadows, sum(pending))
         room = [self._room(s, k) for s, k in zip(shadows, asked, strict=True)]
         times = TimeSplit()
-        draft, result = decode_step(self.runner, self.below, shadows, pending, room, times)
+        policy = self.below.policy
+        draft, result = decode_step(self.runner, self.below, shadows, pending, room, times, policy)
         counts = [draft.count(b) for b in range(len(shadows))]
         accepted = [len(nodes) for nodes in result.nodes]
-        self.below.policy.update(Round(shadows, room, counts, accepted, sum(pending) + sum(counts), times))
+        num_rows = sum(pending) + sum(counts)
+        policy.update(Round(shadows, room, counts, accepted, num_rows, times, result.nodes))
         for guessed, right in zip(counts, accepted, strict=True):
             self.metrics.update(guessed, right)
         return [bool(f) for f in result.failed]
 
     def _room(self, shadow: Sequence, wanted: int) -> int:
-        """Nodes that the model's context and free blocks leave for a guess, reserved."""
+        """Nodes that the text and free blocks leave for a guess, reserved."""
         blocks = self.runner.blocks
-        room = max(0, min(wanted, self.followers.limit - len(shadow) - 1, blocks.reservable(shadow) - len(shadow)))
+        useful = wanted if self.below.branches else min(wanted, shadow.draft_depth)
+        room = max(0, min(useful, blocks.reservable(shadow) - len(shadow))) if shadow.draft_depth else 0
         blocks.reserve(shadow, len(shadow) + room)
         return room
+
+    @property
+    def limit(self) -> int:
+        return self.followers.limit
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)
@@ -101,8 +114,8 @@ class CascadeDrafter(Drafter):
     def release(self, seq: Sequence) -> None:
         self.followers.release(seq)
 
-    def levels(self) -> list[tuple[str, SpecMetrics]]:
-        return [*self.below.levels(), (f"level {len(self.below.levels()) + 1}", self.metrics)]
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        return [*self.below.counted(), (self.below, self.metrics)]
 
 
 DRAFTER = CascadeDrafter

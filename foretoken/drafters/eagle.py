@@ -7,40 +7,25 @@ probabilities: that noise is known before the target's choice is (coupled sampli
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.batch import MAX_NODES
 from foretoken.drafters._eagle_context import Contexts
+from foretoken.drafters._eagle_guesses import CANDIDATES, Guesses, Ints, Rows
 from foretoken.errors import ConfigError
 from foretoken.models.eagle_loader import with_vocabulary
 from foretoken.models.eagle_runner import HeadRunner, Level
 from foretoken.request import Sequence
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts, Span
-from foretoken.spec.sampling import adjust, gumbel_noise, needs_adjusting, survivors
+from foretoken.spec.sampling import needs_adjusting
 from foretoken.spec.tree import Tree
-
-CANDIDATES = 64  # of the head's likeliest tokens, those that noise may reorder
-LEFT_OUT = 3.0  # taken off the logarithm of what the head's own truncation excludes
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Row:
-    """The head's logits at one place: all [Vd]; the best, falling, with the target's ids; the log of all mass."""
-
-    logits: NDArray[np.float32]
-    best: Floats
-    ids: NDArray[np.int64]
-    total: float
+from foretoken.spec.vocabulary import read_vocabulary
 
 
 class EagleDrafter(Drafter):
@@ -72,6 +57,7 @@ class EagleDrafter(Drafter):
 
     needs_model = True
     of_head = True
+    branches = True
 
     def __init__(
         self, options: Options, runner: HeadRunner, captures: tuple[int, ...], eos_token_ids: Seq[int] = ()
@@ -85,11 +71,10 @@ class EagleDrafter(Drafter):
         self.options = options
         self.runner = runner
         self.captures = captures
-        self.eos_token_ids = tuple(eos_token_ids)
         self.followers = Contexts(runner, options.prefill_rows, limit)
-        self._vocab_size = head.config.layer.vocab_size
         ids = head.weights.target_ids
-        self._target_ids = None if ids is None else ids.cpu().numpy().astype(np.int64)  # [Vd]
+        own_ids = None if ids is None else ids.cpu().numpy().astype(np.int64)  # [Vd]
+        self.guesses = Guesses(own_ids, head.config.layer.vocab_size, eos_token_ids)
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> EagleDrafter:
@@ -104,6 +89,11 @@ class EagleDrafter(Drafter):
         if hidden is not None:
             self.followers.observe(seqs, spans, hidden)
 
+    @property
+    def limit(self) -> int | None:
+        # Its row t holds token t + 1, and the last known token's guess needs no row.
+        return self.followers.limit + 2 if self.options.beyond == "stop" else None
+
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)
 
@@ -113,147 +103,127 @@ class EagleDrafter(Drafter):
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Trees for all sequences together, of at most num_draft[b] nodes; confidence: probabilities of the paths."""
         self.followers.make_room(seqs)
+        chains = self.options.top_k == 1
         growing: dict[int, _Growing] = {}
         for b, (seq, k) in enumerate(zip(seqs, num_draft, strict=True)):
-            depth = self.followers.room(seq, min(self.options.depth, k))
+            depth = self.followers.room(seq, min(self.options.depth, k, seq.draft_depth))
             width = min(self.options.top_k, k)
             if depth > 0 and self.followers.reserve(seq, min(width * (depth - 1), MAX_NODES)):
                 growing[b] = _Growing(seq, Tree(min(k, MAX_NODES)), depth, width)
         if growing:
-            self._grow(list(growing.values()))
+            (self._lengthen if chains else self._grow)(list(growing.values()))
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
         sure: list[list[float]] = [[] for _ in seqs]
         for b, g in growing.items():
-            tokens, parents, sure[b] = g.tree.best()
-            trees[b] = tokens, parents
+            if chains:
+                trees[b], sure[b] = (g.tokens, list(range(-1, len(g.tokens) - 1))), g.sure
+            else:
+                tokens, parents, sure[b] = g.tree.best()
+                trees[b] = tokens, parents
             self.followers.settle(seqs[b])
         return Draft.trees(trees, sure)
 
     def _grow(self, growing: Seq[_Growing]) -> None:
         """The first level from the last known positions, then a pass of the head for each further one."""
         logits, features = self.followers.catch_up([g.seq for g in growing])
-        num = max(g.width if g.seq.params.greedy else max(CANDIDATES, g.width) for g in growing)
-        for g, known in zip(growing, self.rows(logits, num), strict=True):
-            self._children(g, -1, known)
-        for depth in range(2, max(g.depth for g in growing) + 1):
+        num = _num_candidates(growing)
+        known = self.guesses.rows(logits, num)
+        for i, g in enumerate(growing):
+            g.first = i
+            self._children(g, [-1], known, 0)
+        for depth in range(1, max(g.depth for g in growing)):
             levels: list[Level] = []
-            parents: list[int] = []  # rows of `features`
+            parents: list[Ints] = []  # rows of `features`
             running: list[tuple[_Growing, list[int]]] = []
-            for i, g in enumerate(growing):
-                nodes = g.tree.expand(g.width) if depth <= g.depth else []
-                if not nodes:
+            num_rows = 0
+            for g in growing:
+                tree, place = g.tree, g.tree.num_places
+                nodes = tree.expand(g.width if depth < g.depth else 0)
+                if not len(nodes):
                     continue
-                tree = g.tree
-                masks, places = [tree.mask(n) for n in nodes], [tree.places[n] for n in nodes]
-                levels.append(Level(self.followers[g.seq].holder, [tree.tokens[n] for n in nodes], masks, places))
-                parents += [i if tree.parents[n] < 0 else g.rows[tree.parents[n]] for n in nodes]
-                running.append((g, nodes))
+                chosen = nodes.tolist()
+                masks = [tree.masks[n] for n in chosen]
+                levels.append(Level(self.followers[g.seq].holder, tree.tokens[nodes].tolist(), masks, place))
+                parents.append(tree.rows[nodes] + g.first)
+                running.append((g, chosen))
+                g.first, num_rows = num_rows, num_rows + len(chosen)
             if not running:
                 return
-            logits, features = self.runner.expand(levels, features[torch.tensor(parents, device=features.device)])
-            rows, at = self.rows(logits, num), 0
-            for g, nodes in running:
-                g.tree.start_level()
-                g.rows = {n: at + j for j, n in enumerate(nodes)}
-                for n in nodes:
-                    self._children(g, n, rows[at])
-                    at += 1
+            logits, features = self.runner.expand(levels, _taken(features, parents))
+            known = self.guesses.rows(logits, num)
+            for g, chosen in running:
+                self._children(g, chosen, known, depth)
 
-    def _children(self, g: _Growing, node: int, row: Row) -> None:
-        """Grow the tree by the likeliest tokens after a node (-1: the last known token), from the head's row there."""
-        path = [g.tree.tokens[i] for i in g.tree.path(node)] if node >= 0 else []
-        tokens, log_probs = self.choices(row, g.seq, path, g.width)
-        ended = [self.policy.stop(float(np.exp(p))) for p in log_probs] if self.policy.uses_confidence else []
-        g.tree.grow(node, tokens, log_probs, ended or [False] * len(tokens))
+    def _children(self, g: _Growing, nodes: list[int], known: Rows, depth: int) -> None:
+        """Grow the tree by the likeliest tokens after nodes of one depth."""
+        tree = g.tree
+        part = slice(g.first, g.first + len(nodes))
+        if needs_adjusting(g.seq, depth):
+            paths = [tree.tokens[tree.path(n)].tolist() for n in nodes]
+            tokens, log_probs = self.guesses.adjusted(known, part, g.seq, paths, g.width)
+        else:
+            tokens, log_probs = self.guesses.likeliest(known, part, g.seq, depth, g.width)
+        ended = None
+        if self.policy.uses_confidence:
+            ended = [[self.policy.stop(p) for p in row] for row in np.exp(log_probs).tolist()]
+        tree.grow(nodes, tokens, log_probs, ended)
 
-    def rows(self, logits: Tensor, num: int) -> list[Row]:
-        """Each row of logits [T, Vd] with its `num` likeliest tokens. In NumPy a row's sum has its own order."""
-        values, index = logits.topk(min(num, logits.shape[1]))  # [T, num]
-        best: Floats = values.cpu().numpy().astype(np.float64)
-        ids = index.cpu().numpy()
-        ids = ids if self._target_ids is None else self._target_ids[ids]
-        table = logits.cpu().numpy()
-        with np.errstate(all="ignore"):  # logits that are no numbers give no guess
-            totals = best[:, 0] + np.log(np.exp(table - table.max(axis=1, keepdims=True)).sum(axis=1))
-        return [Row(*parts) for parts in zip(table, best, ids, totals.tolist(), strict=True)]
-
-    def choices(self, row: Row, seq: Sequence, path: Seq[int], count: int) -> tuple[list[int], list[float]]:
-        """The target's likely choices after the sequence and `path`, from the head's row; log-probabilities.
-
-        Greedy: the likeliest tokens. Sampled: of log p + noise, the largest, as shares of their exponentials: the
-        target's choice is the largest of its own log p + the same noise.
-        """
-        if needs_adjusting(seq, len(path)):
-            return self._adjusted(row.logits, seq, path, count)
-        if not np.isfinite(row.total):
-            return [], []
-        if seq.params.greedy:
-            return row.ids[:count].tolist(), np.minimum(row.best[:count] - row.total, 0.0).tolist()
-        return _sampled(row.best, row.ids, seq, len(path), count)
-
-    def _adjusted(
-        self, logits: NDArray[np.float32], seq: Sequence, path: Seq[int], count: int
-    ) -> tuple[list[int], list[float]]:
-        """`choices` under penalties, bias, bans: they need a row over the target's vocabulary."""
-        if self._target_ids is not None:
-            whole = np.full(self._vocab_size, -np.inf, np.float32)
-            whole[self._target_ids] = logits
-            logits = whole
-        values = adjust(logits, seq, path, self.eos_token_ids)
-        best = np.argsort(-values, kind="stable")[: max(CANDIDATES, count)].astype(np.int64)
-        if not np.isfinite(values[best[0]]):
-            return [], []
-        if seq.params.greedy:
-            total = np.log(np.exp(values - values[best[0]]).sum())
-            best = best[:count]
-            return best.tolist(), (values[best] - values[best[0]] - total).tolist()
-        return _sampled(values[best], best, seq, len(path), count)
+    def _lengthen(self, growing: Seq[_Growing]) -> None:
+        """`_grow` where each level is a single node: no choice among candidates, and the pass is all the work."""
+        logits, features = self.followers.catch_up([g.seq for g in growing])
+        num = _num_candidates(growing)
+        active, depth = list(growing), 0
+        while active:
+            known = self.guesses.rows(logits, num)
+            going: list[int] = []
+            for i, g in enumerate(active):
+                chain, part = g.tokens, slice(i, i + 1)
+                if needs_adjusting(g.seq, depth):
+                    token, log_prob = self.guesses.adjusted(known, part, g.seq, [chain], 1)
+                else:
+                    token, log_prob = self.guesses.likeliest(known, part, g.seq, depth, 1)
+                sure = float(np.exp(log_prob[0, 0]))
+                if sure == 0.0:
+                    continue
+                chain.append(int(token[0, 0]))
+                g.sure.append(sure * (g.sure[-1] if g.sure else 1.0))
+                if depth + 1 < g.depth and not self.policy.stop(sure):
+                    going.append(i)
+            depth += 1
+            if not going:
+                return
+            if len(going) < len(active):
+                features = features[torch.tensor(going, device=features.device)]
+                active = [active[i] for i in going]
+            sees = (1 << depth) - 1  # all nodes so far
+            levels = [Level(self.followers[g.seq].holder, g.tokens[-1:], [sees], depth - 1) for g in active]
+            logits, features = self.runner.expand(levels, features)
 
 
 @dataclass
 class _Growing:
-    """One sequence's tree in the making. `rows`: of each node of the last level, its row in the pass."""
+    """One sequence's tree in the making, or its chain: `tokens`, and `sure`, the probability of each path.
+
+    `first`: of the nodes of the tree's last level, the first one's row in the pass.
+    """
 
     seq: Sequence
     tree: Tree
     depth: int
     width: int
-
-    def __post_init__(self) -> None:
-        self.rows: dict[int, int] = {}
-
-
-def _sampled(
-    logits: Floats, ids: NDArray[np.int64], seq: Sequence, num_path: int, count: int
-) -> tuple[list[int], list[float]]:
-    """The candidates with the largest log p + noise, and the log-shares of these sums.
-
-    What top-k, top-p or min-p leave out of the head's distribution, the target may still have: it comes later.
-    """
-    kept, _ = survivors(logits, seq.params)
-    values: Floats = (logits - logits[0]) / (seq.params.temperature or 1.0) - LEFT_OUT
-    values[kept] += LEFT_OUT
-    values += gumbel_noise(seq.seed, len(seq) + num_path, ids)
-    best = np.argsort(-values, kind="stable")[:count]
-    values -= values[best[0]]
-    values -= np.log(np.exp(values).sum())
-    return ids[best].tolist(), values[best].tolist()
+    first: int = 0
+    tokens: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
 
 
-def read_vocabulary(text: str, vocab_size: int) -> Tensor:
-    """Token ids int64 [n] of the option `vocabulary`. Raises ConfigError."""
-    if text.isdigit():
-        if not 1 <= int(text) <= vocab_size:
-            raise ConfigError(f"vocabulary must be 1..{vocab_size} tokens of the target, got {text}")
-        return torch.arange(int(text))
-    try:
-        content = Path(text).expanduser().read_text(encoding="utf-8")
-        ids = json.loads(content) if content.lstrip().startswith("[") else [int(t) for t in content.split()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"vocabulary {text!r} cannot be read ({error}); name a file of token ids") from None
-    if not ids or any(type(t) is not int or not 0 <= t < vocab_size for t in ids):
-        raise ConfigError(f"vocabulary {text!r} must list token ids in 0..{vocab_size - 1}")
-    return torch.tensor(sorted(set(ids)))
+def _num_candidates(growing: Seq[_Growing]) -> int:
+    return max(g.width if g.seq.params.greedy else max(CANDIDATES, g.width) for g in growing)
+
+
+def _taken(features: Tensor, rows: Seq[Ints]) -> Tensor:
+    """Rows of features [T, C], those of each sequence after those of the one before it."""
+    index = rows[0] if len(rows) == 1 else np.concatenate(rows)
+    return features.index_select(0, torch.from_numpy(index).to(features.device))
 
 
 DRAFTER = EagleDrafter

@@ -17,6 +17,16 @@ from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence, SpecMetrics
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Parts, Span
+from foretoken.spec.length import CappedLength, FixedLength
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A draft that was handed on: whose, of how many nodes, after how many known tokens."""
+
+    which: int
+    num_nodes: int
+    num_known: int
 
 
 class FirstDrafter(Drafter):
@@ -40,6 +50,9 @@ class FirstDrafter(Drafter):
     def __init__(self, options: Options, below: Seq[Drafter]) -> None:
         self.options = options
         self.below = tuple(below)
+        self.metrics = tuple(SpecMetrics() for _ in below)  # what was made of each one's guesses
+        self._taken: dict[int, _Taken] = {}  # by sequence, of the round that runs
+        self.branches = any(d.branches for d in self.below)
         self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
 
     @classmethod
@@ -55,24 +68,41 @@ class FirstDrafter(Drafter):
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
         sure: list[list[float]] = [[] for _ in seqs]
         open_ = [b for b, k in enumerate(num_draft) if k > 0]
-        for d in self.below:
+        self._taken.clear()
+        for which, d in enumerate(self.below):
             if not open_:
                 break
+            self._share_policy(d)
             limits = d.policy.lengths([seqs[b] for b in open_])
             asked = [min(num_draft[b], k) for b, k in zip(open_, limits, strict=True)]
+            if not d.branches:
+                asked = [min(k, seqs[b].draft_depth) for b, k in zip(open_, asked, strict=True)]
             draft = d.propose([seqs[b] for b in open_], asked)
             taken = []
             for i, b in enumerate(open_):
                 begin, end = int(draft.offsets[i]), int(draft.offsets[i + 1])
-                likely = np.ones(end - begin) if draft.confidence is None else draft.confidence[begin:end]
+                likely = np.full(end - begin, np.nan) if draft.confidence is None else draft.confidence[begin:end]
                 enough = end - begin >= min(self.options.min_tokens, asked[i]) and begin < end
-                if enough and float(likely.sum()) >= min(self.options.min_expected, asked[i]):
+                expected = float(np.where(np.isnan(likely), 1.0, likely).sum())
+                if enough and expected >= min(self.options.min_expected, asked[i]):
                     trees[b], sure[b] = draft.nodes(i), likely.tolist()
                     taken.append(b)
+                    self._taken[seqs[b].seq_id] = _Taken(which, end - begin, len(seqs[b]))
             open_ = [b for b in open_ if b not in taken]
         return Draft.trees(trees, sure)
 
+    def _share_policy(self, drafter: Drafter) -> None:
+        """Let a drafter below that has but a fixed length give, and heed, what this one's policy works with."""
+        policy = drafter.policy
+        if type(policy) in (FixedLength, CappedLength):
+            assert isinstance(policy, FixedLength | CappedLength)
+            drafter.policy = CappedLength(self.policy, policy.num_draft_tokens)
+
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        for seq, span in zip(seqs, spans, strict=True):
+            draft = self._taken.pop(seq.seq_id, None)
+            if draft is not None:
+                self.metrics[draft.which].update(draft.num_nodes, span.end - draft.num_known)
         for d in self.below:
             d.observe(seqs, spans, self._columns(hidden, d.captures) if d.captures and hidden is not None else None)
 
@@ -86,11 +116,13 @@ class FirstDrafter(Drafter):
             d.rewind(seq, length)
 
     def release(self, seq: Sequence) -> None:
+        self._taken.pop(seq.seq_id, None)
         for d in self.below:
             d.release(seq)
 
-    def levels(self) -> list[tuple[str, SpecMetrics]]:
-        return [level for d in self.below for level in d.levels()]
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        own = zip(self.below, self.metrics, strict=True)
+        return [level for d, metrics in own for level in (*d.counted(), (d, metrics))]
 
 
 DRAFTER = FirstDrafter

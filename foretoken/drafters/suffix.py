@@ -38,6 +38,8 @@ class Guess:
 class SuffixDrafter(Drafter):
     """Frequency-scored trees from each sequence's own text and from the texts of requests that have ended."""
 
+    branches = True
+
     @dataclass(frozen=True)
     class Options(Drafter.Options):
         """`min_match` and `max_match`: tokens of a match. `length_factor`: a path has at most so many tokens for each
@@ -85,7 +87,10 @@ class SuffixDrafter(Drafter):
         return cls(options, parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        guesses = [self._guess(seq, k) if k else Guess([], [], []) for seq, k in zip(seqs, num_draft, strict=True)]
+        guesses = [
+            self._guess(seq, k) if k and seq.draft_depth else Guess([], [], [])
+            for seq, k in zip(seqs, num_draft, strict=True)
+        ]
         return Draft.trees([(g.tokens, g.parents) for g in guesses], [g.likely for g in guesses])
 
     def rewind(self, seq: Sequence, length: int) -> None:
@@ -126,7 +131,7 @@ class SuffixDrafter(Drafter):
             found.append(self._past_of(seq.tenant).find(suffix, o.max_match))
         for places in found:
             for length in sorted({p.length for p in places}, reverse=True):
-                depth = max(1, int(o.length_factor * length))
+                depth = min(max(1, int(o.length_factor * length)), seq.draft_depth)
                 tree = self._tree([p for p in places if p.length >= length], num_draft, depth)
                 if tree.score > best.score:
                     best = tree

@@ -23,13 +23,16 @@ from foretoken.models.eagle_loader import load_head
 from foretoken.models.eagle_runner import HeadRunner
 from foretoken.models.llama import Llama
 from foretoken.models.loader import load_model, load_tokenizer, resolve_model
+from foretoken.models.nested import is_nested, nested_view
 from foretoken.models.runner import ModelRunner
 from foretoken.models.weights import Progress
+from foretoken.spec.ahead import make_ahead
 from foretoken.spec.drafter import Drafter, NoDrafter, Parts, parse_options
 from foretoken.spec.policies import make_policy
 from foretoken.tokenizer import Tokenizer
 
-SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said
+SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said and none is nested in its own
+NESTED = "nested"  # draft format: the lower weights inside the target's own
 
 
 def build_engine(model: str, config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -43,25 +46,29 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     config = replace(config, spec=_with_heads(config.spec))
     quant = QuantScheme.parse(config.format)
     folder = resolve_model(model)
+    if is_head(folder):
+        raise ConfigError(f"{model} is a draft head, not a model; name its target as the model, and it with --draft")
     shape = read_config(folder)
     max_len = config.max_model_len or shape.max_model_len
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
     tokenizer = load_tokenizer(folder)
     check_options(config.spec)
+    check_overlap(config.spec)
     models = _models(config.spec, folder, quant)
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
             check_vocabulary(tokenizer, load_tokenizer(m.folder))
-    demands = [demand(folder, quant, config), *(_demand(m, config) for m in models)]
+    demands = [demand(folder, quant, config), *(_demand(m, config) for m in models if not m.is_view)]
     num_blocks = plan_blocks(config, max_len, demands)
     target = load_model(folder, backend, quant, max_len, config.device, progress)
     drafts: list[Llama | EagleHead] = []
     for m in models:
-        if m.is_head:
+        if m.is_head or m.is_view:
             owner = target if m.owner is None else drafts[m.owner]
             assert isinstance(owner, Llama)
-            drafts.append(load_head(m.folder, owner, backend, m.quant, config.device, progress))
+            head = None if m.is_view else load_head(m.folder, owner, backend, m.quant, config.device, progress)
+            drafts.append(head or nested_view(owner))
             continue
         draft_len = min(max_len, read_config(m.folder).max_model_len)
         drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
@@ -76,10 +83,27 @@ def _demand(m: _Model, config: EngineConfig) -> Demand:
 
 
 def check_options(spec: SpecConfig) -> None:
-    """Raise ConfigError or RegistryError for a bad option of a level, or too few below it: before weights are read."""
+    """Raise ConfigError or RegistryError: a level with a bad option or format, or too few below it; nothing is read."""
     for level in _levels(_with_heads(spec)):
         parse_options(_drafter_class(level), level.options)
+        if level.format != NESTED:
+            QuantScheme.parse(level.format)
         _check_below(_drafter_class(level), level)
+
+
+def check_overlap(spec: SpecConfig) -> None:
+    """Raise ConfigError where a drafter is to go ahead of its target and cannot, or where no thread is left for it."""
+    if not spec.overlap and not any(level.overlap for level in _levels(spec)):
+        return
+    cls, cores = _drafter_class(spec), ops.available_cores()
+    if not cls.goes_ahead or any(b.overlap for level in spec.below for b in _levels(level)):
+        able = [n for n in registry.names("drafters") if registry.load("drafters", n).DRAFTER.goes_ahead]
+        raise ConfigError(
+            f"--overlap {spec.overlap}: drafter {spec.method!r} cannot guess on while the target checks; "
+            f"{' and '.join(able)} can, as the only level"
+        )
+    if spec.overlap >= cores:
+        raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")
 
 
 def assemble(
@@ -93,7 +117,7 @@ def assemble(
     drafter = _build_drafter(config.spec, config, num_blocks, runner, iter(drafts))
     max_len = config.max_model_len or target.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
-    return Engine(runner, drafter, drafter.policy, tokenizer, scheduler)
+    return Engine(runner, drafter, drafter.policy, tokenizer, scheduler, make_ahead(config.spec))
 
 
 def _build_drafter(
@@ -153,12 +177,13 @@ def _with_heads(spec: SpecConfig) -> SpecConfig:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model that a level of drafting needs. A head is `owner`'s, an index among them (None: the target's)."""
+    """A model that a level of drafting needs. Heads and views are `owner`'s: an index, or None for the target."""
 
     folder: Path
     quant: QuantScheme
     shares_cache: bool
     is_head: bool
+    is_view: bool  # the lower weights inside the owner's: nothing is loaded
     target: Path  # the model that it drafts for
     owner: int | None
 
@@ -181,16 +206,44 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         if name is None and not cls.of_target:
             raise ConfigError(f"drafter {spec.method!r} needs a draft model; name one, e.g. --draft embedded-draft")
         own = folder if cls.of_target or name is None else resolve_model(name)
-        own_quant = QuantScheme.parse(SELF_FORMAT if cls.of_target and spec.format == "auto" else spec.format)
-        if (own.resolve(), own_quant) == (folder.resolve(), quant):
+        if is_head(own) != cls.of_head:
+            what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
+            raise ConfigError(
+                f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
+            )
+        is_view = _drafts_with_view(spec, cls, folder, quant)
+        text = SELF_FORMAT if cls.of_target and spec.format == "auto" else spec.format
+        own_quant = quant if is_view else QuantScheme.parse(text)
+        if not is_view and (own.resolve(), own_quant) == (folder.resolve(), quant):
             raise ConfigError(
                 f"{name or 'the target'} would draft for itself in the same format; take a smaller model, or a lower "
                 "format for the draft (--draft-format)"
             )
-        found.append(_Model(own, own_quant, cls.of_target, cls.of_head, folder, owner))
+        found.append(_Model(own, own_quant, cls.of_target, cls.of_head, is_view, folder, owner))
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
         _add_models(found, below, folder, quant, owner)
+
+
+def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:
+    """Whether a level drafts with the weights nested in those of the model in `folder`.
+
+    Raises ConfigError where that is asked for, and there are none.
+    """
+    if spec.format == NESTED and not cls.of_target:
+        raise ConfigError(
+            f"draft format {NESTED!r} is a view of the target's own weights, which drafter {spec.method!r} does not "
+            "draft with; take --draft self_quant, or another --draft-format"
+        )
+    if not cls.of_target or spec.format not in (NESTED, "auto"):
+        return False
+    found = is_nested(folder, quant)
+    if spec.format == NESTED and not found:
+        raise ConfigError(
+            f"no lower weights are nested in the target's ({quant}); load it with --format w8a8n, or take a copy in "
+            "another --draft-format, e.g. w4a8"
+        )
+    return found
 
 
 def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:

@@ -7,39 +7,52 @@ from statistics import median
 
 from foretoken.models.runner import ModelRunner
 from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.cost import SHORT, Curve
 from foretoken.spec.draft import Draft
-from foretoken.spec.goodput import Curve
 
 ROWS = (1, 2, 4, 8, 16, 32)
-CONTEXT = 64  # tokens that the measured rows attend to
+LONG, FEW, MANY = 1024, 1, 8  # tokens of a long context, and the passes measured after it
 REPEATS = 5
 
 
 def measure_curve(runner: ModelRunner, seconds: float = 2.0) -> Curve:
-    """Median seconds of passes over 1, 2, 4, ... rows after a short context; stops in time, with what it has then.
+    """Median seconds of passes over 1, 2, 4, ... rows after a short context, and of two after a long one.
 
-    The cache's blocks are free again when this returns; a cache that is too small for all rows gives fewer points.
+    Stops in time, with what it has then. The cache's blocks are free again when this returns; one that is too small
+    for all rows, or for a long context, gives fewer points. What the cached rows hold is no matter.
     """
-    room = runner.blocks.num_free * runner.cache.block_size
-    context = min(CONTEXT, room // 2, runner.model.max_model_len // 2)
-    sizes = [m for m in ROWS if context + m <= min(room, runner.model.max_model_len)]
-    seq = Sequence(-1, [0] * context, SamplingParams(), 0)
-    runner.blocks.reserve(seq, context + sizes[-1])
+    room = min(runner.blocks.num_free * runner.cache.block_size, runner.model.max_model_len)
+    context = min(SHORT, room // 2)
+    sizes = [m for m in ROWS if context + m <= room]
+    long = min(LONG, room - MANY)
+    seq = Sequence(-1, [0] * max(context, long), SamplingParams(), 0)
+    runner.blocks.reserve(seq, max(context + sizes[-1], long + MANY))
+    end = time.perf_counter() + seconds
     try:
-        out = runner.forward([seq], Draft.empty(1), [context - 1])
-        runner.commit([seq], [context - 1], [[]], out)
         points: list[tuple[int, float]] = []
-        end = time.perf_counter() + seconds
         for m in sizes:
-            draft = Draft.chains([[0] * (m - 1)])
-            times: list[float] = []
-            while len(times) < REPEATS and (len(times) < 2 or time.perf_counter() < end):
-                start = time.perf_counter()
-                runner.forward([seq], draft, [1])
-                times.append(time.perf_counter() - start)
-            points.append((m, median(times[1:])))  # the first pass of a size may have to prepare something
+            points.append((m, _pass(runner, seq, context, m, end)))
             if time.perf_counter() > end:
-                break
-        return Curve(points)
+                return Curve(points, context)
+        if long < 4 * context or FEW not in sizes or MANY not in sizes:
+            return Curve(points, context)
+        short = dict(points)
+        slow = [(_pass(runner, seq, long, m, end) - short[m]) / (long - context) for m in (FEW, MANY)]
+        per_row = max(0.0, (slow[1] - slow[0]) / (MANY - FEW))
+        return Curve(points, context, max(0.0, slow[0] - FEW * per_row), per_row)
     finally:
         runner.blocks.release(seq)
+
+
+def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:
+    """Median seconds of passes over so many rows, the first of them after `context` - 1 cached ones."""
+    seq.num_cached = context - 1
+    del seq.token_ids[context:]
+    seq.token_ids += [0] * (context - len(seq))
+    draft = Draft.chains([[0] * (num_rows - 1)])
+    times: list[float] = []
+    while len(times) < REPEATS and (len(times) < 2 or time.perf_counter() < end):
+        start = time.perf_counter()
+        runner.forward([seq], draft, [1])
+        times.append(time.perf_counter() - start)
+    return median(times[1:])  # the first pass of a size may have to prepare something

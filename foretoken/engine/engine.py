@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from foretoken.batch import MAX_NODES
+from foretoken.engine.alarm import Alarm
 from foretoken.engine.output import OutputText
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.errors import RequestError
@@ -22,6 +23,7 @@ from foretoken.request import (
     TimeSplit,
     TokenLogprob,
 )
+from foretoken.spec.ahead import NOT_AHEAD, NotAhead
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, NoDrafter
 from foretoken.spec.length import LengthPolicy, Round
@@ -59,16 +61,20 @@ class Engine:
         policy: LengthPolicy,
         tokenizer: Tokenizer,
         scheduler: Scheduler,
+        ahead: NotAhead = NOT_AHEAD,
     ) -> None:
         self.runner = runner
+        self.ahead = ahead  # what the drafter does while the target checks
         self.drafter = drafter
         self.policy = policy
         self._wanted: dict[int, int] = {}  # draft tokens that the policy wants, by sequence, of the round that runs
+        self._crowded = False  # did it want all that there was room for?
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.max_model_len = scheduler.max_model_len
         self.times = TimeSplit()  # of all steps so far
         self.metrics = SpecMetrics()
+        self.alarm = Alarm()
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, _Running] = {}
         self._pass: list[Sequence] = []  # sequences of the step that runs
@@ -118,7 +124,16 @@ class Engine:
         self._pass = plan.seqs
         times = TimeSplit(schedule=time.perf_counter() - start)
         scripted = [seq.num_scripted > 0 for seq in plan.seqs]
-        draft, result = decode_step(self.runner, self.drafter, plan.seqs, plan.num_pending, plan.num_draft, times)
+        draft, result = decode_step(
+            self.runner,
+            self.drafter,
+            plan.seqs,
+            plan.num_pending,
+            plan.num_draft,
+            times,
+            self._policies,
+            self.ahead,
+        )
         decided = time.perf_counter()
         counts = [draft.count(b) for b in range(len(plan.seqs))]
         accepted = [len(n) for n in result.nodes]
@@ -131,9 +146,11 @@ class Engine:
                 [accepted[b] for b in free],
                 sum(plan.num_pending) + sum(counts),
                 times,
+                [result.nodes[b] for b in free],
             )
         )
         deltas = self._deliver(plan, draft, result, decided, scripted)
+        self.alarm.update(self.drafter, [counts[b] for b in free], [accepted[b] for b in free])
         times.schedule += time.perf_counter() - decided
         self.times.add(times)
         for seq in plan.seqs:
@@ -167,18 +184,27 @@ class Engine:
         else:
             lengths = self._policies.lengths(seqs, num_rows, budget)
         self._wanted = {seq.seq_id: k for seq, k in zip(seqs, lengths, strict=True)}
+        self._crowded = sum(lengths) >= budget
+        if not self.drafter.branches:
+            lengths = [min(k, seq.draft_depth) for seq, k in zip(seqs, lengths, strict=True)]
         return lengths
 
-    def _why_undrafted(self, seq: Sequence) -> str:
-        """Why no draft token was asked for a sequence in this round."""
+    def _why_undrafted(self, seq: Sequence, asked: int, num_known: int) -> str:
+        """Why a sequence had no draft in the round that it has just been through, for which so many were asked.
+
+        `num_known`: tokens of the sequence when the round began.
+        """
+        if asked and self.drafter.limit is not None and num_known >= self.drafter.limit:
+            return "draft context"
         wanted = self._wanted.get(seq.seq_id)
         if wanted is None:
             return "prompt"
-        if wanted > 0:
-            return "no room"
         if isinstance(self.drafter, NoDrafter):
             return "no drafter"
-        return "off" if seq.speculation is not None and seq.speculation.of(1) == 0 else "cost"
+        if wanted and not asked:
+            return "last token" if len(seq) >= seq.max_len else "no room"
+        why = self._policies.why_none(seq, asked)
+        return "no room" if why == "cost" and not asked and self._crowded else why
 
     def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
         """Hand the decided tokens out, one by one up to the first that ends the sequence."""
@@ -192,10 +218,11 @@ class Engine:
                 if result.failed[b]:
                     deltas.append(self._finish(live, FinishReason.ERROR, []))
                 continue
-            seq.metrics.update(draft.count(b), num_accepted)
-            self.metrics.update(draft.count(b), num_accepted)
-            if not plan.num_draft[b]:
-                why = self._why_undrafted(seq)
+            held = self.ahead.outcome(b, draft, result)
+            for metrics in (seq.metrics, self.metrics):
+                metrics.update(draft.count(b), num_accepted, held)
+            if not draft.count(b):
+                why = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
                 for metrics in (seq.metrics, self.metrics):
                     metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
             if live.first_token is None:

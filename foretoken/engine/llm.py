@@ -33,6 +33,7 @@ def make_config(
     draft_options: dict[str, object] | None = None,
     draft_format: str | None = None,
     policy: str | None = None,
+    overlap: int | None = None,
     **settings: Any,
 ) -> EngineConfig:
     """An EngineConfig from keyword arguments, as LLM and the CLI take them.
@@ -54,6 +55,7 @@ def make_config(
         "options": draft_options,
         "format": draft_format,
         "policy": policy,
+        "overlap": overlap,
     }
     below = _levels_below(spec, (draft_options or {}).get("below"))
     changes["options"] = {k: v for k, v in (draft_options or {}).items() if k != "below"} or None

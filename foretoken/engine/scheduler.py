@@ -45,6 +45,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
+        seq.context = self.max_model_len
         self.waiting.append(seq)
 
     @property
@@ -115,7 +116,8 @@ class Scheduler:
     def _drafts(self, plan: list[Sequence], chunks: dict[Sequence, int], lengths: DraftLengths, left: int) -> list[int]:
         """Draft tokens for sequences whose pending tokens are all in the pass and that have begun to write.
 
-        (The first token comes from the prompt's own pass, before any drafting.) No guess beyond what may be kept.
+        (The first token comes from the prompt's own pass, before any drafting.) None for a sequence's last token. How
+        many nodes a draft may have, rows and blocks decide; how deep it may be, the sequence (`draft_depth`).
         """
         able = [b for b, seq in enumerate(plan) if seq.num_pending <= chunks[seq]]
         able = [b for b in able if plan[b].num_output > 0 or plan[b].num_scripted]
@@ -123,9 +125,8 @@ class Scheduler:
         wanted = lengths([plan[b] for b in able], sum(chunks.values()), left)
         for b, k in zip(able, wanted, strict=True):
             seq = plan[b]
-            useful = min(seq.params.max_tokens - seq.num_output, self.max_model_len - len(seq)) - 1
             room = self.blocks.reservable(seq) - len(seq)
-            k = max(0, min(k, useful, room, left))
+            k = max(0, min(k, room, left)) if seq.draft_depth else 0
             self.blocks.reserve(seq, len(seq) + k)
             num_draft[b] = k
             left -= k

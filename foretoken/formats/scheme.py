@@ -194,6 +194,7 @@ def round_rows(x: Tensor, group: int | None = None) -> Tensor:
 PRESETS: dict[str, tuple[str, str | None]] = {
     "w8a8": ("int8", "int8"),
     "w8a16": ("int8", None),
+    "w8a8n": ("int8n", "int8"),
     "w4a8": ("int4", "int8"),
     "w4a16": ("int4", None),
     "w4a8-qoq": ("qoq", "int8"),
@@ -238,7 +239,7 @@ class QuantScheme:
         if needed is not None and needed not in options:
             raise ConfigError(
                 f"weights in {self.weights!r} take no activations in {self.activations!r}: only integer weights take "
-                "int8 activations (w8a8, w4a8, w4a8-qoq), only fp8 weights fp8 ones (fp8-a8)"
+                "int8 activations (w8a8, w8a8n, w4a8, w4a8-qoq), only fp8 weights fp8 ones (fp8-a8)"
             )
 
     @classmethod
@@ -267,8 +268,8 @@ class QuantScheme:
             near = difflib.get_close_matches(base, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise RegistryError(
-                f"no format {text!r}{hint} (there are: {', '.join(known)}; int4, int8 and qoq also with -g32, -g64, "
-                "-g128, int4 with -asym; fp8-b128, fp8-auto, nf4-dq, mxfp4-mse)"
+                f"no format {text!r}{hint} (there are: {', '.join(known)}; int4, int8, int8n and qoq also with -g32, "
+                "-g64, -g128, int4 with -asym; fp8-b128, fp8-auto, nf4-dq, mxfp4-mse)"
             )
         weights, activations = PRESETS.get(base, (base, None))
         group = None if found["group"] is None else int(found["group"])

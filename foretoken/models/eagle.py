@@ -9,7 +9,9 @@ Letters as in `ops`; F: width of the hidden states that the head takes from the 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,54 +60,63 @@ class EagleHead:
         self.device = weights.layer.post_norm.device
         self.max_model_len = max_model_len
         self.rope = rope_table(config.layer.rope, config.layer.head_dim, max_model_len).to(self.device)
-
-    @torch.inference_mode()
-    def features(self, hidden: Tensor) -> Tensor:
-        """Features [T, C] of the target's captured hidden states [T, F]."""
-        w, eps = self.weights, self.config.layer.rms_eps
-        if w.target_norm is not None:
-            return self.ops.rms_norm(hidden, w.target_norm, self.target_eps)
-        if len(w.fc_norms) == 1 and self.config.norm_before_fc:
-            hidden = self.ops.rms_norm(hidden, w.fc_norms[0], eps)
-        elif w.fc_norms:
-            parts = hidden.chunk(len(w.fc_norms), dim=1)
-            normed = [self.ops.rms_norm(x.contiguous(), n, eps) for x, n in zip(parts, w.fc_norms, strict=True)]
-            hidden = torch.cat(normed, dim=1)
-        return self.ops.linear(hidden, w.fc)
+        # Weakly: a cycle would keep the weights alive until the garbage collector comes by.
+        forward = weakref.WeakMethod(self._forward)
+        self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
 
     @torch.inference_mode()
     def forward(
-        self, features: Tensor, batch: Batch, cache: KVCache, window: int | None = None
+        self, x: Tensor, batch: Batch, cache: KVCache, window: int | None = None, *, captured: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Run the rows of `batch`, each a token with the feature [T, C] of the position before it.
+        """Run the rows of `batch`, each a token with the feature x [T, C] of the position before it.
 
-        Returns logits float32 [R, Vd] of `batch.logit_rows`, and the head's own features [T, C], which stand for the
-        target's where it goes on by itself. `window`: tokens that a row sees, itself among them.
+        `captured`: x [T, F] are the target's captured hidden states, of which features are to be made. `window`: tokens
+        that a row sees, itself among them. Returns logits float32 [R, Vd] of `batch.logit_rows`, and the head's own
+        features [T, C], which stand for the target's where it goes on by itself.
         """
-        w, c, ops = self.weights, self.config.layer, self.ops
-        third = w.feature_norm is not None
-        embedding = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
-        if w.feature_norm is not None:
-            normed = ops.rms_norm(features, w.feature_norm, c.rms_eps)
-            residual = normed if self.config.norm_before_residual else features
-            entering = torch.cat([ops.rms_norm(embedding, w.layer.input_norm, c.rms_eps), normed], dim=1)  # [T, 2 C]
-        else:
-            entering = residual = ops.linear(torch.cat([embedding, features], dim=1), w.fc, w.fc_bias)  # [T, C]
-        qkv = ops.linear(entering, w.layer.qkv, w.layer.qkv_bias)
-        x = self._attention(qkv, residual.contiguous(), batch, cache, window)
-        gate_up = ops.norm_linear(x, w.layer.post_norm, c.rms_eps, w.layer.gate_up, w.layer.gate_up_bias)  # [T, 2 I]
-        x = ops.silu_linear(gate_up, w.layer.down, w.layer.down_bias, residual=x)
-        if w.norm is None:
-            return ops.linear(x.index_select(0, batch.logit_rows), w.lm_head), x
-        logits = ops.norm_linear(x, w.norm, c.rms_eps, w.lm_head, rows=batch.logit_rows)
-        return logits, ops.rms_norm(x, w.norm, c.rms_eps) if third and self.config.norm_output else x
+        logits, features = self._run(batch, cache, (int(captured), window or 0), x)
+        assert features is not None
+        return logits, features
 
-    def _attention(self, qkv: Tensor, residual: Tensor, batch: Batch, cache: KVCache, window: int | None) -> Tensor:
-        """`residual` [T, C] plus what attention adds to it."""
+    def _features(self, ops: Ops, hidden: Tensor) -> Tensor:
+        """Features [T, C] of the target's captured hidden states [T, F]."""
+        w, eps = self.weights, self.config.layer.rms_eps
+        if w.target_norm is not None:
+            return ops.rms_norm(hidden, w.target_norm, self.target_eps)
+        if len(w.fc_norms) == 1 and self.config.norm_before_fc:
+            hidden = ops.rms_norm(hidden, w.fc_norms[0], eps)
+        elif w.fc_norms:
+            parts = hidden.chunk(len(w.fc_norms), dim=1)
+            hidden = ops.beside([ops.rms_norm(x, n, eps) for x, n in zip(parts, w.fc_norms, strict=True)])
+        return ops.linear(hidden, w.fc)
+
+    def _forward(
+        self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`forward`; `how`: captured or not, and the window (0: none)."""
+        w, eps = self.weights, self.config.layer.rms_eps
+        captured, window = how
+        features = self._features(ops, x) if captured else x
+        embedding = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
+        if w.norm is None or w.feature_norm is None:
+            residual = ops.linear(ops.beside([embedding, features]), w.fc, w.fc_bias)  # [T, C]
+            x = self._layer(ops, residual, residual, batch, cache, window)
+            return ops.linear(x, w.lm_head, rows=batch.logit_rows), ops.capture([x])
+        normed = ops.rms_norm(features, w.feature_norm, eps)
+        entering = ops.beside([ops.rms_norm(embedding, w.layer.input_norm, eps), normed])  # [T, 2 C]
+        x = self._layer(ops, entering, normed if self.config.norm_before_residual else features, batch, cache, window)
+        logits = ops.norm_linear(x, w.norm, eps, w.lm_head, rows=batch.logit_rows)
+        return logits, ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x])
+
+    def _layer(self, ops: Ops, entering: Tensor, residual: Tensor, batch: Batch, cache: KVCache, window: int) -> Tensor:
+        """The decoder layer: its attention reads `entering`, [T, C] or [T, 2 C], and adds to `residual` [T, C]."""
         c, w = self.config.layer, self.weights.layer
         kv = cache.layer(0)
+        qkv = ops.linear(entering, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
         norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-        q = self.ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, c.rms_eps)  # [T, H, D]
-        windows = [n for n in (window, c.windows[0]) if n is not None]
-        out = self.ops.attention(q, kv, batch, c.head_dim**-0.5, min(windows, default=None))  # [T, H, D]
-        return self.ops.linear(out.view(-1, c.num_heads * c.head_dim), w.o, w.o_bias, residual=residual)
+        q = ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, c.rms_eps)  # [T, H, D]
+        seen = min((n for n in (window, c.windows[0]) if n), default=None)
+        out = ops.attention(q, kv, batch, c.head_dim**-0.5, seen)  # [T, H, D]
+        x = ops.linear(out.view(-1, c.num_heads * c.head_dim), w.o, w.o_bias, residual=residual)
+        gate_up = ops.norm_linear(x, w.post_norm, c.rms_eps, w.gate_up, w.gate_up_bias)  # [T, 2 I]
+        return ops.silu_linear(gate_up, w.down, w.down_bias, residual=x)

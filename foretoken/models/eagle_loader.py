@@ -18,6 +18,7 @@ from foretoken.models.config import ModelConfig
 from foretoken.models.eagle import EagleHead, HeadWeights
 from foretoken.models.eagle_config import OPTIONAL, HeadConfig, expected_tensors, read_head_config
 from foretoken.models.llama import Llama
+from foretoken.models.vocabulary import take_rows
 from foretoken.models.weights import Progress, WeightReader, weight_bytes
 from foretoken.ops import Ops
 
@@ -50,7 +51,7 @@ def head_bytes(folder: Path, quant: QuantScheme, target: ModelConfig) -> tuple[M
     with open_head(folder) as (config, files, shapes, layer):
         config.check_target(target)
         _check_borrowed(folder, config, shapes)
-        _target_ids(folder, config, files)
+        target_ids(folder, config, files)
         dense = quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight"))
         return config.layer, weight_bytes(config.layer, files, quant, shapes), dense
 
@@ -92,7 +93,7 @@ def load_head(
             norm=reader.vector("norm.weight") if third else None,
             target_norm=None if third else target.weights.norm,
             lm_head=lm_head,
-            target_ids=_target_ids(folder, config, files),
+            target_ids=target_ids(folder, config, files),
             dense=quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight")),
         )
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
@@ -109,7 +110,7 @@ def _check_borrowed(folder: Path, config: HeadConfig, shapes: dict[str, tuple[in
             )
 
 
-def _target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
+def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
     """The target's token of each of the head's: i + d2t[i]. Raises ModelLoadError."""
     size, full = config.draft_vocab_size, config.layer.vocab_size
     if "d2t" not in files:
@@ -135,18 +136,6 @@ def _in_format(ops: Ops, w: QuantTensor, quant: QuantScheme) -> QuantTensor:
         for i in range(0, w.shape[0], CHUNK)
     ]
     return ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))
-
-
-def take_rows(ops: Ops, w: QuantTensor, rows: Tensor) -> QuantTensor:
-    """Rows [n] of a weight [O, K] as a weight [n, K]: the same values, in the same format where rows share nothing."""
-    plain = ops.unpack(w)
-    if all(part.shape[0] == w.shape[0] for part in plain.parts.values()):
-        parts = {name: part.index_select(0, rows) for name, part in plain.parts.items()}
-        taken = replace(plain, shape=(len(rows), w.shape[1]), parts=parts)
-    else:
-        dense = scheme.get(plain.format).decode_rows(plain, rows).bfloat16()
-        taken = scheme.get("bf16").encode(dense)
-    return ops.pack(taken)
 
 
 def with_vocabulary(head: EagleHead, ids: Tensor) -> EagleHead:

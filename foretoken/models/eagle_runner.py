@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.batch import Batch, Rows, build_batch
+from foretoken.batch import Batch, Rows, build_batch, int_tensors
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.eagle import EagleHead
@@ -17,12 +18,15 @@ from foretoken.request import Sequence
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes of one level of a sequence's tree: tokens, masks of cache places (their own and ancestors'), places."""
+    """Nodes of one depth of a sequence's tree: tokens [n], masks of cache places (their own and ancestors').
+
+    Their places in the cache are `first`, `first` + 1, and so on.
+    """
 
     holder: Sequence  # owns the blocks; all its rows are in the cache
     tokens: Seq[int]
     masks: Seq[int]
-    places: Seq[int]
+    first: int
 
 
 class HeadRunner:
@@ -43,11 +47,11 @@ class HeadRunner:
         """
         rows = [Rows(t, s.num_cached, [], [], s.blocks, wants_logits) for s, t in zip(holders, tokens, strict=True)]
         batch = build_batch(rows, self.cache.block_size, self.model.device)
-        features = self.model.features(torch.cat(list(hidden)))
-        logits, own = self.model.forward(features, batch, self.cache, self.window)
+        states = hidden[0] if len(hidden) == 1 else torch.cat(list(hidden))
+        logits, own = self.model.forward(states, batch, self.cache, self.window, captured=True)
         for s, t in zip(holders, tokens, strict=True):
             s.num_cached += len(t)
-        return logits, own.index_select(0, batch.row_offsets[1:] - 1)
+        return logits, own[-1:] if len(holders) == 1 else own.index_select(0, batch.row_offsets[1:] - 1)
 
     def expand(self, levels: Seq[Level], features: Tensor) -> tuple[Tensor, Tensor]:
         """Run one level of several trees; features [T, C] are those of the nodes' parents.
@@ -60,32 +64,35 @@ class HeadRunner:
 
     def _batch(self, levels: Seq[Level]) -> Batch:
         size = self.cache.block_size
+        width = max(len(level.holder.blocks) for level in levels)
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         masks: list[int] = []
+        tables: list[int] = []
         offsets = [0]
         for level in levels:
             known, blocks = level.holder.num_cached, level.holder.blocks
+            first, count = known + level.first, len(level.masks)
             tokens += level.tokens
-            positions += [known + mask.bit_count() - 1 for mask in level.masks]
-            slots += [blocks[i // size] * size + i % size for i in (known + p for p in level.places)]
-            masks += [m - (1 << 64) if m >> 63 else m for m in level.masks]  # int64 read as uint64
+            positions += [known + level.masks[0].bit_count() - 1] * count
+            slots += [blocks[i // size] * size + i % size for i in range(first, first + count)]
+            masks += level.masks
             offsets.append(len(tokens))
-        width = max(len(level.holder.blocks) for level in levels)
-        tables = [[*level.holder.blocks, *([0] * (width - len(level.holder.blocks)))] for level in levels]
-
-        def ints(values: Seq[int] | Seq[Seq[int]]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.model.device)
-
+            tables += blocks
+            tables += [0] * (width - len(blocks))
+        known_lengths = [level.holder.num_cached for level in levels]
+        rows = list(range(len(tokens)))
+        parts = (tokens, positions, slots, offsets, [0] * len(levels), known_lengths, tables, rows)
+        ints = int_tensors(parts, self.model.device)
         return Batch(
-            token_ids=ints(tokens),
-            positions=ints(positions),
-            slots=ints(slots),
-            row_offsets=ints(offsets),
-            num_pending=ints([0] * len(levels)),
-            kv_lens=ints([level.holder.num_cached for level in levels]),
-            block_tables=ints(tables),
-            tree_mask=torch.tensor(masks, dtype=torch.int64, device=self.model.device),
-            logit_rows=torch.arange(len(tokens), dtype=torch.int32, device=self.model.device),
+            token_ids=ints[0],
+            positions=ints[1],
+            slots=ints[2],
+            row_offsets=ints[3],
+            num_pending=ints[4],
+            kv_lens=ints[5],
+            block_tables=ints[6].view(len(levels), width),
+            tree_mask=torch.from_numpy(np.array(masks, np.uint64).view(np.int64)).to(self.model.device),
+            logit_rows=ints[7],
         )

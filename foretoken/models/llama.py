@@ -18,11 +18,20 @@ from foretoken.ops import Ops
 class Llama:
     """A decoder with its weights and the ops that run it; the batch and the cache arrive as arguments."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        max_model_len: int | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """`token_ids` int64 [n]: the tokens of the LM head's rows, where it has not one for each."""
         self.config = config
         self.weights = weights
         self.ops = ops
         self.device = weights.norm.device
+        self.token_ids = token_ids
         self.max_model_len = max_model_len or config.max_model_len
         self.rope = rope_table(config.rope, config.head_dim, self.max_model_len).to(self.device)
         # Weakly: a cycle would keep gigabytes of weights alive until the garbage collector comes by.
@@ -36,7 +45,11 @@ class Llama:
         Returns logits float32 [R, V] of `batch.logit_rows`, and, if `captures` names layers, what leaves those layers
         for every row, side by side: float32 [T, len(captures) * C].
         """
-        return self._run(batch, cache, captures)
+        logits, hidden = self._run(batch, cache, captures)
+        if self.token_ids is not None:
+            whole = logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf)
+            logits = whole.index_copy_(1, self.token_ids, logits)
+        return logits, hidden
 
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]

@@ -19,13 +19,18 @@ from foretoken.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from foretoken.models.gguf.source import GGUFCheckpoint
 
-EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft"}
+EMBEDDED = {
+    "embedded": "target",
+    "embedded-target": "target",
+    "embedded-draft": "draft",
+    "embedded-head": "head",
+}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # other layouts of the same weights: a second download of gigabytes
 
 
 def resolve_model(name: str) -> Path:
-    """Folder or GGUF file of a model: "embedded", "embedded-draft", a local one, or a hub id (then it is downloaded).
+    """Folder or GGUF file of a model: one of EMBEDDED, a local one, or a hub id (then it is downloaded).
 
     A folder without config.json that holds one GGUF file is that file; `org/name/file.gguf` is a file on the hub.
     Raises ModelLoadError where there is none.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,8 +32,16 @@ class Output:
     wants_logits: list[bool]
 
 
+def _nothing(seq: Sequence) -> tuple[int, int]:
+    return 0, 0
+
+
 class ModelRunner:
-    """Runs the rows of sequences through a model. `captures`: layers whose hidden states `forward` keeps."""
+    """Runs the rows of sequences through a model. `captures`: layers whose hidden states `forward` keeps.
+
+    `unseen(seq)`: blocks first .. end of a sequence, all cached, that its rows do not attend to; none for a model whose
+    text counts.
+    """
 
     def __init__(
         self, model: Llama, cache: KVCache, captures: tuple[int, ...] = (), blocks: BlockManager | None = None
@@ -43,6 +51,7 @@ class ModelRunner:
         self.cache = cache
         self.blocks = blocks or BlockManager(cache.num_blocks, cache.block_size)
         self.captures = captures
+        self.unseen: Callable[[Sequence], tuple[int, int]] = _nothing
 
     def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int]) -> Output:
         """One pass: the first num_pending[b] pending tokens of each sequence, then its draft nodes.
@@ -57,7 +66,8 @@ class ModelRunner:
             end = seq.num_cached + num_pending[b]
             complete = end == len(seq)
             assert complete or not nodes, "a draft needs all pending tokens in the pass"
-            rows.append(Rows(seq.token_ids[seq.num_cached : end], seq.num_cached, nodes, parents, seq.blocks, complete))
+            pending, unseen = seq.token_ids[seq.num_cached : end], self.unseen(seq)
+            rows.append(Rows(pending, seq.num_cached, nodes, parents, seq.blocks, complete, unseen))
             offsets.append(offsets[-1] + num_pending[b] + len(nodes))
         batch = build_batch(rows, self.cache.block_size, self.model.device)
         logits, hidden = self.model.forward(batch, self.cache, self.captures)

@@ -14,20 +14,25 @@ from torch import Tensor
 from foretoken.errors import ModelSaveError
 from foretoken.models.config import ModelConfig
 from foretoken.models.save import SHARD, name_files, safetensors_head, write_file
-from foretoken.models.weights import Progress, Source, expected_shapes
+from foretoken.models.weights import Progress, Shapes, Source, expected_shapes
 
 CHUNK = 1 << 20  # values that are in memory at one time
 SPARE = 64 << 20  # bytes that a disk must have beyond the tensors: tokenizer, indices, and the file system's own
 
 
 def stream_weights(
-    folder: Path, config: ModelConfig, source: Source, progress: Progress | None = None, shard_bytes: int = SHARD
+    folder: Path,
+    config: ModelConfig,
+    source: Source,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD,
+    shapes: Shapes | None = None,
 ) -> None:
     """Write every tensor of a model to safetensors files of at most `shard_bytes` (or one tensor, if that is larger).
 
-    `progress(done, total)` counts values.
+    `progress(done, total)` counts values. `shapes`: of the tensors, where they are not a whole model's (but a head's).
     """
-    shapes = expected_shapes(config)
+    shapes = shapes or expected_shapes(config)
     total, done = sum(math.prod(s) for s in shapes.values()), 0
 
     def pieces(names: list[str]) -> Iterator[memoryview]:
@@ -45,7 +50,7 @@ def stream_weights(
         names.sort(key=lambda n: -source.dtype(n).itemsize)  # wide types first, so that all lie aligned
         write_file(path, [safetensors_head((n, source.dtype(n), shapes[n]) for n in names)], pieces(names))
         files.append((path, names))
-    name_files(folder, files, num_bytes(config, source))
+    name_files(folder, files, num_bytes(config, source, shapes))
 
 
 def _rows(name: str, shape: tuple[int, ...], source: Source) -> Iterator[Tensor]:
@@ -70,9 +75,9 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], source: Source, most: int) ->
     yield names
 
 
-def num_bytes(config: ModelConfig, source: Source) -> int:
-    """What the tensors of a model take in a file."""
-    return sum(math.prod(s) * source.dtype(n).itemsize for n, s in expected_shapes(config).items())
+def num_bytes(config: ModelConfig, source: Source, shapes: Shapes | None = None) -> int:
+    """What the tensors of a model take in a file; `shapes` as above."""
+    return sum(math.prod(s) * source.dtype(n).itemsize for n, s in (shapes or expected_shapes(config)).items())
 
 
 def check_room(out: Path, needed: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
 from foretoken.models.llama import Llama
-from foretoken.models.weights import Progress, expected_shapes, read_weights
+from foretoken.models.weights import Progress, Shapes, expected_shapes, read_weights
 from foretoken.ops import Ops
 
 NOISE = 4_194_301  # values of the one block that all weights are cut from; a prime: rows repeat after that many only
@@ -20,8 +20,11 @@ NOISE = 4_194_301  # values of the one block that all weights are cut from; a pr
 class RandomCheckpoint:
     """A `Source` that gives each matrix of a config as normal noise of variance 1/K, norms as ones, biases as zeros."""
 
-    def __init__(self, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._shapes = expected_shapes(config)
+    def __init__(
+        self, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16, shapes: Shapes | None = None
+    ) -> None:
+        """`shapes`: of the tensors, where they are not a whole model's (a draft head's)."""
+        self._shapes = expected_shapes(config) if shapes is None else shapes
         self._seed = seed
         self._dtype = dtype
         self._scaled: dict[int, Tensor] = {}  # by K

@@ -12,6 +12,7 @@ and packs at once. With `replayer` it may record a forward pass and replay it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence as Seq
 from functools import cache, partial
 from types import ModuleType
@@ -81,7 +82,11 @@ class Ops:
 
     def capture(self, hidden: Seq[Tensor]) -> Tensor:
         """Hidden states [T, C] of several layers side by side: [T, len(hidden) * C]."""
-        return torch.cat(list(hidden), dim=1)
+        return self.beside(hidden)
+
+    def beside(self, parts: Seq[Tensor]) -> Tensor:
+        """x [T, K] of several side by side."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
     # --- weights ---
 
@@ -117,11 +122,14 @@ class Ops:
         w: QuantTensor | tuple[QuantTensor, ...],
         bias: Tensor | None = None,
         residual: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-        The products of several w stand side by side; these take no residual.
+        Of the rows `rows` int32 [R] of x alone where given. The products of several w stand side by side; these take
+        no residual.
         """
+        x = x if rows is None else x.index_select(0, rows)
         if isinstance(w, tuple):
             assert residual is None
             return torch.cat([self.linear(x, p, b) for p, b in by_part(w, bias)], dim=1)
@@ -229,7 +237,30 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
 def set_num_threads(threads: int) -> None:
     """Threads of every backend that counts them, and of PyTorch."""
     torch.set_num_threads(threads)
-    if "cpu" in registry.names("ops"):
-        module = registry.load("ops", "cpu")
-        if module.unavailable() is None:
-            module.set_num_threads(threads)
+    if (module := _native()) is not None:
+        module.set_num_threads(threads)
+
+
+def num_threads() -> int:
+    """Threads that a call may use, of the native kernels where they run here, else of PyTorch."""
+    module = _native()
+    return torch.get_num_threads() if module is None else int(module.num_threads())
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use, as far as that is known."""
+    module = _native()
+    return (os.cpu_count() or 1) if module is None else int(module.available_cores())
+
+
+def limit_threads(threads: int) -> None:
+    """Let calls of the thread that calls this use at most so many of the native kernels' threads; 0: no limit."""
+    if (module := _native()) is not None:
+        module.limit_threads(threads)
+
+
+def _native() -> ModuleType | None:
+    if "cpu" not in registry.names("ops"):
+        return None
+    module = registry.load("ops", "cpu")
+    return module if module.unavailable() is None else None

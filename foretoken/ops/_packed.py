@@ -30,11 +30,15 @@ SERVED: dict[tuple[str, str | None], int] = {
     ("mxfp4", None): 8,
     ("qoq", None): 4,  # int4's products, with float32 scales
     ("qoq", "int8"): 4,
+    ("int8n", "int8"): 9,  # in two planes
+    ("int8n", None): 3,  # in whole bytes, as int8
 }  # (format, activations) that kernels take packed: enum Format
 ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
 _NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq"})
+_NESTED = ("int8n", "int8")  # nibbles too: a plane of upper halves, a plane of lower ones
 _PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed by pairs of columns
 _ZEROS = frozenset({"int4", "int8", "qoq"})  # may have zero points
+_ENCODED = ("int4", "int8", "int8n")  # rounded and packed at once, for int8 activations
 _MAX_DEPTH = 1 << 17  # sums of a group's codes stay exact in 32 bits
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
 
@@ -45,7 +49,7 @@ def _sizes(w: QuantTensor) -> tuple[int, int, int, int]:
         -(-w.shape[0] // ROWS_PER_PACK),
         -(-w.shape[1] // 8) * 8,
         w.shape[1] // w.group,
-        8 if w.format in _NIBBLES else 2 if w.format in _PAIRS else 4,
+        8 if w.format in _NIBBLES or (w.format, w.activations) == _NESTED else 2 if w.format in _PAIRS else 4,
     )
 
 
@@ -72,9 +76,27 @@ def _pack_pairs(w: QuantTensor) -> QuantTensor:
 
 
 def _codes(w: QuantTensor) -> tuple[str, Tensor]:
-    """The part with the numbers, and its name."""
-    name = "codes" if "codes" in w.parts else "weight"
+    """The part with the numbers, and its name; of numbers in two planes, the first."""
+    name = next(n for n in ("codes", "high", "weight") if n in w.parts)
     return name, w.parts[name]
+
+
+def _pack_planes(w: QuantTensor) -> QuantTensor:
+    """int8n: the nibbles of code + 136, which are both halves plus 8; a view of the upper halves has one plane."""
+    name, codes = _codes(w)
+    if codes.dtype is not torch.int8 or not codes.is_cpu or tuple(codes.shape) != w.shape:
+        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
+    both = codes.contiguous().view(torch.uint8) + 136  # modulo 256
+    parts = {"high": _plane(both >> 4, w)} | ({"low": _plane(both, w)} if name == "codes" else {})
+    scales = _by_block(w.parts["scales"].reshape(w.shape[0], -1), _sizes(w)[0], 0)
+    return replace(w, parts={**parts, "scales": scales}, layout="cpu")
+
+
+def _plane(codes: Tensor, w: QuantTensor) -> Tensor:
+    """The lower halves of codes uint8 [O, K] in blocks."""
+    packed = roomy(_codes_shape(w), torch.uint8)
+    _native.pack_codes(codes.data_ptr(), packed.data_ptr(), 0, *w.shape, _sizes(w)[2], w.shape[1], True)
+    return packed
 
 
 def _by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
@@ -102,6 +124,10 @@ def pack(w: QuantTensor) -> QuantTensor:
     blocks, _, groups, columns = _sizes(w)
     if columns == 2:
         return _pack_pairs(w)
+    if (w.format, w.activations) == _NESTED:
+        return _pack_planes(w)
+    if "codes" not in w.parts:
+        return w
     codes, zeros = w.parts["codes"].contiguous(), w.parts.get("zeros")
     if codes.element_size() != 1 or not codes.is_cpu or tuple(codes.shape) != w.shape:
         raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
@@ -127,7 +153,7 @@ def pack(w: QuantTensor) -> QuantTensor:
 def encode_by(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
     """weight [O, K] stored by `quant` and packed in one pass; None for what `encode` does not take."""
     name, depth = quant.format_for(weight.dtype), weight.shape[1]
-    if quant.activations != "int8" or name not in ("int4", "int8") or weight.dtype not in _SCALES:
+    if quant.activations != "int8" or name not in _ENCODED or weight.dtype not in _SCALES:
         return None
     if not weight.is_cpu or weight.stride(1) != 1:
         return None
@@ -139,14 +165,14 @@ def encode_by(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
 
 
 def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool = True) -> QuantTensor:
-    """weight [O, K] in int8 or int4 with int8 activations, rounded and packed in one pass; float32, bf16 or fp16 in.
+    """weight [O, K] in int8, int4 or int8n with int8 activations, rounded and packed at once; fp32, bf16 or fp16 in.
 
     Bit for bit pack of the format's own encoding: int8 without a group has float32 scales, all else bfloat16 ones.
     Raises ValueError for a group that does not divide K or that no kernel takes.
     """
     outputs, depth = weight.shape
     columns = group or depth
-    if weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1 or name not in ("int4", "int8"):
+    if weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1 or name not in _ENCODED:
         raise ValueError(f"a weight {weight.dtype}, {weight.stride()} cannot be stored in {name!r} here")
     if (
         depth % columns
@@ -156,11 +182,15 @@ def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool 
     ):
         raise ValueError(f"no kernel takes {name} with groups of {group} in rows of {depth}; choose 32, 64 or 128")
     blocks, groups, wide = -(-outputs // ROWS_PER_PACK), depth // columns, name == "int8" and group is None
-    step = 8 if name in _NIBBLES else 4
+    nested = name == _NESTED[0]
+    step, first = 8 if nested or name in _NIBBLES else 4, "high" if nested else "codes"
+    codes = (blocks, -(-depth // 8) * 8 // step, 2, 16, 4)
     parts = {
-        "codes": roomy((blocks, -(-depth // 8) * 8 // step, 2, 16, 4), torch.uint8),
+        first: roomy(codes, torch.uint8),
         "scales": roomy((blocks, groups, ROWS_PER_PACK), torch.float32 if wide else torch.bfloat16),
     }
+    if nested:
+        parts["low"] = roomy(codes, torch.uint8)
     if not symmetric:
         parts["zeros"] = roomy((blocks, groups, ROWS_PER_PACK), torch.uint8)
     _native.encode_packed(
@@ -173,9 +203,10 @@ def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool 
         step == 8,
         not symmetric,
         wide,
-        parts["codes"].data_ptr(),
+        parts[first].data_ptr(),
         parts["scales"].data_ptr(),
         0 if symmetric else parts["zeros"].data_ptr(),
+        parts["low"].data_ptr() if nested else 0,
     )
     return QuantTensor(name, (outputs, depth), parts, "int8", "cpu")
 
@@ -185,14 +216,26 @@ def unpack(w: QuantTensor) -> QuantTensor:
     describe(w)  # for its checks
     columns, (key, packed) = _sizes(w)[3], _codes(w)
     codes = torch.empty(w.shape, dtype=torch.int8 if columns == 4 else packed.dtype)
-    if columns == 2:
+    if (w.format, w.activations) == _NESTED:
+        key, codes = _join_planes(w)
+    elif columns == 2:
         _native.unpack_pairs(packed.data_ptr(), codes.data_ptr(), *w.shape, codes.element_size())
     else:
         _native.unpack_codes(packed.data_ptr(), codes.data_ptr(), *w.shape, columns == 8)
     parts = {key: codes}
-    for name in w.parts.keys() - {key, "nans"}:
+    for name in w.parts.keys() - {key, "high", "low", "nans"}:
         parts[name] = w.parts[name].transpose(1, 2).flatten(0, 1)[: w.shape[0]].contiguous()
     return replace(w, parts=parts, layout="plain")
+
+
+def _join_planes(w: QuantTensor) -> tuple[str, Tensor]:
+    """int8n's codes [O, K] from its planes, and their name; of a view, the upper halves with lower ones of 0."""
+    both = torch.full(w.shape, 8, dtype=torch.uint8)
+    if "low" in w.parts:
+        _native.unpack_codes(w.parts["low"].data_ptr(), both.data_ptr(), *w.shape, True)
+    high = torch.empty_like(both)
+    _native.unpack_codes(w.parts["high"].data_ptr(), high.data_ptr(), *w.shape, True)
+    return "codes" if "low" in w.parts else "high", ((high << 4 | both) - 136).view(torch.int8)
 
 
 def _kind(w: QuantTensor) -> tuple[object, ...]:
@@ -226,7 +269,9 @@ def describe(w: QuantTensor) -> _native.Weight:
     wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
         name: (_codes_shape(w), (torch.bfloat16 if name == "weight" else torch.uint8,))
     }
-    if name == "codes":
+    if "low" in w.parts:
+        wanted["low"] = wanted[name]
+    if name != "weight":
         wanted["scales"] = (blocks, groups, ROWS_PER_PACK), tuple(_SCALES)
     marks = "nans" if w.format == "fp8_e4m3" else "zeros"
     if marks in w.parts:
@@ -251,4 +296,5 @@ def describe(w: QuantTensor) -> _native.Weight:
         0 if scales is None else scales.data_ptr(),
         0 if scales is None else _SCALES[scales.dtype],
         w.parts[marks].data_ptr() if marks in w.parts else 0,
+        w.parts["low"].data_ptr() if "low" in w.parts else 0,
     )

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,11 +59,33 @@ class Pool:
             del self._free[0]
 
 
-class Recorder:
-    """Has the ops that a model calls; each adds a step to the plan and returns a buffer for its result."""
+Between = Callable[[int], None]  # runs between two plans of a pass, for so many rows
 
-    def __init__(self, plan: _native.Plan, pool: Pool) -> None:
-        self._target = cpu.Target(plan, pool.take)
+
+class Recorder:
+    """Has the ops that a model calls; each adds a step to the plan and returns a buffer for its result.
+
+    `parts`: a plan, or several with what no plan has a step for between them.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.parts: list[_native.Plan | Between] = []
+        self._pool = pool
+        self._open()
+
+    def _open(self) -> None:
+        """Record into a new plan from here on."""
+        plan = cpu.native_plan()
+        self.parts.append(plan)
+        self._target = cpu.Target(plan, self._pool.take)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not weight.is_contiguous():
+            raise NotRecordableError("a norm that is no contiguous tensor")
+        out = self._target.empty(x.shape[0], x.shape[1])
+        self.parts.append(cpu.norm_call(x, weight, eps, out))
+        self._open()
+        return out
 
     def _served(self, w: QuantTensor, *vectors: Tensor | None) -> None:
         if not cpu.serves(w):
@@ -82,9 +104,18 @@ class Recorder:
         self._served(w)
         return cpu.embedding(token_ids, w, self._target)
 
-    def linear(self, x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        w: QuantTensor | tuple[QuantTensor, ...],
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(w, tuple):
+            return self.beside([self.linear(x, p, b) for p, b in by_part(w, bias)])
         self._served(w, bias)
-        return cpu.linear(x, w, bias, residual, self._target)
+        return cpu.linear(x, w, bias, residual, self._target, rows)
 
     def norm_linear(
         self,
@@ -96,7 +127,7 @@ class Recorder:
         rows: Tensor | None = None,
     ) -> Tensor:
         if isinstance(w, tuple):
-            return self._join([self.norm_linear(x, norm, eps, p, b, rows) for p, b in by_part(w, bias)])
+            return self.beside([self.norm_linear(x, norm, eps, p, b, rows) for p, b in by_part(w, bias)])
         self._served(w, norm, bias)
         return cpu.norm_linear(x, norm, eps, w, bias, rows, self._target)
 
@@ -123,8 +154,8 @@ class Recorder:
         self._cached(layer)
         return cpu.attention(q, layer, batch, scale, window, self._target)
 
-    def _join(self, parts: Seq[Tensor]) -> Tensor:
-        """Steps that write x [T, O] of several products side by side."""
+    def beside(self, parts: Seq[Tensor]) -> Tensor:
+        """Steps that write x [T, O] of several side by side."""
         out = self._target.empty(parts[0].shape[0], sum(x.shape[1] for x in parts))
         self._side_by_side(parts, out.shape[1], out.data_ptr())
         return out
@@ -146,30 +177,44 @@ class Recorder:
 class Recorded:
     """A plan with what it needs to live: buffers and the shapes of its results."""
 
-    def __init__(self, forward: Forward, cache: Any, captures: tuple[int, ...], capacity: int) -> None:
+    def __init__(
+        self, forward: Forward, cache: Any, captures: tuple[int, ...], capacity: int, widths: Seq[int] = ()
+    ) -> None:
+        """`widths`: of the inputs [T, width] that a pass has beside its batch; they are copied to where steps read."""
         self.capacity = capacity
-        self.plan = cpu.native_plan()
         self._buffers = Pool()  # the plan's own: steps write here in every pass
         blank = torch.zeros(capacity, dtype=torch.int32)
         one = torch.zeros(1, dtype=torch.int32)
         batch = Batch(blank, blank, blank, torch.zeros(2, dtype=torch.int32), one, one, one[None], None, one)
-        logits, hidden = forward(Recorder(self.plan, self._buffers), batch, cache, captures)
+        inputs = [self._buffers.take(capacity, width) for width in widths]
+        recorder = Recorder(self._buffers)
+        logits, hidden = forward(recorder, batch, cache, captures, *inputs)
+        self._parts = [part for part in recorder.parts if callable(part) or len(part)]
+        self._inputs = [x.numpy() for x in inputs]
         self.logit_width = logits.shape[1]
         self.hidden_width = 0 if hidden is None else hidden.shape[1]
 
-    def run(self, batch: Batch, results: Pool) -> tuple[Tensor, Tensor | None]:
+    @property
+    def plan(self) -> _native.Plan:
+        """The last of its plans; mostly there is one."""
+        return next(part for part in reversed(self._parts) if not callable(part))
+
+    def run(self, batch: Batch, results: Pool, inputs: Seq[Tensor] = ()) -> tuple[Tensor, Tensor | None]:
         """Replay: logits float32 [R, V] and hidden float32 [T, ...] of the captured layers, in buffers of `results`."""
         rows, num_logit_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         logits = results.take(num_logit_rows, self.logit_width)
         hidden = results.take(rows, self.hidden_width) if self.hidden_width else None
         mask = batch.tree_mask
-        self.plan.run(
+        for buffer, x in zip(self._inputs, inputs, strict=True):
+            buffer[:rows] = x.numpy()
+        values = (
             rows,
             batch.num_pending.shape[0],
             num_logit_rows,
             batch.block_tables.shape[1],
             batch.token_ids.data_ptr(),
             batch.positions.data_ptr(),
+            (batch.positions if batch.key_positions is None else batch.key_positions).data_ptr(),
             batch.slots.data_ptr(),
             batch.row_offsets.data_ptr(),
             batch.kv_lens.data_ptr(),
@@ -179,11 +224,19 @@ class Recorded:
             logits.data_ptr(),
             0 if hidden is None else hidden.data_ptr(),
         )
+        for part in self._parts:
+            if callable(part):
+                part(rows)
+            else:
+                part.run(*values)
         return logits, hidden
 
 
 class Replay:
-    """A model's forward pass through plans: one for each cache and choice of captured layers."""
+    """A model's forward pass through plans: one for each cache and choice of captured layers.
+
+    `inputs` of a pass, float32 [T, width] each, go to `forward` after its other arguments; widths never change.
+    """
 
     def __init__(self, forward: Forward, ops: Ops) -> None:
         self._forward = forward
@@ -194,19 +247,21 @@ class Replay:
             weakref.WeakKeyDictionary()
         )
 
-    def __call__(self, batch: Batch, cache: Any, captures: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         # The buffers serve one pass at a time; whoever comes meanwhile computes op by op.
         if not _laid_out(batch) or not self._busy.acquire(blocking=False):
-            return self._forward(self._ops, batch, cache, captures)
+            return self._forward(self._ops, batch, cache, captures, *inputs)
         try:
-            recorded = self.recorded(batch.num_rows, cache, captures)
+            recorded = self.recorded(batch.num_rows, cache, captures, [x.shape[1] for x in inputs])
             if recorded is not None:
-                return recorded.run(batch, self._results)
+                return recorded.run(batch, self._results, inputs)
         finally:
             self._busy.release()
-        return self._forward(self._ops, batch, cache, captures)
+        return self._forward(self._ops, batch, cache, captures, *inputs)
 
-    def recorded(self, rows: int, cache: Any, captures: tuple[int, ...]) -> Recorded | None:
+    def recorded(self, rows: int, cache: Any, captures: tuple[int, ...], widths: Seq[int] = ()) -> Recorded | None:
         """The plan for that many rows, recorded if need be; None if the pass cannot be recorded."""
         plans = self._plans.setdefault(cache, {})
         known = plans.get(captures)
@@ -214,7 +269,7 @@ class Replay:
             return known
         capacity = max(SMALLEST_CAPACITY, 1 << (rows - 1).bit_length())
         try:
-            plans[captures] = Recorded(self._forward, cache, captures, capacity)
+            plans[captures] = Recorded(self._forward, cache, captures, capacity, widths)
         except NotRecordableError as reason:
             log.info("no plan replay: the pass uses %s", reason)
             plans[captures] = None
@@ -225,11 +280,18 @@ def _laid_out(batch: Batch) -> bool:
     """Whether the batch is what build_batch makes: contiguous int32 (mask: int64) of matching lengths, on the CPU."""
     rows = batch.token_ids.shape[0]
     num_seqs = batch.num_pending.shape[0]
-    ints = (batch.token_ids, batch.positions, batch.slots, batch.row_offsets, batch.kv_lens, batch.logit_rows)
+    at = batch.positions if batch.key_positions is None else batch.key_positions
+    ints = (batch.token_ids, batch.positions, at, batch.slots, batch.row_offsets, batch.kv_lens, batch.logit_rows)
     if any(x.dtype is not torch.int32 or not x.is_contiguous() for x in (*ints, batch.block_tables)):
         return False
     mask = batch.tree_mask
     if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
         return False
-    lengths = (batch.positions.shape[0], batch.slots.shape[0], batch.row_offsets.shape[0], batch.kv_lens.shape[0])
-    return lengths == (rows, rows, num_seqs + 1, num_seqs) and batch.block_tables.shape[0] == num_seqs
+    lengths = (
+        batch.positions.shape[0],
+        at.shape[0],
+        batch.slots.shape[0],
+        batch.row_offsets.shape[0],
+        batch.kv_lens.shape[0],
+    )
+    return lengths == (rows, rows, rows, num_seqs + 1, num_seqs) and batch.block_tables.shape[0] == num_seqs

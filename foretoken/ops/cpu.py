@@ -78,6 +78,24 @@ def set_num_threads(threads: int) -> None:
         raise ConfigError(str(error)) from error
 
 
+def num_threads() -> int:
+    """Threads that a call of this thread may use."""
+    return _native.num_threads()
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use: its affinity mask, at most its cgroup's quota."""
+    return _native.available_cores()
+
+
+def limit_threads(threads: int) -> None:
+    """Let calls of this thread use at most so many threads, which then are its own; 0: no limit. Raises ConfigError."""
+    try:
+        _native.limit_threads(threads)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 class Target(NamedTuple):
     """Where ops go: `calls` has the native functions, or a Plan that records them; `empty` makes room for results."""
 
@@ -148,7 +166,9 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
     if weight.stride(1) != 1 or tuple(weight.shape) != w.shape:
         raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
     outputs, depth = w.shape
-    return _native.Weight(_CODES[w.format], False, outputs, depth, depth, weight.stride(0), weight.data_ptr(), 0, 0, 0)
+    return _native.Weight(
+        _CODES[w.format], False, outputs, depth, depth, weight.stride(0), weight.data_ptr(), 0, 0, 0, 0
+    )
 
 
 def embedding(token_ids: Tensor, w: QuantTensor, on: Target = _NOW) -> Tensor:
@@ -215,15 +235,20 @@ def _product(
 
 
 def linear(
-    x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
+    x: Tensor,
+    w: QuantTensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    on: Target = _NOW,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-    Rows for fp8 activations are rounded here, which no plan can record.
+    Of the rows `rows` [R] of x alone where given. Rows for fp8 activations are rounded here, which no plan can record.
     """
     if w.activations == "fp8":
         x = round_rows(x, w.group)
-    return _product(_PLAIN, x, w, bias, residual, on=on)
+    return _product(_PLAIN, x, w, bias, residual, index=rows, on=on)
 
 
 def norm_linear(
@@ -258,6 +283,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(rows, width, dtype=_F32)
     _native.rms_norm(x.data_ptr(), _row_stride(x), weight.data_ptr(), eps, out.data_ptr(), rows, width)
     return out
+
+
+def norm_call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callable[[int], None]:
+    """rms_norm of the first rows of x [T, C] into `out`, to be called with their number as often as wanted."""
+    x_at, stride, width = x.data_ptr(), _row_stride(x), x.shape[1]
+    _fit("norm weight", weight.shape[0], width)
+    weight_at, out_at = weight.data_ptr(), out.data_ptr()
+    return lambda rows: _native.rms_norm(x_at, stride, weight_at, eps, out_at, rows, width)
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
@@ -398,7 +431,8 @@ def attention(
         raise ValueError(
             f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)} (head dim at most {_MAX_DIM})"
         )
-    positions, offsets, kv_lens = _ints(batch.positions), _ints(batch.row_offsets), _ints(batch.kv_lens)
+    at = batch.positions if batch.key_positions is None else batch.key_positions
+    positions, offsets, kv_lens = _ints(at), _ints(batch.row_offsets), _ints(batch.kv_lens)
     tables, mask = _ints(batch.block_tables), batch.tree_mask
     num_seqs, table_width = tables.shape
     if positions.shape[0] != rows or offsets.shape[0] != num_seqs + 1 or kv_lens.shape[0] != num_seqs:

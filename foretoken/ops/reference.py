@@ -8,6 +8,7 @@ matrix-vector product changes them with the number of threads too, so the refere
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,14 +31,18 @@ def unavailable() -> str | None:
     return None
 
 
+_alone = threading.RLock()  # the setting is the process's, and a drafter may compute beside its target
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
+    with _alone:
+        count = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(count)
 
 
 @_one_thread()
@@ -164,6 +169,7 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     fmt = scheme.kv_format(layer.format)
     block_size = layer.k.shape[1]
+    positions = batch.positions if batch.key_positions is None else batch.key_positions
     rows = _flat(layer)
     k_scales, v_scales = (rows[2], rows[3]) if len(rows) == 4 else (None, None)
     for b in range(batch.num_seqs):
@@ -172,7 +178,7 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
         kv_len, num_pending = int(batch.kv_lens[b]), int(batch.num_pending[b])
         for t in range(begin, end):
             if t < begin + num_pending:
-                index = torch.arange(int(batch.positions[t]) + 1, device=q.device)
+                index = torch.arange(int(positions[t]) + 1, device=q.device)
             else:
                 assert batch.tree_mask is not None
                 mask = int(batch.tree_mask[t])

@@ -25,6 +25,9 @@ def possible_codes(q: QuantTensor) -> Tensor:
     bits = getattr(formats.get(q.format), "bits", None)
     if codes is None or codes.shape != q.shape or bits is None:
         raise ConfigError(f"format {q.format!r} cannot be rounded column by column; take --method rtn or awq for it")
+    own: range | None = getattr(formats.get(q.format), "codes", None)
+    if own is not None:
+        return torch.tensor(own).to(codes.dtype)
     if codes.dtype == torch.int8:
         return torch.arange(1 - 2 ** (bits - 1), 2 ** (bits - 1)).to(torch.int8)
     return torch.arange(2**bits).to(codes.dtype)

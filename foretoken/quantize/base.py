@@ -68,12 +68,13 @@ class Quantizer:
     """One way to choose codes. `prepare` may rewrite a layer as long as it computes the same; `quantize` rounds.
 
     `needs`: "hessian" where it cannot work without calibration. `rounds`: whether `quantize` is its own. `first`:
-    whether it must stand before the others.
+    whether it must stand before the others. `turns`: whether it mixes the dimensions of the residual stream.
     """
 
     needs: frozenset[str] = frozenset()
     rounds = False
     first = False
+    turns = False
     unties = False  # embedding and head part ways
 
     @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Rotate(Quantizer):
     """With tied embeddings the head becomes a matrix of its own: only it takes the last norm."""
 
     first = True
+    turns = True
     unties = True
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:

@@ -17,7 +17,7 @@ from foretoken import __version__
 from foretoken.errors import ConfigError
 from foretoken.formats import scheme as formats
 from foretoken.formats.scheme import DENSE, QuantScheme, QuantTensor
-from foretoken.models.config import ModelConfig, read_config
+from foretoken.models.config import ModelConfig, read_config, read_json
 from foretoken.models.loader import load_tokenizer, open_checkpoint, resolve_model
 from foretoken.models.save import check_destination, save_quantized
 from foretoken.models.weights import Source, expected_shapes
@@ -88,6 +88,7 @@ def quantize(plan: Plan, report: Report | None = None) -> Result:
     folder = resolve_model(plan.model)
     check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # not found out at the end
     config = read_config(folder)
+    _check_twin(folder, plan, pipeline)
     calibration = None
     if plan.calibration is not None:
         tokenizer = load_tokenizer(folder)
@@ -119,6 +120,16 @@ def check(plan: Plan, scheme: QuantScheme, pipeline: Pipeline) -> None:
             raise ConfigError(f"a budget is a number of bits a weight, e.g. 4.5; got {plan.budget:g}")
     if not 0 <= plan.seed < 2**63:
         raise ConfigError(f"the seed is a number from 0 to 2^63 - 1; got {plan.seed}")
+
+
+def _check_twin(folder: Path, plan: Plan, pipeline: Pipeline) -> None:
+    """Raise ConfigError where a twin's padding tokens would begin to win: their constant drowns in a turned stream."""
+    record = folder / "twin.json"
+    if any(m.turns for m in pipeline.methods) and record.exists() and read_json(record).get("constant") is not None:
+        raise ConfigError(
+            f"{plan.model} is a twin with padding tokens, which method {pipeline.text!r} would let win; take another "
+            "method, or a twin of a shape with the source's own vocabulary"
+        )
 
 
 def _check_tokens(calibration: Calibration, config: ModelConfig, path: Path) -> None:

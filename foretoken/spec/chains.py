@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
 
 from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence
 from foretoken.spec.draft import Draft
 from foretoken.spec.length import LengthPolicy
 from foretoken.spec.sampling import FAILED, choose, plain_greedy, probability
+
+
+@dataclass
+class Chain:
+    """Tokens guessed after a sequence, the probabilities of the paths to them, and whether there is no more to say."""
+
+    tokens: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        if length < len(self.tokens):
+            del self.tokens[length:], self.sure[length:]
+            self.ended = False
 
 
 def write_chains(
@@ -19,30 +35,51 @@ def write_chains(
     vocab_limit: int,
     prepare: Callable[[Seq[Sequence]], None] | None = None,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Let the model go on after each of `shadows` for num_draft[b] tokens, which they keep; chains and confidence.
+    """Let the model go on after each of `shadows` for num_draft[b] tokens, which they keep; chains and confidence."""
+    chains = [Chain() for _ in shadows]
+    extend_chains(runner, shadows, chains, num_draft, policy, vocab_limit, prepare)
+    return [c.tokens for c in chains], [c.sure for c in chains]
+
+
+def extend_chains(
+    runner: ModelRunner,
+    shadows: Seq[Sequence],
+    chains: Seq[Chain],
+    lengths: Seq[int],
+    policy: LengthPolicy,
+    vocab_limit: int,
+    prepare: Callable[[Seq[Sequence]], None] | None = None,
+    going: Callable[[], bool] = lambda: True,
+) -> None:
+    """Let the model write on at each of `chains`, which its shadow ends with, up to lengths[b] tokens in all.
+
+    Confidence is of whole paths: the product of the tokens' probabilities up to each.
 
     A chain ends early where `policy` says so, at the model's context, and before a token from `vocab_limit` on. The
-    noise is the target's own (coupled sampling). `prepare(shadows)` runs before each pass.
+    noise is the target's own (coupled sampling). `prepare(shadows)` runs before each pass. No pass begins once
+    `going()` is false.
     """
-    chains: list[list[int]] = [[] for _ in shadows]
-    confidence: list[list[float]] = [[] for _ in shadows]
-    active = [b for b, k in enumerate(num_draft) if k > 0]
-    while active:
+
+    def wanted(b: int) -> bool:
+        return not chains[b].ended and len(chains[b].tokens) < lengths[b]
+
+    active = [b for b in range(len(chains)) if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
+    while active and going():
         running = [shadows[b] for b in active]
         if prepare is not None:
             prepare(running)
-        going: list[int] = []
         for b, (token, sure) in zip(active, _next(runner, running, policy.uses_confidence), strict=True):
+            chain = chains[b]
             if token == FAILED or token >= vocab_limit:
+                chain.ended = True
                 continue
-            chains[b].append(token)
-            confidence[b].append(sure)
+            chain.tokens.append(token)
+            chain.sure.append(sure * (chain.sure[-1] if chain.sure else 1.0))
             shadows[b].token_ids.append(token)
-            more = len(chains[b]) < num_draft[b] and len(shadows[b]) < runner.model.max_model_len
-            if more and not policy.stop(sure):
-                going.append(b)
-        active = going
-    return chains, confidence
+            chain.ended = policy.stop(sure)
+        active = [b for b in active if wanted(b) and len(shadows[b]) < runner.model.max_model_len]
+        if active and policy.ends([chains[b].sure for b in active]):
+            break
 
 
 def _next(runner: ModelRunner, seqs: list[Sequence], with_probability: bool) -> list[tuple[int, float]]:

@@ -19,7 +19,8 @@ class Draft:
     """N nodes of B sequences: `tokens`, `parents` int32 [N], `offsets` int32 [B+1], `confidence` float32 [N] or None.
 
     A parent is an index among the same sequence's nodes, before its child; -1 is the sequence's last known token.
-    At most 64 nodes a sequence. Confidence serves length policies only: acceptance never looks at it.
+    At most 64 nodes a sequence. Confidence is how likely the drafter holds the whole path to a node, NaN where it
+    cannot say; it serves length policies only: acceptance never looks at it.
     """
 
     tokens: Ints
@@ -66,3 +67,29 @@ class Draft:
         """Tokens and parents of sequence b."""
         part = slice(self.offsets[b], self.offsets[b + 1])
         return self.tokens[part].tolist(), self.parents[part].tolist()
+
+    def kept(self, keep: Seq[Seq[int] | None]) -> Draft:
+        """The draft with only these nodes of each sequence, ascending, each with its parent; None: all of them."""
+        trees: list[tuple[Seq[int], Seq[int]]] = []
+        sure: list[list[float]] = []
+        for b, chosen in enumerate(keep):
+            tokens, parents = self.nodes(b)
+            nodes = range(len(tokens)) if chosen is None else chosen
+            place = {-1: -1, **{old: new for new, old in enumerate(nodes)}}
+            trees.append(([tokens[i] for i in nodes], [place[parents[i]] for i in nodes]))
+            if self.confidence is not None:
+                own = self.confidence[self.offsets[b] : self.offsets[b + 1]]
+                sure.append([float(own[i]) for i in nodes])
+        return Draft.trees(trees, None if self.confidence is None else sure)
+
+    def shallow(self, depths: Seq[int]) -> Draft:
+        """The draft without nodes that have depths[b] others above them or more."""
+        keep: list[list[int] | None] = []
+        for b, most in enumerate(depths):
+            parents = self.nodes(b)[1]
+            above: list[int] = []
+            for parent in parents:
+                above.append(above[parent] + 1 if parent >= 0 else 0)
+            fits = [i for i, a in enumerate(above) if a < most]
+            keep.append(None if len(fits) == len(above) else fits)
+        return self if all(k is None for k in keep) else self.kept(keep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,8 @@ class Drafter:
     of_head = False  # is that model a draft head, which reads the target's hidden states?
     of_target = False  # is that model the target itself in another format, in the target's own cache?
     num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
+    branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern
+    goes_ahead = False  # can it guess on while the target checks (`ahead`)?
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
     policy: LengthPolicy = FixedLength(0)
 
@@ -67,8 +69,21 @@ class Drafter:
         """Draft for another target from now on, of the same model, with its own cache."""
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed."""
+        """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed.
+
+        Nodes deeper than `seq.draft_depth` are of no use: they are dropped.
+        """
         raise NotImplementedError
+
+    def ahead(
+        self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
+    ) -> list[list[int]]:
+        """Guess on after `draft`, which was for num_draft[b] tokens, while the target checks it in another thread.
+
+        Returns for each sequence the tokens after its draft, none where that is unknown. Begins no pass once `going()`
+        is false. Must keep to what is its own: no target's cache, and of the sequences, which grow, only their ids.
+        """
+        return [[] for _ in seqs]
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         """Learn what became certain: a span per sequence, hidden float32 [sum of spans, len(captures) * C]."""
@@ -79,9 +94,23 @@ class Drafter:
     def release(self, seq: Sequence) -> None:
         """The sequence is gone: forget it."""
 
-    def levels(self) -> list[tuple[str, SpecMetrics]]:
-        """Counters of the levels below, the lowest first, by name: what each model made of its drafter's guesses."""
+    @property
+    def limit(self) -> int | None:
+        """Sequences of so many tokens or more it does not draft for: its own context. None: no such end."""
+        return None
+
+    @property
+    def name(self) -> str:
+        """Its name on the shelf."""
+        return type(self).__module__.rsplit(".", 1)[-1]
+
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        """Drafters below whose guesses are counted apart, the lowest first, with what was made of their guesses."""
         return []
+
+    def levels(self) -> list[tuple[str, SpecMetrics]]:
+        """The same by name: "level 1: ngram"."""
+        return [(f"level {i}: {d.name}", metrics) for i, (d, metrics) in enumerate(self.counted(), 1)]
 
 
 class NoDrafter(Drafter):

@@ -37,10 +37,14 @@ class Followers:
         """The shadow's own sequence: the target's tokens, then drafted ones."""
         return self._shadows[seq.seq_id].seq
 
-    def follow(self, seqs: Seq[Sequence], num_rows: Seq[int]) -> list[int]:
-        """Bring shadows up to date, with room for num_rows[b] more tokens each; indices of those that can draft now."""
+    def follow(self, seqs: Seq[Sequence], num_rows: Seq[int], keep: Seq[int] | None = None) -> list[int]:
+        """Bring shadows up to date, with room for num_rows[b] more tokens each; indices of those that can draft now.
+
+        keep[b] <= num_rows[b] tokens that a shadow has behind the target's stay, where it agrees with all of these.
+        """
         self._make_room(seqs)
-        return [b for b, n in enumerate(num_rows) if n > 0 and self._follow(seqs[b], min(len(seqs[b]) + n, self.limit))]
+        kept = keep or [0] * len(seqs)
+        return [b for b, n in enumerate(num_rows) if n > 0 and self._follow(seqs[b], n, kept[b])]
 
     def _make_room(self, seqs: Seq[Sequence]) -> None:
         """If blocks run short, shadows of sequences that do not run now give theirs back (they can catch up again)."""
@@ -51,15 +55,15 @@ class Followers:
             if seq_id not in running:
                 self.runner.blocks.release(shadow.seq)
 
-    def _follow(self, seq: Sequence, num_rows: int) -> bool:
+    def _follow(self, seq: Sequence, num_rows: int, keep: int) -> bool:
         shadow = self._shadows.get(seq.seq_id)
         new = seq.token_ids[shadow.num_agreed if shadow is not None else 0 :]
         if len(seq) >= self.limit or max(new, default=0) >= self.vocab_limit:
             return False
         if shadow is None:
             shadow = self._shadows[seq.seq_id] = Shadow(seq, self.runner)
-        shadow.follow(seq, self.below.rewind)
-        return self.runner.blocks.reserve(shadow.seq, num_rows)
+        shadow.follow(seq, self.below.rewind, keep)
+        return self.runner.blocks.reserve(shadow.seq, min(len(seq) + num_rows, self.limit))
 
     def catch_up(self, shadows: Seq[Sequence]) -> None:
         """Run long pending prefixes (a prompt, a sequence that went undrafted) in passes of bounded size."""

@@ -1,119 +1,36 @@
 """Goodput: in each round as many draft tokens as pay, none included (TurboSpec: Liu et al., 2024; DSpark, 2026).
 
-A round's worth is the tokens that it may be expected to decide over the time that it takes. Times come from measured
-passes and are corrected by every round; acceptance is estimated for each request and position.
+A round's worth is the tokens that it may be expected to decide over the time that it takes. How much to ask for is
+decided from what earlier drafts brought (`acceptance.py`) and what passes cost (`cost.py`). Once a draft is there, its
+nodes are kept as long as the next likeliest one brings more than the time for it would elsewhere.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foretoken.request import Sequence
+from foretoken.spec.acceptance import Acceptance, Nodes, Rates
+from foretoken.spec.cost import Curve, DraftCost, Prices
+from foretoken.spec.draft import Draft
 from foretoken.spec.length import Round
+from foretoken.spec.probing import PROBE_ROUNDS, PROBE_TOKENS, Probing
 
-POSITIONS = 16  # estimates are kept for so many; those beyond share the last one's
-PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # before anything is known: a draft token is taken to be right so often
-OWN_WEIGHT = 3.0  # observations of its own that outweigh what other requests showed
-DECAY = 0.92  # of what a request showed, a round later
-DECAY_OF_ALL = 0.99  # of what all did, a request and round later
 MARGIN = 0.02  # drafting must promise so much more than not drafting
-FIRST_PROBE, LAST_PROBE = 16, 512  # rounds without a draft before it is tried again, doubled each time in vain
-PROBE_TOKENS = 2
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared
-
-
-class Curve:
-    """Seconds of a pass by its rows: straight lines between measured points, which later rounds correct."""
-
-    def __init__(self, points: Seq[tuple[int, float]]) -> None:
-        """`points`: (rows, seconds), ascending in rows; made to ascend in seconds: a larger pass is no faster."""
-        self.rows = [float(r) for r, _ in points]
-        self.seconds = [s for _, s in points]
-        self._ascend()
-
-    def _ascend(self) -> None:
-        for i in range(1, len(self.seconds)):
-            self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
-
-    def at(self, rows: float) -> float:
-        """Seconds of a pass over `rows` rows; beyond the last point it goes on as between the last two."""
-        xs, ys = self.rows, self.seconds
-        if len(xs) == 1:
-            return ys[0]
-        i = min(max(bisect_right(xs, rows), 1), len(xs) - 1)
-        share = (rows - xs[i - 1]) / (xs[i] - xs[i - 1])
-        return max(ys[0], ys[i - 1] + share * (ys[i] - ys[i - 1])) if rows > xs[0] else ys[0]
-
-    def at_many(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """`at` of several, ascending."""
-        xs, ys = self.rows, self.seconds
-        found: NDArray[np.float64] = np.interp(rows, xs, ys)
-        if len(xs) > 1 and rows[-1] > xs[-1]:
-            slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
-            found = found + slope * np.maximum(rows - xs[-1], 0.0)
-        return found
-
-    def correct(self, rows: float, seconds: float, weight: float = 0.1) -> None:
-        """A pass took so long: move the points on both sides of it, and a little the whole curve (contexts grow)."""
-        expected = self.at(rows)
-        ratio = min(max(seconds / expected, 0.5), 2.0)  # one slow round, of a busy machine, should not decide
-        i = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1) if len(self.rows) > 1 else 0
-        near = {max(i - 1, 0), i}
-        for j in range(len(self.seconds)):
-            self.seconds[j] *= 1.0 + (weight if j in near else weight / 4) * (ratio - 1.0)
-        self._ascend()
-
-
-@dataclass
-class DraftCost:
-    """Seconds of a proposal, start + step * (tokens of the longest draft): two running means, no more is needed."""
-
-    start: float = 0.0
-    step: float = 0.0
-    seen: int = 0
-
-    def at(self, steps: int) -> float:
-        """Seconds of drafting up to `steps` tokens for each sequence."""
-        return self.start + self.step * steps if steps > 0 else 0.0
-
-    def correct(self, steps: int, seconds: float) -> None:
-        """A proposal of `steps` tokens took so long."""
-        self.seen += 1
-        weight = max(0.1, 1.0 / self.seen)
-        off = min(seconds - self.at(steps), 4.0 * self.at(steps) if self.seen > 3 else seconds)
-        # Of what was off a tenth goes to the start: nearly all of a model's drafting is its passes.
-        self.start = max(0.0, self.start + weight * 0.1 * off)
-        self.step = max(0.0, self.step + weight * 0.9 * off / steps)
-
-
-class Counts:
-    """By position of a draft: how often it was asked for, drafted, reached (all before it right), and right."""
-
-    def __init__(self, positions: int, decay: float) -> None:
-        self.decay = decay
-        self.asked, self.drafted, self.reached, self.right = ([0.0] * positions for _ in range(4))
-
-    def add(self, asked: int, drafted: int, accepted: int) -> None:
-        """One round of one sequence."""
-        decay = self.decay
-        for counts, most in (
-            (self.asked, asked),
-            (self.drafted, drafted),
-            (self.reached, min(drafted, accepted + 1)),
-            (self.right, accepted),
-        ):
-            counts[:] = [c * decay + (j < most) for j, c in enumerate(counts)]
+FIRST_ROUNDS = 3  # with drafts, before anything is decided
+HOLD = 4  # rounds for which a decision stands while the same sequences run
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch
+FADE = 0.95  # a round later, of how promises were kept
+Offers = Seq[tuple[float, float, float]]  # by rank: tokens that it brings, rows that it is, steps up to it
 
 
 class GoodputLength:
     """Decides lengths from costs and acceptance; `num_draft_tokens` is the most. One engine's own: it learns."""
 
-    uses_confidence = False
+    uses_confidence = True
 
     def __init__(self, num_draft_tokens: int, target: Curve | None = None) -> None:
         """`target`: seconds of the target's passes; None: learned from the first rounds and a guess of their shape."""
@@ -121,131 +38,263 @@ class GoodputLength:
         self.target = target
         self.draft = DraftCost()
         self.rest = 0.0  # seconds of a round outside both models
-        self._positions = max(1, min(num_draft_tokens, POSITIONS))
-        self._all = Counts(self._positions, DECAY_OF_ALL)
-        self._own: dict[int, Counts] = {}
-        self._idle: dict[int, list[int]] = {}  # rounds without a draft, and how many until it is tried
+        self.acceptance = Acceptance(max(1, num_draft_tokens))
+        self.probing = Probing()
+        self._rate = 0.0  # tokens a second that the last decision promised
+        self._promise = [
+            10.0,
+            10.0,
+        ]  # tokens that rounds brought, and that their time should have brought by the promise
+        self._probe_cost = 0.0  # in rounds without a draft
+        # How often a token is right after right ones; what its row, and a step of the drafter, must bring.
+        self._next: tuple[float, float, float] | None = None
+        self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
+        self._asked: set[int] = set()  # sequences that were drafted for in the last round
+        self._nodes: dict[int, Nodes] = {}  # of the round that runs
+        self._steps: int | None = None  # of its proposal
 
     def stop(self, confidence: float) -> bool:
         return False
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        """Will one step more of these chains bring less than its time is worth?"""
+        if self._next is None:
+            return False
+        rate, row, step = self._next
+        rates, gain = Rates(self.acceptance.all, None), 0.0
+        for path in paths:
+            likely = Nodes(range(-1, len(path) - 1), path, rates).likely[-1]
+            gain += max(0.0, likely * rate - row)
+        return gain < step
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         """Lengths that promise the most tokens a second; at most `budget` draft tokens in all."""
         most = self.num_draft_tokens
         if most == 0 or not seqs:
             return [0] * len(seqs)
-        if self.target is None or self.draft.seen < 2:  # the first rounds tell what things cost
-            return self._within([min(most, 4)] * len(seqs), budget)
-        lengths = self._best(seqs, num_rows or len(seqs), budget)
-        return self._within([self._probed(seq, k) for seq, k in zip(seqs, lengths, strict=True)], budget)
+        if self.target is None or self.draft.seen < FIRST_ROUNDS:  # the first rounds tell what things cost
+            self._rate, self._next = 0.0, None
+            return _within([min(most, 4)] * len(seqs), budget)
+        rows = num_rows or len(seqs)
+        found = self.probing.next(seqs, rows, most)
+        awake = [b for b, k in enumerate(found) if k is None]
+        lengths = [k or 0 for k in found]
+        if any(lengths) and not awake:
+            self._next = None  # a probe is to find out, not to pay
+        room = None if budget is None else max(0, budget - sum(lengths))
+        for b, k in zip(awake, self._decided([seqs[b] for b in awake], seqs, rows, room), strict=True):
+            lengths[b] = k
+            self.probing.note(seqs[b], rows, k, self._probe_cost)
+        return _within(lengths, budget)
 
-    def _within(self, lengths: list[int], budget: int | None) -> list[int]:
-        left = sum(lengths) if budget is None else budget
-        for b, k in enumerate(lengths):
-            lengths[b] = min(k, left)
-            left -= lengths[b]
-        return lengths
+    def _decided(self, seqs: Seq[Sequence], everyone: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
+        """Lengths of some sequences of a pass; a decision stands for a few rounds. More is asked for than is needed."""
+        if not seqs:
+            return []
+        ids = tuple(seq.seq_id for seq in seqs)
+        if self._held is not None and self._held[0] == ids and self._held[1] > 0:
+            lengths = self._held[2]
+            if budget is None or sum(lengths) <= budget:
+                self._held = ids, self._held[1] - 1, lengths
+                return list(lengths)
+        lengths = self._best(seqs, everyone, rows, budget)
+        if self.acceptance.tells:  # `stop` and `trim` end drafts that turn out unlikely, so others may be longer
+            left = sum(2 * k + 2 for k in lengths) if budget is None else budget - sum(lengths)
+            for b, k in enumerate(lengths):
+                more = min(k + 2, self.num_draft_tokens - k, left) if k else 0
+                lengths[b], left = k + more, left - more
+        self._held = (ids, HOLD - 1, lengths) if any(lengths) else None
+        return list(lengths)
 
-    def _best(self, seqs: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
+    def _best(self, seqs: Seq[Sequence], everyone: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
         """Lengths that promise the most, or none where that is not clearly more than plain decoding promises."""
-        assert self.target is not None
+        offers = [self.acceptance.offers(seq.seq_id, self.num_draft_tokens) for seq in seqs]
+        prices = self._prices(seqs, everyone, rows)
         if len(seqs) == 1:
-            return [self._best_alone(seqs[0], rows, budget)]
-        most = self.num_draft_tokens
-        table = np.array([self._offers(seq) for seq in seqs])  # [B, k, 2]: gain of a row there, rows (part of one)
-        # The likeliest rows first; a row comes after its parent, which is at least as likely.
-        order = np.argsort(-table[:, :, 0], axis=None, kind="stable")
-        owner, position = order // most, order % most
-        gain, share = table[owner, position].T
-        plain = len(seqs) / (self.target.at(rows) + self.rest)
-        best, promised = [0] * len(seqs), plain * (1.0 + MARGIN)
-        # A step of drafting serves all sequences: it pays for few likely tokens, or for many less likely ones.
-        for depth in {min(d, most) for d in DEPTHS}:
-            taken = (position < depth).nonzero()[0][:budget]
-            if not len(taken):
-                continue
-            tokens = len(seqs) + np.cumsum(gain[taken] * share[taken])
-            seconds = self.target.at_many(rows + np.cumsum(share[taken])) + self.rest
-            steps = np.maximum.accumulate(position[taken]) + 1
-            worth = tokens / (seconds + self.draft.start + self.draft.step * steps)
-            last = int(worth.argmax())
-            if worth[last] > promised:
-                promised = float(worth[last])
-                best = np.bincount(owner[taken[: last + 1]], minlength=len(seqs)).tolist()
+            best, promised = _alone(offers[0][:budget], len(everyone), prices)
+        else:
+            best, promised = _shared(offers, budget, len(everyone), prices)
+        self._rate = promised
+        probe = prices.seconds(PROBE_TOKENS, PROBE_TOKENS) - prices.plain
+        self._probe_cost = PROBE_ROUNDS * probe / prices.plain
+        self._set_next(rows + sum(best), prices)
         return best
 
-    def _best_alone(self, seq: Sequence, rows: int, budget: int | None) -> int:
-        """The same for one sequence, without the arrays, which cost more than they save."""
+    def _prices(self, seqs: Seq[Sequence], everyone: Seq[Sequence], rows: int) -> Prices:
+        """Of a pass with `everyone`, of whom `seqs` may be drafted for."""
         assert self.target is not None
-        tokens, expected_rows, best = 1.0, float(rows), 0
-        promised = (1.0 + MARGIN) / (self.target.at(rows) + self.rest)
-        for j, (gain, share) in enumerate(self._offers(seq)[:budget]):
-            tokens += gain * share
-            expected_rows += share
-            worth = tokens / (self.target.at(expected_rows) + self.draft.at(j + 1) + self.rest)
-            if worth > promised:
-                promised, best = worth, j + 1
+        fixed = self.target.extra([len(seq) for seq in everyone], [1] * len(everyone)) + self.rest
+        step = self.draft.per_step(sum(map(len, seqs)) / len(seqs))
+        return Prices(self.target, rows, fixed, self._slope(seqs), self.draft.start, step)
+
+    def _slope(self, seqs: Seq[Sequence]) -> float:
+        """Seconds that a row more takes because of what is cached."""
+        assert self.target is not None
+        if not self.target.per_row:
+            return 0.0
+        return self.target.per_row * sum(max(0, len(s) - self.target.context) for s in seqs) / len(seqs)
+
+    @property
+    def _worth_of_time(self) -> float:
+        """Tokens a second: what was promised, by as much as such promises are kept."""
+        return self._rate * min(self._promise[0] / self._promise[1], 1.25)
+
+    def _set_next(self, rows: float, prices: Prices) -> None:
+        """What one token more of each chain, and the step that writes them, must bring."""
+        every, target, worth = self.acceptance.all, prices.target, self._worth_of_time
+        rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
+        row = target.at(rows + 1) - target.at(rows) + prices.slope
+        self._next = rate, worth * row, worth * prices.step
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        """The draft without the nodes of `members` (None: all) that cost more time than their tokens are worth.
+
+        `num_rows`: of known tokens. A node stays only with its parent, which is as likely at least and costs the same.
+        """
+        self._nodes, self._steps = {}, 0
+        if not len(draft.tokens):
+            return draft
+        self.acceptance.tells = draft.confidence is not None
+        counts = np.diff(draft.offsets).tolist()
+        self._read(draft, seqs, counts)
+        if self.target is None or draft.confidence is None or self._rate <= 0.0:
+            return draft
+        # A probe is to find out, not to pay.
+        free = range(len(seqs)) if members is None else members
+        able = {b: self._nodes[seqs[b].seq_id] for b in free if counts[b] and seqs[b] not in self.probing}
+        if not able:
+            return draft
+        likely = [(p, b, i) for b, nodes in able.items() for i, p in enumerate(nodes.likely)]
+        likely.sort(key=itemgetter(0), reverse=True)  # stable: parents come before children
+        rows = num_rows + len(draft.tokens) - len(likely)
+        count = self._worth([p for p, _, _ in likely], rows, self._slope([seqs[b] for b in able]))
+        if count == len(likely):
+            return draft
+        keep: dict[int, list[int]] = {b: [] for b in able}
+        for _, b, i in likely[:count]:
+            keep[b].append(i)
+        for b, nodes in able.items():
+            keep[b].sort()
+            self._nodes[seqs[b].seq_id] = nodes.kept(keep[b])
+        return draft.kept([keep.get(b) for b in range(len(seqs))])
+
+    def _read(self, draft: Draft, seqs: Seq[Sequence], counts: Seq[int]) -> None:
+        """See what every node is held to be worth, and how many steps the longest path took."""
+        parents = draft.parents.tolist()
+        confidence = None if draft.confidence is None else draft.confidence.tolist()
+        end, deepest = 0, 0
+        for seq, count in zip(seqs, counts, strict=True):
+            if count:
+                part = slice(end, end + count)
+                sure = None if confidence is None else confidence[part]
+                nodes = Nodes(parents[part], sure, self.acceptance.rates(seq.seq_id))
+                self._nodes[seq.seq_id] = nodes
+                deepest = max(deepest, 1 + max(nodes.depths))
+            end += count
+        self._steps = deepest
+
+    def _worth(self, likely: Seq[float], rows: int, slope: float) -> int:
+        """How many of these nodes, the likeliest first, bring more tokens than their time is worth."""
+        assert self.target is not None
+        tokens, best, most, rate = 0.0, 0, 0.0, self._worth_of_time
+        before = self.target.at(rows)
+        for n, p in enumerate(likely, 1):
+            tokens += p
+            gain = tokens - rate * (self.target.at(rows + n) - before + slope * n)
+            if gain > most:
+                best, most = n, gain
         return best
-
-    def _offers(self, seq: Sequence) -> list[tuple[float, float]]:
-        """For each position of a draft: how likely it and all before are right, and how likely there is one."""
-        gain, offers = 1.0, []
-        for j in range(self.num_draft_tokens):
-            rate, share = self._rates(seq, j)
-            gain *= rate
-            offers.append((gain, share))
-        return offers
-
-    def _rates(self, seq: Sequence, position: int) -> tuple[float, float]:
-        """Of the token at a position of a draft: how often right where it is reached, how often there is one at all."""
-        j = min(position, self._positions - 1)
-        every, own = self._all, self._own.get(seq.seq_id)
-        rate = (every.right[j] + PRIOR_WEIGHT * PRIOR_RATE) / (every.reached[j] + PRIOR_WEIGHT)
-        share = (every.drafted[j] + PRIOR_WEIGHT) / (every.asked[j] + PRIOR_WEIGHT)
-        if own is not None:
-            rate = (own.right[j] + OWN_WEIGHT * rate) / (own.reached[j] + OWN_WEIGHT)
-            share = (own.drafted[j] + OWN_WEIGHT * share) / (own.asked[j] + OWN_WEIGHT)
-        return rate, share
-
-    def _probed(self, seq: Sequence, length: int) -> int:
-        """`length`, or after many rounds without a draft a short one: things may have changed."""
-        if length:
-            self._idle.pop(seq.seq_id, None)
-            return length
-        idle = self._idle.setdefault(seq.seq_id, [0, FIRST_PROBE])
-        idle[0] += 1
-        if idle[0] < idle[1]:
-            return 0
-        self._idle[seq.seq_id] = [0, min(2 * idle[1], LAST_PROBE)]
-        return min(PROBE_TOKENS, self.num_draft_tokens)
 
     def update(self, round_: Round) -> None:
         """Learn from a round: what was right, and what it took."""
-        # A drafter's own prefill is paid whatever is decided. A drafter that found nothing was asked all the same.
-        catching_up = any(k and s.seq_id not in self._own for s, k in zip(round_.seqs, round_.num_asked, strict=True))
-        for seq, asked, drafted, accepted in zip(
-            round_.seqs, round_.num_asked, round_.num_draft, round_.num_accepted, strict=True
-        ):
+        # A drafter that was not asked in the last round first has to catch up: that is no part of what a step costs.
+        # (One that found nothing was asked all the same.)
+        asked_now = {s.seq_id for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k}
+        catching_up = not asked_now <= self._asked
+        self._asked = asked_now
+        for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
             if asked:
-                self._all.add(asked, drafted, accepted)
-                own = self._own.get(seq.seq_id)
-                if own is None:
-                    own = self._own[seq.seq_id] = Counts(self._positions, DECAY)
-                own.add(asked, drafted, accepted)
+                accepted = range(round_.num_accepted[b]) if round_.nodes is None else round_.nodes[b]
+                nodes = self._nodes.get(seq.seq_id)
+                if nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
+                    chain = range(-1, round_.num_draft[b] - 1)
+                    nodes = Nodes(chain, None, self.acceptance.rates(seq.seq_id))
+                self.acceptance.learn(seq.seq_id, asked, nodes, accepted)
         times = round_.times
-        if times is None:
-            return
-        longest = max(round_.num_asked, default=0)
-        if longest and not catching_up:
-            self.draft.correct(longest, times.draft)
-        self.rest += 0.1 * (times.verify + times.schedule - self.rest)
+        if times is not None:
+            if any(round_.num_asked) and not catching_up:
+                steps = max(round_.num_draft) if self._steps is None else self._steps
+                asking = [len(s) for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
+                self.draft.correct(steps, times.draft, sum(asking) / len(asking))
+                seconds = times.draft + times.target + times.verify + times.schedule
+                tokens = len(round_.seqs) + sum(round_.num_accepted)
+                self._promise[0] = FADE * self._promise[0] + tokens
+                self._promise[1] = FADE * self._promise[1] + (self._rate * seconds if self._rate else tokens)
+            self.rest += 0.1 * (times.verify + times.schedule - self.rest)
+            self._correct(round_, times.target)
+        self._nodes, self._steps = {}, None
+
+    def _correct(self, round_: Round, seconds: float) -> None:
+        """The target's pass took so long."""
         if self.target is None:  # in shape as measured for 8-bit weights: nearly flat, then a slope
-            one = times.target / (1.0 + 0.02 * (round_.num_rows - 1))
+            one = seconds / (1.0 + 0.02 * (round_.num_rows - 1))
             self.target = Curve([(m, one * (1.0 + 0.02 * (m - 1))) for m in (1, 4, 8, 16, 64)])
         elif round_.num_rows <= 2 * self.target.rows[-1]:
-            self.target.correct(round_.num_rows, times.target)
+            contexts = [len(seq) for seq in round_.seqs]
+            extra = self.target.extra(contexts, [1 + k for k in round_.num_draft])
+            self.target.correct(round_.num_rows, seconds, extra)
 
     def release(self, seq: Sequence) -> None:
         """The sequence is gone."""
-        self._own.pop(seq.seq_id, None)
-        self._idle.pop(seq.seq_id, None)
+        self.acceptance.release(seq.seq_id)
+        self.probing.release(seq)
+        self._nodes.pop(seq.seq_id, None)
+        self._asked.discard(seq.seq_id)
+
+
+def _alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]:
+    """The length of one sequence, in a pass of `count`, and the tokens a second that it promises."""
+    tokens, more, best, plain = float(count), 0.0, 0, count / prices.plain
+    promised = plain * (1.0 + MARGIN)
+    for j, (gain, there, steps) in enumerate(offers):
+        tokens += gain
+        more += there
+        worth = tokens / prices.seconds(more, steps)
+        if worth > promised:
+            promised, best = worth, j + 1
+    return [best], promised if best else plain
+
+
+def _shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) -> tuple[list[int], float]:
+    """The lengths of several sequences. The likeliest rows come first, whosever they are."""
+    most = max(map(len, offers))
+    table = np.zeros((len(offers), most, 3))
+    for b, row in enumerate(offers):
+        table[b, : len(row)] = row
+    # A row comes after its parent, which is at least as likely.
+    order = np.argsort(-table[:, :, 0], axis=None, kind="stable")
+    owner, position = order // most, order % most
+    gain, there, steps = table[owner, position].T
+    plain = count / prices.plain
+    best, promised = [0] * len(offers), plain * (1.0 + MARGIN)
+    # A step of drafting serves all sequences: it pays for few likely tokens, or for many less likely ones.
+    for depth in {min(d, most) for d in DEPTHS}:
+        taken = ((position < depth) & (gain > 0.0)).nonzero()[0][:budget]
+        if not len(taken):
+            continue
+        seconds = prices.seconds_many(np.cumsum(there[taken]), np.maximum.accumulate(steps[taken]))
+        worth = (count + np.cumsum(gain[taken])) / seconds
+        last = int(worth.argmax())
+        if worth[last] > promised:
+            promised = float(worth[last])
+            best = np.bincount(owner[taken[: last + 1]], minlength=len(offers)).tolist()
+    return best, promised if any(best) else plain
+
+
+def _within(lengths: list[int], budget: int | None) -> list[int]:
+    """Lengths cut, the last ones first, to so many in all."""
+    left = sum(lengths) if budget is None else budget
+    for b, k in enumerate(lengths):
+        lengths[b] = min(k, left)
+        left -= lengths[b]
+    return lengths

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from foretoken.request import Sequence, TimeSplit
+from foretoken.spec.draft import Draft
 
 
 @dataclass(frozen=True)
 class Round:
     """What one pass brought: for each sequence the draft tokens that were asked for, guessed, and right.
 
-    `num_rows`: of the target's pass; `times`: seconds of its stages, or None where nobody looked.
+    `num_rows`: of the target's pass; `times`: seconds of its stages, or None where nobody looked;
+    `nodes`: the accepted path of each, or None where drafts are chains.
     """
 
     seqs: Seq[Sequence]
@@ -25,9 +27,20 @@ class Round:
     num_accepted: Seq[int]
     num_rows: int = 0
     times: TimeSplit | None = None
+    nodes: Seq[Seq[int]] | None = None
 
 
-class LengthPolicy(Protocol):
+class Trims(Protocol):
+    """Who may drop nodes of a draft before it is checked."""
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        """The draft, maybe with fewer nodes. `num_rows`: of known tokens in the pass.
+
+        Only drafts of `members` (indices of sequences; None: of all) may lose nodes.
+        """
+
+
+class LengthPolicy(Trims, Protocol):
     """Decides draft lengths from what happened so far."""
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
@@ -48,6 +61,9 @@ class LengthPolicy(Protocol):
 
     def stop(self, confidence: float) -> bool:
         """Should a draft end after a token to which the drafter gave this probability?"""
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        """Should chains that grow together all end? `paths`: of each, its probability up to each of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,12 @@ class FixedLength:
     def stop(self, confidence: float) -> bool:
         return False
 
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        return False
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        return draft
+
 
 @dataclass(frozen=True)
 class ConfidenceLength(FixedLength):
@@ -85,3 +107,33 @@ class ConfidenceLength(FixedLength):
 
     def stop(self, confidence: float) -> bool:
         return confidence < self.threshold
+
+
+@dataclass(frozen=True)
+class CappedLength:
+    """Another policy's judgement of tokens, at most `num_draft_tokens`: for a drafter that serves a larger one."""
+
+    policy: LengthPolicy
+    num_draft_tokens: int
+
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+        return [self.num_draft_tokens] * len(seqs)
+
+    def update(self, round_: Round) -> None:
+        return None
+
+    def release(self, seq: Sequence) -> None:
+        return None
+
+    @property
+    def uses_confidence(self) -> bool:
+        return self.policy.uses_confidence
+
+    def stop(self, confidence: float) -> bool:
+        return self.policy.stop(confidence)
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        return self.policy.ends(paths)
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        return draft

@@ -247,7 +247,14 @@ def native_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, 
 
 
 def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:
-    """Probability of `token` there, at the request's temperature (1 for greedy): what a draft's confidence means."""
+    """Probability of `token` there, at the request's temperature (1 for greedy): what a draft's confidence means.
+
+    It decides lengths only, so for plain logits float32 will do, which is several times faster.
+    """
+    if logits.dtype == np.float32 and _divisor(seq.params) == 1.0:
+        with np.errstate(all="ignore"):  # logits that are no numbers give no confidence
+            shares = np.exp(logits - logits.max())
+            return float(shares[token] / shares.sum())
     if HAS_NATIVE:
         row = np.ascontiguousarray(logits)
         return _native.probability(row.ctypes.data, row.dtype == np.float64, len(row), _divisor(seq.params), token)

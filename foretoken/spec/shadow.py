@@ -18,22 +18,25 @@ class Shadow:
         self.runner = runner
         self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed, target.tenant)
         self.seq.num_prompt = target.num_prompt
+        self.seq.context = runner.model.max_model_len
         self.num_agreed = len(target)  # of the target's tokens: these need no second look, unless it was rewound
 
-    def follow(self, target: Sequence, rewind: Callable[[Sequence, int], None]) -> None:
+    def follow(self, target: Sequence, rewind: Callable[[Sequence, int], None], keep: int = 0) -> None:
         """Take over the target's tokens; cached rows beyond the common prefix are forgotten.
 
-        `rewind(seq, length)` is told before tokens of the shadow are taken back.
+        `keep` guessed tokens behind all of the target's stay. `rewind(seq, length)` is told before tokens of the shadow
+        are taken back.
         """
         mine, its = self.seq.token_ids, target.token_ids
         same = min(self.num_agreed, len(its))
         while same < min(len(mine), len(its)) and mine[same] == its[same]:
             same += 1
-        if same < len(mine):
-            rewind(self.seq, same)
-            del mine[same:]
+        end = min(same + keep, len(mine)) if same == len(its) else same
+        if end < len(mine):
+            rewind(self.seq, end)
+            del mine[end:]
             self.seq.state = None  # penalty counts may hold a dropped token
-        mine += its[same:]
+        mine += its[end:]
         self.num_agreed = len(its)
         # At least one token stays pending: its logits are the next guess.
-        self.runner.truncate(self.seq, min(same, len(mine) - 1))
+        self.runner.truncate(self.seq, min(end, len(mine) - 1))

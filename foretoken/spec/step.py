@@ -8,8 +8,10 @@ from collections.abc import Sequence as Seq
 
 from foretoken.models.runner import ModelRunner
 from foretoken.request import Sequence, TimeSplit
+from foretoken.spec.ahead import NOT_AHEAD, NotAhead
 from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Span
+from foretoken.spec.length import Trims
 from foretoken.spec.verify import Verified, verify
 
 log = logging.getLogger("foretoken")
@@ -22,23 +24,36 @@ def decode_step(
     num_pending: Seq[int],
     num_draft: Seq[int],
     times: TimeSplit | None = None,
+    policy: Trims | None = None,
+    ahead: NotAhead = NOT_AHEAD,
 ) -> tuple[Draft, Verified]:
     """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] guesses each.
 
-    Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage.
+    Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage; `policy`,
+    if given, may drop nodes of the draft before they are checked; `ahead`: what the drafter does while the model's
+    pass runs. A draft's paths end where a sequence must.
     """
     clock = time.perf_counter
     start = clock()
-    draft = _propose(drafter, seqs, num_draft)
+    asked = [0 if seq.num_scripted else k for seq, k in zip(seqs, num_draft, strict=True)]
+    own = _propose(drafter, seqs, asked)
+    depths = [seq.draft_depth for seq in seqs]
+    if any(k > depth for k, depth in zip(asked, depths, strict=True)):
+        own = own.shallow(depths)
+    if policy is not None:
+        own = policy.trim(own, seqs, sum(num_pending))
+    draft = _with_scripts(own, seqs, num_draft)
     drafted = clock()
-    out = runner.forward(seqs, draft, num_pending)
-    checked = clock()
-    result = verify(draft, out.logits, seqs, out.wants_logits, runner.model.config.eos_token_ids)
-    starts = [seq.num_cached for seq in seqs]
-    hidden = runner.commit(seqs, num_pending, result.nodes, out)
-    for seq, tokens in zip(seqs, result.tokens, strict=True):
-        seq.token_ids += tokens
-    verified = clock()
+    with ahead.beside(drafter, seqs, own, asked) as end_ahead:
+        out = runner.forward(seqs, draft, num_pending)
+        end_ahead()
+        checked = clock()
+        result = verify(draft, out.logits, seqs, out.wants_logits, runner.model.config.eos_token_ids)
+        starts = [seq.num_cached for seq in seqs]
+        hidden = runner.commit(seqs, num_pending, result.nodes, out)
+        for seq, tokens in zip(seqs, result.tokens, strict=True):
+            seq.token_ids += tokens
+        verified = clock()
     try:
         drafter.observe(seqs, [Span(s, seq.num_cached) for s, seq in zip(starts, seqs, strict=True)], hidden)
     except Exception:
@@ -53,22 +68,21 @@ def decode_step(
 
 
 def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-    """The drafter's guesses; a sequence whose next tokens are decided already is drafted by its script.
-
-    A drafter that fails costs speed, never the text.
-    """
-    scripted = [seq.num_scripted > 0 for seq in seqs]
-    asked = [0 if known else k for known, k in zip(scripted, num_draft, strict=True)]
-    draft = Draft.empty(len(seqs))
-    if any(asked):
+    """The drafter's guesses. One that fails costs speed, never the text."""
+    if any(num_draft):
         try:
-            draft = drafter.propose(seqs, asked)
+            return drafter.propose(seqs, num_draft)
         except Exception:
             log.exception("the drafter failed; this round goes without drafts")
-    if not any(scripted):
+    return Draft.empty(len(seqs))
+
+
+def _with_scripts(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    """The draft, where sequences whose next tokens are decided already are drafted by their scripts."""
+    if not any(seq.num_scripted for seq in seqs):
         return draft
     trees: list[tuple[Seq[int], Seq[int]]] = [draft.nodes(b) for b in range(len(seqs))]
     for b, seq in enumerate(seqs):
-        if scripted[b]:
+        if seq.num_scripted:
             trees[b] = (seq.script[len(seq) : len(seq) + num_draft[b]], range(-1, num_draft[b] - 1))
     return Draft.trees(trees)

@@ -10,13 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from foretoken.engine.build import check_overlap
 from foretoken.engine.calibrate import measure_curve
 from foretoken.engine.engine import Engine
 from foretoken.engine.llm import LLM
 from foretoken.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
+from foretoken.spec.ahead import make_ahead
+from foretoken.spec.cost import Curve
 from foretoken.spec.drafter import Drafter, NoDrafter
 from foretoken.spec.length import LengthPolicy
 from foretoken.spec.policies import make_policy
+from foretoken.study.estimate import Counted, Prediction, draft_curve, predict
 from foretoken.study.workload import Arm, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
@@ -31,6 +35,7 @@ class Run:
     num_steps: int = 0
     times: TimeSplit = field(default_factory=TimeSplit)
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
+    levels: dict[str, SpecMetrics] = field(default_factory=dict)  # of the drafters below, where they are counted apart
     completions: list[Completion] = field(default_factory=list)
 
     @property
@@ -45,6 +50,15 @@ class Run:
     def overhead(self) -> float:
         return self.seconds - self.times.target - self.times.draft
 
+    def counted(self, batch_size: int) -> Counted:
+        """What a prediction needs to know of it; `batch_size`: completions that ran together."""
+        done = self.completions
+        batches = [done[i : i + batch_size] for i in range(0, len(done), batch_size)]
+        prefill = sum(max(c.metrics.time_to_first_token for c in batch) for batch in batches)
+        context = sum(c.metrics.num_prompt_tokens + c.metrics.num_output_tokens / 2 for c in done) / max(1, len(done))
+        steps, rounds = max(1, self.num_steps - len(batches)), max(1, self.metrics.num_rounds - len(done))
+        return Counted(self.metrics, steps, rounds, self.seconds, prefill, self.times.draft, self.overhead, context)
+
     @property
     def texts(self) -> list[tuple[int, ...]]:
         return [c.token_ids for c in self.completions]
@@ -58,8 +72,12 @@ class Bench:
         self.arms = list(arms)
         self._drafters: dict[object, Drafter] = {}
         self._policies: dict[Arm, LengthPolicy] = {}
+        self._target: Curve | None = None  # costs of passes, for predictions
+        self._curves: dict[object, Curve | None] = {}  # of draft models
+        self._aheads = {arm.spec.overlap: make_ahead(arm.spec) for arm in arms}
         self.llm = load(model, None, **settings)
         for arm in arms:
+            check_overlap(arm.spec)
             if not arm.plain and _key(arm) not in self._drafters:
                 # Only the drafter is kept; the second copy of the target goes.
                 self._drafters[_key(arm)] = load(model, arm.spec, **settings).engine.drafter
@@ -73,9 +91,26 @@ class Bench:
             self._policies[arm] = make_policy(arm.spec, partial(measure_curve, engine.runner))
         engine.policy = self._policies[arm]
         engine.drafter.policy = engine.policy
+        engine.ahead = self._aheads[arm.spec.overlap]
         engine.drafter.attach(engine.runner)
         engine.runner.captures = engine.drafter.captures
         return engine
+
+    def predict(self, arm: Arm, run: Run, plain: Run, batch_size: int) -> Prediction | None:
+        """What costs and acceptance promise for a run, beside its plain one; None for plain decoding.
+
+        Cost curves are measured where they are first asked for: after `measure`, so that runs pay nothing for them.
+        """
+        if arm.plain:
+            return None
+        engine = self.install(arm)
+        key = _key(arm)
+        if self._target is None:
+            self._target = measure_curve(engine.runner)
+        if key not in self._curves:
+            self._curves[key] = draft_curve(engine.drafter, measure_curve)
+        done, before = run.counted(batch_size), plain.counted(batch_size)
+        return predict(done, before, self._target, self._curves[key])
 
     def check(self, workload: Workload) -> None:
         """Raise RequestError if a prompt does not fit; before any time is spent."""
@@ -107,13 +142,15 @@ class Bench:
 
 
 def _key(arm: Arm) -> object:
-    """Arms of one drafter share it: the length and the confidence belong to the policy."""
-    return json.dumps(spec_as_dict(replace(arm.spec, num_draft_tokens=0, confidence=None)), sort_keys=True)
+    """Arms of one drafter share it: length, confidence and policy belong to the policy, overlap to the engine."""
+    spec = replace(arm.spec, num_draft_tokens=0, confidence=None, policy="fixed", overlap=0)
+    return json.dumps(spec_as_dict(spec), sort_keys=True)
 
 
 def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:
     """Run prompts together to their end, and add what it took to `run`; `tick` is called for each that ended."""
     before = replace(engine.times)
+    levels = [(name, metrics, metrics.copy()) for name, metrics in engine.drafter.levels()]
     done: dict[str, Completion] = {}
     start = time.perf_counter()
     for i, (prompt, params) in enumerate(batch):
@@ -127,6 +164,8 @@ def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None
     run.seconds += time.perf_counter() - start
     run.times.add(engine.times)
     run.times.add(before, -1.0)
+    for name, metrics, earlier in levels:
+        run.levels.setdefault(name, SpecMetrics()).add(metrics.since(earlier))
     for i in range(len(batch)):
         run.completions.append(done[f"bench{i}"])
         run.metrics.add(done[f"bench{i}"].metrics.spec)

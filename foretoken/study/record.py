@@ -18,6 +18,7 @@ import torch
 
 import foretoken
 from foretoken import registry
+from foretoken.engine.alarm import is_useless
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
 from foretoken.models.loader import resolve_model
@@ -211,10 +212,13 @@ def make_records(
 ) -> list[dict[str, Any]]:
     """The records of one measured workload, plain decoding first."""
     plain = runs[bench.arms[0]]
-    return [
-        make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
-        for arm in bench.arms
-    ]
+    records = []
+    for arm in bench.arms:
+        made = make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
+        middle = sorted(range(len(plain)), key=lambda i: made["repetitions"][i]["speedup"])[len(plain) // 2]
+        found = bench.predict(arm, runs[arm][middle], plain[middle], workload.batch_size)
+        records.append(made if found is None else {**made, "prediction": found.as_dict()})
+    return records
 
 
 def make_record(
@@ -255,12 +259,25 @@ def make_record(
         "acceptance_rate": metrics.acceptance_rate,
         "mean_acceptance_length": metrics.mean_acceptance_length,
         "rollbacks": metrics.num_rollbacks,
+        "num_ahead": metrics.num_ahead,
+        "num_ahead_kept": metrics.num_ahead_kept,
         "accepted_per_pos": list(metrics.num_accepted_tokens_per_pos),
         "speedup": median(ratios),
         "equals_plain": all(equal),
         "time_split": {name: median(_split(run)[name] for run in runs) for name in _split(runs[0])},
         "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,
+        **_remarks(str(config.get("draft", "none")), runs[0]),
     }
+
+
+def _remarks(draft: str, run: Run) -> dict[str, object]:
+    """What not every record has: counters of the drafters below, and whether the draft was no use at all."""
+    found: dict[str, object] = {}
+    if run.levels:
+        found["levels"] = {name: level.as_dict() for name, level in run.levels.items()}
+    if draft != "none" and registry.load("drafters", draft).DRAFTER.needs_model and is_useless(run.metrics):
+        found["useless_draft"] = True
+    return found
 
 
 def _split(run: Run) -> dict[str, float]:

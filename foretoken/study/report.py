@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from foretoken.engine.alarm import REMEDY
 from foretoken.request import SamplingParams
 
 COLUMNS = (
@@ -22,6 +23,7 @@ COLUMNS = (
     "same text",
 )
 LEGEND = (
+    "speed-up: in brackets as costs and acceptance predict it; "
     "accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one included; "
     "rollbacks: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
     "models' passes; same text: token for token as plain decoding"
@@ -52,7 +54,7 @@ def cells(record: Mapping[str, Any]) -> list[str]:
     return [
         record["config"]["label"],
         f"{record['tokens_per_s']:.1f}",
-        "1" if plain else f"{record['speedup']:.2f}x",
+        "1" if plain else f"{record['speedup']:.2f}x{_predicted(record)}",
         "" if rate is None else f"{rate:.0%}",
         "" if length is None else f"{length:.2f}",
         "" if plain else str(record["rollbacks"]),
@@ -60,6 +62,24 @@ def cells(record: Mapping[str, Any]) -> list[str]:
         f"{record['overhead_ms_per_round']:.2f}",
         "" if plain else "yes" if record["equals_plain"] else "NO",
     ]
+
+
+def levels(record: Mapping[str, Any]) -> list[str]:
+    """A line for each drafter below that was counted apart, and one for a draft that was no use."""
+    lines = [
+        f"{record['config']['label']}: {name}: {m['num_accepted_tokens']} of {m['num_draft_tokens']} drafted accepted"
+        + (f", {m['mean_acceptance_length']:.2f} per draft" if m["num_drafts"] else "")
+        for name, m in record.get("levels", {}).items()
+    ]
+    if record.get("useless_draft"):
+        lines.append(f"{record['config']['label']}: next to nothing was accepted. {REMEDY}")
+    return lines
+
+
+def _predicted(record: Mapping[str, Any]) -> str:
+    """The predicted speed-up, in brackets, where the record has one."""
+    found = record.get("prediction")
+    return "" if found is None else f" ({found['speedup']:.2f}x)"
 
 
 def table(records: Seq[Mapping[str, Any]]) -> Table:

@@ -121,6 +121,7 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
         for k in ks:
             label = f"{draft_text(spec)} k={k}" + (f" p>={spec.confidence:g}" if spec.confidence is not None else "")
             label = f"{label} {spec.policy}" if spec.policy != "fixed" else label
+            label = f"{label} overlap {spec.overlap}" if spec.overlap else label
             made.append(Arm(label, replace(spec, num_draft_tokens=k)))
     return made
 
@@ -135,5 +136,6 @@ def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
         "confidence": spec.confidence,
         "policy": spec.policy,
         "draft_options": dict(spec.options),
+        **({"overlap": spec.overlap} if spec.overlap else {}),
         **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,13 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW | None) -
     return progress
 
 
-def export_model(model: LlamaForTraining, folder: Path, ids: dict[str, int]) -> None:
-    """Write the model in Hugging Face layout, weights in bfloat16; ids holds `begin_id`, `end_id`, `pad_id`."""
+def export_model(
+    model: LlamaForTraining, folder: Path, ids: Mapping[str, int | None], ends: Seq[int] | None = None
+) -> None:
+    """Write the model in Hugging Face layout, weights in bfloat16; ids holds `begin_id`, `end_id`, `pad_id`.
+
+    `ends`: all tokens that end a text, where there are more than `end_id`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {n: p.detach().to(torch.bfloat16).contiguous() for n, p in model.named_parameters()}
     partial = folder / "model.partial"
@@ -70,7 +76,7 @@ def export_model(model: LlamaForTraining, folder: Path, ids: dict[str, int]) -> 
     config = model.shape.hf_config(begin_id=ids["begin_id"], end_id=ids["end_id"], pad_id=ids["pad_id"])
     generation = {
         "bos_token_id": ids["begin_id"],
-        "eos_token_id": [ids["end_id"]],
+        "eos_token_id": [ids["end_id"]] if ends is None else list(ends),
         "pad_token_id": ids["pad_id"],
         "do_sample": False,
     }

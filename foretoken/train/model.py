@@ -30,7 +30,9 @@ class ModelShape:
     rope_theta: float = 10000.0
     max_positions: int = 2048
 
-    def hf_config(self, *, begin_id: int, end_id: int, pad_id: int, dtype: str = "bfloat16") -> dict[str, Any]:
+    def hf_config(
+        self, *, begin_id: int | None, end_id: int | None, pad_id: int | None, dtype: str = "bfloat16"
+    ) -> dict[str, Any]:
         """The config.json of this model, as `transformers` and foretoken read it."""
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -74,7 +76,7 @@ class RMSNorm(nn.Module):
 
 def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions `[S]`, each `[S, D/2]` (Su et al., 2021)."""
-    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)  # [D/2]
+    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)  # [D/2]
     angles = positions.float()[:, None] * inverse  # [S, D/2]
     return angles.cos(), angles.sin()
 
@@ -187,7 +189,7 @@ class LlamaForTraining(nn.Module):
     def hidden(self, ids: Tensor, cache: KVState | None = None) -> Tensor:
         """Token ids `[B, S]` to normed hidden states `[B, S, C]`."""
         start = 0 if cache is None else cache.length
-        positions = torch.arange(start, start + ids.shape[1])
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         cos, sin = rope_table(positions, self.shape.head_dim, self.shape.rope_theta)
         x = self.model.embed_tokens(ids)
         for index, layer in enumerate(self.model.layers):

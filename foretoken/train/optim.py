@@ -15,6 +15,8 @@ from torch import Tensor, nn
 # Quintic iteration x <- a x + b (x x^T) x + c (x x^T)^2 x, tuned for slope at zero rather than convergence to one.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # matrices whose rows are tokens: not Muon's
+
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
     """Singular values of every matrix in x `[n, rows, cols]` pushed to about one."""
@@ -47,8 +49,8 @@ class MuonAdamW:
         self.settings = settings
         self.num_steps = 0
         named = list(model.named_parameters())
-        self.matrices = [(n, p) for n, p in named if p.ndim == 2 and ".layers." in n]
-        self.others = [(n, p) for n, p in named if not (p.ndim == 2 and ".layers." in n)]
+        self.matrices = [(n, p) for n, p in named if p.ndim == 2 and not n.endswith(VOCABULARY)]
+        self.others = [(n, p) for n, p in named if not (p.ndim == 2 and not n.endswith(VOCABULARY))]
         self.momentum = {n: torch.zeros_like(p) for n, p in self.matrices}
         self.first = {n: torch.zeros_like(p) for n, p in self.others}
         self.second = {n: torch.zeros_like(p) for n, p in self.others}

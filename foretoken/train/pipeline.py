@@ -98,6 +98,7 @@ def model_stage(job: Job, digest: str, log: Log, out: Path, ids: dict[str, int],
     """Train a model to its end, export it, and note that it is done."""
     started = Path(job.folder / f"{job.name}.done.json")
     progress = train(job, log, quiet=quiet)
+    assert isinstance(job.model, LlamaForTraining)
     export_model(job.model, out / job.name, ids)
     started.write_text(json.dumps({"digest": digest, **progress}) + "\n", encoding="utf-8")
 

@@ -106,15 +106,20 @@ class Recipe:
 
 def load_recipe(path: Path) -> Recipe:
     """Read and check a recipe. Raises ConfigError that names the key and the remedy."""
+    recipe: Recipe = read_table(Recipe, path, "recipes/embedded.toml")
+    _check(recipe, path.name)
+    return recipe
+
+
+def read_table(kind: Any, path: Path, own: str) -> Any:
+    """A dataclass from a TOML file; `own` is the project's own file of that kind. Raises ConfigError."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"no recipe at {path}; the project's own is recipes/embedded.toml") from None
+        raise ConfigError(f"no recipe at {path}; the project's own is {own}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from None
-    recipe: Recipe = _build(Recipe, table, path.name)
-    _check(recipe, path.name)
-    return recipe
+    return _build(kind, table, path.name)
 
 
 def _build(kind: Any, table: Any, where: str) -> Any:

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.errors import ForetokenError
 from foretoken.train.checkpoint import load_checkpoint, save_checkpoint
-from foretoken.train.model import LlamaForTraining
 from foretoken.train.optim import MuonAdamW
 from foretoken.train.recipe import TrainSettings
 
@@ -32,14 +31,15 @@ def schedule(step: int, settings: TrainSettings) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """One model to train: the loss of a batch of rows, and where the progress is kept."""
+    """One model to train: the loss of a batch, and where the progress is kept."""
 
     name: str
-    model: LlamaForTraining
+    model: nn.Module
     settings: TrainSettings
-    batch: Callable[[int], Tensor]  # step -> rows [B, S+1]
-    loss: Callable[[Tensor], Tensor]  # rows -> a scalar
+    batch: Callable[[int], Any]  # step -> what `loss` takes: rows [B, S+1], or a head's Batch
+    loss: Callable[[Any], Tensor]  # batch -> a scalar
     folder: Path
+    count: Callable[[Any], int] = lambda rows: rows[:, 1:].numel()  # tokens that a batch teaches
 
     @property
     def checkpoint(self) -> Path:
@@ -87,12 +87,13 @@ def progress_bar(quiet: bool) -> Progress:
     )
 
 
-def one_step(job: Job, optimizer: MuonAdamW, step: int) -> tuple[float, float]:
-    """Forward, backward, clip, update. Returns (loss, gradient norm).
+def one_step(job: Job, optimizer: MuonAdamW, step: int) -> tuple[float, float, int]:
+    """Forward, backward, clip, update. Returns (loss, gradient norm, tokens).
 
     Raises ForetokenError on a loss that is no number.
     """
-    loss = job.loss(job.batch(step))
+    batch = job.batch(step)
+    loss = job.loss(batch)
     value = loss.detach().item()
     if value != value or value == float("inf"):
         raise ForetokenError(f"{job.name}: the loss of step {step} is {value}; lower matrix_lr and lr, then resume")
@@ -100,7 +101,7 @@ def one_step(job: Job, optimizer: MuonAdamW, step: int) -> tuple[float, float]:
     norm = float(torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.settings.clip))
     optimizer.step(schedule(step, job.settings))
     job.model.zero_grad(set_to_none=True)
-    return value, norm
+    return value, norm, job.count(batch)
 
 
 def train(job: Job, log: Log, *, quiet: bool, stop_after: int | None = None) -> dict[str, Any]:
@@ -133,9 +134,8 @@ def train(job: Job, log: Log, *, quiet: bool, stop_after: int | None = None) -> 
 def timed_step(job: Job, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
     """One step with its line in the log; returns the new progress and the rate in tokens a second."""
     started, step, settings = time.monotonic(), progress["step"], job.settings
-    loss, norm = one_step(job, optimizer, step)
+    loss, norm, tokens = one_step(job, optimizer, step)
     seconds = time.monotonic() - started
-    tokens = settings.rows * settings.row_tokens
     progress = {
         "step": step + 1,
         "tokens": progress["tokens"] + tokens,

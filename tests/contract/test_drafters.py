@@ -111,6 +111,36 @@ def test_sequences_come_and_go(engine: Engine, name: str) -> None:
     assert_nothing_left(engine)
 
 
+def test_going_ahead(engine: Engine, pair: Pair, name: str) -> None:
+    """What is guessed while the target checks touches nothing of the target's, and changes no later guess."""
+    seqs, others = some_sequences(), some_sequences()
+    still = make_engine(pair, name, k=6)
+    num_draft, held = [0, 1, 2, 6, 3, 6], 0
+    for seq, other in zip(seqs, others, strict=True):
+        for e, s in ((engine, seq), (still, other)):
+            assert e.runner.blocks.reserve(s, 200)
+    for passes in (0, 1, 3, 99):
+        draft = engine.drafter.propose(seqs, num_draft)
+        assert draft.tokens.tolist() == still.drafter.propose(others, num_draft).tokens.tolist()
+        before = [t.clone() for layer in engine.runner.cache.layers for t in (layer.k, layer.v)]
+        left = iter(range(passes))
+        guesses = engine.drafter.ahead(seqs, draft, num_draft, lambda left=left: next(left, None) is not None)
+        assert len(guesses) == len(seqs)
+        assert all(a.equal(b) for a, b in zip(before, (t for r in engine.runner.cache.layers for t in (r.k, r.v))))
+        for b, guess in enumerate(guesses):
+            assert not guess or draft.count(b)
+            held += bool(guess)
+            chain = draft.nodes(b)[0] if all(p == i - 1 for i, p in enumerate(draft.nodes(b)[1])) else []
+            right = [*chain, guess[0]] if guess else [5]
+            for s in (seqs[b], others[b]):
+                s.token_ids += right if b % 2 else [*right[:-1], 6]
+    assert bool(held) == engine.drafter.goes_ahead
+    for seq in seqs:
+        engine.drafter.release(seq)
+        engine.runner.blocks.release(seq)
+    assert_nothing_left(engine)
+
+
 def test_no_sequences(engine: Engine, name: str) -> None:
     assert engine.drafter.propose([], []).num_seqs == 0
 

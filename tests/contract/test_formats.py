@@ -337,8 +337,30 @@ def test_packing_and_back(name, backend, shape):
 
 # --- int8 and fp8 activations ---
 
-INTEGERS = ["w8a8", "w8a8-g32", "w4a8", "w4a8-g32", "w4a8-g64-asym", "w4a8-qoq", "w4a8-qoq-mse-g32"]
-FLOATS = ["w8a16", "w4a16", "w4a16-g32-asym", "nf4", "nf4-dq", "fp8", "fp8-b128", "fp8-auto", "qoq-g64", "mxfp4"]
+INTEGERS = [
+    "w8a8",
+    "w8a8-g32",
+    "w8a8n",
+    "w8a8n-g32",
+    "w4a8",
+    "w4a8-g32",
+    "w4a8-g64-asym",
+    "w4a8-qoq",
+    "w4a8-qoq-mse-g32",
+]
+FLOATS = [
+    "w8a16",
+    "w4a16",
+    "w4a16-g32-asym",
+    "nf4",
+    "nf4-dq",
+    "fp8",
+    "fp8-b128",
+    "fp8-auto",
+    "qoq-g64",
+    "mxfp4",
+    "int8n",
+]
 SCHEMES = [*INTEGERS, *FLOATS, "fp8-a8", "fp8_e5m2-a8", "fp8-a8-b128"]
 INVARIANT = [b for b in backends() if ops.resolve(b).row_invariant]
 

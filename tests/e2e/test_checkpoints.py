@@ -47,7 +47,7 @@ def quantized(embedded: Path, out: Path, text: str) -> Path:
     return save_quantized(out, embedded, stored, schemes)
 
 
-@pytest.mark.parametrize("text", ["w4a16-g32", "w8a8", "nf4", "w4a8-qoq"])
+@pytest.mark.parametrize("text", ["w4a16-g32", "w8a8", "nf4", "w4a8-qoq", "w8a8n"])
 def test_a_saved_checkpoint_writes_the_text_of_the_model_quantized_in_memory(text, embedded, tmp_path):
     """compressed-tensors, bitsandbytes and our own layout, in a fresh process."""
     out = quantized(embedded, tmp_path / "out", text)

@@ -125,7 +125,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if num_draft:
                 assert num_pending == seq.num_pending
                 assert seq.num_output > 0
-            self.decode(seq, num_pending, pick(num_draft))
+                assert seq.draft_depth > 0, "nothing for the last token"
+            self.decode(seq, num_pending, pick(min(num_draft, seq.draft_depth)))
         check_ownership(self.blocks, self.all)
 
     def decode(self, seq: Sequence, num_pending: int, num_accepted: int) -> None:

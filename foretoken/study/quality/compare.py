@@ -156,8 +156,7 @@ def _draft(baseline: Variant, asked: Comparing) -> SpecConfig:
         same = baseline.model in EMBEDDED or (tokenizer.is_file() and tokenizer.read_bytes() == ours)
         draft = "embedded-draft" if same else "ngram"
     spec = make_config(draft, num_draft_tokens=asked.num_draft_tokens, **asked.speculation).spec
-    check_options(spec)
-    QuantScheme.parse(spec.format)  # a bad one fails here, before any work
+    check_options(spec)  # a bad one fails here, before any work
     if spec.method == "none" or spec.num_draft_tokens < 1:
         raise ConfigError("a comparison measures acceptance: give a draft (--draft) of at least one token")
     return spec

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretoken.models.config import ModelConfig, read_config
+from foretoken.models.config import ModelConfig, read_config, read_json
+from foretoken.models.eagle_loader import open_head, target_ids
 from foretoken.models.loader import open_checkpoint, resolve_model
 from foretoken.models.save import SHARD, copy_files, new_folder, source_config, write_file
 from foretoken.models.stream import check_room, num_bytes, stream_weights
 from foretoken.models.weights import Progress
 from foretoken.study.shapes import NAMES, get_shape
+from foretoken.study.twin.head import HeadLayout, HeadTwinSource, make_head_layout
 from foretoken.study.twin.layout import Layout, make_layout, raw_config
 from foretoken.study.twin.source import TwinSource
 
@@ -27,6 +29,15 @@ class Twin:
 
     folder: Path
     layout: Layout
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class HeadTwin:
+    """A written twin of a draft head."""
+
+    folder: Path
+    head: HeadLayout
     num_bytes: int
 
 
@@ -76,8 +87,62 @@ def make_twin(
     return Twin(Path(os.path.abspath(out)), layout, size)
 
 
+def make_head_twin(
+    shape: ModelConfig,
+    of: str,
+    target: str,
+    out: Path,
+    *,
+    name: str = "the shape",
+    num_tokens: int | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> HeadTwin:
+    """Write a draft head for the twin of `target` in `shape` that drafts what the head `of` drafts for `target`.
+
+    `num_tokens`: its draft vocabulary (None: 32000 where that can be). Raises as `make_twin` does.
+    """
+    folder, target_folder = resolve_model(of), resolve_model(target)
+    target_layout = make_layout(read_config(target_folder), shape, source_config(target_folder), name)
+    raw = read_json(folder / "config.json")
+    raw = raw.get("transformer_layer_config") or raw
+    with open_checkpoint(target_folder) as theirs, open_head(folder) as (config, own, shapes, at):
+        theirs.check(target_layout.small)
+        ids = target_ids(folder, config, own)
+        head = make_head_layout(config, ids, target_layout, raw, num_tokens, name)
+        source = HeadTwinSource(head, own, theirs, shapes, at, seed)
+        size = num_bytes(head.layout.config, source, source.shapes)
+        check_room(out, size)
+        with new_folder(out, overwrite, folder) as partial:
+            copy_files(folder, partial)
+            stream_weights(partial, head.layout.config, source, progress, shapes=source.shapes)
+            record = {"schema": SCHEMA, "of": of, "target": target, "shape": name, "seed": seed}
+            record |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
+            dtype = str(source.dtype("fc.weight")).removeprefix("torch.")
+            texts = {
+                "config.json": _json(head.raw_config(raw, dtype)),
+                RECORD: _json(record),
+                "README.md": _head_card(of, target, name),
+            }
+            for file, text in texts.items():
+                write_file(partial / file, [text.encode()])
+    return HeadTwin(Path(os.path.abspath(out)), head, size)
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2) + "\n"
+
+
+def _head_card(of: str, target: str, name: str) -> str:
+    return f"""# {of} for a target in the shape of {name}
+
+Written by `foretoken twin`. It drafts for the twin of {target} what {of} drafts for {target}, at the size and cost of
+an EAGLE-3 head of such a target; what is not the small head's is random or zero and without effect. It is for measuring
+speed, and of no use for any other target.
+
+Where the small head lies in it, `{RECORD}` says.
+"""
 
 
 def _card(of: str, name: str, layout: Layout) -> str:

@@ -89,7 +89,7 @@ class TwinSource:
     def _live(self, name: str, image: Image, rows: Tensor, out: Tensor) -> Tensor:
         """`out` [n, K'] with small rows [n] in their columns."""
         first, last = int(rows.min()), int(rows.max())
-        values = self.small.rows(self._small_name(name), first, last + 1)[rows - first]
+        values = self._small_rows(name, first, last + 1)[rows - first]
         values = (values.float() * image.factor).to(self._type)  # exact
         out[:, image.muted] = 0
         for column in image.columns:
@@ -97,6 +97,9 @@ class TwinSource:
         if image.constant is not None:
             out[:, image.constant[0]] = image.constant[1]
         return out
+
+    def _small_rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self.small.rows(self._small_name(name), start, stop)
 
     def _small_name(self, name: str) -> str:
         if name == "lm_head.weight" and self.layout.small.tied_embeddings:
@@ -111,16 +114,21 @@ class TwinSource:
     def _norm(self, name: str) -> Tensor:
         """Weights float64 [C'] of a norm."""
         at, words = self.layout, name.split(".")
-        out = torch.full((at.config.hidden_size,), at.norm_scale, dtype=torch.float64)
         if words[1] == "layers" and int(words[2]) not in self._live_layer:
-            return out
-        own = self.small.tensor(self._small_name(name)).double() * at.norm_scale
+            return torch.full((at.config.hidden_size,), at.norm_scale, dtype=torch.float64)
+        own = self.small.tensor(self._small_name(name))
+        return self._placed_norm(own, "input_layernorm" in name, name == "model.norm.weight")
+
+    def _placed_norm(self, small: Tensor, read_by_q: bool, last: bool) -> Tensor:
+        """Weights of a norm of the small model in their places; `last`: it is the one before the LM head."""
+        at = self.layout
+        out = torch.full((at.config.hidden_size,), at.norm_scale, dtype=torch.float64)
+        own = small.double() * at.norm_scale
         # Only q reads the second copy: what else follows a norm would count it.
-        shares = (1.0, at.copy_share if "input_layernorm" in name else 0.0)
+        shares = (1.0, at.copy_share if read_by_q else 0.0)
         for first, share in zip(at.copies, shares, strict=False):
             out[first : first + len(own)] = own * share
         if at.constant is not None:
-            last = name == "model.norm.weight"
             out[at.constant] = at.norm_scale * SIGNAL / at.constant_value if last else 0.0
         return out
 
@@ -144,6 +152,10 @@ class TwinSource:
     def _hidden(self) -> tuple[Tensor, ...]:
         """The stream's dimensions, copy by copy."""
         return tuple(torch.arange(self.layout.small.hidden_size) + first for first in self.layout.copies)
+
+    def _entering(self) -> tuple[Tensor, ...]:
+        """The columns of q, k and v that read the stream, copy by copy."""
+        return self._hidden()
 
     def _vocabulary(self, head: bool) -> Image:
         at = self.layout
@@ -177,7 +189,7 @@ class TwinSource:
     def _q(self) -> Image:
         at = self.layout
         rows = self._head_rows(at.heads, torch.tensor(at.pairs), RANDOM, RANDOM)
-        return Image(rows, self._hidden(), at.query_scale, _none())
+        return Image(rows, self._entering(), at.query_scale, _none())
 
     def _k(self) -> Image:
         rows = self._head_rows(self.layout.kv_heads, torch.tensor(self.layout.pairs), ZERO, RANDOM)
@@ -189,7 +201,7 @@ class TwinSource:
 
     def _one_copy(self, rows: Tensor) -> Image:
         """A matrix that reads the first copy of the stream, and not the second."""
-        first, *others = self._hidden()
+        first, *others = self._entering()
         return Image(rows, (first,), 1.0, torch.cat(others) if others else _none())
 
     def _outputs(self) -> Tensor:

@@ -61,6 +61,8 @@ def test_the_embedded_model_brings_its_draft() -> None:
     assert both is not None and [b.model for b in both.below] == [None, "embedded-draft"]
     cascade = options.draft_choice("ngram > draft_model", "embedded")
     assert cascade is not None and (cascade.method, cascade.model) == ("cascade", "embedded-draft")
+    assert options.draft_choice("embedded-head", "embedded") == SpecConfig("draft_model", "embedded-head")
+    assert options.draft_choice("eagle", "embedded") == SpecConfig("eagle", "embedded-head")
     with pytest.raises(RegistryError, match="did you mean 'suffix'"):
         options.draft_choice("sufix + draft_model", "embedded")
     with pytest.raises(RegistryError, match="did you mean 'embedded-draft'"):

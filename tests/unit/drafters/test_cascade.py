@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_goodput_policy_below_learns_and_forgets(pair: Pair) -> None:
     policy = engine.drafter.below.policy
     assert isinstance(policy, GoodputLength)
     assert policy.target is not None and policy.draft.seen >= 2, "what rounds cost"
-    assert not policy._own and not policy._idle, "sequences that are gone"
+    assert not policy.acceptance.own and not len(policy.probing), "sequences that are gone"
 
 
 # --- taking back ---
@@ -245,12 +246,16 @@ def test_drafts_as_text() -> None:
     model = SpecConfig("draft_model", "some/model")
     assert parse_draft("ngram") == SpecConfig("ngram")
     assert parse_draft("some/model") == model
-    first = SpecConfig("first", below=(SpecConfig("suffix"), model))
+    # Those that are asked in turn are asked for as much as the whole is.
+    suffix = SpecConfig("suffix", num_draft_tokens=64)
+    first = SpecConfig("first", below=(suffix, replace(model, num_draft_tokens=64)))
     assert parse_draft("suffix+some/model") == first
     assert parse_draft("ngram > some/model") == SpecConfig("cascade", "some/model", below=(SpecConfig("ngram"),))
     assert parse_draft("suffix + some/model > a/b") == SpecConfig("cascade", "a/b", below=(first,))
     inner = SpecConfig("cascade", "some/model", below=(SpecConfig("ngram"),))
-    assert parse_draft("suffix + (ngram > some/model)") == SpecConfig("first", below=(SpecConfig("suffix"), inner))
+    assert parse_draft("suffix + (ngram > some/model)") == SpecConfig(
+        "first", below=(suffix, replace(inner, num_draft_tokens=64))
+    )
     assert parse_draft("ngram > some/model > a/b").below == (inner,)
 
 
@@ -279,3 +284,25 @@ def test_a_drafter_without_what_it_works_with(pair: Pair) -> None:
         make_engine(pair, "cascade", below=())
     with pytest.raises(ConfigError, match="two drafters or more"):
         make_engine(pair, "first", below=(NGRAM,))
+
+
+def test_first_counts_each_ones_guesses(pair: Pair) -> None:
+    """Together they are the engine's counters; on their own, each knows what was made of its guesses."""
+    engine = make_engine(pair, "first", k=6)
+    run(engine, PROMPTS, GREEDY)
+    (one, suffix), (two, model) = engine.drafter.levels()
+    assert (one, two) == ("level 1: suffix", "level 2: draft_model")
+    assert suffix.num_drafts > 2 and model.num_drafts > 2
+    for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
+        assert getattr(suffix, field) + getattr(model, field) == getattr(engine.metrics, field)
+    assert model.acceptance_rate != suffix.acceptance_rate
+
+
+def test_levels_of_a_tower(pair: Pair) -> None:
+    inner = SpecConfig("cascade", num_draft_tokens=4, below=(SpecConfig("first", below=(NGRAM, SUFFIX)),))
+    engine = make_engine(pair, "cascade", k=6, below=(inner,))
+    run(engine, PROMPTS, GREEDY)
+    names = [name for name, _ in engine.drafter.levels()]
+    assert names == ["level 1: ngram", "level 2: suffix", "level 3: first", "level 4: cascade"]
+    ngram, suffix, both, _ = (metrics for _, metrics in engine.drafter.levels())
+    assert ngram.num_accepted_tokens + suffix.num_accepted_tokens == both.num_accepted_tokens > 0

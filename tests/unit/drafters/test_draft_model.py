@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
@@ -90,6 +91,9 @@ def test_a_shorter_context_than_the_request(pair: Pair, tmp_path: Path) -> None:
     assert 25 < max(longest) <= 32
     assert done[0].metrics.spec.num_draft_tokens > 0
     assert done[3].metrics.spec.num_draft_tokens == 0
+    beyond = [c.metrics.spec.undrafted.get("draft context", 0) for c in done]
+    assert 0 < beyond[0] < 30 < beyond[3]
+    assert sum(done[3].metrics.spec.undrafted.values()) == done[3].metrics.spec.num_rounds
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5, 9])
@@ -180,7 +184,7 @@ def test_confidence_ends_a_chain_with_the_first_unsure_token(pair: Pair, monkeyp
     draft = drafter.propose([Sequence(0, [5, 6, 7], SamplingParams(), 0)], [8])
     assert draft.count(0) == 3
     assert draft.confidence is not None
-    assert draft.confidence.tolist() == pytest.approx([0.9, 0.5, 0.1])
+    assert draft.confidence.tolist() == pytest.approx([0.9, 0.45, 0.045]), "of the whole path"
 
 
 def test_confidence_is_the_drafts_probability(pair: Pair) -> None:
@@ -198,7 +202,7 @@ def test_confidence_is_the_drafts_probability(pair: Pair) -> None:
     out = runner.forward([check], draft, [3])
     wanted = [float((out.logits[i] / 0.8).softmax(-1)[t]) for i, t in enumerate(draft.tokens.tolist())]
     assert draft.confidence is not None
-    assert draft.confidence.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert draft.confidence.tolist() == pytest.approx(np.cumprod(wanted), rel=1e-5)
 
 
 def test_logits_that_are_no_numbers_end_the_chain(pair: Pair) -> None:

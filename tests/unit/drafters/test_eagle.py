@@ -16,11 +16,11 @@ from fixtures_eagle import knowing_head, random_head, raw_config, silence, write
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, load_pair, random_prompts, run, texts, write_model
 
 from foretoken import ops
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.drafters.eagle import EagleDrafter, read_vocabulary
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
+from foretoken.drafters.eagle import EagleDrafter
 from foretoken.engine.build import assemble, build_engine
 from foretoken.engine.engine import Engine
-from foretoken.errors import ConfigError, ModelLoadError, VocabularyError
+from foretoken.errors import ConfigError, VocabularyError
 from foretoken.formats.scheme import QuantScheme
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.models.eagle_config import parse_head_config
@@ -28,7 +28,7 @@ from foretoken.models.eagle_loader import load_head
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.drafter import Span
 from foretoken.spec.length import ConfidenceLength
-from foretoken.spec.sampling import choose
+from foretoken.spec.sampling import choose, needs_adjusting
 from foretoken.spec.step import decode_step
 from foretoken.spec.tree import Tree
 
@@ -105,13 +105,13 @@ def grown(rows: dict[tuple[int, ...], list[float]], size: int, depth: int, top_k
     tree, num_run = Tree(size), 0
     nodes = [-1]
     for level in range(depth):
-        tree.start_level()
-        for node in nodes:
-            row = rows[tuple(tree.tokens[i] for i in tree.path(node)) if node >= 0 else ()]
-            best = sorted(range(len(row)), key=lambda t: (-row[t], t))[:top_k]
-            tree.grow(node, best, [row[t] for t in best], [False] * len(best))
-        nodes = tree.expand(top_k) if level + 1 < depth else []
+        after = [rows[tuple(tree.tokens[tree.path(node)].tolist())] for node in nodes]
+        best = [sorted(range(len(row)), key=lambda t: (-row[t], t))[:top_k] for row in after]
+        tree.grow(nodes, best, [[row[t] for t in some] for row, some in zip(after, best)])
+        nodes = tree.expand(top_k).tolist() if level + 1 < depth else []
         num_run += len(nodes)
+        if not nodes:
+            break
     return tree, num_run
 
 
@@ -154,13 +154,12 @@ def test_a_beam_keeps_the_likeliest_of_each_level() -> None:
 
 def test_masks_are_the_expanded_ancestors() -> None:
     tree = Tree(8)
-    tree.grow(-1, [5, 6], [-0.1, -2.0], [False, False])
-    assert tree.expand(2) == [0, 1]
-    tree.start_level()
-    tree.grow(0, [7], [-0.1], [False])
-    tree.grow(1, [8], [-0.1], [True])
-    assert tree.expand(2) == [2], "one that has ended is not expanded"
-    assert [tree.mask(i) for i in (0, 1, 2)] == [0b1, 0b10, 0b101]
+    tree.grow([-1], [[5, 6, 4]], [[-0.1, -2.0, -math.inf]])
+    assert tree.expand(2).tolist() == [0, 1], "what cannot be is no candidate"
+    tree.grow([0, 1], [[7], [8]], [[-0.1], [-0.1]], [[False], [True]])
+    assert tree.expand(2).tolist() == [2], "one that has ended is not expanded"
+    assert tree.masks == {0: 0b1, 1: 0b10, 2: 0b101}
+    assert tree.rows.tolist() == [0, 0, 0, 1]
 
 
 # --- texts and acceptance ---
@@ -234,7 +233,12 @@ def test_the_first_choice_is_the_targets_where_the_head_is_right(easy: Pair) -> 
         for i in range(60):
             logits = 3 * torch.randn(MODEL_VOCAB, generator=generator)
             seq = Sequence(i, PROMPTS[4], asked, 100 + i)
-            tokens, log_probs = drafter.choices(drafter.rows(logits[None], 64)[0], seq, [3, 4], 4)
+            known, part = drafter.guesses.rows(logits[None], 64), slice(0, 1)
+            if needs_adjusting(seq, 2):
+                found = drafter.guesses.adjusted(known, part, seq, [[3, 4]], 4)
+            else:
+                found = drafter.guesses.likeliest(known, part, seq, 2, 4)
+            tokens, log_probs = (x[0].tolist() for x in found)
             right += tokens[0] == choose(logits.numpy(), seq, [3, 4], ())
             assert len(set(tokens)) == 4
             assert log_probs == sorted(log_probs, reverse=True)
@@ -272,7 +276,7 @@ def test_confidence_ends_a_path(easy: Pair, monkeypatch: Any) -> None:
     decode_step(engine.runner, drafter, [seq], [seq.num_pending], [0])
     drafter.policy = ConfidenceLength(8, threshold=0.2)
     sure = iter([0.9, 0.5, 0.1, 0.8])
-    monkeypatch.setattr(drafter, "choices", lambda *args: ([5], [math.log(next(sure))]))
+    monkeypatch.setattr(drafter.guesses, "likeliest", lambda *args: (np.array([[5]]), np.log([[next(sure)]])))
     draft = drafter.propose([seq], [8])
     assert draft.confidence is not None
     assert draft.confidence.tolist() == pytest.approx([0.9, 0.45, 0.045])
@@ -311,7 +315,7 @@ def test_tokens_taken_back(easy: Pair) -> None:
     """After `rewind` the head guesses as if the tokens had never been there, near or far back."""
     for back in (1, 5, 30, 90):
         engine, fresh = engine_of(easy, prefill_rows=8), engine_of(easy)
-        seq = Sequence(0, random_prompts(2, seed=9, longest=90)[1], GREEDY, 9)
+        seq = Sequence(0, random_prompts(2, seed=9, longest=90)[1], SamplingParams(max_tokens=200), 9)
         rounds(engine, seq, 12)
         length = max(3, len(seq) - back)
         engine.drafter.rewind(seq, length)
@@ -319,7 +323,7 @@ def test_tokens_taken_back(easy: Pair) -> None:
         seq.token_ids[length:] = other
         engine.runner.truncate(seq, length - 1)
         rounds(engine, seq, 1, k=0)
-        again = Sequence(0, seq.token_ids, GREEDY, 9)
+        again = Sequence(0, seq.token_ids, seq.params, 9)
         again.num_prompt = seq.num_prompt
         assert fresh.runner.blocks.reserve(again, len(again))
         decode_step(fresh.runner, fresh.drafter, [again], [len(again) - 1], [0])
@@ -343,7 +347,7 @@ def test_below_a_cascade(folders: Path, easy: Pair) -> None:
         assert texts(run(engine, PROMPTS, asked)) == plain
         assert engine.metrics.num_rollbacks > 5
         (name, level), *rest = engine.drafter.levels()
-        assert (name, rest) == ("level 1", [])
+        assert (name, rest) == ("level 1: eagle", [])
         assert level.mean_acceptance_length is not None
         assert level.mean_acceptance_length > 1.4
 
@@ -397,26 +401,12 @@ def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> No
         assert texts(done) == plain
         accepted[beyond] = engine.metrics.num_accepted_tokens
         assert max(highest) < 32 if beyond == "stop" else max(highest) > 60
+        told = sum(c.metrics.spec.undrafted.get("draft context", 0) for c in done)
+        assert (told > 50) if beyond == "stop" else (told == 0)
     assert accepted["slide"] > 2 * accepted["stop"] > 0
 
 
 # --- options, folders ---
-
-
-def test_vocabularies_from_files(tmp_path: Path) -> None:
-    path = tmp_path / "ids"
-    assert read_vocabulary("7", 300).tolist() == list(range(7))
-    path.write_text("[5, 2, 5]")
-    assert read_vocabulary(str(path), 300).tolist() == [2, 5]
-    path.write_text("9\n1 4\n")
-    assert read_vocabulary(str(path), 300).tolist() == [1, 4, 9]
-    for text, why in (("[400]", "token ids in 0..299"), ("[]", "must list"), ("five", "cannot be read")):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=why):
-            read_vocabulary(str(path), 300)
-    for name, why in (("301", "1..300 tokens"), (str(tmp_path / "none"), "cannot be read")):
-        with pytest.raises(ConfigError, match=why):
-            read_vocabulary(name, 300)
 
 
 def test_only_words_of_the_vocabulary_are_guessed(easy: Pair) -> None:
@@ -458,8 +448,13 @@ def test_heads_that_do_not_fit_are_refused(folders: Path, tmp_path: Path) -> Non
         built(vocab_size=200)
     with pytest.raises(ConfigError, match="needs a draft model"):
         build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("eagle")))
-    with pytest.raises(ModelLoadError, match="a head of 2 layers"):
-        build_engine(str(folders / "target"), EngineConfig(spec=SpecConfig("eagle", str(folders / "draft"))))
+    target, draft, head = (str(folders / name) for name in ("target", "draft", "eagle"))
+    with pytest.raises(ConfigError, match="is a model, not a draft head; write --draft"):
+        build_engine(target, EngineConfig(spec=SpecConfig("eagle", draft)))
+    with pytest.raises(ConfigError, match="is a draft head, not a model; write --draft"):
+        build_engine(target, EngineConfig(spec=parse_draft(f"ngram > {head}")))
+    with pytest.raises(ConfigError, match="is a draft head, not a model; name its target"):
+        build_engine(head, EngineConfig())
     built()
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2, 9]

@@ -70,8 +70,12 @@ def test_from_names(tmp_path: Path) -> None:
     assert llm.generate([prompt], GREEDY)[0].token_ids == plain.generate([prompt], GREEDY)[0].token_ids
     with pytest.raises(ConfigError, match="draft for itself"):
         LLM(str(tmp_path / "model"), "self_quant", format="w4a8")
-    with pytest.raises(ConfigError, match="draft for itself"):
-        LLM(str(tmp_path / "model"), str(tmp_path / "model"))
+    model = str(tmp_path / "model")
+    write_model(tmp_path / "draft", noise=0.1)
+    twice = f"{tmp_path / 'draft'} > {tmp_path / 'draft'}"
+    for draft in (model, f"ngram > {model}", twice):
+        with pytest.raises(ConfigError, match="draft for itself"):
+            LLM(model, draft)
 
 
 @pytest.mark.parametrize("method", ["self_quant", "first"])

@@ -112,13 +112,18 @@ def test_a_sequence_waits_until_it_fits_whole() -> None:
     assert shape(run(scheduler)) == [(0, 1, 0)], "first come, first served"
 
 
-def test_no_draft_beyond_what_may_be_kept() -> None:
+def test_depth_ends_where_the_text_does_and_nodes_do_not() -> None:
     scheduler = make(max_len=12)
-    scheduler.add(sequence(0, 3, max_tokens=5))
-    scheduler.add(sequence(1, 8))
+    one, two = sequence(0, 3, max_tokens=5), sequence(1, 8)
+    scheduler.add(one)
+    scheduler.add(two)
     run(scheduler)
-    assert shape(run(scheduler, k=9)) == [(0, 1, 3), (1, 1, 2)]
-    assert shape(run(scheduler, k=9)) == [(0, 1, 2), (1, 1, 1)]
+    assert (one.draft_depth, two.draft_depth) == (3, 2)
+    assert shape(run(scheduler, k=9)) == [(0, 1, 9), (1, 1, 9)], "a tree may be broad"
+    assert (one.draft_depth, two.draft_depth) == (2, 1)
+    run(scheduler)
+    assert (one.draft_depth, two.draft_depth) == (1, 0)
+    assert shape(run(scheduler, k=9)) == [(0, 1, 9), (1, 1, 0)], "nothing for the last token"
 
 
 def test_finish_of_one_that_waits_or_is_unknown() -> None:

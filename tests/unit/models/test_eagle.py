@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foretoken import ops
+from foretoken.batch import Rows, build_batch
 from foretoken.errors import ConfigError, ModelLoadError, VocabularyError
 from foretoken.formats import scheme
 from foretoken.formats.scheme import QuantScheme
@@ -88,10 +89,10 @@ def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
     logits, features = runner.extend(holders, steps, [h[2:] for h in hidden], True)
     # Nodes 0, 1 and 2 after the last row; 3 after 1, 4 after 2: of the second sequence only the first level.
     first, firsts = runner.expand(
-        [Level(h, t[n : n + 3].tolist(), [1, 2, 4], [0, 1, 2]) for h, t, n in zip(holders, tokens, lengths)],
+        [Level(h, t[n : n + 3].tolist(), [1, 2, 4], 0) for h, t, n in zip(holders, tokens, lengths)],
         features[torch.tensor([0, 0, 0, 1, 1, 1])],
     )
-    second, _ = runner.expand([Level(holders[0], tokens[0][12:14].tolist(), [10, 20], [3, 4])], firsts[1:3])
+    second, _ = runner.expand([Level(holders[0], tokens[0][12:14].tolist(), [10, 20], 3)], firsts[1:3])
 
     for b, n in enumerate(lengths):
         known = combine(config, w, hidden[b], target)
@@ -116,6 +117,30 @@ def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
                 torch.testing.assert_close(first[3 * b : 3 * b + 3], wanted[n:], rtol=1e-4, atol=1e-4)
             elif b == 0:
                 torch.testing.assert_close(second, wanted[n + 3 :], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quant", ["auto", "w4a8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_passes_have_the_bits_of_direct_ones(folder: Path, tmp_path: Path, kind: str, quant: str) -> None:
+    if "cpu" not in backends():
+        pytest.skip("the native module is not built")
+    target = load_model(folder, ops.resolve("cpu"))
+    where, config, _, _ = made(tmp_path, kind)
+    head = load_head(where, target, target.ops, QuantScheme.parse(quant))
+    direct, replayed = make_runner(head).cache, make_runner(head).cache
+    generator = torch.Generator().manual_seed(1)
+    widths = {False: config.layer.hidden_size, True: config.num_captures * config.target_hidden_size}
+    for count, captured, window in ((3, True, 0), (20, True, 4), (5, False, 0)):
+        pending = torch.randint(0, MODEL_VOCAB, (count,), generator=generator).tolist()
+        batch = build_batch([Rows(pending, 2, [7, 8, 9], [-1, -1, 0], list(range(8)), True)], 4)
+        x = torch.randn(count + 3, widths[captured], generator=generator)
+        with torch.inference_mode():
+            wanted = head._forward(head.ops, batch, direct, (int(captured), window), x)
+        found = head.forward(x, batch, replayed, window or None, captured=captured)
+        assert all(map(torch.equal, found, wanted))
+        assert direct.layer(0).k.equal(replayed.layer(0).k)
+        plan = head._run.recorded(1, replayed, (int(captured), window), [x.shape[1]])  # type: ignore[attr-defined]
+        assert plan is not None, "nothing of it runs op by op"
 
 
 def test_a_window_hides_what_is_far(target: Llama, tmp_path: Path) -> None:

@@ -317,6 +317,7 @@ def test_embedded_names_are_folders_of_the_package():
     package = Path(loader.__file__).parents[1]
     assert resolve_model("embedded") == package / "assets" / "target"
     assert resolve_model("embedded-draft") == package / "assets" / "draft"
+    assert resolve_model("embedded-head") == package / "assets" / "head"
 
 
 def test_a_folder_is_itself(folder, monkeypatch):

@@ -80,6 +80,8 @@ SCHEMES = {
     "nf4-dq": "bitsandbytes",
     "w4a8-qoq": "foretoken",
     "qoq-g32": "foretoken",
+    "w8a8n": "foretoken",
+    "int8n-g32": "foretoken",
     "fp8_e5m2": "foretoken",
     "nf4,*.down_proj=w4a16-g64-asym": "foretoken",
     "nf4-dq,*.down_proj=qoq,lm_head=fp8-b128": "foretoken",

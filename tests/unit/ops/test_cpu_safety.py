@@ -79,6 +79,34 @@ def test_a_forked_child_computes():
         assert child.exitcode == 0
 
 
+def test_threads_with_limits_of_their_own_run_beside_each_other():
+    """A limit holds for the thread that sets it, also where it is above one, and changes no bit."""
+    x, w = big_linear()
+    wanted = cpu.linear(x, w)
+
+    def limited(limit):
+        cpu.limit_threads(limit)
+        try:
+            return cpu.num_threads(), all(cpu.linear(x, w).equal(wanted) for _ in range(200))
+        finally:
+            cpu.limit_threads(0)
+
+    with threads(4), ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(limited, [1, 2, 3, 9])) == [(1, True), (2, True), (3, True), (4, True)]
+        assert cpu.num_threads() == 4
+        cpu.limit_threads(2)
+        try:
+            assert cpu.linear(x, w).equal(wanted)  # makes this thread's own workers, which no child has
+            child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not all(limited(2))))
+            child.start()
+            child.join(60)
+            assert child.exitcode == 0
+        finally:
+            cpu.limit_threads(0)
+    with pytest.raises(ConfigError, match=r"0 .* or more"):
+        cpu.limit_threads(-1)
+
+
 @pytest.mark.parametrize("count", [0, -1, 100_000])
 def test_number_of_threads_has_a_range(count):
     with pytest.raises(ConfigError, match="threads must be 1 to"):

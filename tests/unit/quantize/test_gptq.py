@@ -34,7 +34,7 @@ def textbook(weight: Tensor, hessian: Tensor, grid: Grid, group: int, damping: f
     return out.float()
 
 
-@pytest.mark.parametrize("scheme", ["w8a16", "w4a8-qoq", "fp8"])
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a8-qoq", "fp8", "w8a8n"])
 def test_it_is_the_paper_s_method(scheme: str) -> None:
     # Formats whose scales do not move on the way, so that the textbook can round by the same grid.
     weight, stats = randn(24, K), stats_of(correlated(500, K))

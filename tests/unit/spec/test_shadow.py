@@ -19,7 +19,7 @@ def nobody(seq: Sequence, length: int) -> None:
 
 def runner() -> Any:
     """The part of a ModelRunner that a Shadow uses."""
-    mock = SimpleNamespace(blocks=BlockManager(64, 4))
+    mock = SimpleNamespace(blocks=BlockManager(64, 4), model=SimpleNamespace(max_model_len=256))
     mock.truncate = lambda seq, length: ModelRunner.truncate(mock, seq, length)
     return mock
 

@@ -1,0 +1,187 @@
+"""How many drafted tokens turn out right: of each request, against a background of all, and the latest rounds first.
+
+A drafter's own probabilities are calibrated: a node is right, where its parent was, as often as nodes of like
+probability were (DSpark, 2026, calibrates a head's in the same place). A drafter that gives none is known by position.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+
+POSITIONS = 16  # places of a draft that are told apart; those beyond share the last one's estimates
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99, 0.999)  # of a token's probability
+NUM_BINS = len(EDGES) + 1
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # before anything is known: a draft token is taken to be right so often
+OWN_WEIGHT = 3.0  # observations of its own that outweigh what other requests showed
+DECAY = 0.92  # of what a request showed, a round later
+DECAY_OF_ALL = 0.99  # of what all did, a request and round later
+_MIDDLES = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)]
+# A token's kind: its place where its probability is unknown, else its bin, a first token's apart from later ones'.
+_PRIORS = [PRIOR_RATE] * POSITIONS + [0.9 * p for p in _MIDDLES] * 2
+
+
+def kind(position: int, probability: float | None) -> int:
+    """Under which heading a token is counted: by its probability after its parent or, unknown (None), its place."""
+    if probability is None:
+        return min(position, POSITIONS - 1)
+    return POSITIONS + (NUM_BINS if position else 0) + bisect_right(EDGES, probability)
+
+
+class Record:
+    """What was seen of one request, or of all; it fades by `decay` a round.
+
+    `tries` and `hits` by kind, where a token's parent was right. By rank (a node's place among those of its draft, the
+    likeliest first): `asked` for, `there`, `gain` (probabilities) and `steps` (how deep the draft up to it reached).
+    """
+
+    def __init__(self, decay: float, most: int) -> None:
+        self.tries, self.hits = [0.0] * len(_PRIORS), [0.0] * len(_PRIORS)
+        self.asked, self.there, self.gain, self.steps = ([0.0] * most for _ in range(4))
+        self.weight = 1.0  # of what is added now: it grows, which is cheaper than making all old ones fade
+        self._growth = 1.0 / decay
+
+    def next(self) -> None:
+        """A round has passed."""
+        self.weight *= self._growth
+        if self.weight > 1e12:
+            for counts in (self.tries, self.hits, self.asked, self.there, self.gain, self.steps):
+                counts[:] = [c / self.weight for c in counts]
+            self.weight = 1.0
+
+
+class Rates(dict[int, float]):
+    """By kind: how often a token of a request is right where its parent was. Worked out where it is asked for."""
+
+    def __init__(self, every: Record, own: Record | None) -> None:
+        self.every = every
+        self.own = own
+
+    def __missing__(self, of: int) -> float:
+        every, own = self.every, self.own
+        w = PRIOR_WEIGHT * every.weight
+        rate = (every.hits[of] + w * _PRIORS[of]) / (every.tries[of] + w)
+        if own is not None:
+            w = OWN_WEIGHT * own.weight
+            rate = (own.hits[of] + w * rate) / (own.tries[of] + w)
+        self[of] = rate
+        return rate
+
+
+class Nodes:
+    """The draft of one sequence as the estimates see it: kinds and depths of its nodes, and how likely each path is."""
+
+    __slots__ = ("depths", "kinds", "likely", "parents")
+
+    def __init__(self, parents: Seq[int], confidence: Seq[float] | None, rates: Rates) -> None:
+        """`confidence`: the drafter's probabilities of whole paths, NaN where unknown; `likely`: calibrated."""
+        self.parents = parents
+        self.depths: list[int] = []
+        self.kinds: list[int] = []
+        self.likely: list[float] = []
+        for i, parent in enumerate(parents):
+            depth, before = (self.depths[parent] + 1, self.likely[parent]) if parent >= 0 else (0, 1.0)
+            own: float | None = None
+            if confidence is not None and confidence[i] == confidence[i]:
+                path = confidence[parent] if parent >= 0 else 1.0
+                own = min(1.0, confidence[i] / path) if path > 0.0 else 0.0
+            of = kind(depth, own)
+            self.depths.append(depth)
+            self.kinds.append(of)
+            self.likely.append(rates[of] * before)
+
+    def ranked(self) -> list[int]:
+        """Nodes, the likeliest first; none before its parent, which is as likely at least and comes first in order."""
+        likely = self.likely
+        return sorted(range(len(likely)), key=likely.__getitem__, reverse=True)  # stable: ties stay in order
+
+    def kept(self, keep: Seq[int]) -> Nodes:
+        """Some of the nodes (ascending, with their parents)."""
+        new = Nodes.__new__(Nodes)
+        place = {old: i for i, old in enumerate(keep)}
+        new.parents = [place.get(self.parents[i], -1) for i in keep]
+        new.depths, new.kinds = [self.depths[i] for i in keep], [self.kinds[i] for i in keep]
+        new.likely = [self.likely[i] for i in keep]
+        return new
+
+
+class Acceptance:
+    """Estimates for the drafts of one engine, by request; `most`: nodes of a draft."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.all = Record(DECAY_OF_ALL, most)
+        self.own: dict[int, Record] = {}
+        self.tells = False  # does the drafter give probabilities?
+
+    def rates(self, seq_id: int) -> Rates:
+        """By kind: how often such a token of this request is right where its parent was."""
+        return Rates(self.all, self.own.get(seq_id))
+
+    def offers(self, seq_id: int, count: int) -> list[tuple[float, float, float]]:
+        """For each rank below `count`: tokens that it may be expected to bring, rows to be, and steps up to it."""
+        return self._by_rank(seq_id, count) if self.tells else self._by_place(seq_id, count)
+
+    def _by_place(self, seq_id: int, count: int) -> list[tuple[float, float, float]]:
+        """Of chains without probabilities: how likely a token and all before it are right."""
+        every, rates = self.all, self.rates(seq_id)
+        own, w = self.own.get(seq_id), PRIOR_WEIGHT * every.weight
+        mine = own.weight * OWN_WEIGHT if own is not None else 0.0
+        offers, gain, steps = [], 1.0, 0.0
+        for j in range(count):
+            there = (every.there[j] + w) / (every.asked[j] + w)
+            if own is not None:
+                there = (own.there[j] + mine * there) / (own.asked[j] + mine)
+            gain *= rates[min(j, POSITIONS - 1)]
+            steps += there
+            offers.append((gain * there, there, steps))
+        return offers
+
+    def _by_rank(self, seq_id: int, count: int) -> list[tuple[float, float, float]]:
+        """Of drafts with probabilities: what nodes of that rank were like. Unknown ranks go on as those before."""
+        every, own = self.all, self.own.get(seq_id)
+        w, mine = every.weight, own.weight * OWN_WEIGHT if own is not None else 0.0
+        offers, gain, there, steps = [], 1.0, 1.0, 0.0
+        for j in range(count):
+            seen = every.there[j]
+            gain = (every.gain[j] + PRIOR_WEIGHT * w * gain * PRIOR_RATE) / (every.asked[j] + PRIOR_WEIGHT * w)
+            there = (seen + w * there) / (every.asked[j] + w)
+            deeper = (every.steps[j] + w * (steps + 1.0)) / (seen + w)
+            if own is not None:
+                gain = (own.gain[j] + mine * gain) / (own.asked[j] + mine)
+                there = (own.there[j] + mine * there) / (own.asked[j] + mine)
+                deeper = (own.steps[j] + mine * deeper) / (own.there[j] + mine)
+            steps = max(steps, deeper)
+            offers.append((gain, there, steps))
+        return offers
+
+    def learn(self, seq_id: int, asked: int, nodes: Nodes, accepted: Seq[int]) -> None:
+        """A round: nodes asked for, the draft as it was checked, and the path of it that was right."""
+        own = self.own.get(seq_id)
+        if own is None:
+            own = self.own[seq_id] = Record(DECAY, self.most)
+        right = {-1, *accepted}
+        outcomes = [(nodes.kinds[i], i in right) for i, parent in enumerate(nodes.parents) if parent in right]
+        ranks: list[tuple[float, int]] = []
+        if self.tells:
+            steps = 0
+            for i in nodes.ranked():
+                steps = max(steps, nodes.depths[i] + 1)
+                ranks.append((nodes.likely[i], steps))
+        for record in (own, self.all):
+            record.next()
+            w = record.weight
+            for of, hit in outcomes:
+                record.tries[of] += w
+                record.hits[of] += w * hit
+            for j in range(min(asked, self.most)):
+                record.asked[j] += w
+            for j in range(min(len(nodes.parents), asked)):
+                record.there[j] += w
+            for j, (likely, steps) in enumerate(ranks[:asked]):
+                record.gain[j] += w * likely
+                record.steps[j] += w * steps
+
+    def release(self, seq_id: int) -> None:
+        """The request is gone."""
+        self.own.pop(seq_id, None)

@@ -1,0 +1,98 @@
+"""Laws 1 to 3 for every drafter on the shelf, in every kind of format: a new drafter is held to them as it comes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import textbook
+from lawkit import SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts
+
+from foretoken import registry
+from foretoken.engine.engine import Engine
+from foretoken.request import SamplingParams, Sequence
+from foretoken.spec.ahead import Ahead
+from foretoken.spec.draft import Draft
+
+FORMATS = [(weights, kv) for weights in ("bf16", "w8a8", "w4a8") for kv in ("bf16", "int8")]
+DRAFTERS = registry.names("drafters")
+PROMPTS = [p * 2 for p in random_prompts(6, seed=31, longest=12)]  # a copy of itself: look-ups find something
+LENGTH = 20
+# Greedy, sampled and penalized texts in one batch.
+EACH = [
+    SamplingParams(max_tokens=LENGTH, seed=40 + i, ignore_eos=True, **({}, SAMPLED, {"frequency_penalty": 0.3})[i % 3])
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids="-".join)
+def stored(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, list[tuple[int, ...]]]:
+    """The tiny pair in a format, the cache's format, and plain texts, one prompt after the other."""
+    weights, kv = request.param
+    pair = _load(*pair_folders, weights)
+    return pair, kv, texts(run(make_engine(pair, kv=kv), PROMPTS, EACH, alone=True))
+
+
+@cache
+def _load(target: Path, draft: Path, weights: str) -> Pair:
+    return load_pair(target, draft, weights=weights)
+
+
+def engine_of(pair: Pair, name: str, **settings: Any) -> Engine:
+    """An engine with a drafter of the shelf; one that can go ahead of the target does."""
+    engine = make_engine(pair, name, k=5, **settings)
+    if engine.drafter.goes_ahead:
+        engine.ahead = Ahead(1)
+    return engine
+
+
+@pytest.mark.parametrize("name", ["none", *DRAFTERS])
+def test_text_is_plain_decodings(stored: tuple[Pair, str, list[tuple[int, ...]]], name: str) -> None:
+    """Laws 1 and 3: in a batch, and again with prompts in chunks, rows short and sequences preempted."""
+    pair, kv, plain = stored
+    engine = engine_of(pair, name, kv=kv)
+    assert texts(run(engine, PROMPTS, EACH)) == plain
+    spec, drafter = engine.metrics, engine.drafter
+    assert (spec.num_draft_tokens > 0) == (name != "none")
+    if type(drafter).needs_model:
+        assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens, "right guesses and wrong ones"
+    tight = engine_of(pair, name, kv=kv, rows=9, block=4, tokens=96, max_len=48)
+    assert texts(run(tight, PROMPTS, EACH)) == plain
+    assert tight.scheduler.num_preemptions > 0
+
+
+def test_text_follows_the_targets_law(stored: tuple[Pair, str, list[tuple[int, ...]]]) -> None:
+    """Law 2, of plain decoding in this format: two tokens over 600 seeds against the product of the model's own laws.
+
+    With the test above, where every drafter gives plain decoding's texts, it is every drafter's.
+    """
+    pair, kv, _ = stored
+    params = SamplingParams(max_tokens=2, seed=5, ignore_eos=True, temperature=0.7, top_k=3, n=100)
+    prompt = PROMPTS[2]
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(6):
+        asked = SamplingParams(**{**vars(params), "seed": 1000 * seed})
+        counts.update(texts(run(make_engine(pair, kv=kv, seqs=100, tokens=8192), [prompt], asked)))
+    law = {}
+    for first, p in _law(pair, kv, prompt).items():
+        law.update({(first, second): p * q for second, q in _law(pair, kv, [*prompt, first]).items()})
+    assert len(law) == 9
+    assert textbook.chi_square_p(counts, law) > 1e-4
+    likeliest = max(law, key=lambda cell: law[cell])
+    wrong = {cell: p * (2.0 if cell == likeliest else 1.0) / (1 + law[likeliest]) for cell, p in law.items()}
+    assert textbook.chi_square_p(counts, wrong) < 1e-6, "the judge can say no"
+
+
+def _law(pair: Pair, kv: str, tokens: list[int]) -> dict[int, float]:
+    """The three likeliest next tokens and their probabilities at temperature 0.7, from one pass of the model."""
+    runner = make_engine(pair, kv=kv).runner
+    seq = Sequence(0, tokens, SamplingParams(), 0)
+    runner.blocks.reserve(seq, len(seq))
+    logits = runner.forward([seq], Draft.empty(1), [len(seq)]).logits[0].double().numpy()
+    best = np.argsort(-logits)[:3]
+    weights = np.exp((logits[best] - logits[best[0]]) / 0.7)
+    return dict(zip(best.tolist(), (weights / weights.sum()).tolist(), strict=True))

@@ -1,0 +1,123 @@
+"""The alarm: a learned drafter that is hardly ever right is said aloud, once, and others are left in peace."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures_eagle import random_head, raw_config, write_head
+from lawkit import MODEL_VOCAB, Pair, make_engine, random_prompts, run, texts
+
+from foretoken import ops
+from foretoken.config import SpecConfig
+from foretoken.engine.alarm import Alarm, is_useless
+from foretoken.models.eagle_config import parse_head_config
+from foretoken.models.eagle_loader import load_head
+from foretoken.request import SamplingParams, SpecMetrics
+from foretoken.spec.drafter import Drafter, NoDrafter
+
+GREEDY = SamplingParams(max_tokens=60, seed=6, ignore_eos=True)
+PROMPTS = random_prompts(4, seed=4)
+
+
+class Learned(NoDrafter):
+    needs_model = True
+
+
+class Above(NoDrafter):
+    """Works with one below, whose counters are given."""
+
+    def __init__(self, below: Drafter, metrics: SpecMetrics) -> None:
+        self.below, self.metrics = below, metrics
+
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        return [(self.below, self.metrics)]
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "k", "accepted", "useless"),
+    [
+        (50, 4, 1, True),
+        (49, 4, 0, False),  # too early to tell
+        (19, 20, 0, False),
+        (50, 4, 2, False),  # 1 %: as chance may have it, but not nothing
+        (100, 20, 4, True),
+        (100, 20, 5, False),  # of a large tree most nodes are lost anyway
+    ],
+)
+def test_when_a_draft_is_no_use(num_drafts: int, k: int, accepted: int, useless: bool) -> None:
+    metrics = SpecMetrics()
+    for i in range(num_drafts):
+        metrics.update(k, int(i < accepted))
+    assert is_useless(metrics) is useless
+
+
+def test_it_is_said_once_for_each_drafter(caplog: pytest.LogCaptureFixture) -> None:
+    alarm, first, second = Alarm(), Learned(), Learned()
+    with caplog.at_level(logging.WARNING, logger="foretoken"):
+        for _ in range(100):
+            alarm.update(first, [4, 0, 4], [0, 0, 0])
+            alarm.update(NoDrafter(), [4], [0])  # looks nothing up that was learned
+            alarm.update(second, [4], [1])
+        assert len(caplog.records) == len(alarm.texts) == 1
+        assert "0 of 200 drafted tokens" in alarm.texts[0]
+        assert "trained for another target" in alarm.texts[0]
+        bad = SpecMetrics()
+        above = Above(Learned(), bad)
+        for _ in range(60):
+            bad.update(5, 0)
+        alarm.update(above, [4], [1])
+        alarm.update(above, [4], [1])
+    assert len(alarm.texts) == 2, "the level below is watched too"
+
+
+def foreign_head(folder: Path, pair: Pair) -> Pair:
+    raw = raw_config("eagle", MODEL_VOCAB)
+    write_head(folder, raw, random_head(parse_head_config(raw), 7, "layers.0"))
+    return replace(pair, head=load_head(folder, pair.target, ops.resolve()))
+
+
+@pytest.mark.parametrize("method", ["eagle", "first"])
+def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    foreign = foreign_head(tmp_path, pair)
+    below = (SpecConfig("ngram", num_draft_tokens=8), SpecConfig("eagle", num_draft_tokens=8, options={"top_k": 1}))
+    chosen: dict[str, Any] = (
+        {"below": below, "options": {"min_tokens": 1, "min_expected": 0.0}}
+        if method == "first"
+        else {"options": {"top_k": 1}}
+    )
+    engine = make_engine(foreign, method, k=8, **chosen)
+    plain = texts(run(make_engine(pair), PROMPTS, GREEDY))
+    with caplog.at_level(logging.WARNING, logger="foretoken"):
+        assert texts(run(engine, PROMPTS, GREEDY)) == plain
+    said = [r.message for r in caplog.records if "drafted tokens accepted" in r.message]
+    assert said == engine.alarm.texts
+    assert len(said) == 1 and said[0].startswith("drafter 'eagle'")
+
+
+def test_a_good_draft_sounds_no_alarm(pair: Pair) -> None:
+    engine = make_engine(pair, "draft_model", k=4)
+    run(engine, PROMPTS, GREEDY)
+    assert engine.metrics.num_draft_tokens > 200
+    assert engine.alarm.texts == []
+
+
+def test_counters_of_a_part_of_a_run() -> None:
+    metrics, wanted = SpecMetrics(), SpecMetrics()
+    metrics.update(4, 2)
+    metrics.undrafted["cost"] = 1
+    earlier = metrics.copy()
+    for m in (metrics, wanted):
+        m.update(3, 3)
+        m.update(2, 0)
+    metrics.undrafted["cost"] = wanted.undrafted["cost"] = 1
+    metrics.undrafted["cost"] += 1
+    got = metrics.since(earlier)
+    assert got.num_accepted_tokens_per_pos == [1, 1, 1]
+    assert (got.num_drafts, got.num_draft_tokens, got.num_accepted_tokens) == (2, 5, 3)
+    assert (got.num_rounds, got.num_rollbacks, got.undrafted) == (2, 1, {"cost": 1})
+    assert json.loads(json.dumps(got.as_dict()))["mean_acceptance_length"] == 2.5

@@ -1,0 +1,312 @@
+"""Going ahead: the same drafts and the same text, at other times; a guess that fails costs a guess."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
+
+from foretoken import LLM, SpecConfig, ops
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.engine.build import check_overlap
+from foretoken.engine.engine import Engine
+from foretoken.errors import ConfigError
+from foretoken.kvcache.blocks import BlockManager
+from foretoken.request import SamplingParams, Sequence, SpecMetrics
+from foretoken.spec.ahead import Ahead
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter
+from foretoken.spec.length import FixedLength
+from foretoken.spec.verify import Verified
+
+PROMPTS = random_prompts(6, seed=8)
+ASKED = {
+    "greedy": SamplingParams(max_tokens=40, seed=2, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=40, seed=2, ignore_eos=True, **SAMPLED),
+    "penalties": SamplingParams(max_tokens=40, seed=2, temperature=0.5, frequency_penalty=0.6, repetition_penalty=1.2),
+}
+
+
+class Inline(Ahead):
+    """Goes ahead in the same thread, for a random number of passes: what a race would decide, repeatably."""
+
+    def __init__(self, most: int, seed: int = 0) -> None:
+        super().__init__(1)
+        self.most = most
+        self.random = random.Random(seed)
+
+    @contextmanager
+    def beside(self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int]) -> Iterator[Any]:
+        self._guesses = ()
+        if len(draft.tokens):
+            left = iter(range(self.random.randint(0, self.most)))
+            self._guesses = drafter.ahead(seqs, draft, num_draft, lambda: next(left, None) is not None)
+        yield lambda: None
+
+
+class Tireless(Ahead):
+    """Guesses on as long as the target has not ended."""
+
+    def fits(self, seconds: float) -> bool:
+        return True
+
+
+def patient(engine: Engine) -> Engine:
+    """The target of this engine takes its time: whatever goes ahead comes to its end before."""
+    ahead = engine.ahead = Tireless(1)
+    forward = engine.runner.forward
+
+    def slow(*args: Any) -> Any:
+        ahead._worker.submit(lambda: None).result()  # there is one worker: what was begun before has ended
+        return forward(*args)
+
+    engine.runner.forward = slow  # type: ignore[method-assign]
+    return engine
+
+
+def drafted(metrics: SpecMetrics) -> tuple[Any, ...]:
+    return metrics.num_rounds, metrics.num_draft_tokens, metrics.num_accepted_tokens_per_pos, metrics.num_rollbacks
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(
+    "setting",
+    [{"k": 1}, {"k": 4}, {"k": 6, "confidence": 0.3}, {"k": 4, "block": 4, "rows": 20, "tokens": 256}],
+    ids=str,
+)
+def test_the_same_drafts_at_other_times(pair: Pair, asked: str, setting: dict[str, Any]) -> None:
+    """Not the text alone: what is guessed and accepted is the same, however far the drafter got meanwhile."""
+    waiting = make_engine(pair, "draft_model", **setting)
+    engine = make_engine(pair, "draft_model", **setting)
+    engine.ahead = Inline(2 * setting["k"])
+    assert texts(run(engine, PROMPTS, ASKED[asked])) == texts(run(waiting, PROMPTS, ASKED[asked]))
+    if "tokens" not in setting:  # where blocks run short, those taken ahead may cost a draft
+        assert drafted(engine.metrics) == drafted(waiting.metrics)
+    assert 0 < engine.metrics.num_ahead_kept < engine.metrics.num_ahead, "some suppositions held, some did not"
+    assert waiting.metrics.num_ahead == 0
+    assert engine.drafter._ready == {}  # type: ignore[attr-defined]
+
+
+def test_what_is_ready_is_not_drafted_again(pair: Pair) -> None:
+    """A draft that is always right drafts beside the target only, after the first round of each request."""
+    engine = patient(make_engine(Pair(pair.target, pair.target, pair.tokenizer), "draft_model", k=5))
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    runner, here = engine.drafter.runner, threading.get_ident()
+    forward, passes = runner.forward, {True: 0, False: 0}
+
+    def counted(*args: Any) -> Any:
+        passes[threading.get_ident() == here] += 1
+        return forward(*args)
+
+    runner.forward = counted  # type: ignore[method-assign]
+    done = run(engine, PROMPTS[:1], SamplingParams(max_tokens=61, seed=1, ignore_eos=True))
+    spec = done[0].metrics.spec
+    assert (spec.num_drafts, spec.acceptance_rate) == (10, 1.0)
+    assert spec.num_ahead == spec.num_ahead_kept == spec.num_drafts
+    assert passes[True] == 5
+    assert passes[False] >= 9 * 6
+    assert done[0].metrics.as_dict()["num_ahead_kept"] == 10
+
+
+@pytest.mark.parametrize("asked", ["greedy", "sampled"])
+def test_beside_a_real_thread(pair: Pair, asked: str) -> None:
+    """However the two run: first as they come, then with a target that is always later."""
+    plain = texts(run(make_engine(pair), PROMPTS, ASKED[asked]))
+    engine = make_engine(pair, "draft_model", k=4)
+    engine.ahead = Ahead(1)
+    assert texts(run(engine, PROMPTS, ASKED[asked])) == plain
+    engine = patient(make_engine(pair, "draft_model", k=4))
+    assert texts(run(engine, PROMPTS, ASKED[asked])) == plain
+    assert engine.metrics.num_ahead_kept > 10
+    assert isinstance(engine.ahead, Ahead)
+    assert engine.ahead.seconds > 0
+
+
+def test_a_failure_costs_a_guess(pair: Pair, caplog: Any) -> None:
+    """A pass ahead that breaks, at any place, changes no text, leaves nothing behind and is said once."""
+    engine = patient(make_engine(pair, "draft_model", k=4))
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    runner, here, rng = engine.drafter.runner, threading.get_ident(), random.Random(1)
+    forward, broken = runner.forward, []
+
+    def fragile(*args: Any) -> Any:
+        if threading.get_ident() != here and rng.random() < 0.2:
+            broken.append(1)
+            raise MemoryError("no room")
+        return forward(*args)
+
+    runner.forward = fragile  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR):
+        done = run(engine, PROMPTS, ASKED["sampled"])
+    assert texts(done) == texts(run(make_engine(pair), PROMPTS, ASKED["sampled"]))
+    assert len(broken) > 3
+    assert len(caplog.records) == 1
+    assert "no room" in caplog.text
+    waiting = make_engine(pair, "draft_model", k=4)
+    run(waiting, PROMPTS, ASKED["sampled"])
+    assert drafted(engine.metrics) == drafted(waiting.metrics)
+
+
+def test_a_target_that_fails_waits_for_the_drafter(pair: Pair) -> None:
+    """After an interrupted pass nothing runs beside any more, and the thread's limit is gone."""
+    engine = make_engine(pair, "draft_model", k=4)
+    engine.ahead = ahead = Ahead(1)
+    running = threading.Event()
+
+    class Slow(Drafter):
+        def ahead(self, seqs: Any, draft: Any, num_draft: Any, going: Callable[[], bool]) -> list[list[int]]:
+            running.set()
+            while going():
+                pass
+            running.clear()
+            return [[1]]
+
+    seq = Sequence(0, [1, 2], SamplingParams(), 0)
+    threads = ops.num_threads()
+    with pytest.raises(KeyboardInterrupt), ahead.beside(Slow(), [seq], Draft.chains([[3]]), [1]):
+        assert running.wait(10)
+        raise KeyboardInterrupt
+    assert not running.is_set()
+    assert ops.num_threads() == threads
+    with ahead.beside(Slow(), [seq], Draft.empty(1), [0]):
+        assert not running.is_set(), "nothing was drafted: there is nothing to go on from"
+
+
+def test_blocks_are_taken_where_many_are_free(pair: Pair) -> None:
+    """A cache that is nearly full keeps its blocks for drafts that are certain to be checked."""
+    engine = make_engine(pair, "draft_model", k=4, block=4)
+    drafter = engine.drafter
+    assert isinstance(drafter, DraftModelDrafter)
+    for num_blocks, goes in ((16, True), (7, False)):
+        drafter.runner.blocks = BlockManager(num_blocks, 4)
+        seq = Sequence(0, [3] * 20, SamplingParams(), 0)
+        draft = drafter.propose([seq], [4])
+        assert draft.count(0) == 4
+        assert bool(drafter.ahead([seq], draft, [4], lambda: True)[0]) == goes
+        drafter.release(seq)
+        assert drafter.runner.blocks.num_free == num_blocks
+
+
+def test_the_drafts_context_ends_what_goes_ahead(pair: Pair) -> None:
+    engine = make_engine(pair, "draft_model", k=4)
+    drafter = engine.drafter
+    assert isinstance(drafter, DraftModelDrafter)
+    limit = drafter.followers.limit
+    for length, most in ((limit - 5, 1), (limit - 4, 0), (limit - 7, 3)):
+        seq = Sequence(0, [3] * length, SamplingParams(), 0)
+        draft = drafter.propose([seq], [4])
+        assert draft.count(0) == 4
+        assert len(drafter.ahead([seq], draft, [4], lambda: True)[0]) == most
+        drafter.release(seq)
+    assert_nothing_left(engine)
+
+
+def test_a_shorter_wish_takes_a_part(pair: Pair) -> None:
+    """The next draft may be shorter than what is ready, longer, or not wanted at all."""
+    for wish in (0, 1, 3, 6):
+        drafters = [make_engine(pair, "draft_model", k=4).drafter for _ in range(2)]
+        seqs = [Sequence(0, PROMPTS[3], SamplingParams(), 0) for _ in drafters]
+        first, _ = (d.propose([s], [4]) for d, s in zip(drafters, seqs))
+        guess = drafters[0].ahead([seqs[0]], first, [4], lambda: True)[0]
+        assert len(guess) == 5
+        # Asked again for a text that did not grow, both guess as before; then one goes ahead anew.
+        assert drafters[0].propose([seqs[0]], [4]).tokens.tolist() == first.tokens.tolist()
+        assert drafters[0].ahead([seqs[0]], first, [4], lambda: True)[0] == guess
+        for seq in seqs:
+            seq.token_ids += [*first.tokens.tolist(), guess[0]]
+        second = [d.propose([s], [wish]) for d, s in zip(drafters, seqs)]
+        assert second[0].tokens.tolist() == second[1].tokens.tolist()
+        assert second[0].tokens.tolist()[:4] == guess[1 : 1 + wish]
+        third = [d.propose([s], [4]) for d, s in zip(drafters, seqs)]
+        assert third[0].tokens.tolist() == third[1].tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SpecConfig("ngram", overlap=1),
+        SpecConfig("none", overlap=1),
+        SpecConfig("self_quant", overlap=1),
+        SpecConfig("cascade", "embedded-draft", overlap=1, below=(SpecConfig("ngram"),)),
+        SpecConfig("cascade", "embedded-draft", below=(SpecConfig("draft_model", overlap=1),)),
+    ],
+    ids=lambda s: s.method,
+)
+def test_who_cannot_go_ahead(spec: SpecConfig) -> None:
+    with pytest.raises(ConfigError, match=rf"{spec.method!r} cannot guess on .* draft_model can, as the only level"):
+        check_overlap(spec)
+
+
+def test_cores_for_both(pair_folders: tuple[Path, Path], monkeypatch: Any) -> None:
+    target, draft = map(str, pair_folders)
+    monkeypatch.setattr(ops, "available_cores", lambda: 4)
+    with pytest.raises(ConfigError, match=r"--overlap 4 would leave the target none of 4 core\(s\)"):
+        LLM(target, draft, overlap=4)
+    ahead = LLM(target, draft, overlap=3).engine.ahead
+    assert isinstance(ahead, Ahead)
+    assert (ahead.threads, ahead.others) == (3, 1)
+    for wrong in (-1, True, 1.5):
+        with pytest.raises(ConfigError, match="overlap is a number of cores"):
+            SpecConfig("draft_model", overlap=wrong)  # type: ignore[arg-type]
+
+
+def test_no_pass_that_the_target_would_wait_for() -> None:
+    ahead, stop = Ahead(1), threading.Event()
+    assert ahead.fits(1e9), "nothing is known of the target yet"
+    ahead._target_seconds, ahead._pass_seconds = 0.01, 0.002
+    assert ahead.fits(0.007)
+    assert not ahead.fits(0.009)
+    ahead._pass_seconds = 0.0105
+    seq = Sequence(0, [1], SamplingParams(), 0)
+    for _ in range(2):  # too slow for this target; then worth another try
+        with ahead.beside(Drafter(), [seq], Draft.chains([[3]]), [1]):
+            pass
+    assert ahead._target_seconds != 0.01
+    ahead._pass_seconds = 0.002
+    going = ahead._until(time.perf_counter(), stop)
+    ahead._target_seconds = 1000.0
+    assert going()
+    assert ahead._pass_seconds == 0.002, "no pass was seen yet"
+    assert going()
+    assert ahead._pass_seconds != 0.002
+    ahead._target_seconds = 0.0
+    assert not going()
+    ahead._target_seconds = 1000.0
+    stop.set()
+    assert not going()
+
+
+def test_what_held() -> None:
+    """All of the draft and the token after it; anything else throws the rest away."""
+    ahead, draft = Ahead(1), Draft.chains([[7, 8]] * 5)
+    ahead._guesses = [[9, 1], [9, 1], [9, 1], [], [9, 1]]
+    nodes: list[list[int]] = [[0, 1], [0, 1], [0], [0, 1], [0, 1]]
+    result = Verified([[7, 8, 9], [7, 8, 5], [7, 9], [7, 8, 9], [7, 8]], nodes)
+    assert [ahead.outcome(b, draft, result) for b in range(5)] == [True, False, False, None, False]
+    ahead._guesses = []
+    assert ahead.outcome(0, draft, result) is None
+
+
+def test_counters_add_up() -> None:
+    one, other = SpecMetrics(), SpecMetrics()
+    one.update(3, 3, True)
+    one.update(3, 1, False)
+    other.update(3, 1)
+    other.add(one)
+    assert (other.num_ahead, other.num_ahead_kept, other.num_rounds) == (2, 1, 3)
+
+
+def test_goes_ahead_is_off_unless_asked(pair: Pair) -> None:
+    engine = make_engine(pair, "draft_model")
+    run(engine, PROMPTS[:1], ASKED["greedy"])
+    assert not isinstance(engine.ahead, Ahead)
+    assert engine.metrics.num_ahead == 0
+    assert engine.policy == FixedLength(4)

@@ -1,0 +1,364 @@
+"""What goodput makes of a draft's probabilities: calibration, which nodes stay, when chains end, who gets rows."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
+
+from foretoken.engine.engine import Engine
+from foretoken.models.runner import ModelRunner
+from foretoken.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
+from foretoken.spec.acceptance import Acceptance, Nodes
+from foretoken.spec.cost import Curve, DraftCost
+from foretoken.spec.draft import Draft
+from foretoken.spec.goodput import GoodputLength
+from foretoken.spec.length import Round
+from foretoken.spec.policies import ByRequest
+
+STEEP = Curve([(m, 0.03 * (1 + 0.1 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])
+FLAT = Curve([(m, 0.03 * (1 + 0.001 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])
+
+
+def sequences(count: int, length: int = 1) -> list[Sequence]:
+    return [Sequence(b, [1] * length, SamplingParams(), 0) for b in range(count)]
+
+
+def random_tree(rng: random.Random, size: int) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and path probabilities; siblings share what their parent has."""
+    parents, left, path = [], {-1: 1.0}, {-1: 1.0}
+    sure = []
+    for i in range(size):
+        parent = rng.choice(list(left))
+        share = rng.random() * left[parent]
+        left[parent] -= share
+        parents.append(parent)
+        path[i] = path[parent] * share
+        left[i] = 1.0
+        sure.append(path[i])
+    return list(range(size)), parents, sure
+
+
+def drafted(trees: Seq[tuple[list[int], list[int], list[float]]]) -> Draft:
+    return Draft.trees([(t, p) for t, p, _ in trees], [c for _, _, c in trees])
+
+
+def walk(rng: random.Random, parents: Seq[int], truth: Seq[float]) -> list[int]:
+    """The accepted path, where node i is right, given its parent, with probability truth[i]; one draw for siblings."""
+    path, at = [], -1
+    while True:
+        draw = rng.random()
+        for i, parent in enumerate(parents):
+            if parent == at:
+                draw -= truth[i]
+                if draw < 0:
+                    path.append(i)
+                    at = i
+                    break
+        else:
+            return path
+
+
+def settled(policy: GoodputLength, seqs: list[Sequence], step: float = 0.001) -> GoodputLength:
+    """After some rounds in which a drafter that tells the truth proposed trees."""
+    rng, truth = random.Random(5), copy.deepcopy(policy.target)
+    assert truth is not None
+    contexts = [len(seq) for seq in seqs]
+    for _ in range(60):
+        asked = policy.lengths(seqs, len(seqs))
+        trees = [random_tree(rng, k) for k in asked]
+        draft = policy.trim(drafted(trees), seqs, len(seqs))
+        nodes = []
+        for b in range(len(seqs)):
+            part = slice(draft.offsets[b], draft.offsets[b + 1])
+            parents, path = draft.parents[part].tolist(), draft.confidence[part].tolist()  # type: ignore[index]
+            own = [p / (path[q] if q >= 0 else 1.0) for p, q in zip(path, parents)]
+            nodes.append(walk(rng, parents, own))
+        rows = len(seqs) + len(draft.tokens)
+        counts = [draft.count(b) for b in range(len(seqs))]
+        seconds = truth.at(rows) + truth.extra(contexts, [1 + k for k in counts])
+        times = TimeSplit(draft=step * max(asked), target=seconds)
+        policy.update(Round(seqs, asked, counts, [len(n) for n in nodes], rows, times, nodes))
+    return policy
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_stays_is_a_tree_of_the_likeliest(seed: int) -> None:
+    """Each kept node's parent is kept, no dropped node is likelier than a kept one, and the count is the best."""
+    rng = random.Random(seed)
+    policy, seqs = settled(GoodputLength(24, Curve(list(zip(STEEP.rows, STEEP.seconds)))), sequences(3)), sequences(3)  # type: ignore[arg-type]
+    policy.lengths(seqs, 3)
+    draft = drafted([random_tree(rng, n) for n in (24, 0, 9)])
+    likely = [
+        Nodes(
+            draft.nodes(b)[1],
+            draft.confidence[draft.offsets[b] : draft.offsets[b + 1]].tolist(),
+            policy.acceptance.rates(b),
+        ).likely  # type: ignore[index]
+        for b in range(3)
+    ]
+    trimmed = policy.trim(draft, seqs, 3)
+    assert 0 < len(trimmed.tokens) < len(draft.tokens), "some nodes pay, some do not"
+    for b in (0, 2):
+        tokens, parents = trimmed.nodes(b)
+        original = draft.nodes(b)
+        assert [tokens[p] if p >= 0 else -1 for p in parents] == [original[1][t] for t in tokens]
+    kept = [likely[b][t] for b in range(3) for t in trimmed.nodes(b)[0]]
+    dropped = [p for b in range(3) for t, p in enumerate(likely[b]) if t not in trimmed.nodes(b)[0]]
+    assert min(kept) >= max(dropped)
+    everything = sorted(kept + dropped, reverse=True)
+    assert policy.target is not None
+    worth = [sum(everything[:n]) - policy._worth_of_time * policy.target.at(3 + n) for n in range(len(everything) + 1)]
+    assert worth[len(kept)] == pytest.approx(max(worth))
+
+
+def test_flat_costs_keep_all_and_nothing_is_worth_a_dear_row() -> None:
+    seqs = sequences(1)
+    tree = random_tree(random.Random(1), 20)
+    cheap = settled(GoodputLength(20, Curve([(1, 0.03), (64, 0.03)])), seqs)
+    assert len(cheap.trim(drafted([tree]), seqs, 1).tokens) == 20
+    dear = settled(GoodputLength(20, Curve([(1, 0.03), (64, 0.0301)])), seqs)
+    dear.lengths(seqs, 1)
+    dear.target = Curve([(1, 0.03), (2, 0.2), (64, 20.0)])
+    assert len(dear.trim(drafted([tree]), seqs, 1).tokens) == 0
+
+
+def test_probabilities_are_calibrated() -> None:
+    """A drafter that says .9 where .3 is true, and .3 where .9 is, is soon understood."""
+    estimates, rng = Acceptance(4), random.Random(0)
+    estimates.tells = True
+    for _ in range(300):
+        said = rng.choice([0.9, 0.3])
+        nodes = Nodes([-1], [said], estimates.rates(7))
+        estimates.learn(7, 1, nodes, [0] if rng.random() < {0.9: 0.3, 0.3: 0.9}[said] else [])
+    high, low = (Nodes([-1], [said], estimates.rates(7)).likely[0] for said in (0.9, 0.3))
+    assert high == pytest.approx(0.3, abs=0.15)
+    assert low == pytest.approx(0.9, abs=0.15)
+    tree = Nodes([-1, -1, 0, 0, 2], [0.9, 0.1, 0.8, 0.05, 0.7], estimates.rates(7))
+    assert all(p <= (tree.likely[q] if q >= 0 else 1.0) for p, q in zip(tree.likely, tree.parents)), (
+        "none beats its parent"
+    )
+
+
+def test_unknown_probabilities_count_by_place() -> None:
+    estimates = Acceptance(3)
+    for _ in range(200):
+        estimates.learn(0, 3, Nodes([-1, 0, 1], [float("nan")] * 3, estimates.rates(0)), [0])
+    likely = Nodes([-1, 0, 1], None, estimates.rates(0)).likely
+    assert likely[0] > 0.9 and likely[1] < 0.15
+
+
+def test_a_chain_ends_where_another_step_is_not_worth_its_time() -> None:
+    seqs = sequences(1)
+    policy = settled(GoodputLength(8, Curve(list(zip(FLAT.rows, FLAT.seconds)))), seqs, step=0.004)  # type: ignore[arg-type]
+    policy.lengths(seqs, 1)
+    assert not policy.ends([[0.99]])
+    assert policy.ends([[0.9, 0.018]])
+    assert not policy.ends([[0.9, 0.018], [0.99, 0.95]]), "a step serves all"
+    assert policy.ends([[0.9, 0.2]]) and not policy.ends([[0.9, 0.2]] * 20)
+    policy.draft = DraftCost(0.0, 0.0, 0.0, 10)
+    policy._held = None
+    policy.lengths(seqs, 1)
+    assert not policy.ends([[0.9, 0.27]]), "a step that costs nothing"
+
+
+def test_rows_go_to_those_who_are_right() -> None:
+    """Trees of one shape for two sequences, of whom one is mostly right: it keeps more of its nodes."""
+    policy, seqs, rng = GoodputLength(16, Curve(list(zip(STEEP.rows, STEEP.seconds)))), sequences(2), random.Random(2)  # type: ignore[arg-type]
+    tree = ([1, 2, 3, 4], [-1, 0, 1, 2], [0.7, 0.5, 0.35, 0.25])
+    for _ in range(60):
+        asked = policy.lengths(seqs, 2)
+        draft = policy.trim(drafted([(tree[0][:k], tree[1][:k], tree[2][:k]) for k in asked]), seqs, 2)
+        counts = [draft.count(0), draft.count(1)]
+        nodes = [list(range(counts[0])), [] if rng.random() < 0.9 else list(range(min(1, counts[1])))]
+        times = TimeSplit(draft=0.001, target=STEEP.at(2 + sum(counts)))
+        policy.update(Round(seqs, asked, counts, [len(n) for n in nodes], 2 + sum(counts), times, nodes))
+    policy.lengths(seqs, 2)
+    trimmed = policy.trim(drafted([tree, tree]), seqs, 2)
+    assert trimmed.count(0) == 4 and trimmed.count(1) < 3
+
+
+def test_the_same_rounds_lead_to_the_same_decisions() -> None:
+    one, two = (settled(GoodputLength(16, Curve([(1, 0.03), (64, 0.09)])), sequences(4)) for _ in range(2))
+    seqs = sequences(4)
+    assert [one.lengths(seqs, 4) for _ in range(5)] == [two.lengths(seqs, 4) for _ in range(5)]
+    draft = drafted([random_tree(random.Random(3), 12) for _ in range(4)])
+    assert one.trim(draft, seqs, 4).tokens.tolist() == two.trim(draft, seqs, 4).tokens.tolist()
+
+
+# --- contexts ---
+
+
+def test_long_contexts_cost() -> None:
+    curve = Curve([(1, 0.01), (8, 0.02)], 64, per_token=1e-6, per_row=1e-7)
+    assert curve.extra([64, 10], [1, 5]) == 0.0
+    assert curve.extra([1064, 564], [1, 4]) == pytest.approx(1000 * 1.1e-6 + 500 * 1.4e-6)
+    before = curve.at(4)
+    for _ in range(50):
+        curve.correct(4, before + 0.005, extra=0.005)
+    assert curve.at(4) == pytest.approx(before), "as expected: nothing to correct"
+
+
+def test_fewer_rows_pay_where_each_has_to_read_a_long_context() -> None:
+    kept = []
+    for length in (32, 8000):
+        seqs = sequences(1, length)
+        policy = settled(GoodputLength(24, Curve([(1, 0.03), (64, 0.032)], 64, 0.0, 2e-6)), seqs)
+        policy.lengths(seqs, 1)
+        kept.append(len(policy.trim(drafted([random_tree(random.Random(4), 24)]), seqs, 1).tokens))
+    assert kept[0] > kept[1]
+
+
+def test_a_step_costs_more_after_more() -> None:
+    cost = DraftCost()
+    for i in range(400):
+        context = (100, 4000)[i % 2]
+        cost.correct(4, 4 * (0.001 + 0.002 * context / 1024), context)
+    assert cost.at(4, 4000) == pytest.approx(4 * (0.001 + 0.002 * 4000 / 1024), rel=0.1)
+    assert cost.at(4, 100) == pytest.approx(4 * (0.001 + 0.002 * 100 / 1024), rel=0.4)
+
+
+# --- in an engine ---
+
+
+class TellingTrees(TreeDrafter):
+    """Random trees with random, falling probabilities."""
+
+    branches = True
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        trees = [self._tree(seq, k) for seq, k in zip(seqs, num_draft, strict=True)]
+        sure = []
+        for _, parents in trees:
+            path: list[float] = []
+            for parent in parents:
+                path.append(self.random.random() * (path[parent] if parent >= 0 else 1.0))
+            sure.append(path)
+        return Draft.trees(trees, sure)
+
+
+class Fickle(GoodputLength):
+    """Drops random subtrees: whatever is trimmed, the text must stay."""
+
+    def __init__(self) -> None:
+        super().__init__(24)
+        self.random = random.Random(8)
+        self.dropped = 0
+
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+        left = 99 if budget is None else budget
+        return [min(24, left // max(1, len(seqs)))] * len(seqs)
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        keep: list[list[int] | None] = []
+        for b in range(len(seqs)):
+            kept: list[int] = []
+            for i, parent in enumerate(draft.nodes(b)[1]):
+                if (parent < 0 or parent in kept) and self.random.random() < 0.8:
+                    kept.append(i)
+            keep.append(kept)
+        trimmed = draft.kept(keep)
+        self.dropped += len(draft.tokens) - len(trimmed.tokens)
+        return trimmed
+
+
+def tree_engine(pair: Pair, prompts: list[list[int]], plain: list[tuple[int, ...]], **given: object) -> Engine:
+    drafter = TellingTrees(knowing(prompts, plain), 300)
+    return make_engine(pair, k=24, drafter=drafter, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_text_is_the_same_whatever_is_trimmed(pair: Pair, sampled: bool) -> None:
+    prompts = random_prompts(5, seed=1)
+    params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, **(SAMPLED if sampled else {}))
+    plain = texts(run(make_engine(pair), prompts, params))
+    engine = tree_engine(pair, prompts, plain)
+    engine.policy = policy = Fickle()
+    assert texts(run(engine, prompts, params)) == plain
+    assert policy.dropped > 50 and engine.metrics.num_accepted_tokens > 20
+    engine = tree_engine(pair, prompts, plain)
+    engine.policy = GoodputLength(24, Curve([(1, 0.001), (64, 0.004)]))
+    assert texts(run(engine, prompts, params)) == plain
+    assert engine.metrics.num_accepted_tokens > 0
+
+
+def test_broad_trees_near_the_end_of_a_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes are capped by 64 and the rows alone, depth by what may still be written: nothing is kept beyond that."""
+    prompts, forward = random_prompts(4, seed=4), ModelRunner.forward
+    for limits in ({"max_len": 60}, {}):
+        params = SamplingParams(max_tokens=9 if not limits else 200, seed=2, ignore_eos=True)
+        plain = texts(run(make_engine(pair, **limits), prompts, params))
+        engine = tree_engine(pair, prompts, plain, **limits)
+        seen: list[tuple[int, int]] = []
+
+        def spy(
+            self: ModelRunner, seqs: Seq[Sequence], draft: Draft, pending: Seq[int], seen: list[tuple[int, int]] = seen
+        ) -> object:
+            for b, seq in enumerate(seqs):
+                depths = Nodes(draft.nodes(b)[1], None, Acceptance(1).rates(0)).depths
+                seen.append((draft.count(b), seq.draft_depth))
+                assert max(depths, default=-1) < seq.draft_depth or not depths
+                assert len(seq) + max(depths, default=-1) + 1 < seq.max_len + 1
+            return forward(self, seqs, draft, pending)
+
+        monkeypatch.setattr(ModelRunner, "forward", spy)
+        assert texts(run(engine, prompts, params)) == plain
+        monkeypatch.undo()
+        assert any(count > depth > 0 for count, depth in seen), "a tree of more nodes than tokens are left"
+
+
+def test_who_wished_for_a_length_keeps_every_node() -> None:
+    seqs = sequences(2)
+    policy = settled(GoodputLength(12, Curve(list(zip(STEEP.rows, STEEP.seconds)))), seqs)  # type: ignore[arg-type]
+    policies = ByRequest(policy)
+    seqs[0].speculation = Speculation("fixed", 12)
+    assert policies.lengths(seqs, 2)[0] == 12
+    tree = random_tree(random.Random(3), 12)
+    trimmed = policies.trim(drafted([tree, tree]), seqs, 2)
+    assert trimmed.count(0) == 12 and trimmed.count(1) < 12
+
+
+def test_reasons(pair: Pair) -> None:
+    """Why nothing was drafted, for every policy and wish."""
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    wishes = {"off": Speculation("off"), "zero": Speculation("fixed", 0), "capped": Speculation(None, 0), "none": None}
+    for policy, k in (("fixed", 4), ("fixed", 0), ("goodput", 4), ("goodput", 0)):
+        engine = make_engine(pair, "draft_model", k=k, policy=policy)
+        engine.policy = engine.drafter.policy
+        if isinstance(engine.policy, GoodputLength):
+            engine.policy.target = Curve([(1, 1e-9), (2, 9.0), (64, 900.0)])  # nothing can pay
+            engine.policy.draft = DraftCost(1.0, 1.0, 0.0, 9)
+        for name, wish in wishes.items():
+            engine.add(Request(name, (5, 6, 7), params, 1, speculation=wish))
+        why = {}
+        while engine.has_work:
+            for delta in engine.step():
+                if delta.completion is not None:
+                    why[delta.request_id] = delta.completion.metrics.spec.undrafted
+        assert {n: set(why[n]) for n in ("off", "zero", "capped")} == {
+            n: {"prompt", "off"} for n in ("off", "zero", "capped")
+        }
+        expected = {"prompt"} if policy == "fixed" and k else {"prompt", "cost" if k else "off"}
+        assert set(why["none"]) - {"last token"} == expected, (policy, k)
+    engine = make_engine(pair, "ngram", k=4)
+    engine.add(Request("new", tuple(range(5, 30)), SamplingParams(max_tokens=3, seed=1, ignore_eos=True), 1))
+    done = []
+    while engine.has_work:
+        done += [d.completion for d in engine.step() if d.completion]
+    assert done[0].metrics.spec.undrafted == {"prompt": 1, "no guess": 1, "last token": 1}
+
+
+def test_kept_and_shallow() -> None:
+    draft = Draft.trees([([5, 6, 7, 8], [-1, 0, -1, 1]), ([], []), ([9], [-1])], [[0.9, 0.5, 0.1, 0.4], [], [0.3]])
+    some = draft.kept([[0, 2], None, None])
+    assert (some.nodes(0), some.nodes(2)) == (([5, 7], [-1, -1]), ([9], [-1]))
+    assert some.confidence is not None
+    assert some.confidence.tolist() == pytest.approx([0.9, 0.1, 0.3])
+    assert draft.shallow([3, 0, 1]) is draft
+    flat = draft.shallow([1, 0, 0])
+    assert (flat.nodes(0), flat.count(2)) == (([5, 7], [-1, -1]), 0)
+    assert np.array_equal(draft.shallow([2, 0, 1]).tokens, [5, 6, 7, 9])

@@ -1,0 +1,159 @@
+"""A head's twin drafts for the target's twin what the small head drafts for the small target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures_eagle import knowing_head, random_head, raw_config, silence, write_head
+from lawkit import MODEL_VOCAB, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts, write_model
+
+from foretoken import ops
+from foretoken.cli import main
+from foretoken.engine.engine import Engine
+from foretoken.errors import ConfigError, VocabularyError
+from foretoken.models.config import ModelConfig, parse_config, read_json
+from foretoken.models.eagle_config import parse_head_config, read_head_config
+from foretoken.models.eagle_loader import load_head
+from foretoken.request import SamplingParams
+from foretoken.study.twin import make_head_twin, make_twin
+
+PROMPTS = random_prompts(3, seed=4)
+GREEDY = SamplingParams(max_tokens=20, seed=6, ignore_eos=True)
+DRAWN = replace(GREEDY, **SAMPLED)
+
+
+def shape(hidden: int, heads: tuple[int, int, int], vocab: int = 400, layers: int = 7) -> ModelConfig:
+    raw = {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": 96}
+    raw |= {"num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    return parse_config({**raw, "head_dim": heads[2], "vocab_size": vocab, "tie_word_embeddings": False})
+
+
+# The source: 304 tokens, hidden 32, 3 layers, 4 heads and 2 KV heads of 8.
+FITTING = {
+    "powers of 4": (shape(512, (8, 4, 32)), 350),
+    "two copies": (shape(384, (8, 4, 16)), 320),
+    "packed": (shape(65, (8, 4, 16)), None),
+    "any head_dim": (shape(320, (4, 2, 12)), None),
+    "no more tokens": (shape(64, (4, 2, 16), vocab=304), None),
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of which a head can know much, heads that do, and one of random weights that lacks nothing."""
+    root = tmp_path_factory.mktemp("twins")
+    write_model(root / "target", num_hidden_layers=3)
+    silence(root / "target", 0.05)
+    torch.manual_seed(3)
+    raw = {"draft_vocab_size": 290, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
+    knowing_head(root / "knows", root / "target", "eagle3", **raw)
+    own = raw_config("eagle3", MODEL_VOCAB, [1, 2, 3], draft_vocab_size=130)
+    write_head(root / "own", own, random_head(parse_head_config(own), 3))
+    both = raw_config("eagle3", MODEL_VOCAB, [1, 2, 3])
+    tensors = random_head(parse_head_config(both), 4)
+    write_head(
+        root / "borrows",
+        both,
+        {n: t for n, t in tensors.items() if n.split(".")[0] not in ("lm_head", "embed_tokens", "d2t")},
+    )
+    return root
+
+
+def with_head(target: Path, head: Path) -> Pair:
+    pair = load_pair(target, target)
+    return replace(pair, head=load_head(head, pair.target, ops.resolve()))
+
+
+def drafted(engine: Engine, asked: SamplingParams) -> tuple[list[Any], list[Any]]:
+    """The texts, and every draft with its confidence rounded."""
+    drafts: list[Any] = []
+    propose = engine.drafter.propose
+
+    def watched(*args: Any) -> Any:
+        draft = propose(*args)
+        drafts.append((draft.tokens.tolist(), draft.parents.tolist()))
+        return draft
+
+    engine.drafter.propose = watched  # type: ignore[method-assign]
+    return texts(run(engine, PROMPTS, asked)), drafts
+
+
+@pytest.mark.parametrize(
+    ("fit", "head"), [*((fit, "knows") for fit in FITTING), ("two copies", "own"), ("powers of 4", "borrows")]
+)
+def test_it_drafts_what_the_small_head_drafts(small: Path, tmp_path: Path, fit: str, head: str) -> None:
+    big, num_tokens = FITTING[fit]
+    target = make_twin(big, str(small / "target"), tmp_path / "target").folder
+    twin = make_head_twin(big, str(small / head), str(small / "target"), tmp_path / "head", num_tokens=num_tokens)
+    assert read_head_config(twin.folder) == twin.head.config
+    if fit in ("powers of 4", "two copies"):
+        assert twin.head.config.draft_vocab_size == num_tokens
+    pairs = with_head(small / "target", small / head), with_head(target, twin.folder)
+    for asked in (GREEDY, DRAWN):
+        mine, its = (make_engine(p, "eagle", k=12, options={"depth": 4, "top_k": 4}) for p in pairs)
+        assert drafted(its, asked) == drafted(mine, asked)
+        assert its.metrics.num_accepted_tokens == mine.metrics.num_accepted_tokens
+        assert head != "knows" or its.metrics.num_accepted_tokens > 15
+
+
+def test_the_folder_says_what_it_is(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_twin(FITTING["powers of 4"][0], str(small / "target"), tmp_path / "shape")
+    argv = ["twin", "--shape", str(tmp_path / "shape"), "--of", str(small / "knows"), "--target", str(small / "target")]
+    assert main([*argv, "-o", str(tmp_path / "head"), "--draft-vocab", "333"]) == 0
+    assert "333 tokens" in capsys.readouterr().out
+    record, config = (read_json(tmp_path / "head" / name) for name in ("twin.json", "config.json"))
+    assert record["draft_vocab_size"] == 290 and record["hidden_offsets"] == [0]
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["hidden_size"] == 512
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert "of no use for any other target" in (tmp_path / "head" / "README.md").read_text()
+    assert main([*argv, "-o", str(tmp_path / "head")]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["twin", "--shape", "llama-3.2-1b", "-o", str(tmp_path / "x"), "--draft-vocab", "5"]) == 2
+    assert "is for twins of draft heads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"norm_before_residual": True}, "with norm_before_residual"),
+        ({"norm_output": True}, "with norm_output"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06, its target 8 and 1e-05"),
+        ({"head_dim": 4}, "head_dim 4 and rms_norm_eps"),
+        ({"hidden_size": 24, "target_hidden_size": 32}, "of another width"),
+        ({"vocab_size": 310}, "vocabulary has 310 tokens"),
+    ],
+)
+def test_what_has_no_twin(small: Path, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    raw = raw_config("eagle3", changes.pop("vocab_size", MODEL_VOCAB), [1, 2, 3], **changes)
+    write_head(tmp_path / "head", raw, random_head(parse_head_config(raw)))
+    with pytest.raises((ConfigError, VocabularyError), match=named):
+        make_head_twin(FITTING["two copies"][0], str(tmp_path / "head"), str(small / "target"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_eagle_1_and_odd_vocabularies(small: Path, tmp_path: Path) -> None:
+    raw = raw_config("eagle", MODEL_VOCAB)
+    write_head(tmp_path / "head", raw, random_head(parse_head_config(raw), 0, "layers.0"))
+    big, same = FITTING["two copies"][0], FITTING["no more tokens"][0]
+    for head, where, tokens, named in (
+        (tmp_path / "head", big, None, "of EAGLE-1"),
+        (small / "knows", big, 289, "290 to 400 tokens, got 289"),
+        (small / "knows", big, 401, "290 to 400"),
+        (small / "knows", same, 300, "290 to 290"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            make_head_twin(where, str(head), str(small / "target"), tmp_path / "out", num_tokens=tokens)
+
+
+def test_a_twin_with_padding_is_not_rotated(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its constant would drown in the rounding of what it is mixed with; without padding there is none."""
+    for fit, code in (("powers of 4", 2), ("no more tokens", 0)):
+        twin = make_twin(FITTING[fit][0], str(small / "target"), tmp_path / fit).folder
+        out = str(tmp_path / f"{fit} turned")
+        argv = ["quantize", str(twin), "-o", out, "--scheme", "w8a16", "--method", "rotate", "--json"]
+        assert main(argv) == code, capsys.readouterr().err
+        assert code == 0 or "a twin with padding tokens" in capsys.readouterr().err

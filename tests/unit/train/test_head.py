@@ -1,0 +1,304 @@
+"""Heads in training: they compute what the inference head computes, learn, and go on where they stopped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lawkit
+import pytest
+import torch
+from fixtures_eagle import silence
+from lawkit import MODEL_VOCAB, write_model
+from safetensors.torch import load_file
+
+from foretoken import ops
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.engine.build import build_engine
+from foretoken.errors import ConfigError, VocabularyError
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.eagle_config import expected_tensors, read_head_config
+from foretoken.models.eagle_loader import load_head
+from foretoken.models.eagle_runner import HeadRunner, Level
+from foretoken.models.llama import Llama
+from foretoken.models.loader import load_model
+from foretoken.request import SamplingParams, Sequence
+from foretoken.train import head_measure, states
+from foretoken.train.head import HeadResult, Sources, run_head
+from foretoken.train.head_export import export_head
+from foretoken.train.head_job import LossSettings, dense
+from foretoken.train.head_measure import encode
+from foretoken.train.head_model import HeadForTraining, HeadShape, Rows
+from foretoken.train.head_recipe import HeadRecipe, SizeSettings
+from foretoken.train.optim import OptimSettings
+from foretoken.train.prompts import read_prompts
+from foretoken.train.recipe import TrainSettings
+from foretoken.train.seeds import TextSettings
+
+AUX = (1, 2, 3)
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    folder = tmp_path_factory.mktemp("head") / "target"
+    write_model(folder, num_hidden_layers=3)
+    return load_model(folder, ops.resolve())
+
+
+def shape_for(target: Llama, **changes: int) -> HeadShape:
+    c = target.config
+    shape = HeadShape(
+        vocab_size=c.vocab_size,
+        draft_vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        target_hidden=c.hidden_size,
+        num_captures=3,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        intermediate_size=c.intermediate_size,
+        rms_eps=c.rms_eps,
+        rope=c.rope,
+        max_positions=c.max_model_len,
+    )
+    return replace(shape, **changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 120}, {"num_kv_heads": 4, "intermediate_size": 72}])
+def test_guesses_like_the_inference_head(target: Llama, tmp_path: Path, changes: dict[str, int]) -> None:
+    """From every row of a text, each step along its own tokens: HeadRunner's logits for that chain."""
+    head = HeadForTraining(shape_for(target, **changes), 3)
+    with torch.no_grad():
+        for parameter in head.parameters():  # chance enough that every weight matters
+            parameter.mul_(8.0 if parameter.ndim == 2 else 1.0).add_(0.1 * torch.randn_like(parameter))
+    generator = torch.Generator().manual_seed(5)
+    own = (
+        torch.randperm(MODEL_VOCAB, generator=generator)[:120].sort().values if "draft_vocab_size" in changes else None
+    )
+    export_head(head, AUX, own, tmp_path / "head", "float32")
+    loaded = load_head(tmp_path / "head", target, target.ops)
+    lengths = [12, 9]
+    tokens = torch.randint(1, MODEL_VOCAB, (2, 12), generator=generator)
+    states = torch.randn(2, 12, 3 * target.config.hidden_size, generator=generator)
+    rows = Rows.of(torch.tensor(lengths), torch.tensor([0, 4]), STEPS, 12)
+    weight = dense(target.ops, target.weights.lm_head) if own is None else head.lm_head.weight
+    with torch.no_grad():
+        outputs = head(dense(target.ops, target.weights.embedding)[tokens], states, rows, STEPS)
+        learned = [out @ weight.T for out in outputs]
+    at = {int(place): i for i, place in enumerate(rows.index)}
+    assert [divmod(int(p), 12) for p in rows.index[rows.counts]] == [
+        *((0, t) for t in range(12)),
+        *((1, t) for t in range(4, 9)),
+    ]
+    for b, length in enumerate(lengths):
+        for base in range(2, length - STEPS + 1):
+            guesses = chain(loaded, tokens[b], states[b], base)
+            for step, logits in enumerate(guesses):
+                row = at.get(b * 12 + base + step)
+                if row is not None and rows.counts[row]:
+                    torch.testing.assert_close(learned[step][row], logits, atol=2e-4, rtol=2e-4)
+
+
+def chain(loaded: object, tokens: torch.Tensor, states: torch.Tensor, base: int) -> list[torch.Tensor]:
+    """Logits [Vd] of STEPS guesses: after rows 0..base with the target's states, then along the text."""
+    c = loaded.config.layer  # type: ignore[attr-defined]
+    runner = HeadRunner(loaded, KVCache(1, 4, 16, c.num_kv_heads, c.head_dim))  # type: ignore[arg-type]
+    holder = Sequence(0, (), SamplingParams(), 0)
+    assert runner.blocks.reserve(holder, base + 1 + STEPS)
+    logits, feature = runner.extend([holder], [tokens[: base + 1].tolist()], [states[: base + 1]], True)
+    found = [logits[0]]
+    for step in range(1, STEPS):
+        level = Level(holder, [int(tokens[base + step])], [(1 << step) - 1], [step - 1])
+        logits, feature = runner.expand([level], feature)
+        found.append(logits[0])
+    return found
+
+
+# --- whole runs ---
+
+NEW_TOKENS = 32
+PROMPTS = [{"prompt": f"the sum of all parts {i} is"} for i in range(8)] + [
+    {"messages": [{"role": "user", "content": "return a + b"}], "domain": "chat"},
+    {"text": "def add(a, b): return a + b the loop ends when the list is empty"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of which a head can know nearly all: only its first layer adds something."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(head_measure, "NEW_TOKENS", NEW_TOKENS)
+    request.addfinalizer(monkeypatch.undo)
+    root = tmp_path_factory.mktemp("runs")
+    write_model(root / "target", num_hidden_layers=3)
+    silence(root / "target", 0.5)
+    (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
+    (root / "held.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS[1:4] + PROMPTS[8:9]))
+    return root
+
+
+def recipe_for(folder: Path, **changes: Any) -> HeadRecipe:
+    recipe = HeadRecipe(
+        target=str(folder / "target"),
+        layers=AUX,
+        batch=8,
+        texts=TextSettings(num_texts=24, prompt_tokens=32, new_tokens=24, greedy=0.5),
+        loss=LossSettings(unroll=3, alone=0.3, candidates=200),
+        train=TrainSettings(12, rows=6, row_tokens=64, warmup=2, decay=0.5, optim=OptimSettings(0.02, 0.002)),
+    )
+    return replace(recipe, **changes)
+
+
+def run(folder: Path, out: Path, recipe: HeadRecipe | None = None, **how: Any) -> HeadResult:
+    sources = Sources(folder / "prompts.jsonl", measure=folder / "held.jsonl")
+    return run_head(recipe or recipe_for(folder), sources, out, quiet=True, **how)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(str(folder / "model.safetensors"))
+
+
+def losses(out: Path) -> list[float]:
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if row["stage"] == "head"]
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "out"
+    texts = TextSettings(num_texts=9, prompt_tokens=32, new_tokens=NEW_TOKENS, greedy=1.0)
+    longer = recipe_for(folder, texts=texts, loss=LossSettings(unroll=4, alone=0.2))
+    run(folder, out, replace(longer, train=replace(longer.train, steps=80)))
+    return out
+
+
+def test_learns_and_is_accepted_more(folder: Path, trained: Path, tmp_path: Path) -> None:
+    """The loss falls, the counted acceptance rises above the first weights', and the engine sees the same."""
+    begun = run(folder, tmp_path / "begun", recipe_for(folder), stop_after=0)
+    seen = losses(trained)
+    assert sum(seen[-5:]) < 0.7 * sum(seen[:5])
+    before = begun.results["acceptance"]["all"]
+    after = json.loads((trained / "results.json").read_text())["acceptance"]["all"]
+    assert after["rate"] > before["rate"] + 0.1
+    assert after["agreement"][0] > before["agreement"][0] + 0.1
+    rounds = speculate(folder, trained / "head")
+    # A text's last token is the target's own in the engine, and one that the count may take for a guess.
+    assert 0 <= after["accepted"] - sum(accepted for _, accepted in rounds) <= len(rounds)
+    assert abs(sum(drafted for drafted, _ in rounds) - after["drafted"]) <= 4 * len(rounds)
+
+
+def speculate(folder: Path, head: Path) -> list[tuple[int, int]]:
+    """Drafted and accepted tokens of greedy chains of 4 for each held-out prompt, by the engine."""
+    spec = SpecConfig("eagle", str(head), num_draft_tokens=4, options={"top_k": 1, "depth": 4})
+    engine = build_engine(str(folder / "target"), EngineConfig(spec=spec, cache=CacheConfig(format="fp32")))
+    prompts = [encode(engine.tokenizer, record) for record in read_prompts(folder / "held.jsonl")]
+    found = lawkit.run(engine, prompts, SamplingParams(max_tokens=NEW_TOKENS, seed=0))
+    return [(c.metrics.spec.num_draft_tokens, c.metrics.spec.num_accepted_tokens) for c in found]
+
+
+def test_resumed_run_equals_a_whole_one(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "whole")
+    run(folder, tmp_path / "parts", stop_after=5)
+    assert len(losses(tmp_path / "parts")) == 5
+    run(folder, tmp_path / "parts", resume=True)
+    whole, parts = tensors(tmp_path / "whole" / "head"), tensors(tmp_path / "parts" / "head")
+    assert all(torch.equal(whole[n], parts[n]) for n in whole)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+
+
+def test_texts_that_are_written_stay(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(folder, tmp_path / "out", stop_after=0)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("written again")
+
+    monkeypatch.setattr(states, "write_texts", refuse)
+    sources = Sources(folder / "prompts.jsonl")
+    run_head(recipe_for(folder), sources, tmp_path / "out", quiet=True, resume=True, stop_after=1)
+    damaged = next((tmp_path / "out" / "texts").rglob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(ConfigError, match="delete it and run again"):
+        run_head(recipe_for(folder), sources, tmp_path / "out", quiet=True, resume=True)
+
+
+def test_layout_is_the_published_one(folder: Path, tmp_path: Path) -> None:
+    """Names, shapes, offsets and flags as the inference head (and vLLM) reads them; the frequent tokens are kept."""
+    size = SizeSettings(draft_vocab_size=150, num_kv_heads=4)
+    run(folder, tmp_path / "out", recipe_for(folder, size=size), stop_after=2)
+    head = tmp_path / "out" / "head"
+    config = read_head_config(head)
+    expected = expected_tensors(config)
+    del expected["embed_tokens.weight"]
+    found = tensors(head)
+    assert {n: tuple(t.shape) for n, t in found.items() if n != "t2d"} == expected
+    assert found["d2t"].dtype == torch.int64
+    ids = torch.arange(150) + found["d2t"]
+    assert torch.equal(found["t2d"].nonzero().flatten(), ids)
+    raw = json.loads((head / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(AUX)
+    assert raw["max_position_embeddings"] == 256
+    texts = states.Texts(sorted((tmp_path / "out" / "texts").rglob("*.safetensors")))
+    written = torch.cat([i[g:] for i, g in zip(texts.ids, texts.num_given)])
+    counts = torch.bincount(written, minlength=MODEL_VOCAB)
+    left_out = torch.ones(MODEL_VOCAB, dtype=torch.bool).index_fill(0, ids, False)
+    assert counts[left_out].max() <= counts[ids].min()
+
+
+def test_a_quantized_target_teaches(folder: Path, tmp_path: Path) -> None:
+    """Texts and states come from the target as it is quantized."""
+    recipe = recipe_for(folder, format="int8")
+    done = run(folder, tmp_path / "low", recipe, stop_after=1)
+    run(folder, tmp_path / "full", stop_after=0)
+    low, full = (states.Texts(sorted((tmp_path / n / "texts").rglob("*"))[-1:]) for n in ("low", "full"))
+    assert not torch.equal(low[0].states[:4], full[0].states[:4])
+    assert done.results["acceptance"]["all"]["tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"loss": LossSettings(unroll=0)}, "unroll"),
+        ({"size": SizeSettings(draft_vocab_size=305)}, "draft_vocab_size 305"),
+        ({"size": SizeSettings(num_kv_heads=3)}, "multiple"),
+        ({"layers": (1, 2, 4)}, "layers"),
+        ({"texts": TextSettings(new_tokens=300)}, "context"),
+        ({"target": ""}, "--target"),
+    ],
+)
+def test_bad_recipes_are_refused(folder: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(folder, tmp_path / "out", recipe_for(folder, **change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_sources_are_refused(folder: Path, tmp_path: Path) -> None:
+    def attempt(**which: Path) -> None:
+        run_head(recipe_for(folder), Sources(**which), tmp_path / "out", quiet=True)
+
+    with pytest.raises(ConfigError, match="--prompts FILE"):
+        attempt()
+    with pytest.raises(ConfigError, match="no prompts at"):
+        attempt(prompts=tmp_path / "none.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    with pytest.raises(ConfigError, match=r"bad\.jsonl line 2"):
+        attempt(prompts=tmp_path / "bad.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="holds no prompts"):
+        attempt(prompts=tmp_path / "empty.jsonl")
+    with pytest.raises(ConfigError, match="to measure on"):
+        attempt(prompts=folder / "prompts.jsonl", measure=tmp_path / "none.jsonl")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("kept")
+    with pytest.raises(ConfigError, match="--resume"):
+        attempt(prompts=folder / "prompts.jsonl")
+
+
+def test_a_head_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "out", stop_after=0)
+    write_model(tmp_path / "other", vocab_size=312, num_hidden_layers=3)
+    with pytest.raises(VocabularyError, match="trained for this target"):
+        load_head(tmp_path / "out" / "head", load_model(tmp_path / "other", ops.resolve()), ops.resolve())
