@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 from foretoken.errors import RequestError
 
@@ -137,12 +138,23 @@ class Speculation:
         return self.num_draft_tokens if self.policy == "fixed" else min(length, self.num_draft_tokens)
 
 
+class Grammar(Protocol):
+    """What a text must look like, token by token."""
+
+    def allowed(self, output: Seq[int], path: Seq[int]) -> Any:
+        """bool [V]: the tokens that may come after the output's tokens and then those of `path`, a draft's.
+
+        A function of both and of nothing else, so that looking ahead leaves no trace; it may remember what it found.
+        """
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
 
     `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
     `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
+    `grammar`: what the text must look like.
     """
 
     request_id: str
@@ -154,6 +166,7 @@ class Request:
     tenant: str = ""
     speculation: Speculation | None = None
     score_prompt: bool = False
+    grammar: Grammar | None = None
 
 
 class FinishReason(str, Enum):
@@ -287,6 +300,7 @@ class Sequence:
         "blocks",
         "context",
         "finish_reason",
+        "grammar",
         "logprobs",
         "metrics",
         "num_cached",
@@ -321,6 +335,7 @@ class Sequence:
         self.num_preemptions = 0
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.grammar: Grammar | None = None
         self.script: Seq[int] = ()  # tokens that are decided already, from the first on, and yet to be scored
         self.state: object = None  # what the sampler keeps between rounds (penalty counts); derived, may be dropped
 

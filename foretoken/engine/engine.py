@@ -97,7 +97,7 @@ class Engine:
         """Queue a request. Raises RequestError if it cannot be served."""
         self.check(request.prompt_token_ids)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
-        seq.speculation = request.speculation
+        seq.speculation, seq.grammar = request.speculation, request.grammar
         if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
             seq.script = request.prompt_token_ids
             del seq.token_ids[1:]

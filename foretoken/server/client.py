@@ -55,6 +55,7 @@ class Job(NamedTuple):
     tenant: str = ""
     speculation: Speculation | None = None
     score_prompt: bool = False
+    choice: Seq[str] | None = None  # the text must be one of these
 
 
 class Stream:
@@ -155,6 +156,7 @@ class EngineClient:
                 "tenant": job.tenant,
                 "speculation": frames.wish_to_data(job.speculation),
                 "score_prompt": job.score_prompt,
+                "choice": None if job.choice is None else list(job.choice),
             }
         )
         return stream

@@ -21,6 +21,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED = 4096
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_CHOICES, MAX_CHOICE_LENGTH = 256, 1024
 BODY_TIMEOUT = 30.0  # seconds for a body to arrive
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -20,6 +20,10 @@ TOKEN = "x-token"  # marks token ids in a schema: how many there are is known on
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={TOKEN: True})]
 StopText = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=limits.MAX_CHOICE_LENGTH)]],
+    Field(min_length=1, max_length=limits.MAX_CHOICES),
+]
 PromptText = Annotated[str, Field(min_length=1)]
 Tokens = list[TokenId]
 
@@ -32,10 +36,8 @@ REFUSED = {
     "function_call": "use no 'functions'; they are not offered",
     "tools": "tools are for /v1/chat/completions",
     "response_format": "only {'type': 'text'} is offered",
-    "structured_outputs": "structured output is not offered yet",
     "guided_json": "structured output is not offered yet",
     "guided_regex": "structured output is not offered yet",
-    "guided_choice": "structured output is not offered yet",
     "guided_grammar": "structured output is not offered yet",
     "grammar": "structured output is not offered yet",
     "chat_template": "the model's own chat template is used, never a request's",
@@ -77,6 +79,14 @@ class StreamOptions(_Fields):
     include_usage: bool | None = None
 
 
+class StructuredOutputs(_Fields):
+    """What the text must be. Of vLLM's forms only `choice` so far."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    choice: Choices
+
+
 class Common(_Fields):
     """Fields that every route that writes text has."""
 
@@ -106,6 +116,13 @@ class Common(_Fields):
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     speculation: SpeculationFields | Literal["off", "fixed", "goodput"] | None = None
+    guided_choice: Choices | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def choice(self) -> list[str] | None:
+        """Texts of which the answer must be one."""
+        return self.guided_choice if self.structured_outputs is None else self.structured_outputs.choice
 
     @property
     def include_usage(self) -> bool:

@@ -161,12 +161,14 @@ class Service:
     ) -> Answer:
         """Through the gate first; then tokens, then the engine."""
         visit: Visit = request.scope["foretoken"]
+        if fields.choice is not None and (fields.ignore_eos or fields.min_tokens):
+            raise bad_request("a choice ends where it ends: leave 'ignore_eos' and 'min_tokens' out", "guided_choice")
         ticket = self.gate.enter(num_seqs, size)
         try:
             ids = await encode()
             reply, params, score = await make(visit.id, ids)
             reply.num_prompt_tokens = sum(len(i) for i in ids)
-            job = Job(visit.id, ids, params, tenant(visit, fields.cache_salt), wish(fields), score)
+            job = Job(visit.id, ids, params, tenant(visit, fields.cache_salt), wish(fields), score, fields.choice)
             stream = self.client.submit(job)
         except BaseException:
             ticket.leave()

@@ -24,7 +24,7 @@ class Text:
         self.tokenizer = Tokenizer.from_files(files)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.pieces = _Pieces(self.tokenizer, json.loads(files["tokenizer.json"]))
+        self.pieces = Pieces(self.tokenizer, json.loads(files["tokenizer.json"]))
         self._longest = max((len(piece) for piece in self.tokenizer.vocabulary()), default=1)
         self._threads = ThreadPoolExecutor(2, "tokenizer")
 
@@ -89,14 +89,24 @@ class Text:
         )
 
 
-class _Pieces:
+class Pieces:
     """What a single token spells, as bytes: for log-probabilities, where a token may be part of a character."""
 
     def __init__(self, tokenizer: Tokenizer, spec: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec.get("decoder")) else None
         added = spec.get("added_tokens") or []
+        self._added = frozenset(t["id"] for t in added)
         self._known: dict[int, bytes] = {t["id"]: t["content"].encode("utf-8", "replace") for t in added}
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Pieces:
+        """Those of a tokenizer."""
+        return cls(tokenizer, json.loads(tokenizer.as_files()["tokenizer.json"]))
+
+    def is_added(self, token_id: int) -> bool:
+        """Does the token stand beside the vocabulary (special tokens mostly), with no text of its own to spell?"""
+        return token_id in self._added
 
     def raw(self, token_id: int) -> bytes:
         """The token's bytes; none beyond the vocabulary."""

@@ -19,12 +19,13 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ForetokenError
-from foretoken.request import Delta, Request
+from foretoken.request import Delta, Grammar, Request
 from foretoken.server import frames
 from foretoken.server.frames import Frame
 
 if TYPE_CHECKING:
     from foretoken.engine.engine import Engine
+    from foretoken.spec.grammar import Vocabulary
 
 log = logging.getLogger("foretoken")
 BEAT = 0.25  # seconds between heartbeats
@@ -44,6 +45,7 @@ class Worker:
         self._closed = False
         self._step_start: float | None = None
         self.engine: Engine | None = None
+        self._vocabulary: Vocabulary | None = None  # made when the first grammar comes
 
     def run(self) -> int:
         """Load what the first frame asks for, serve until the socket closes; returns the exit code."""
@@ -94,7 +96,7 @@ class Worker:
     def _act(self, engine: Engine, frame: Frame) -> None:
         if frame["type"] == "add":
             try:
-                for request in _requests(frame):
+                for request in _requests(frame, self._grammar(frame["choice"])):
                     engine.add(request)
             except Exception as error:
                 if not isinstance(error, ForetokenError):
@@ -104,6 +106,21 @@ class Worker:
                 self.send({"type": "refused", "id": frame["id"], "message": str(error) if known else None})
         elif frame["type"] == "abort":
             engine.abort(frame["id"])
+
+    def _grammar(self, choice: list[str] | None) -> Grammar | None:
+        """What the text must be, if that is said."""
+        from foretoken.server.text import Pieces
+        from foretoken.spec.grammar import Choice, Vocabulary
+
+        if choice is None:
+            return None
+        assert self.engine is not None
+        if self._vocabulary is None:
+            config = self.engine.runner.model.config
+            pieces = Pieces.of(self.engine.tokenizer)
+            spelled = [b"" if pieces.is_added(i) else pieces.raw(i) for i in range(config.vocab_size)]
+            self._vocabulary = Vocabulary(spelled, config.eos_token_ids)
+        return Choice(choice, self._vocabulary)
 
     def _deliver(self, deltas: Seq[Delta]) -> None:
         if deltas:
@@ -180,7 +197,7 @@ class Worker:
             time.sleep(BEAT)
 
 
-def _requests(frame: Frame) -> list[Request]:
+def _requests(frame: Frame, grammar: Grammar | None) -> list[Request]:
     """The engine's requests of an "add" frame: every prompt with its n seeds, numbered in that order."""
     from foretoken.spec.sampling import derive_seed
 
@@ -197,6 +214,7 @@ def _requests(frame: Frame) -> list[Request]:
             tenant=frame["tenant"],
             speculation=wish,
             score_prompt=frame["score_prompt"],
+            grammar=grammar,
         )
         for p, prompt in enumerate(frame["prompts"])
         for i in range(params.n)

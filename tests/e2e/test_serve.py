@@ -190,6 +190,22 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, llm: LLM, fields: 
     assert text_of(http, "the sum of", **{**SAMPLED, **fields}) == expected != plain
 
 
+def test_choices_that_are_given(http: httpx.Client) -> None:
+    choices = ["yes", "no", "für 你好", "yes, of course"]
+    fields = {"temperature": 1.5, "max_tokens": 30, "n": 8, "seed": 3}
+    made = complete(http, "is it?", guided_choice=choices, **fields)
+    texts = [c["text"] for c in made["choices"]]
+    assert set(texts) <= set(choices) and len(set(texts)) > 1
+    assert {c["finish_reason"] for c in made["choices"]} == {"stop"}
+    same = complete(http, "is it?", structured_outputs={"choice": choices}, speculation="off", **fields)
+    assert [c["text"] for c in same["choices"]] == texts
+    chat = {"messages": [{"role": "user", "content": "is it?"}], "guided_choice": ["no"]}
+    assert http.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"] == "no"
+    assert refused(http, prompt="x", guided_choice=[])["param"] == "guided_choice"
+    assert refused(http, prompt="x", guided_choice=["a"], ignore_eos=True)["param"] == "guided_choice"
+    assert refused(http, prompt="x", structured_outputs={"regex": "a*"})["param"] == "structured_outputs"
+
+
 def test_log_probabilities_and_echo(http: httpx.Client, llm: LLM) -> None:
     prompt = "the sum of all parts"
     asked = {"temperature": 0, "max_tokens": 4, "logprobs": 2, "ignore_eos": True}

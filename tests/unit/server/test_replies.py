@@ -68,13 +68,13 @@ def test_tokens_spell_their_bytes(pair: Pair) -> None:
 
 
 def test_sentencepiece_spellings() -> None:
-    from foretoken.server.text import _Pieces
+    from foretoken.server.text import Pieces
 
     class Vocabulary:
         def token(self, token_id: int) -> str | None:
             return ["\u2581the", "<0xE2>", "<0xZZ>", "a\u2581b"][token_id]
 
-    pieces = _Pieces(Vocabulary(), {"decoder": {"type": "Sequence"}, "added_tokens": []})  # type: ignore[arg-type]
+    pieces = Pieces(Vocabulary(), {"decoder": {"type": "Sequence"}, "added_tokens": []})  # type: ignore[arg-type]
     assert [pieces.raw(i) for i in range(4)] == [b" the", b"\xe2", b"<0xZZ>", b"a b"]
 
 
