@@ -133,7 +133,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         else:
             chat = protocol.read(protocol.TokenizeChatFields, body)
             text, shown = service.loaded(chat.model), chat.return_token_strs
-            ids = await text.chat([m.plain() for m in chat.messages])
+            ids = await text.encode_chat([m.plain() for m in chat.messages])
         made: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
         if shown:
             made["token_strs"] = [text.pieces.text(i) for i in ids]

@@ -26,10 +26,12 @@ from foretoken.server.frames import Frame
 from foretoken.server.text import Text
 
 log = logging.getLogger("foretoken.server")
-READ = 2**18  # bytes at once
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before the engine is started again, doubled each time
 STEADY = 60.0  # seconds after which a death is no longer counted with the one before
 CLOSING = 6.0  # seconds for the process to leave by itself
+NO_TOKEN = (
+    "no token was left to choose: the request's allowed or banned tokens, biases and choices rule out all of them"
+)
 SECRETS = ("FORETOKEN_API_KEY",)  # of the server's environment, not of the engine's
 
 
@@ -66,6 +68,8 @@ class Stream:
         self._client = client
         self.num_open = len(job.prompts) * job.params.n  # sequences that the engine has not completed
         self._num_unread = self.num_open
+        p = job.params
+        self._restricted = bool(p.allowed_token_ids or p.banned_token_ids or p.logit_bias or job.choice)
         self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
 
     def push(self, item: Piece | ApiError | None) -> None:
@@ -85,7 +89,7 @@ class Stream:
             if item.completion is not None:
                 self._num_unread -= 1
                 if item.completion["finish_reason"] == "error":
-                    raise internal()
+                    raise bad_request(NO_TOKEN) if self._restricted else internal()
             yield item
 
     def leave(self, error: ApiError | None = None) -> None:
@@ -120,7 +124,7 @@ class EngineClient:
         self._beat_timeout, self._step_timeout, self._max_restarts = beat_timeout, step_timeout, max_restarts
         self._on_failure = on_failure
         self._streams: dict[str, Stream] = {}
-        self._writer: asyncio.StreamWriter | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self._ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._ready_since = 0.0
@@ -145,7 +149,6 @@ class EngineClient:
     def submit(self, job: Job) -> Stream:
         """Hand a job to the engine. Raises ApiError 503 where there is none."""
         self.check()
-        assert self._writer is not None
         stream = self._streams[job.id] = Stream(self, job)
         self._send(
             {
@@ -180,8 +183,8 @@ class EngineClient:
         """End the process; open streams end with an error."""
         self.state = "closed"
         self.end_all(unavailable("the server is shutting down"))
-        if self._writer is not None:
-            self._writer.close()
+        if self._transport is not None:
+            self._transport.close()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -190,8 +193,8 @@ class EngineClient:
             self.text.close()
 
     def _send(self, frame: Frame) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frames.pack(frame))
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frames.pack(frame))
 
     async def _supervise(self) -> None:
         """One process after the other."""
@@ -225,29 +228,26 @@ class EngineClient:
         """Start a process, listen until it ends; returns its exit code."""
         pid, ours = _spawn()
         self.pid = pid
-        reader, writer = await asyncio.open_connection(sock=ours)
-        self._writer = writer
+        loop = asyncio.get_running_loop()
+        transport, link = await loop.connect_accepted_socket(
+            lambda: _Link(lambda frame: self._receive(frame, pid)), sock=ours
+        )
+        self._transport, self._heard = transport, time.monotonic()
         self._send(self._load)
-        self._heard = time.monotonic()
-        watchdog = asyncio.get_running_loop().create_task(self._watch(pid))
+        watchdog = loop.create_task(self._watch(pid))
         try:
-            unpacker = frames.Unpacker()
-            while data := await reader.read(READ):
-                self._heard = time.monotonic()
-                for frame in unpacker.feed(data):
-                    self._receive(frame, pid)
-        except (OSError, frames.FrameError) as error:
-            log.error("the engine's frames cannot be read: %s", error)
+            await link.closed
         finally:
             if self.state not in ("closed", "failed"):
                 self.state = "down" if self._ready_since else "loading"
             watchdog.cancel()
-            writer.close()
-            self._writer = None
+            transport.close()
+            self._transport = None
             code = await _end(pid, 0.2 if self.state != "closed" else CLOSING)
         return code
 
     def _receive(self, frame: Frame, pid: int) -> None:
+        self._heard = time.monotonic()
         kind = frame["type"]
         if kind == "deltas":
             for item in frame["items"]:
@@ -290,6 +290,28 @@ class EngineClient:
                 log.error("the engine's process has not been heard of for %.0f s; it is ended", now - self._heard)
                 os.kill(pid, signal.SIGKILL)
                 return
+
+
+class _Link(asyncio.Protocol):
+    """Takes frames off the socket as they come; `closed` is done when no more will."""
+
+    def __init__(self, receive: Callable[[Frame], None]) -> None:
+        self._receive = receive
+        self._unpacker = frames.Unpacker()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._unpacker.feed(data):
+                self._receive(frame)
+        except Exception:  # not what frames look like: whoever sends that has to go
+            if not self.closed.done():
+                log.exception("the engine's frames cannot be read")
+                self.closed.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
 
 
 def _spawn() -> tuple[int, socket.socket]:

@@ -161,8 +161,6 @@ class Service:
     ) -> Answer:
         """Through the gate first; then tokens, then the engine."""
         visit: Visit = request.scope["foretoken"]
-        if fields.choice is not None and (fields.ignore_eos or fields.min_tokens):
-            raise bad_request("a choice ends where it ends: leave 'ignore_eos' and 'min_tokens' out", "guided_choice")
         ticket = self.gate.enter(num_seqs, size)
         try:
             ids = await encode()
@@ -206,8 +204,9 @@ def sampling(fields: Common, text: Text, max_tokens: int, room: int, logprobs: i
         "stop_token_ids": tuple(fields.stop_token_ids or ()),
         "banned_token_ids": tuple(fields.banned_token_ids or ()),
         "allowed_token_ids": None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
-        "ignore_eos": bool(fields.ignore_eos),
-        "min_tokens": min(fields.min_tokens or 0, max_tokens),
+        # A choice ends where it ends.
+        "ignore_eos": bool(fields.ignore_eos) and fields.choice is None,
+        "min_tokens": min(fields.min_tokens or 0, max_tokens) if fields.choice is None else 0,
         "seed": None if fields.seed is None else fields.seed % 2**63,
     }
     for name in (

@@ -37,10 +37,12 @@ class Text:
 
     async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation, checked. Raises ApiError 400."""
-        size = sum(len(m["content"]) for m in messages)
-        self._check_text("", size)
-        # Templates are programs: always in a thread.
-        return self._checked(await self._away(INLINE + 1, lambda: self.tokenizer.chat(messages, tools=tools)))
+        self._check_text("", sum(len(m["content"]) for m in messages))
+        return self._checked(await self.encode_chat(messages, tools))
+
+    async def encode_chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = ()) -> list[int]:
+        """Token ids of a conversation of any length. Templates are programs: always in a thread."""
+        return await self._away(INLINE + 1, lambda: self.tokenizer.chat(messages, tools=tools))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length."""

@@ -202,7 +202,8 @@ def test_choices_that_are_given(http: httpx.Client) -> None:
     chat = {"messages": [{"role": "user", "content": "is it?"}], "guided_choice": ["no"]}
     assert http.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"] == "no"
     assert refused(http, prompt="x", guided_choice=[])["param"] == "guided_choice"
-    assert refused(http, prompt="x", guided_choice=["a"], ignore_eos=True)["param"] == "guided_choice"
+    assert text_of(http, "x", guided_choice=["a"], ignore_eos=True, min_tokens=9) == "a", "it ends where it ends"
+    assert "no token was left" in refused(http, prompt="x", guided_choice=["a"], allowed_token_ids=[0])["message"]
     assert refused(http, prompt="x", structured_outputs={"regex": "a*"})["param"] == "structured_outputs"
 
 

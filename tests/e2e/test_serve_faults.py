@@ -144,7 +144,7 @@ def test_a_poisoned_request_ends_alone(server: Server, http: httpx.Client) -> No
     neighbour = Reader(http, **FIELDS)
     poison = {"prompt": "x", "banned_token_ids": list(range(304)), "max_tokens": 4}
     failed = http.post("/v1/completions", json=poison)
-    assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
+    assert failed.status_code == 400 and "no token was left" in failed.json()["error"]["message"]
     neighbour.join(30)
     assert neighbour.lines[-1] == "[DONE]"
     assert "".join(json.loads(line)["choices"][0]["text"] for line in neighbour.lines[:-1]) == alone
