@@ -73,8 +73,7 @@ def settled(spec: SpecConfig, args: argparse.Namespace) -> SpecConfig:
     below = tuple(settled(b, args) for b in spec.below)
     if spec.method == "draft_model":
         spec = replace(spec, model=spec.model or args.draft_model, format=args.draft_format)
-    options = {**spec.options, "past": "none"} if spec.method == "suffix" else spec.options
-    return replace(spec, below=below, options=options)
+    return replace(spec, below=below)
 
 
 def main() -> None:

@@ -66,7 +66,11 @@ def arguments(argv: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--drafts", nargs="*", default=[], help="as generate's --draft")
     parser.add_argument("--ks", nargs="*", type=int, default=[4])
     parser.add_argument("--draft-format", default=None)
-    parser.add_argument("--draft-options", default=None, help="JSON, for all drafts, or a list of JSON, one for each")
+    parser.add_argument(
+        "--draft-options",
+        default=None,
+        help='JSON: options of all drafts, or a list, one for each, which may hold its own "k" and "label"',
+    )
     parser.add_argument("--policy", default=None)
     parser.add_argument("--gguf", type=Path, default=None, help="the same target for llama.cpp")
     parser.add_argument("--gguf-draft", type=Path, default=None)
@@ -78,7 +82,8 @@ def arguments(argv: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--note", default="")
+    parser.add_argument("--title", required=True, help="what is measured, for the table; a later run replaces it there")
+    parser.add_argument("--note", default="", help="a sentence for the table")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/headline.jsonl"))
     return parser.parse_args(argv)
 
@@ -88,8 +93,9 @@ def our_ways(o: argparse.Namespace) -> list[Way]:
     ways = [Way("plain", Arm("plain", SpecConfig()))]
     options = json.loads(o.draft_options) if o.draft_options else {}
     for i, draft in enumerate(o.drafts):
-        own = options[i] if isinstance(options, list) else options
-        for k in o.ks:
+        own = dict(options[i] if isinstance(options, list) else options)
+        label = own.pop("label", None)
+        for k in [own.pop("k")] if "k" in own else o.ks:
             made = make_config(
                 parse_draft(draft),
                 num_draft_tokens=k,
@@ -99,8 +105,8 @@ def our_ways(o: argparse.Namespace) -> list[Way]:
             ).spec
             if o.draft_format is not None:
                 made = replace(made, below=tuple(with_format(b, o.draft_format) for b in made.below))
-            label = f"{draft_text(made)} k={k}"
-            ways.append(Way(label, Arm(label, made), k, {"options": own}))
+            name = label or f"{draft_text(made)} k={k}"
+            ways.append(Way(name, Arm(name, made), k, {"options": own}))
     return ways
 
 
@@ -216,6 +222,7 @@ def main(argv: Seq[str] | None = None) -> int:
         "date": record.now(),
         "commit": record.commit(),
         "machine": record.machine(),
+        "title": o.title,
         "model": Path(o.model).name,
         **settings,
         "prompts": {"file": o.prompts.name, "count": len(prompts), "max_tokens": o.max_tokens},

@@ -6,7 +6,9 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
     <!-- table:quantize -->   the newest record of every method and format in quantize.jsonl
     <!-- table:gguf -->       the newest comparison with llama.cpp's logits of every file in gguf.jsonl
+    <!-- table:certificates -->   every certificate in certificates.jsonl
     <!-- table:policies -->   the newest comparison of length policies, from policies.jsonl
+    <!-- table:headline -->   the newest measurement of each title, from headline.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
@@ -160,6 +162,35 @@ def gguf() -> str:
     )
 
 
+def certificates() -> str:
+    """What was certified: how much was looked at, and what differed."""
+    path = RECORDS / "certificates.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    if not lines:
+        return "*No record yet: `foretoken verify-lossless --out benchmarks/results/certificates.jsonl` writes one.*"
+    found = [json.loads(line) for line in lines]
+    sizes = {"L1": "products", "L2": "compared_rows", "L3": "tokens", "L6": "texts", "L5": "sequences", "L5s": "draws"}
+    rows = []
+    for r in found:
+        checks = {c["id"]: c for c in r["checks"]}
+        seen = [
+            {**checks[i]["sizes"], **checks[i]["statistic"]}[key] if i in checks else None for i, key in sizes.items()
+        ]
+        differing = sum(v for c in r["checks"] for k, v in c["statistic"].items() if k.startswith("differing"))
+        passed = sum(c["status"] == "passed" for c in r["checks"])
+        mutants = r["mutants"]
+        c = r["config"]
+        rows.append(
+            [c["label"], c["format"], c["kv_format"], f"{passed} of {len(r['checks'])}"]
+            + ["" if n is None else f"{n:,.0f}" for n in seen]
+            + [f"{differing:,.0f}", f"{mutants['caught']} of {mutants['total']}" if mutants else ""]
+        )
+    head = ["draft", "weights", "cache", "checks passed", "products", "logits rows", "greedy tokens", "seeded texts"]
+    head += ["texts of the law", "draws of the sampler", "differing values and texts", "mutants rejected"]
+    where = f"Model `{found[-1]['config']['model']}`; the last: {measured_on(found[-1])}."
+    return f"{markdown(head, rows, range(3, len(head)))}\n\n{where}\n"
+
+
 def policies() -> str:
     """Goodput beside the best fixed length of the same draft, as benchmarks/policies.py measured them."""
     from statistics import median
@@ -199,6 +230,30 @@ def policies() -> str:
     return f"{markdown(head, rows, (1, 3, 4, 5, 6))}\n\n{about}\n"
 
 
+def headline() -> str:
+    """Speculation on real shapes beside plain decoding and a peer, as benchmarks/speculation.py found it."""
+    found = newest("headline", lambda r: r["title"])
+    if not found:
+        return "*No record yet: `benchmarks/speculation.py` writes one.*"
+    head = ["decoding", "tokens/s", "over its own plain", "over our plain", "accepted", "first token", "same text"]
+    parts = []
+    for r in found:
+        ours, count, rows = r["ways"][0]["tokens_per_s"], r["prompts"]["count"], []
+        for way in r["ways"]:
+            own = "1" if way["num_draft_tokens"] == 0 else f"{way['speedup_mean']:.2f}x"
+            rate, same = way["acceptance_rate"], way["equal_texts"]
+            cells = [way["label"], f"{way['tokens_per_s']:.2f}", own, f"{way['tokens_per_s'] / ours:.2f}x"]
+            cells += ["" if rate is None else f"{rate:.0%}", f"{way['ttft_ratio']:.2f}x"]
+            rows.append([*cells, "yes" if same == count else f"{same} of {count}"])
+        about = (
+            f"{count} prompts of {r['prompts']['file']}, {r['prompts']['max_tokens']} tokens each, greedy, one at a "
+        )
+        about += f"time; {r['repeat']} run(s). {r['note']} {measured_on(r | {'time': r['date']})}, load "
+        about += f"{r['machine']['load_1min']} at the end."
+        parts.append(f"**{r['title']}**\n\n{markdown(head, rows, range(1, 6))}\n\n{about}\n")
+    return "\n".join(parts)
+
+
 def table(name: str) -> str:
     """The newest run of one record file, a table for each workload, and where and when it was measured."""
     if name == "peers":
@@ -209,8 +264,12 @@ def table(name: str) -> str:
         return quantizers()
     if name == "gguf":
         return gguf()
+    if name == "certificates":
+        return certificates()
     if name == "policies":
         return policies()
+    if name == "headline":
+        return headline()
     from foretoken.study import record, report
 
     path = RECORDS / f"{name}.jsonl"

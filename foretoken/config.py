@@ -34,10 +34,10 @@ class SpecConfig:
     """How to speculate. `method` is a name on the drafters' shelf, or "none"; `model` is for drafters that own one.
 
     `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
-    of its last token falls below it. `policy`: "fixed" lengths, or "goodput": as many as pay, none included. `overlap`:
-    cores on which the draft model guesses on while the target checks on the others; 0: it waits. `options`
+    of its last token falls below it. `policy`: "fixed" lengths, or "goodput": as many as pay, none included. `options`
     go to the drafter's own Options. `below`: the drafters that this one works with (a cascade's, or those that `first`
-    asks in turn), each with settings of its own.
+    asks in turn), each with settings of its own. `overlap`: cores on which the draft model guesses on while the target
+    checks on the others; 0: it waits.
     """
 
     method: str = "none"
@@ -46,9 +46,9 @@ class SpecConfig:
     num_draft_tokens: int = 4
     confidence: float | None = None
     policy: str = "fixed"
-    overlap: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
     below: tuple[SpecConfig, ...] = ()
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         k = self.num_draft_tokens

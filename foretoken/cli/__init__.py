@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "a model behind OpenAI's API over HTTP, speculation inside",
     "bench": "measure speculative against plain decoding; one JSON line a measurement",
     "eval": "measure perplexity and tasks; compare formats in quality, memory, speed and acceptance",
+    "verify-lossless": "prove that speculation changes nothing: tokens, sampling, cache; an HTML certificate",
     "profile": "measure what a pass over M rows costs in each number format, and this machine's limits",
     "quantize": "store a model's weights in fewer bits, by a method, as a checkpoint",
     "train": "make a pair by a recipe, or a draft head (train head) or a draft (train draft) for any target",
@@ -54,7 +55,7 @@ def main(argv: Seq[str] | None = None) -> int:
 
 def overview() -> str:
     """What `foretoken --help` says."""
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<17}{text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "usage: foretoken COMMAND [OPTIONS]",
@@ -74,7 +75,8 @@ def _run(name: str, argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
-        module = importlib.import_module("foretoken.demo" if name == "demo" else f"foretoken.cli.{name}")
+        own = f"foretoken.cli.{name.replace('-', '_')}"
+        module = importlib.import_module("foretoken.demo" if name == "demo" else own)
         code: int = module.run(argv, f"foretoken {name}")
         sys.stdout.flush()
         return code

@@ -140,8 +140,8 @@ def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     if not as_json:
         console = Console()
         console.print(report.table(records))
-        for line in (line for r in records for line in report.levels(r)):
-            console.print(line, style="dim", markup=False, highlight=False)
+        for text in (text for r in records for text in report.levels(r)):
+            console.print(text, style="dim", markup=False, highlight=False)
 
 
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # flags of the drafts, not of the target
@@ -152,7 +152,7 @@ def open_bench(engine: EngineChoice, arms: Seq[Arm], batch_sizes: Seq[int], numb
     from foretoken.cli.console import load_llm
     from foretoken.study.measure import Bench
 
-    speculation = ("draft", *SPECULATION)
+    speculation = ("draft", "overlap", *SPECULATION)
     settings = {k: v for k, v in engine.settings.items() if k not in speculation}
     settings |= {"format": number_format, "max_num_seqs": max(batch_sizes)}
 

@@ -190,7 +190,7 @@ class EagleDrafter(Drafter):
                 if depth + 1 < g.depth and not self.policy.stop(sure):
                     going.append(i)
             depth += 1
-            if not going:
+            if not going or self.policy.ends([active[i].sure for i in going]):
                 return
             if len(going) < len(active):
                 features = features[torch.tensor(going, device=features.device)]

@@ -84,7 +84,8 @@ class FirstDrafter(Drafter):
                 likely = np.full(end - begin, np.nan) if draft.confidence is None else draft.confidence[begin:end]
                 enough = end - begin >= min(self.options.min_tokens, asked[i]) and begin < end
                 expected = float(np.where(np.isnan(likely), 1.0, likely).sum())
-                if enough and expected >= min(self.options.min_expected, asked[i]):
+                enough = enough and expected >= min(self.options.min_expected, asked[i])
+                if enough or (begin < end and d is self.below[-1]):  # after the last one there is nobody left to ask
                     trees[b], sure[b] = draft.nodes(i), likely.tolist()
                     taken.append(b)
                     self._taken[seqs[b].seq_id] = _Taken(which, end - begin, len(seqs[b]))

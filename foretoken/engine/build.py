@@ -35,11 +35,33 @@ SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said a
 NESTED = "nested"  # draft format: the lower weights inside the target's own
 
 
-def build_engine(model: str, config: EngineConfig, progress: Progress | None = None) -> Engine:
+@dataclass(frozen=True)
+class Loaded:
+    """What engines are made of: settings with every draft head named as one, models, and room for caches."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+    num_blocks: int
+    target: Llama
+    drafts: tuple[Llama | EagleHead, ...]
+
+
+def build_engine(
+    model: str, config: EngineConfig, progress: Progress | None = None, target: Llama | None = None
+) -> Engine:
     """Load the target, and the draft where `config.spec` names one, and put an Engine together.
 
-    Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with its remedy.
+    `target`: the model itself where it is loaded already, in the same format. Raises ModelLoadError, ConfigError,
+    VocabularyError or RegistryError, each with its remedy.
     """
+    got = load_parts(model, config, progress, target)
+    return assemble(got.config, got.tokenizer, got.num_blocks, got.target, got.drafts)
+
+
+def load_parts(
+    model: str, config: EngineConfig, progress: Progress | None = None, target: Llama | None = None
+) -> Loaded:
+    """Load target (unless it is given) and drafts, for `assemble` to make engines of; raises as `build_engine`."""
     if config.threads is not None:
         ops.set_num_threads(config.threads)
     backend = ops.resolve(config.backend, config.device)
@@ -59,9 +81,11 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
             check_vocabulary(tokenizer, load_tokenizer(m.folder))
-    demands = [demand(folder, quant, config), *(_demand(m, config) for m in models if not m.is_view)]
-    num_blocks = plan_blocks(config, max_len, demands)
-    target = load_model(folder, backend, quant, max_len, config.device, progress)
+    own = demand(folder, quant, config)
+    own = own if target is None else replace(own, weights=0)  # they are in memory
+    num_blocks = plan_blocks(config, max_len, [own, *(_demand(m, config) for m in models if not m.is_view)])
+    if target is None:
+        target = load_model(folder, backend, quant, max_len, config.device, progress)
     drafts: list[Llama | EagleHead] = []
     for m in models:
         if m.is_head or m.is_view:
@@ -72,7 +96,7 @@ def build_engine(model: str, config: EngineConfig, progress: Progress | None = N
             continue
         draft_len = min(max_len, read_config(m.folder).max_model_len)
         drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
-    return assemble(config, tokenizer, num_blocks, target, drafts)
+    return Loaded(config, tokenizer, num_blocks, target, tuple(drafts))
 
 
 def _demand(m: _Model, config: EngineConfig) -> Demand:

@@ -16,6 +16,7 @@ from foretoken.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, ForetokenError, RequestError
+from foretoken.models.llama import Llama
 from foretoken.models.weights import Progress
 from foretoken.request import Completion, Delta, FinishReason, Request, SamplingParams
 from foretoken.spec.sampling import derive_seed
@@ -107,10 +108,12 @@ class _Front:
         draft: str | SpecConfig | None = None,
         *,
         progress: Progress | None = None,
+        target: Llama | None = None,
         **settings: Any,
     ) -> None:
+        """`target`: the model itself, where it is loaded already, in the same format and context."""
         self.config = make_config(draft, **settings)
-        self.engine = build_engine(model, self.config, progress)
+        self.engine = build_engine(model, self.config, progress, target)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
 

@@ -13,6 +13,7 @@ POSITIONS = 16  # places of a draft that are told apart; those beyond share the 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99, 0.999)  # of a token's probability
 NUM_BINS = len(EDGES) + 1
 PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # before anything is known: a draft token is taken to be right so often
+SURE = 0.98  # no token is surer before it has been seen to be
 OWN_WEIGHT = 3.0  # observations of its own that outweigh what other requests showed
 DECAY = 0.92  # of what a request showed, a round later
 DECAY_OF_ALL = 0.99  # of what all did, a request and round later
@@ -38,6 +39,7 @@ class Record:
     def __init__(self, decay: float, most: int) -> None:
         self.tries, self.hits = [0.0] * len(_PRIORS), [0.0] * len(_PRIORS)
         self.asked, self.there, self.gain, self.steps = ([0.0] * most for _ in range(4))
+        self.was, self.said = 0.0, 0.0  # tokens that were right, and that by their kinds' priors should have been
         self.weight = 1.0  # of what is added now: it grows, which is cheaper than making all old ones fade
         self._growth = 1.0 / decay
 
@@ -47,6 +49,7 @@ class Record:
         if self.weight > 1e12:
             for counts in (self.tries, self.hits, self.asked, self.there, self.gain, self.steps):
                 counts[:] = [c / self.weight for c in counts]
+            self.was, self.said = self.was / self.weight, self.said / self.weight
             self.weight = 1.0
 
 
@@ -56,11 +59,15 @@ class Rates(dict[int, float]):
     def __init__(self, every: Record, own: Record | None) -> None:
         self.every = every
         self.own = own
+        # A drafter that is too sure, or not sure enough, is so at most probabilities alike.
+        w = PRIOR_WEIGHT * every.weight
+        self.scale = (every.was + w) / (every.said + w)
 
     def __missing__(self, of: int) -> float:
         every, own = self.every, self.own
         w = PRIOR_WEIGHT * every.weight
-        rate = (every.hits[of] + w * _PRIORS[of]) / (every.tries[of] + w)
+        prior = min(_PRIORS[of] * self.scale, SURE) if of >= POSITIONS else _PRIORS[of]
+        rate = (every.hits[of] + w * prior) / (every.tries[of] + w)
         if own is not None:
             w = OWN_WEIGHT * own.weight
             rate = (own.hits[of] + w * rate) / (own.tries[of] + w)
@@ -174,6 +181,8 @@ class Acceptance:
             for of, hit in outcomes:
                 record.tries[of] += w
                 record.hits[of] += w * hit
+                record.was += w * hit
+                record.said += w * _PRIORS[of]
             for j in range(min(asked, self.most)):
                 record.asked[j] += w
             for j in range(min(len(nodes.parents), asked)):

@@ -20,7 +20,7 @@ from foretoken.spec.length import Round
 from foretoken.spec.probing import PROBE_ROUNDS, PROBE_TOKENS, Probing
 
 MARGIN = 0.02  # drafting must promise so much more than not drafting
-FIRST_ROUNDS = 3  # with drafts, before anything is decided
+FIRST_ROUNDS = 12  # with drafts, before anything is decided
 HOLD = 4  # rounds for which a decision stands while the same sequences run
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch
 FADE = 0.95  # a round later, of how promises were kept

@@ -79,8 +79,9 @@ class Bench:
         for arm in arms:
             check_overlap(arm.spec)
             if not arm.plain and _key(arm) not in self._drafters:
-                # Only the drafter is kept; the second copy of the target goes.
-                self._drafters[_key(arm)] = load(model, arm.spec, **settings).engine.drafter
+                # Only the drafter is kept: the second engine's cache goes.
+                given = {**settings, "target": self.llm.engine.runner.model}
+                self._drafters[_key(arm)] = load(model, arm.spec, **given).engine.drafter
                 gc.collect()
 
     def install(self, arm: Arm) -> Engine:

@@ -82,7 +82,27 @@ EVAL_FIELDS: dict[str, tuple[type, ...]] = {
     "tasks": (list,),
     "comparison": (dict, type(None)),
 }
-OTHERS = {PROFILE_SCHEMA: ("profile", PROFILE_FIELDS), EVAL_SCHEMA: ("eval", EVAL_FIELDS)}
+CERTIFICATE_SCHEMA = "foretoken.certificate/1"
+CERTIFICATE_FIELDS: dict[str, tuple[type, ...]] = {
+    "schema": (str,),
+    "time": (str,),
+    "commit": (str,),
+    "machine": (dict,),
+    "config": (dict,),
+    "effort": (float,),
+    "verdict": (str,),
+    "false_alarm": (float,),
+    "seconds": (float,),
+    "acceptance": (dict,),
+    "checks": (list,),
+    "left_out": (list,),
+    "mutants": (dict, type(None)),
+}
+OTHERS = {
+    PROFILE_SCHEMA: ("profile", PROFILE_FIELDS),
+    EVAL_SCHEMA: ("eval", EVAL_FIELDS),
+    CERTIFICATE_SCHEMA: ("verify-lossless", CERTIFICATE_FIELDS),
+}
 
 
 def now() -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from foretoken import registry
 from foretoken.config import SpecConfig, draft_text
 from foretoken.errors import ConfigError, RequestError
 from foretoken.request import MAX_SEED, SamplingParams
@@ -97,12 +98,29 @@ class Workload:
             yield jobs[start : start + self.batch_size]
 
 
+def without_past(spec: SpecConfig) -> SpecConfig:
+    """The same levels, those with an option `past` looking at no past requests where they do not say otherwise."""
+    below = tuple(without_past(b) for b in spec.below)
+    known: set[str] = set()
+    if spec.method in registry.names("drafters"):
+        known = {f.name for f in fields(registry.load("drafters", spec.method).DRAFTER.Options)}
+    options = {"past": "none", **spec.options} if "past" in known else spec.options
+    return replace(spec, options=options, below=below)
+
+
 @dataclass(frozen=True, eq=False)  # each is a key of its own
 class Arm:
-    """One way to decode: a label for people and the speculation behind it ("none" is plain decoding)."""
+    """One way to decode: a label for people and the speculation behind it ("none" is plain decoding).
+
+    A drafter that learns from past requests gets none of them, unless its options ask for it: the arms write the same
+    texts one after the other, and each would find them in what the one before it, or an earlier repetition, left.
+    """
 
     label: str
     spec: SpecConfig
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", without_past(self.spec))
 
     @property
     def plain(self) -> bool:

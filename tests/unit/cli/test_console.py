@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from lawkit import Pair, make_engine
 
-from foretoken.cli.console import PLAIN_MARKS, TextWriter, summary
+from foretoken.cli.console import PLAIN_MARKS, TextWriter, level_line, summary
 from foretoken.engine.output import OutputText
-from foretoken.request import Completion, Delta, Request, SamplingParams
+from foretoken.request import Completion, Delta, Request, SamplingParams, SpecMetrics
 from foretoken.tokenizer import Tokenizer
 
 BEGIN, END = PLAIN_MARKS
@@ -111,3 +111,13 @@ def test_control_characters_do_not_reach_a_terminal(tokenizer: Tokenizer, monkey
     plain = io.StringIO()
     TextWriter(plain, tokenizer).write(Delta("r", 0, text, tuple(tokens), (False,) * len(tokens)))
     assert plain.getvalue() == text, "a file gets the text as it is"
+
+
+def test_a_line_for_each_level() -> None:
+    metrics = SpecMetrics()
+    assert level_line("level 1: ngram", metrics) == "level 1: ngram: no guess"
+    metrics.update(4, 3)
+    metrics.update(4, 0)
+    assert level_line("level 1: ngram", metrics) == (
+        "level 1: ngram: 3 of 8 drafted accepted (38%) | 2.50 tokens a draft"
+    )

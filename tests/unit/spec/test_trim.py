@@ -331,7 +331,7 @@ def test_reasons(pair: Pair) -> None:
         engine.policy = engine.drafter.policy
         if isinstance(engine.policy, GoodputLength):
             engine.policy.target = Curve([(1, 1e-9), (2, 9.0), (64, 900.0)])  # nothing can pay
-            engine.policy.draft = DraftCost(1.0, 1.0, 0.0, 9)
+            engine.policy.draft = DraftCost(1.0, 1.0, 0.0, 99)
         for name, wish in wishes.items():
             engine.add(Request(name, (5, 6, 7), params, 1, speculation=wish))
         why = {}

@@ -21,7 +21,7 @@ from foretoken.models.eagle_loader import load_head
 from foretoken.request import SamplingParams
 from foretoken.study.twin import make_head_twin, make_twin
 
-PROMPTS = random_prompts(3, seed=4)
+PROMPTS = random_prompts(2, seed=4)
 GREEDY = SamplingParams(max_tokens=20, seed=6, ignore_eos=True)
 DRAWN = replace(GREEDY, **SAMPLED)
 
@@ -97,7 +97,7 @@ def test_it_drafts_what_the_small_head_drafts(small: Path, tmp_path: Path, fit: 
         mine, its = (make_engine(p, "eagle", k=12, options={"depth": 4, "top_k": 4}) for p in pairs)
         assert drafted(its, asked) == drafted(mine, asked)
         assert its.metrics.num_accepted_tokens == mine.metrics.num_accepted_tokens
-        assert head != "knows" or its.metrics.num_accepted_tokens > 15
+        assert head != "knows" or its.metrics.num_accepted_tokens > 8
 
 
 def test_the_folder_says_what_it_is(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError, RequestError
-from foretoken.request import SamplingParams
+from foretoken.request import SamplingParams, SpecMetrics
 from foretoken.study import record, report
 from foretoken.study.measure import Bench, Run
 from foretoken.study.workload import Workload, arms
@@ -135,3 +135,38 @@ def test_spread() -> None:
     assert record.spread([]) == {"median": None, "mean": None, "p95": None}
     assert record.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "mean": 2.0, "p95": 3.0}
     assert record.spread([float(i) for i in range(100)])["p95"] == 95.0
+
+
+def test_levels_are_counted_for_each_run(pair_folders: tuple[Path, Path]) -> None:
+    """A drafter is shared by runs and arms; what a run's record tells of its levels is that run's own."""
+    target, draft = map(str, pair_folders)
+    below = (SpecConfig("ngram", num_draft_tokens=4), SpecConfig("draft_model", draft, num_draft_tokens=4))
+    bench = Bench(target, arms([SpecConfig("first", below=below)], [4]), {"max_num_seqs": 2})
+    prompts = tuple(tuple(bench.llm.tokenizer.encode(t)) for t in ("the sum of the sum of", "def add(a"))
+    workload = Workload("test", prompts, SamplingParams(max_tokens=20, seed=4), 2)
+    runs = bench.measure(workload, 2)
+    for run in runs[bench.arms[1]]:
+        assert list(run.levels) == ["level 1: ngram", "level 2: draft_model"]
+        for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            assert sum(getattr(m, field) for m in run.levels.values()) == getattr(run.metrics, field) > 0
+    plain, first = record.make_records(bench, target, workload, runs, "run", {})
+    assert "levels" not in plain and "useless_draft" not in first
+    record.check(json.loads(json.dumps(first)))
+    lines = report.levels(first)
+    assert len(lines) == 2 and all(f": level {i}: " in line for i, line in enumerate(lines, 1))
+    assert report.levels(plain) == []
+
+
+def test_a_draft_that_is_no_use_is_marked(measured: Measured, pair_folders: tuple[Path, Path]) -> None:
+    bench, workload, runs = measured
+    plain, arm = runs[bench.arms[0]], bench.arms[2]
+    useless = [replace(run, metrics=SpecMetrics()) for run in runs[arm]]
+    for run in useless:
+        for _ in range(50):
+            run.metrics.update(4, 0)
+    config = record.config_as_dict(bench.llm, str(pair_folders[0]), arm, workload)
+    told = record.make_record(config, useless, plain, "run", {})
+    assert told["useless_draft"] is True
+    assert "take a draft of this very target" in report.levels(told)[0]
+    looked_up = record.make_record({**config, "draft": "ngram"}, useless, plain, "run", {})
+    assert "useless_draft" not in looked_up

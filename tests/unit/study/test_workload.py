@@ -7,7 +7,7 @@ import pytest
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError, RequestError
 from foretoken.request import SamplingParams
-from foretoken.study.workload import DEFAULT_PROMPTS, Workload, arms, read_prompts
+from foretoken.study.workload import DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts
 
 
 def test_prompts_of_both_kinds(tmp_path: Path) -> None:
@@ -53,3 +53,13 @@ def test_arms_begin_with_plain_decoding() -> None:
     assert [a.plain for a in made] == [True, False, False]
     with pytest.raises(ConfigError, match=r"0\.\.64"):
         arms([SpecConfig("ngram")], [65])
+
+
+def test_arms_do_not_learn_from_one_another() -> None:
+    """Each writes the texts that another has just written: what remembers past requests must not remember those."""
+    asked = SpecConfig("first", below=(SpecConfig("suffix"), SpecConfig("draft_model", model="small")))
+    assert Arm("both", asked).spec.below[0].options == {"past": "none"}
+    assert Arm("both", asked).spec.below[1] == asked.below[1]
+    wanted = SpecConfig("suffix", options={"past": "all", "store": "texts"})
+    assert Arm("all", wanted).spec == wanted
+    assert Arm("ngram", SpecConfig("ngram")).spec == SpecConfig("ngram")

@@ -111,7 +111,7 @@ def chain(loaded: object, tokens: torch.Tensor, states: torch.Tensor, base: int)
     logits, feature = runner.extend([holder], [tokens[: base + 1].tolist()], [states[: base + 1]], True)
     found = [logits[0]]
     for step in range(1, STEPS):
-        level = Level(holder, [int(tokens[base + step])], [(1 << step) - 1], [step - 1])
+        level = Level(holder, [int(tokens[base + step])], [(1 << step) - 1], step - 1)
         logits, feature = runner.expand([level], feature)
         found.append(logits[0])
     return found

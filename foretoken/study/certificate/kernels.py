@@ -1,0 +1,240 @@
+"""L1: a row's bits do not depend on the rows beside it, on its place, on threads, or on where its keys are stored."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken import ops as backends, registry
+from foretoken.batch import Rows, build_batch
+from foretoken.errors import ForetokenError
+from foretoken.formats.scheme import PRESETS, QuantScheme, QuantTensor
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.llama import Llama
+from foretoken.ops import Ops
+from foretoken.study.certificate.check import Check, Effort, Found
+from foretoken.study.certificate.subject import Subject
+
+NUM_ROWS = 128
+SIZES = (*range(1, 34), 64, 128)  # rows of a pass
+THREADS = (1, 2, 3, 4, 8)
+WIDTHS = (32, 64, 96, 160, 256, 512, 1024, 2048, 4096, 8192)  # K of the grid's random weights
+OUTPUTS = (33, 64, 256)  # O of them
+LAST = 64  # positions at the end of a sequence whose attention is looked at
+
+
+@dataclass(frozen=True)
+class Product:
+    """An op by rows: x float32 [T, K] in, [T, O] out."""
+
+    name: str
+    width: int
+    call: Callable[[Tensor], Tensor]
+
+
+def differing(a: Tensor, b: Tensor) -> int:
+    """Values of two tensors float32 whose bits differ."""
+    return int((a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)).sum())
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    """Put the numbers of threads back afterwards: PyTorch's and the native kernels'."""
+    torch_threads = torch.get_num_threads()
+    native = registry.load("ops", "cpu") if "cpu" in registry.names("ops") else None
+    if native is not None and native.unavailable() is not None:
+        native = None
+    if native is not None:
+        from foretoken import _native
+
+        native_threads = _native.num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        if native is not None:
+            native.set_num_threads(native_threads)
+
+
+def row_invariance(subject: Subject, effort: Effort) -> Found:
+    """The model's own matrices and a grid of random ones: passes of 1..128 rows against each row alone."""
+    full = 20_000
+    wanted = effort.of(full, 400)
+    found = Found({"products": 0, "weights": 0, "rows_alone": 0}, {"differing_values": 0})
+    rng = random.Random(subject.seed)
+    products = itertools.chain(_own(subject), _grid(subject.target.ops, subject.config.format, rng))
+    names: set[str] = set()
+    with threads_kept():
+        # Each weight gets a share of the passes that leaves room for many weights.
+        for product in products:
+            if found.sizes["products"] >= wanted:
+                break
+            _compare(product, max(10, wanted // 200), rng, found)
+            found.sizes["weights"] += 1
+            names.add(product.name)
+    found.notes.append(f"looked at: {', '.join(sorted(names))}")
+    return found
+
+
+def _compare(product: Product, passes: int, rng: random.Random, found: Found) -> None:
+    """Passes of random sizes, places and threads of one op; the truth is each row alone, on one thread."""
+    x = torch.randn(NUM_ROWS, product.width, generator=torch.Generator().manual_seed(product.width))
+    x[7] *= 100.0  # an outlier: a scale that rows shared would show
+    backends.set_num_threads(1)
+    rows = [product.call(x[i : i + 1].clone()) for i in range(NUM_ROWS)]
+    alone = torch.cat([row.clone() for row in rows])
+    found.sizes["rows_alone"] += NUM_ROWS
+    for n in range(passes):
+        size = SIZES[(7 * n + 1) % len(SIZES)] if n else NUM_ROWS
+        picked = torch.tensor(rng.sample(range(NUM_ROWS), size))
+        threads = rng.choice(THREADS)
+        backends.set_num_threads(threads)
+        count = differing(product.call(x[picked].clone()), alone[picked])
+        found.sizes["products"] += 1
+        found.statistic["differing_values"] += count
+        if count:
+            found.add(f"{product.name}, {size} rows, {threads} threads", "0 values differ from the rows alone", count)
+
+
+def _own(subject: Subject) -> Iterator[Product]:
+    """The ops of the models at hand: one of each shape and format."""
+    models = [m for m in (subject.target, *subject.loaded.drafts) if isinstance(m, Llama)]
+    seen: set[object] = set()
+    for model in models:
+        ops, weights = model.ops, model.weights
+        layer = weights.layers[0]
+        stacks: dict[str, QuantTensor | tuple[QuantTensor, ...]] = {
+            "qkv": layer.qkv,
+            "o": layer.o,
+            "gate_up": layer.gate_up,
+            "down": layer.down,
+            "lm_head": weights.lm_head,
+        }
+        for name, stack in stacks.items():
+            for w in stack if isinstance(stack, tuple) else (stack,):
+                key = (name, w.shape, w.format, w.activations, ops.name)
+                if key in seen:
+                    continue
+                seen.add(key)
+                yield from _ops_of(f"{name} {w.format}", ops, w)
+    yield from _rowwise(subject.target)
+
+
+def _ops_of(name: str, ops: Ops, w: QuantTensor) -> Iterator[Product]:
+    """The ways in which a weight is multiplied."""
+    width = w.shape[1]
+    norm = torch.linspace(0.5, 1.5, width)
+    yield Product(f"{name} linear", width, lambda x: ops.linear(x, w))
+    yield Product(f"{name} norm_linear", width, lambda x: ops.norm_linear(x, norm, 1e-5, w))
+    yield Product(f"{name} silu_linear", 2 * width, lambda x: ops.silu_linear(x, w))
+
+
+def _rowwise(model: Llama) -> Iterator[Product]:
+    ops, c = model.ops, model.config
+    norm = torch.linspace(0.5, 1.5, c.hidden_size)
+    yield Product("rms_norm", c.hidden_size, lambda x: ops.rms_norm(x, norm, c.rms_eps))
+    yield Product("silu_mul", 2 * c.intermediate_size, ops.silu_mul)
+
+
+def _grid(ops: Ops, own: str, rng: random.Random) -> Iterator[Product]:
+    """Random weights: the configured format at every width, then every other one."""
+    names = [own, *(n for n in PRESETS if n != own), *(n for n in registry.names("formats") if n != own)]
+    for name in names:
+        widths = list(WIDTHS)
+        rng.shuffle(widths)
+        for width in widths:
+            weight = torch.randn(rng.choice(OUTPUTS), width, generator=torch.Generator().manual_seed(width))
+            try:
+                w = ops.encode(weight * width**-0.5, QuantScheme.parse(name))
+            except ForetokenError:  # no format of weights, or its groups do not divide this width
+                continue
+            yield Product(f"random {name} linear", width, lambda x, w=w: ops.linear(x, w))  # type: ignore[misc]
+
+
+def attention(subject: Subject, effort: Effort) -> Found:
+    """Attention of a row, alone against in company: passes of many rows, other sequences, blocks anywhere, threads."""
+    wanted = effort.of(4_000, 60)
+    model, rng = subject.target, random.Random(subject.seed)
+    c, name = model.config, _kv_name(subject)
+    found = Found({"passes": 0, "rows": 0}, {"differing_values": 0}, notes=[f"cache in {name}"])
+    with threads_kept():
+        turns = 0
+        while found.sizes["passes"] < wanted:
+            length = rng.choice((LAST + 1, 100, 257, 600))
+            block = rng.choice((4, 16, 32))
+            kv = torch.randn(2, length, c.num_kv_heads, c.head_dim, generator=torch.Generator().manual_seed(turns))
+            q = torch.randn(length, c.num_heads, c.head_dim, generator=torch.Generator().manual_seed(turns + 1))
+            alone = _Stored(model, name, block, kv, list(range(-(-length // block))))
+            backends.set_num_threads(1)
+            truth = torch.cat([alone.attend(q, p, 1) for p in range(length - LAST, length)])
+            shuffled = list(range(-(-length // block)))
+            rng.shuffle(shuffled)
+            moved = _Stored(model, name, block, kv, shuffled)
+            for _ in range(max(8, wanted // 8)):
+                size = rng.randint(1, LAST)
+                start = rng.randint(length - LAST, length - size)
+                threads = rng.choice(THREADS)
+                backends.set_num_threads(threads)
+                got = moved.attend(q, start, size, mates=rng.randint(0, 2))
+                at = start - (length - LAST)
+                count = differing(got, truth[at : at + size])
+                found.sizes["passes"] += 1
+                found.sizes["rows"] += size
+                found.statistic["differing_values"] += count
+                if count:
+                    found.add(f"{size} rows from position {start}, {threads} threads", "0 values differ", count)
+            turns += 2
+    return found
+
+
+def _kv_name(subject: Subject) -> str:
+    """Format of the cache that engines of the subject have."""
+    return subject.plain(seqs=1).runner.cache.format
+
+
+class _Stored:
+    """Keys and values [2, S, Hk, D] of a sequence in a cache of one layer."""
+
+    def __init__(self, model: Llama, name: str, block: int, kv: Tensor, blocks: list[int]) -> None:
+        c = model.config
+        self.model, self.block, self.blocks = model, block, blocks
+        self.cache = KVCache(1, len(blocks), block, c.num_kv_heads, c.head_dim, name)
+        slots = [blocks[i // block] * block + i % block for i in range(kv.shape[1])]
+        model.ops.store_kv(kv[0], kv[1], self.cache.layers[0], torch.tensor(slots, dtype=torch.int32))
+
+    def attend(self, q: Tensor, start: int, size: int, mates: int = 0) -> Tensor:
+        """Rows start .. start+size-1 in one pass, as [size, H D]; `mates` other queries ride along."""
+        mine = Rows([0] * size, start, [], [], self.blocks, False)
+        others = [Rows([0], i, [], [], self.blocks, False) for i in range(mates)]
+        batch = build_batch([*others, mine], self.block)
+        rows = torch.cat([q[:mates], q[start : start + size]]).contiguous()
+        out = self.model.ops.attention(rows, self.cache.layers[0], batch, self.model.config.head_dim**-0.5, None)
+        return out[mates:].reshape(size, -1).clone()
+
+
+CHECKS = (
+    Check(
+        "L1",
+        "row invariance of products",
+        "The bits of a row's product, norm and activation depend on nothing but the row: not on the rows of the pass "
+        "(1 to 128), its place among them, or the number of threads (1 to 8).",
+        "0 differing values",
+        {"products": 20_000},
+        row_invariance,
+    ),
+    Check(
+        "L1a",
+        "row invariance of attention",
+        "A query's result is the same alone and in passes of up to 64 rows, beside other sequences, wherever the "
+        "cache's blocks lie, on any number of threads.",
+        "0 differing values",
+        {"passes": 4_000},
+        attention,
+    ),
+)

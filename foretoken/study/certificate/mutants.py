@@ -1,0 +1,207 @@
+"""L8: known-wrong versions, put in the place of the right ones in this process; each must be rejected by a check."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretoken import batch
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.scheduler import Scheduler
+from foretoken.formats import int8, scheme
+from foretoken.models.runner import ModelRunner
+from foretoken.ops import Ops, reference
+from foretoken.request import SamplingParams
+from foretoken.spec import sampling, step
+from foretoken.study.certificate import acceptance, kernels, law, logits, sampled, texts, wrong, wrong_kernels
+from foretoken.study.certificate.check import FAILED, WARNING, Check, Effort, run_check
+from foretoken.study.certificate.subject import Subject
+from foretoken.study.certificate.toy import toy_loaded
+from foretoken.tokenizer import Tokenizer
+
+VOCAB = 64
+REFERENCE = {"backend": "reference"}  # where a kernel is replaced: its ops are Python
+EFFORT = Effort(1e-9, 0.2)  # mutants are wrong enough to show in a fifth of the least sizes
+CHECKS: dict[str, Check] = {
+    c.id: c
+    for c in (
+        *kernels.CHECKS,
+        *logits.CHECKS,
+        *texts.CHECKS,
+        *sampled.CHECKS,
+        *law.CHECKS,
+        acceptance.ALARM,
+        sampled.LEAKS,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`owner.attribute` replaced by `wrong`; `checks`: those that should notice, the cheapest first.
+
+    `settings`: of the toy that they look at.
+    """
+
+    name: str
+    owner: Any
+    attribute: str
+    wrong: Any
+    checks: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def _verify(flaw: str, name: str, *checks: str) -> Mutant:
+    return Mutant(name, step, "verify", wrong.verify(flaw), checks)
+
+
+def _commit(flaw: str) -> Mutant:
+    return Mutant(f"commit {flaw}", ModelRunner, "commit", wrong.commit(flaw), ("C1", "L3", "L6"))
+
+
+def _mask(flaw: str, name: str) -> Mutant:
+    return Mutant(name, batch, "ancestor_masks", wrong.ancestor_masks(flaw), ("L2", "L3"), REFERENCE)
+
+
+def _linear(flaw: str, name: str) -> Mutant:
+    return Mutant(name, Ops, "linear", wrong_kernels.linear(flaw), ("L1",), REFERENCE)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    _verify("one too many", "accepts one token too many", "L3"),
+    _verify("any child", "accepts any guess", "L3"),
+    _verify("threshold", "accepts by a threshold instead of the rule", "L6", "L5"),
+    _verify("no residual", "rejects by probability and forgets the residual", "L6", "L5"),
+    _verify("row before", "takes the bonus token from the row before", "L3"),
+    _verify("row by depth", "takes a node's row by its depth in the tree", "L3"),
+    _verify("rows", "loses count of the rows of a batch", "L3"),
+    _verify("path", "forgets the drafted path: noise and penalties are used twice", "L6"),
+    _verify("seed by place", "mixes the place in the batch into the seed", "L6"),
+    _verify("logprobs", "log-probabilities forget the drafted path", "L9"),
+    _verify("reject all", "rejects every guess", "A1"),
+    _commit("keeps a rejected row"),
+    _commit("moves nothing"),
+    _commit("to the place after"),
+    _commit("from the place before"),
+    _mask("shifted", "the tree mask is shifted by a bit"),
+    _mask("siblings", "a node sees its siblings"),
+    _mask("grandparents", "a node does not see its grandparents"),
+    _mask("place", "a node's position is its place, not its depth"),
+    Mutant("moves keys and forgets values", reference, "move_kv", wrong_kernels.move_kv, ("C1", "L3"), REFERENCE),
+    Mutant("noise ignores the position", sampling, "noise_key", wrong.noise_key("position"), ("L7", "L5")),
+    Mutant("noise ignores the seed", sampling, "noise_key", wrong.noise_key("seed"), ("L7", "L5s")),
+    Mutant("noise ignores the token", sampling, "gumbel_noise", wrong.gumbel_noise("token"), ("L7", "L5s")),
+    Mutant("noise is uniform, not Gumbel", sampling, "gumbel_noise", wrong.gumbel_noise("uniform"), ("L5s",)),
+    Mutant("completions of one request share a seed", sampling, "derive_seed", wrong.derive_seed, ("L5s", "L7")),
+    Mutant("top-k keeps one token too many", sampling, "survivors", wrong.survivors("top-k"), ("L5s",)),
+    Mutant("top-p stops too early", sampling, "survivors", wrong.survivors("top-p"), ("L5s",)),
+    Mutant("the temperature is applied twice", sampling, "survivors", wrong.survivors("temperature"), ("L5s",)),
+    Mutant("penalties do not see the draft", sampling, "_penalize", wrong.penalize, ("L9", "L6")),
+    _linear("split", "split-K: several rows add up in two halves"),
+    _linear("odd rows", "rows at odd places add up backwards"),
+    _linear("threads", "chunks of K depend on the number of threads"),
+    Mutant("a norm reads another row", reference, "rms_norm", wrong_kernels.rms_norm, ("L1",), REFERENCE),
+    Mutant(
+        "attention scales elsewhere for several rows",
+        reference,
+        "attention",
+        wrong_kernels.attention,
+        ("L1a",),
+        REFERENCE,
+    ),
+    Mutant(
+        "activations of a pass share a scale",
+        scheme,
+        "quantize_rows",
+        wrong_kernels.quantize_rows,
+        ("L1",),
+        {"format": "w8a8", **REFERENCE},
+    ),
+    Mutant(
+        "cached rows of a pass share a scale",
+        int8,
+        "quantize_rows",
+        wrong_kernels.quantize_rows,
+        ("C1", "L2"),
+        {"kv": "int8", **REFERENCE},
+    ),
+    Mutant("a preempted sequence keeps its cache", Scheduler, "_preempt", wrong.preempt, ("L6",)),
+    Mutant("a finished sequence keeps its blocks", Scheduler, "finish", wrong.finish, ("C2",)),
+    Mutant("an end inside a round is missed", Engine, "_end", wrong.late_end(Engine._end), ("S1",)),
+    Mutant("one token more than asked for", Engine, "_end", wrong.long_end(Engine._end), ("S1",)),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a mutant: the check that rejected it, or None, and what that check said."""
+
+    name: str
+    caught_by: str | None
+    said: str
+    seconds: float
+
+
+@contextmanager
+def alive(mutant: Mutant) -> Iterator[None]:
+    """The mutant in the place of the right version; the specification's sampler instead of the native one."""
+    kept = [(mutant.owner, mutant.attribute, getattr(mutant.owner, mutant.attribute))]
+    kept.append((sampling, "HAS_NATIVE", sampling.HAS_NATIVE))
+    try:
+        sampling.HAS_NATIVE = False
+        setattr(mutant.owner, mutant.attribute, mutant.wrong)
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+
+
+def toy_subject(tokenizer: Tokenizer, format: str = "auto", kv: str = "auto", backend: str = "auto") -> Subject:
+    """A random pair, and four short prompts."""
+    spec = SpecConfig("draft_model", "toy", num_draft_tokens=4)
+    config = EngineConfig(backend=backend, format=format, cache=CacheConfig(format=kv), spec=spec)
+    rng = random.Random(5)
+    prompts = [tuple(rng.randrange(3, VOCAB) for _ in range(n)) for n in (3, 5, 8, 6)]
+    params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=16, ignore_eos=True)
+    # Fresh ops of the reference: they pick what is in its place now.
+    loaded = toy_loaded(tokenizer, VOCAB, config, Ops(reference) if backend == "reference" else None)
+    return Subject(loaded, prompts, params, max_tokens=16, batch=4)
+
+
+def try_mutant(mutant: Mutant, tokenizer: Tokenizer, effort: Effort = EFFORT) -> Trial:
+    """Run the checks that should notice, until one does."""
+    start = time.perf_counter()
+    for name in mutant.checks:
+        with alive(mutant):
+            subject = toy_subject(tokenizer, **mutant.settings)
+            if name in ("A1", "C2"):  # these judge what other checks left behind
+                run_check(CHECKS["L3"], subject, effort)
+            result = run_check(CHECKS[name], subject, effort)
+        if result.status == FAILED or (name == "A1" and result.status == WARNING):
+            findings = result.found.findings
+            said = f"{findings[0].where}: {findings[0].found}" if findings else "; ".join(result.found.notes)
+            return Trial(mutant.name, name, said[:300], time.perf_counter() - start)
+    return Trial(mutant.name, None, "", time.perf_counter() - start)
+
+
+def try_all(
+    tokenizer: Tokenizer,
+    mutants: Seq[Mutant] = MUTANTS,
+    tick: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> dict[str, Any]:
+    """The mutation score, as plain data: how many were caught, and by which check."""
+    trials = []
+    for i, mutant in enumerate(mutants):
+        tick(f"mutant: {mutant.name}", i, len(mutants))
+        trials.append(try_mutant(mutant, tokenizer))
+    return {
+        "caught": sum(t.caught_by is not None for t in trials),
+        "total": len(trials),
+        "seconds": round(sum(t.seconds for t in trials), 2),
+        "trials": [vars(t) for t in trials],
+    }

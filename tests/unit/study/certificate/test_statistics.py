@@ -1,0 +1,97 @@
+"""The judges of fit accept draws from the law and reject draws from a law nearby."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from foretoken.request import SamplingParams
+from foretoken.spec.sampling import survivors
+from foretoken.study.certificate.law import distribution
+from foretoken.study.certificate.statistics import (
+    ALPHA,
+    bound_text,
+    chi_square_tail,
+    fit,
+    g_test,
+    marginal,
+    normal_tail,
+)
+
+LAW = {(i,): p for i, p in enumerate((0.4, 0.3, 0.2, 0.0999, 0.0001))}
+
+
+def draws(law: dict[tuple[int, ...], float], count: int, seed: int = 0) -> Counter[tuple[int, ...]]:
+    cells = list(law)
+    p = np.array(list(law.values()))
+    picked = np.random.default_rng(seed).choice(len(cells), size=count, p=p / p.sum())
+    return Counter(cells[i] for i in picked)
+
+
+def test_draws_from_the_law_fit() -> None:
+    values = [fit(draws(LAW, 4000, seed), LAW) for seed in range(200)]
+    assert all(v.good for v in values)
+    p = sorted(v.p_value for v in values)
+    assert 0.4 < p[100] < 0.6, "p-values are uniform"
+    assert p[10] < 0.15
+
+
+def test_draws_from_a_law_nearby_do_not() -> None:
+    other = {**LAW, (0,): 0.43, (1,): 0.27}
+    assert not fit(draws(other, 20_000), LAW).good
+    spread = {(i,): 1 / 4096 for i in range(4096)}
+    skewed = {c: p * (1.4 if c[0] % 2 else 0.6) for c, p in spread.items()}
+    assert fit(draws(spread, 40_000), spread).good
+    assert not fit(draws(skewed, 40_000), spread).good
+
+
+def test_what_the_law_rules_out_never_passes() -> None:
+    counts = draws(LAW, 4000)
+    counts[(9,)] += 1
+    assert fit(counts, LAW).impossible == 1
+    assert not fit(counts, LAW).good
+    assert fit(Counter({(0,): 10}), {(0,): 1.0, (1,): 0.0}).good
+    assert not fit(Counter({(0,): 10, (1,): 1}), {(0,): 1.0, (1,): 0.0}).good
+
+
+def test_tails() -> None:
+    assert chi_square_tail(3.841459, 1) == pytest.approx(0.05, abs=1e-6)
+    assert chi_square_tail(18.307038, 10) == pytest.approx(0.05, abs=1e-6)
+    assert normal_tail(1.959964) == pytest.approx(0.05, abs=1e-6)
+    assert g_test(np.array([50.0, 50.0]), np.array([0.5, 0.5])) == pytest.approx(1.0)
+    assert g_test(np.array([900.0, 100.0]), np.array([0.5, 0.5])) < ALPHA
+
+
+def test_bounds_are_rounded_up() -> None:
+    assert [bound_text(p) for p in (1.4e-5, 2e-9, 9.7e-4, 0.0)] == ["2e-05", "2e-09", "1e-03", "0"]
+
+
+def test_marginals() -> None:
+    law = {(0, 0): 0.5, (0, 1): 0.2, (1, 0): 0.3}
+    assert marginal(law, (0,)) == {(0,): pytest.approx(0.7), (1,): pytest.approx(0.3)}
+    assert marginal(law, (1, 0)) == {(0, 0): 0.5, (1, 0): 0.2, (0, 1): 0.3}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.0, top_k=3),
+        SamplingParams(temperature=1.2, top_p=0.6),
+        SamplingParams(temperature=1.0, min_p=0.2),
+        SamplingParams(temperature=1.4, top_k=6, top_p=0.9, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_the_textbook_and_the_sampler_agree_on_what_survives(params: SamplingParams) -> None:
+    """Two definitions, one written for people: they must name the same tokens with the same probabilities."""
+    for seed in range(20):
+        row = torch.randn(12, generator=torch.Generator().manual_seed(seed)).double().numpy()
+        ids, scaled = survivors(row, params)
+        weights = np.exp(scaled)
+        p = np.zeros(12)
+        p[ids] = weights / weights.sum()
+        assert distribution(row.tolist(), params, (), ()) == pytest.approx(p.tolist(), abs=1e-12)
