@@ -11,11 +11,11 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from foretoken.server.client import Piece, Stream
 from foretoken.server.errors import ApiError
 from foretoken.server.gate import Ticket
 from foretoken.server.metrics import Metrics
 from foretoken.server.replies import Reply
+from foretoken.server.stream import Piece, Stream
 
 log = logging.getLogger("foretoken.server")
 GRACE = 5.0  # seconds that a client has to read why it was cut off

@@ -14,88 +14,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from foretoken.request import SamplingParams, Speculation
 from foretoken.server import frames
 from foretoken.server.errors import ApiError, bad_request, internal, unavailable
 from foretoken.server.frames import Frame
+from foretoken.server.stream import Job, Piece, Stream
 from foretoken.server.text import Text
 
 log = logging.getLogger("foretoken.server")
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before the engine is started again, doubled each time
 STEADY = 60.0  # seconds after which a death is no longer counted with the one before
 CLOSING = 6.0  # seconds for the process to leave by itself
-NO_TOKEN = (
-    "no token was left to choose: the request's allowed or banned tokens, biases and choices rule out all of them"
-)
 SECRETS = ("FORETOKEN_API_KEY",)  # of the server's environment, not of the engine's
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A delta of one sequence, as `frames` writes it: log-probabilities are [token, logprob, [[token, logprob]]]."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    accepted: list[int]
-    logprobs: list[Any]
-    prompt_logprobs: list[Any]
-    completion: dict[str, Any] | None
-
-
-class Job(NamedTuple):
-    """What the engine is asked to write: each prompt n times."""
-
-    id: str
-    prompts: Seq[Seq[int]]
-    params: SamplingParams
-    tenant: str = ""
-    speculation: Speculation | None = None
-    score_prompt: bool = False
-    choice: Seq[str] | None = None  # the text must be one of these
-
-
-class Stream:
-    """The pieces of one job, in the order in which they were decided."""
-
-    def __init__(self, client: EngineClient, job: Job) -> None:
-        self.id = job.id
-        self._client = client
-        self.num_open = len(job.prompts) * job.params.n  # sequences that the engine has not completed
-        self._num_unread = self.num_open
-        p = job.params
-        self._restricted = bool(p.allowed_token_ids or p.banned_token_ids or p.logit_bias or job.choice)
-        self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
-
-    def push(self, item: Piece | ApiError | None) -> None:
-        """A piece, or the error that ends the stream, or None: its reader has left."""
-        if isinstance(item, Piece) and item.completion is not None:
-            self.num_open -= 1
-        self._queue.put_nowait(item)
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """All pieces, to the last completion. Raises ApiError; ends early if `leave` is called meanwhile."""
-        while self._num_unread:
-            item = await self._queue.get()
-            if item is None:
-                return
-            if isinstance(item, ApiError):
-                raise item
-            if item.completion is not None:
-                self._num_unread -= 1
-                if item.completion["finish_reason"] == "error":
-                    raise bad_request(NO_TOKEN) if self._restricted else internal()
-            yield item
-
-    def leave(self, error: ApiError | None = None) -> None:
-        """Nobody reads any more (or: the reader is to get this error): the engine stops within a step."""
-        self._client.forget(self.id)
-        self.push(error)
 
 
 class EngineClient:
@@ -149,7 +82,7 @@ class EngineClient:
     def submit(self, job: Job) -> Stream:
         """Hand a job to the engine. Raises ApiError 503 where there is none."""
         self.check()
-        stream = self._streams[job.id] = Stream(self, job)
+        stream = self._streams[job.id] = Stream(job, self.forget)
         self._send(
             {
                 "type": "add",

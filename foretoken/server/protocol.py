@@ -9,10 +9,21 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from foretoken.request import Speculation
 from foretoken.server import limits
+from foretoken.server.conversation import (
+    CallMessage,
+    Fields,
+    Function,
+    Message,
+    Messages,
+    OfferedFunction,
+    TextPart,
+    Tool,
+    ToolCall,
+)
 from foretoken.server.errors import ApiError, bad_request
 
 log = logging.getLogger("foretoken.server")
@@ -56,13 +67,7 @@ REFUSED = {
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", {"type": "text"})
 
 
-class _Fields(BaseModel):
-    """Strict: a number in quotes is no number. Unknown fields stay visible, for the debug log."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class SpeculationFields(_Fields):
+class SpeculationFields(Fields):
     """This request's own wish: a policy, the most draft tokens a round. Never changes the text."""
 
     policy: Literal["off", "fixed", "goodput"] | None = None
@@ -73,13 +78,13 @@ class SpeculationFields(_Fields):
         return Speculation(self.policy, self.num_draft_tokens)
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """`include_usage`: a last chunk with usage and metrics."""
 
     include_usage: bool | None = None
 
 
-class StructuredOutputs(_Fields):
+class StructuredOutputs(Fields):
     """What the text must be. Of vLLM's forms only `choice` so far."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -87,7 +92,7 @@ class StructuredOutputs(_Fields):
     choice: Choices
 
 
-class Common(_Fields):
+class Common(Fields):
     """Fields that every route that writes text has."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -153,97 +158,6 @@ class CompletionFields(Common):
         return list(self.prompt)
 
 
-class TextPart(_Fields):
-    """A part of a message. Text only: pictures, sounds and files are refused."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class Function(_Fields):
-    """A function that was called: `arguments` is JSON text."""
-
-    name: Annotated[str, Field(max_length=64)]
-    arguments: str
-
-
-class ToolCall(_Fields):
-    """A call that an earlier answer held."""
-
-    id: Annotated[str, Field(max_length=128)]
-    type: Literal["function"]
-    function: Function
-
-    def plain(self) -> dict[str, Any]:
-        """As a chat template takes it: arguments as an object, where they are one."""
-        arguments: Any = self.function.arguments
-        try:
-            arguments = limits.parse_object(arguments.encode())
-        except ApiError:
-            log.debug("arguments of a tool call that are no object")
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
-
-
-Content = str | list[TextPart]
-
-
-class Message(_Fields):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
-    tool_call_id: Annotated[str, Field(max_length=128)] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """As a chat template takes it; "developer" is OpenAI's newer word for "system"."""
-        made = {"role": "system" if self.role == "developer" else self.role, "content": _plain(self.content)}
-        return made if self.tool_call_id is None else {**made, "tool_call_id": self.tool_call_id}
-
-
-class CallMessage(_Fields):
-    """An earlier answer that called tools."""
-
-    role: Literal["assistant"]
-    content: Content | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=limits.MAX_TOOLS)]
-
-    def plain(self) -> dict[str, Any]:
-        """As a chat template takes it."""
-        calls = [c.plain() for c in self.tool_calls]
-        return {"role": self.role, "content": _plain(self.content or ""), "tool_calls": calls}
-
-
-def _plain(content: Content) -> str:
-    return content if isinstance(content, str) else "\n".join(p.text for p in content)
-
-
-def _form(value: Any) -> str:
-    """Which of the two forms of a message this is meant to be."""
-    return "call" if isinstance(value, dict) and value.get("tool_calls") else "message"
-
-
-AnyMessage = Annotated[
-    Annotated[CallMessage, Tag("call")] | Annotated[Message, Tag("message")],
-    Discriminator(_form),
-]
-Messages = Annotated[list[AnyMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
-
-
-class OfferedFunction(_Fields):
-    """A function that may be called; `parameters` is a JSON schema, shown to the model as it is."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(_Fields):
-    """A tool that is offered to the model."""
-
-    type: Literal["function"]
-    function: OfferedFunction
-
-
 class ChatFields(Common):
     """POST /v1/chat/completions."""
 
@@ -284,7 +198,7 @@ class ResponseFields(Common):
         return first + [m.plain() for m in self.input]
 
 
-class TokenizeFields(_Fields):
+class TokenizeFields(Fields):
     """POST /tokenize of a text."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -293,7 +207,7 @@ class TokenizeFields(_Fields):
     return_token_strs: bool | None = None
 
 
-class TokenizeChatFields(_Fields):
+class TokenizeChatFields(Fields):
     """POST /tokenize of a conversation, as the chat template writes it."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -301,14 +215,14 @@ class TokenizeChatFields(_Fields):
     return_token_strs: bool | None = None
 
 
-class DetokenizeFields(_Fields):
+class DetokenizeFields(Fields):
     """POST /detokenize."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
     tokens: Tokens
 
 
-F = TypeVar("F", bound=_Fields)
+F = TypeVar("F", bound=Fields)
 _OFFERED = {
     CompletionFields: {"prompt"},
     TokenizeFields: {"prompt"},

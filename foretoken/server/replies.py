@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.server.client import Piece
 from foretoken.server.errors import ApiError
+from foretoken.server.stream import Piece
 from foretoken.server.text import Text
 from foretoken.server.tools import Call, Found, Parser
+from foretoken.server.usage import speculation_metrics
 
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -82,7 +83,9 @@ class Reply:
 
     def metrics(self) -> dict[str, Any]:
         """What speculation did, as vLLM says it, and what else we know."""
-        return metrics([c.completion for c in self.choices if c.completion is not None], self.num_spec_tokens)
+        return speculation_metrics(
+            [c.completion for c in self.choices if c.completion is not None], self.num_spec_tokens
+        )
 
     def envelope(self, kind: str) -> dict[str, Any]:
         """The fields that bodies and chunks have in common."""
@@ -277,46 +280,3 @@ class ChatReply(Reply):
 
 def _tokens(token_ids: list[int], accepted: list[int]) -> dict[str, Any]:
     return {"token_ids": token_ids, "accepted": accepted}
-
-
-def metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any]:
-    """`speculative_decoding` as vLLM writes it (null where nothing was drafted); `foretoken`: why, and where time went.
-
-    Sums over completions; times are the sequences' shares of the engine's, in seconds.
-    """
-    found = [c["metrics"] for c in completions]
-    drafts, drafted, accepted = (
-        sum(m[k] for m in found) for k in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    )
-    depth = max((len(m["num_accepted_tokens_per_pos"]) for m in found), default=0)
-    per_pos = [sum((m["num_accepted_tokens_per_pos"] + [0] * depth)[i] for m in found) for i in range(depth)]
-    per_pos += [0] * max(1, num_spec_tokens + 1 - depth)
-    reached = [drafts, *per_pos]
-    speculative = (
-        {
-            "mean_acceptance_length": 1 + accepted / drafts,
-            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "acceptance_histogram": [reached[i] - reached[i + 1] for i in range(len(reached) - 1)],
-            "num_spec_steps": drafts,
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": drafted,
-            "num_spec_tokens": num_spec_tokens,
-        }
-        if drafts
-        else None
-    )
-    undrafted: dict[str, int] = {}
-    split = {"draft": 0.0, "target": 0.0, "verify": 0.0, "schedule": 0.0}
-    for m in found:
-        for why, count in m["undrafted"].items():
-            undrafted[why] = undrafted.get(why, 0) + count
-        for stage in split:
-            split[stage] += m["time_split_s"][stage]
-    own = {
-        "num_rounds": sum(m["num_rounds"] for m in found),
-        "undrafted": undrafted,
-        "time_split_s": split,
-        "num_preemptions": sum(m["num_preemptions"] for m in found),
-        "seeds": [c["seed"] for c in completions],
-    }
-    return {"speculative_decoding": speculative, "foretoken": own}

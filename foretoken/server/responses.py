@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from foretoken.server.client import Piece
 from foretoken.server.errors import ApiError
 from foretoken.server.protocol import ResponseFields
 from foretoken.server.replies import Reply, event
+from foretoken.server.stream import Piece
 
 
 class ResponseReply(Reply):

@@ -18,8 +18,9 @@ from lawkit import Pair
 
 from foretoken.request import SamplingParams
 from foretoken.server import client as clients, frames, logs, run
-from foretoken.server.client import EngineClient, Job, Stream
+from foretoken.server.client import EngineClient
 from foretoken.server.errors import ApiError
+from foretoken.server.stream import Job, Stream
 
 PRETENDER = """
 import json, os, socket, struct, sys, time

@@ -11,6 +11,7 @@ import pytest
 from foretoken.request import Speculation
 from foretoken.server import limits
 from foretoken.server.errors import ApiError, clean
+from foretoken.server.parameters import wish
 from foretoken.server.protocol import (
     REFUSED,
     ChatFields,
@@ -20,7 +21,6 @@ from foretoken.server.protocol import (
     TokenizeFields,
     read,
 )
-from foretoken.server.service import wish
 
 ROUTES: list[tuple[Any, dict[str, Any]]] = [
     (CompletionFields, {"prompt": "x"}),

@@ -11,8 +11,8 @@ from lawkit import Pair
 from foretoken.server.client import EngineClient
 from foretoken.server.gate import Gate
 from foretoken.server.metrics import Metrics
-from foretoken.server.replies import metrics
 from foretoken.server.text import Text
+from foretoken.server.usage import speculation_metrics as metrics
 
 
 def completion(per_pos: list[int], drafts: int, drafted: int) -> dict[str, Any]:

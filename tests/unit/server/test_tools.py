@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from lawkit import Pair
 
-from foretoken.server.client import Piece
 from foretoken.server.errors import ApiError
 from foretoken.server.protocol import ChatFields, read
 from foretoken.server.replies import ChatReply
 from foretoken.server.service import tool_parser
+from foretoken.server.stream import Piece
 from foretoken.server.text import Text
 from foretoken.server.tools import Call, LlamaCalls, QwenCalls, parser_for
 
