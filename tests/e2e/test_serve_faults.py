@@ -161,7 +161,7 @@ def test_a_dead_engine_is_replaced(server: Server, http: httpx.Client) -> None:
     os.kill(engine, signal.SIGKILL)
     for reader in readers:
         reader.join(10)
-        assert reader.ended - killed < 1.0
+        assert 0 < reader.ended - killed < 5.0, "told at once; the rest is for machines that are busy with other things"
         if reader.status == 200:
             assert reader.lines[-1] == "[DONE]"
             assert json.loads(reader.lines[-2])["error"]["type"] == "service_unavailable_error"

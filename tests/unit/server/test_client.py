@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import select
 import socket
 import sys
 from collections.abc import Callable
@@ -174,3 +175,14 @@ def test_a_full_disk_silences_the_log(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().err == ""
     line = json.loads(logs.JsonFormatter().format(record))
     assert line["message"] == "m 3" and line["request_id"] == "r\n1" and "\n" not in logs.JsonFormatter().format(record)
+
+
+async def test_the_engine_does_not_outlive_its_server() -> None:
+    """The real process: it leaves when the other end of its socket is closed, whatever became of who held it."""
+    pid, ours = clients._spawn()
+    try:
+        received = ours.recv(1) if select.select([ours], [], [], 30)[0] else b""
+        assert received, "it beats before it is asked for anything"
+    finally:
+        ours.close()
+    assert await asyncio.wait_for(clients._end(pid, 20), 30) == 0
