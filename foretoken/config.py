@@ -12,6 +12,7 @@ from foretoken import registry
 from foretoken.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 64
+POLICIES = ("fixed", "history", "goodput")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class SpecConfig:
     """How to speculate. `method` is a name on the drafters' shelf, or "none"; `model` is for drafters that own one.
 
     `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
-    of its last token falls below it. `policy`: "fixed" lengths, or "goodput": as many as pay, none included. `options`
-    go to the drafter's own Options. `below`: the drafters that this one works with (a cascade's, or those that `first`
-    asks in turn), each with settings of its own. `overlap`: cores on which the draft model guesses on while the target
-    checks on the others; 0: it waits.
+    of its last token falls below it. `policy`: "fixed" lengths; "history": by what was right before; or "goodput": as
+    many as pay, none included. `options` go to the drafter's own Options. `below`: the drafters that this one works
+    with (a cascade's, or those that `first` asks in turn), each with settings of its own. `overlap`: cores on which the
+    draft model guesses on while the target checks on the others; 0: it waits.
     """
 
     method: str = "none"
@@ -54,8 +55,8 @@ class SpecConfig:
         k = self.num_draft_tokens
         if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFT_TOKENS:
             raise ConfigError(f"num_draft_tokens (k) must be a whole number in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
-        if self.policy not in ("fixed", "goodput"):
-            raise ConfigError(f"policy must be 'fixed' or 'goodput', got {self.policy!r}")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or self.overlap < 0:
             raise ConfigError(f"overlap is a number of cores, 0 (none) or more, got {self.overlap!r}")
         if self.confidence is not None and not 0.0 <= self.confidence <= 1.0:

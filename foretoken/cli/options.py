@@ -47,7 +47,8 @@ CHOICE_HELP = {
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
 }
 ENGINE_HELP = {
-    "policy": "fixed: always --k tokens; goodput: as many as pay by measured times, none included",
+    "policy": "fixed: always --k tokens; history: more after drafts that were right; goodput: as many as pay by "
+    "measured times, none included",
     "overlap": "cores on which the draft model guesses on while the target checks on the others; 0: it waits "
     "(pays only where cores would idle)",
     "num_draft_tokens": "the most tokens that a round may guess, 0..64",

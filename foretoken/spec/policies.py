@@ -9,7 +9,7 @@ from foretoken.request import Sequence
 from foretoken.spec.cost import Curve
 from foretoken.spec.draft import Draft
 from foretoken.spec.goodput import GoodputLength
-from foretoken.spec.length import ConfidenceLength, FixedLength, LengthPolicy, Round
+from foretoken.spec.length import ConfidenceLength, FixedLength, HistoryLength, LengthPolicy, Round
 
 
 def make_policy(spec: SpecConfig, measure: Callable[[], Curve] | None = None) -> LengthPolicy:
@@ -18,6 +18,8 @@ def make_policy(spec: SpecConfig, measure: Callable[[], Curve] | None = None) ->
         return FixedLength(0)
     if spec.policy == "goodput":
         return GoodputLength(spec.num_draft_tokens, None if measure is None else measure())
+    if spec.policy == "history":
+        return HistoryLength(spec.num_draft_tokens, 0.0 if spec.confidence is None else spec.confidence)
     if spec.confidence is None:
         return FixedLength(spec.num_draft_tokens)
     return ConfidenceLength(spec.num_draft_tokens, spec.confidence)
@@ -80,7 +82,7 @@ class ByRequest:
         if wish is None or wish.policy not in ("off", "fixed"):
             return None
         if wish.policy == "fixed" and wish.num_draft_tokens is None:
-            return self.default.num_draft_tokens if isinstance(self.default, GoodputLength) else None
+            return self.default.num_draft_tokens if isinstance(self.default, GoodputLength | HistoryLength) else None
         return wish.of(0)
 
     def _of(self, seq: Sequence) -> LengthPolicy:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from foretoken.config import SpecConfig
+from foretoken.errors import ConfigError
 from foretoken.request import SamplingParams, Sequence
-from foretoken.spec.length import ConfidenceLength, FixedLength
+from foretoken.spec.length import ConfidenceLength, FixedLength, HistoryLength, Round
 from foretoken.spec.policies import make_policy
 
 SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
@@ -42,3 +43,26 @@ def test_confidence_ends_with_the_first_unsure_token() -> None:
 )
 def test_make_policy(spec: SpecConfig, policy: FixedLength) -> None:
     assert make_policy(spec) == policy
+
+
+def test_history_grows_after_right_drafts_and_shrinks_after_others() -> None:
+    policy = HistoryLength(8)
+    assert not policy.uses_confidence and not policy.stop(0.0)
+    asked = policy.lengths(SEQS)
+    assert asked == [4, 4, 4]
+    policy.update(Round(SEQS, asked, [4, 4, 0], [4, 3, 0]))
+    assert policy.lengths(SEQS) == [6, 3, 4], "one that had no guess shows nothing"
+    for _ in range(9):
+        asked = policy.lengths(SEQS)
+        policy.update(Round(SEQS, asked, asked, [asked[0], 0, 0]))
+    assert policy.lengths(SEQS) == [8, 1, 1]
+    policy.release(SEQS[0])
+    assert policy.lengths(SEQS) == [4, 1, 1]
+    assert HistoryLength(2).lengths(SEQS) == [2, 2, 2]
+    assert HistoryLength(2, 0.3).stop(0.2)
+
+
+def test_history_is_asked_for_by_name() -> None:
+    assert make_policy(SpecConfig("ngram", num_draft_tokens=6, policy="history")) == HistoryLength(6)
+    with pytest.raises(ConfigError, match="fixed, history, goodput"):
+        SpecConfig("ngram", policy="historic")
