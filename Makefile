@@ -102,7 +102,7 @@ clean: ## remove what was built (.venv too)
 $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
 	$(PIP) install --quiet '$(TORCH)' $(PIP_TORCH_ARGS)
 	$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
-	$(PIP) install --quiet --no-build-isolation --editable '.[dev,train]'
+	$(PIP) install --quiet --no-build-isolation --editable '.[dev,server,train]'
 	@touch $@
 
 $(BIN)/python:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 from foretoken.errors import RequestError
 
@@ -137,11 +138,23 @@ class Speculation:
         return self.num_draft_tokens if self.policy == "fixed" else min(length, self.num_draft_tokens)
 
 
+class Grammar(Protocol):
+    """What a text must look like, token by token."""
+
+    def allowed(self, output: Seq[int], path: Seq[int]) -> Any:
+        """bool [V]: the tokens that may come after the output's tokens and then those of `path`, a draft's.
+
+        A function of both and of nothing else, so that looking ahead leaves no trace; it may remember what it found.
+        """
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
 
     `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
+    `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
+    `grammar`: what the text must look like.
     """
 
     request_id: str
@@ -152,6 +165,8 @@ class Request:
     prompt: str | None = None
     tenant: str = ""
     speculation: Speculation | None = None
+    score_prompt: bool = False
+    grammar: Grammar | None = None
 
 
 class FinishReason(str, Enum):
@@ -285,12 +300,15 @@ class Sequence:
         "blocks",
         "context",
         "finish_reason",
+        "grammar",
         "logprobs",
         "metrics",
         "num_cached",
         "num_preemptions",
         "num_prompt",
         "params",
+        "prompt_logprobs",
+        "script",
         "seed",
         "seq_id",
         "speculation",
@@ -316,6 +334,9 @@ class Sequence:
         self.times = TimeSplit()
         self.num_preemptions = 0
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.grammar: Grammar | None = None
+        self.script: Seq[int] = ()  # tokens that are decided already, from the first on, and yet to be scored
         self.state: object = None  # what the sampler keeps between rounds (penalty counts); derived, may be dropped
 
     def __len__(self) -> int:
@@ -331,7 +352,13 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
+        """Tokens written so far; below 0 while tokens of the prompt are still to be scored."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_scripted(self) -> int:
+        """Tokens that come next and are decided already."""
+        return max(0, len(self.script) - len(self.token_ids))
 
     @property
     def draft_depth(self) -> int:
@@ -401,6 +428,7 @@ class Completion:
     metrics: Metrics
     accepted: tuple[bool, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all tokens of the prompt but the first
 
 
 @dataclass(frozen=True)
@@ -413,3 +441,5 @@ class Delta:
     token_ids: tuple[int, ...]
     accepted: tuple[bool, ...]
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first tokens, if asked for

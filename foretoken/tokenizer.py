@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,16 @@ class Tokenizer:
         special = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v)}
         return cls(backend, template if isinstance(template, str) else None, special)
 
+    @classmethod
+    def from_files(cls, files: Mapping[str, str]) -> Tokenizer:
+        """The inverse of `as_files`."""
+        config = json.loads(files["tokenizer_config.json"])
+        backend = HFTokenizer.from_str(files["tokenizer.json"])
+        backend.no_truncation()
+        backend.no_padding()
+        special = {k: v for k, v in config.items() if k.endswith("_token")}
+        return cls(backend, config.get("chat_template"), special)
+
     def as_files(self) -> dict[str, str]:
         """What `from_folder` reads, by file name: for a tokenizer that came from elsewhere."""
         config = {**self.special, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -72,7 +82,8 @@ class Tokenizer:
             raise RequestError(
                 f"the text is no valid UTF-8 ({error.reason} at {error.start}); convert it first"
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batched form lets other threads run meanwhile, and computes no character offsets.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
@@ -90,20 +101,35 @@ class Tokenizer:
         entries: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return entries
 
-    def chat(self, messages: Seq[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    def chat(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Seq[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation ({"role", "content"} each) by the model's chat template, rendered in a sandbox.
 
         Raises RequestError if there is no template or it refuses the messages.
         """
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, add_generation_prompt, tools), add_special_tokens=False)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can render conversations."""
         return self._template is not None
 
-    def render_chat(self, messages: Seq[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as the template writes it."""
+    @property
+    def chat_template(self) -> str | None:
+        """The template itself."""
+        return self._template
+
+    def render_chat(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Seq[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The conversation as the template writes it; `tools` as OpenAI's API has them."""
         if self._template is None:
             raise RequestError("this model has no chat template; use a plain prompt instead of messages")
         if not messages:
@@ -119,7 +145,8 @@ class Tokenizer:
         environment.filters["tojson"] = _to_json
         values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self.special}
         try:
-            return environment.from_string(self._template).render(tools=None, documents=None, **values)
+            offered = list(tools) if tools else None
+            return environment.from_string(self._template).render(tools=offered, documents=None, **values)
         except TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None
         except Exception as error:  # whatever the template's own code runs into

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 COMMANDS = {
     "generate": "continue a prompt, with the text streaming as it is written",
     "chat": "talk with a model, turn by turn",
+    "serve": "a model behind OpenAI's API over HTTP, speculation inside",
     "bench": "measure speculative against plain decoding; one JSON line a measurement",
     "eval": "measure perplexity and tasks; compare formats in quality, memory, speed and acceptance",
     "verify-lossless": "prove that speculation changes nothing: tokens, sampling, cache; an HTML certificate",

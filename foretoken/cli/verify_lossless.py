@@ -23,7 +23,7 @@ class Args:
     """Certify that texts with speculation are those without: tokens, log-probabilities, the law of sampling, the cache.
 
     The engine's flags are generate's; the sampling flags are those of sampled texts, beside which greedy ones are
-    always checked. Exit code 0: all passed; 1: something failed; 2: bad usage.
+    always checked. Exit code 0: all that ran passed; 1: something failed; 2: bad usage.
     """
 
     effort: str = "quick"  # quick, normal, full, or a number: the share of the full sizes (full is 1)
@@ -144,10 +144,11 @@ def _show(certificate: Certificate) -> None:
             if trial["caught_by"] is None:
                 console.print(Text(f"  not noticed: {trial['name']}", style="bold red"))
     label = certificate.config["label"]
-    verdict = f"lossless: {label}" if certificate.passed else f"NOT lossless, or not provable: {label}"
+    words = {"passed": ("lossless", "bold green"), "failed": ("NOT lossless, or not provable", "bold red")}
+    verdict, style = words.get(certificate.verdict, (certificate.verdict, "bold yellow"))
     if certificate.left_out:
         console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style="yellow"))
-    console.print(Text(f"\n{verdict}", style="bold green" if certificate.passed else "bold red"))
+    console.print(Text(f"\n{verdict}: {label}", style=style))
     alarm = sum(r.found.false_alarm for r in certificate.results)
     chance = f"below {bound_text(alarm)}" if alarm else "0 (bits were compared)"
     console.print(f"probability that a right engine fails: {chance}", style="dim")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from foretoken.batch import MAX_NODES
 from foretoken.engine.alarm import Alarm
 from foretoken.engine.output import OutputText
 from foretoken.engine.scheduler import Plan, Scheduler
@@ -20,6 +21,7 @@ from foretoken.request import (
     Sequence,
     SpecMetrics,
     TimeSplit,
+    TokenLogprob,
 )
 from foretoken.spec.ahead import NOT_AHEAD, NotAhead
 from foretoken.spec.draft import Draft
@@ -41,6 +43,12 @@ class _Running:
     arrived: float
     first_token: float | None = None
     accepted: list[bool] = field(default_factory=list)
+    num_scored: int = 0  # log-probabilities of the prompt that were given out
+
+    def scores(self) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of the prompt's tokens, once."""
+        start, self.num_scored = self.num_scored, len(self.seq.prompt_logprobs)
+        return tuple(self.seq.prompt_logprobs[start:])
 
 
 class Engine:
@@ -69,6 +77,7 @@ class Engine:
         self.alarm = Alarm()
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, _Running] = {}
+        self._pass: list[Sequence] = []  # sequences of the step that runs
         self._num_added = 0
 
     def check(self, prompt_token_ids: tuple[int, ...]) -> None:
@@ -88,7 +97,10 @@ class Engine:
         """Queue a request. Raises RequestError if it cannot be served."""
         self.check(request.prompt_token_ids)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
-        seq.speculation = request.speculation
+        seq.speculation, seq.grammar = request.speculation, request.grammar
+        if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
+            seq.script = request.prompt_token_ids
+            del seq.token_ids[1:]
         self._num_added += 1
         output = OutputText(self.tokenizer, request.params.stop)
         self._live[seq.seq_id] = _Running(request, seq, output, time.perf_counter())
@@ -109,7 +121,9 @@ class Engine:
         plan = self.scheduler.schedule(self._lengths)
         if not plan.seqs:
             return []
+        self._pass = plan.seqs
         times = TimeSplit(schedule=time.perf_counter() - start)
+        scripted = [seq.num_scripted > 0 for seq in plan.seqs]
         draft, result = decode_step(
             self.runner,
             self.drafter,
@@ -123,16 +137,32 @@ class Engine:
         decided = time.perf_counter()
         counts = [draft.count(b) for b in range(len(plan.seqs))]
         accepted = [len(n) for n in result.nodes]
+        free = [b for b, known in enumerate(scripted) if not known]
         self._policies.update(
-            Round(plan.seqs, plan.num_draft, counts, accepted, sum(plan.num_pending) + sum(counts), times, result.nodes)
+            Round(
+                [plan.seqs[b] for b in free],
+                [plan.num_draft[b] for b in free],
+                [counts[b] for b in free],
+                [accepted[b] for b in free],
+                sum(plan.num_pending) + sum(counts),
+                times,
+                [result.nodes[b] for b in free],
+            )
         )
-        deltas = self._deliver(plan, draft, result, decided)
-        self.alarm.update(self.drafter, counts, accepted)
+        deltas = self._deliver(plan, draft, result, decided, scripted)
+        self.alarm.update(self.drafter, [counts[b] for b in free], [accepted[b] for b in free])
         times.schedule += time.perf_counter() - decided
         self.times.add(times)
         for seq in plan.seqs:
             seq.times.add(times, 1.0 / len(plan.seqs))
+        self._pass = []
         return deltas
+
+    def fail_step(self) -> list[Delta]:
+        """After a step that raised: end the sequences that were in it, with an error; the others go on."""
+        failed, self._pass = self._pass, []
+        live = [self._live[seq.seq_id] for seq in failed if seq.seq_id in self._live]
+        return [self._finish(r, FinishReason.ERROR, []) for r in live]
 
     @property
     def policy(self) -> LengthPolicy:
@@ -144,7 +174,15 @@ class Engine:
         self._policies = ByRequest(policy)
 
     def _lengths(self, seqs: Seq[Sequence], num_rows: int, budget: int) -> list[int]:
-        lengths = self._policies.lengths(seqs, num_rows, budget)
+        scripted = [seq for seq in seqs if seq.num_scripted]
+        if scripted:
+            free = [seq for seq in seqs if not seq.num_scripted]
+            chosen = dict(zip(free, self._policies.lengths(free, num_rows, budget), strict=True))
+            # One less than are left: the pass itself decides the last, so that no choice of its own shares a path.
+            chosen |= {seq: min(seq.num_scripted - 1, MAX_NODES) for seq in scripted}
+            lengths = [chosen[seq] for seq in seqs]
+        else:
+            lengths = self._policies.lengths(seqs, num_rows, budget)
         self._wanted = {seq.seq_id: k for seq, k in zip(seqs, lengths, strict=True)}
         self._crowded = sum(lengths) >= budget
         if not self.drafter.branches:
@@ -168,13 +206,18 @@ class Engine:
         why = self._policies.why_none(seq, asked)
         return "no room" if why == "cost" and not asked and self._crowded else why
 
-    def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float) -> list[Delta]:
+    def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
         """Hand the decided tokens out, one by one up to the first that ends the sequence."""
         deltas: list[Delta] = []
         for b, seq in enumerate(plan.seqs):
             live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
             if not tokens and not result.failed[b]:
                 continue  # a chunk of a prompt
+            if scripted[b]:
+                seq.prompt_logprobs += result.logprobs[b]
+                if result.failed[b]:
+                    deltas.append(self._finish(live, FinishReason.ERROR, []))
+                continue
             held = self.ahead.outcome(b, draft, result)
             for metrics in (seq.metrics, self.metrics):
                 metrics.update(draft.count(b), num_accepted, held)
@@ -202,7 +245,10 @@ class Engine:
                 continue
             self.scheduler.blocks.trim(seq, len(seq))
             r = live.request
-            deltas.append(Delta(r.request_id, r.index, live.output.delta(), tuple(tokens[:taken]), tuple(flags)))
+            logprobs = tuple(result.logprobs[b][:taken])
+            text = live.output.delta()
+            tokens, scores = tokens[:taken], live.scores()
+            deltas.append(Delta(r.request_id, r.index, text, tuple(tokens), tuple(flags), None, logprobs, scores))
         return deltas
 
     def _end(self, live: _Running, token: int, length: int) -> FinishReason | None:
@@ -237,9 +283,12 @@ class Engine:
             metrics=_metrics(live),
             accepted=tuple(live.accepted),
             logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
+            prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
         )
+        logprobs = tuple(seq.logprobs[len(seq.logprobs) - len(tokens) :]) if r.params.logprobs is not None else ()
         flags = tuple(live.accepted[len(live.accepted) - len(tokens) :])
-        return Delta(r.request_id, r.index, live.output.delta(), tuple(tokens), flags, completion)
+        text = live.output.delta()
+        return Delta(r.request_id, r.index, text, tuple(tokens), flags, completion, logprobs, live.scores())
 
 
 def _metrics(live: _Running) -> Metrics:
@@ -247,7 +296,7 @@ def _metrics(live: _Running) -> Metrics:
     first = live.first_token if live.first_token is not None else now
     return Metrics(
         num_prompt_tokens=seq.num_prompt,
-        num_output_tokens=seq.num_output,
+        num_output_tokens=max(0, seq.num_output),
         spec=seq.metrics,
         time_split=seq.times,
         time_to_first_token=first - live.arrived,

@@ -119,7 +119,8 @@ class Scheduler:
         (The first token comes from the prompt's own pass, before any drafting.) None for a sequence's last token. How
         many nodes a draft may have, rows and blocks decide; how deep it may be, the sequence (`draft_depth`).
         """
-        able = [b for b, seq in enumerate(plan) if seq.num_pending <= chunks[seq] and seq.num_output > 0]
+        able = [b for b, seq in enumerate(plan) if seq.num_pending <= chunks[seq]]
+        able = [b for b in able if plan[b].num_output > 0 or plan[b].num_scripted]
         num_draft = [0] * len(plan)
         wanted = lengths([plan[b] for b in able], sum(chunks.values()), left)
         for b, k in zip(able, wanted, strict=True):

@@ -104,7 +104,7 @@ class SamplingState:
 
 
 def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> Floats:
-    """Logits float64 [V] after allowed and banned tokens, minimum length, bias and penalties.
+    """Logits float64 [V] after allowed and banned tokens, grammar, minimum length, bias and penalties.
 
     `path` holds the drafted tokens between the sequence's known tokens and this row: the penalties count them, exactly
     as they would if the tokens had been decoded one by one.
@@ -116,8 +116,10 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
         kept = row[allowed]
         row[:] = -np.inf
         row[allowed] = kept
+    if seq.grammar is not None and seq.num_output >= 0:
+        row[~seq.grammar.allowed(seq.output_token_ids, path)] = -np.inf
     banned = list(params.banned_token_ids)
-    if seq.num_output + len(path) < params.min_tokens:
+    if 0 <= seq.num_output + len(path) < params.min_tokens:
         banned += [*eos_token_ids, *params.stop_token_ids]
     row[[t for t in banned if t < len(row)]] = -np.inf
     for token, bias in params.logit_bias.items():
@@ -146,7 +148,9 @@ def _penalize(row: Floats, params: SamplingParams, state: SamplingState, path: S
 def needs_adjusting(seq: Sequence, num_path: int) -> bool:
     """Does `adjust` change this sequence's logits after `num_path` drafted tokens?"""
     p = seq.params
-    short = seq.num_output + num_path < p.min_tokens
+    if seq.grammar is not None:
+        return True
+    short = 0 <= seq.num_output + num_path < p.min_tokens
     return p.has_penalties or short or bool(p.logit_bias or p.banned_token_ids) or p.allowed_token_ids is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Seq
 
@@ -12,6 +13,8 @@ from foretoken.spec.draft import Draft
 from foretoken.spec.drafter import Drafter, Span
 from foretoken.spec.length import Trims
 from foretoken.spec.verify import Verified, verify
+
+log = logging.getLogger("foretoken")
 
 
 def decode_step(
@@ -32,14 +35,16 @@ def decode_step(
     """
     clock = time.perf_counter
     start = clock()
-    draft = drafter.propose(seqs, num_draft) if any(num_draft) else Draft.empty(len(seqs))
+    asked = [0 if seq.num_scripted else k for seq, k in zip(seqs, num_draft, strict=True)]
+    own = _propose(drafter, seqs, asked)
     depths = [seq.draft_depth for seq in seqs]
-    if any(k > depth for k, depth in zip(num_draft, depths, strict=True)):
-        draft = draft.shallow(depths)
+    if any(k > depth for k, depth in zip(asked, depths, strict=True)):
+        own = own.shallow(depths)
     if policy is not None:
-        draft = policy.trim(draft, seqs, sum(num_pending))
+        own = policy.trim(own, seqs, sum(num_pending))
+    draft = _with_scripts(own, seqs, num_draft)
     drafted = clock()
-    with ahead.beside(drafter, seqs, draft, num_draft) as end_ahead:
+    with ahead.beside(drafter, seqs, own, asked) as end_ahead:
         out = runner.forward(seqs, draft, num_pending)
         end_ahead()
         checked = clock()
@@ -49,10 +54,36 @@ def decode_step(
         for seq, tokens in zip(seqs, result.tokens, strict=True):
             seq.token_ids += tokens
         verified = clock()
-    spans = [Span(s, seq.num_cached, draft.count(b)) for b, (s, seq) in enumerate(zip(starts, seqs, strict=True))]
-    drafter.observe(seqs, spans, hidden)
+    spans = [Span(s, seq.num_cached, own.count(b)) for b, (s, seq) in enumerate(zip(starts, seqs, strict=True))]
+    try:
+        drafter.observe(seqs, spans, hidden)
+    except Exception:
+        log.exception("the drafter failed; it starts anew with these sequences")
+        for seq in seqs:
+            drafter.release(seq)
     if times is not None:
         times.draft += drafted - start + clock() - verified
         times.target += checked - drafted
         times.verify += verified - checked
     return draft, result
+
+
+def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    """The drafter's guesses. One that fails costs speed, never the text."""
+    if any(num_draft):
+        try:
+            return drafter.propose(seqs, num_draft)
+        except Exception:
+            log.exception("the drafter failed; this round goes without drafts")
+    return Draft.empty(len(seqs))
+
+
+def _with_scripts(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    """The draft, where sequences whose next tokens are decided already are drafted by their scripts."""
+    if not any(seq.num_scripted for seq in seqs):
+        return draft
+    trees: list[tuple[Seq[int], Seq[int]]] = [draft.nodes(b) for b in range(len(seqs))]
+    for b, seq in enumerate(seqs):
+        if seq.num_scripted:
+            trees[b] = (seq.script[len(seq) : len(seq) + num_draft[b]], range(-1, num_draft[b] - 1))
+    return Draft.trees(trees)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from foretoken.request import Sequence, TokenLogprob
 from foretoken.spec.draft import Draft
 from foretoken.spec.sampling import FAILED, choose, plain_greedy, token_logprob
+
+log = logging.getLogger("foretoken")
 
 
 @dataclass(frozen=True)
@@ -37,45 +40,72 @@ def verify(
     after each of its nodes. At each node the target's own choice is computed; the child that carries it is followed;
     where none does, that choice is the last token of the round.
     """
-    tokens: list[list[int]] = []
-    nodes: list[list[int]] = []
-    logprobs: list[list[TokenLogprob]] = []
-    failed: list[bool] = []
+    paths: list[_Path] = []
     table = logits.numpy() if logits.device.type == "cpu" else logits.cpu().numpy()
     best, finite = _argmax(table) if any(plain_greedy(s) for s in seqs) else ([], [])
     row = 0
     for b, seq in enumerate(seqs):
-        path_tokens: list[int] = []
-        path_nodes: list[int] = []
-        path_logprobs: list[TokenLogprob] = []
-        ended = False
+        path = _Path()
         if wants_logits[b]:
             draft_tokens, parents = draft.nodes(b)
-            children = {(p, t): i for i, (p, t) in reversed(list(enumerate(zip(parents, draft_tokens, strict=True))))}
-            greedy, node = plain_greedy(seq), -1
-            while True:
-                at = row + 1 + node
-                if greedy:
-                    token = best[at] if finite[at] else FAILED
-                else:
-                    token = choose(table[at], seq, path_tokens, eos_token_ids)
-                if token == FAILED:
-                    ended = True
-                    break
-                if seq.params.logprobs is not None:
-                    path_logprobs.append(token_logprob(table[at], seq, path_tokens, token, eos_token_ids))
-                path_tokens.append(token)
-                child = children.get((node, token))
-                if child is None:
-                    break
-                path_nodes.append(child)
-                node = child
-            row += 1 + len(draft_tokens)
-        tokens.append(path_tokens)
-        nodes.append(path_nodes)
-        logprobs.append(path_logprobs)
-        failed.append(ended)
-    return Verified(tokens, nodes, logprobs, failed)
+            end = row + 1 + len(draft_tokens)
+            try:
+                greedy = (best[row:end], finite[row:end]) if plain_greedy(seq) else None
+                _walk(path, table[row:end], seq, draft_tokens, parents, greedy, eos_token_ids)
+            except Exception:  # its own parameters, mostly: it ends alone, and its neighbours never know
+                log.exception("choosing a token of sequence %d failed", seq.seq_id)
+                path.failed = True
+            row = end
+        paths.append(path)
+    return Verified(
+        [p.tokens for p in paths], [p.nodes for p in paths], [p.logprobs for p in paths], [p.failed for p in paths]
+    )
+
+
+@dataclass
+class _Path:
+    """What one sequence decided in this round."""
+
+    tokens: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    failed: bool = False
+
+
+def _walk(
+    path: _Path,
+    table: NDArray[np.float32],
+    seq: Sequence,
+    draft_tokens: Seq[int],
+    parents: Seq[int],
+    greedy: tuple[Seq[int], Seq[bool]] | None,
+    eos_token_ids: Seq[int],
+) -> None:
+    """Follow one sequence's own choices; table [1 + nodes, V], `greedy`: the rows' maxima, where these are the choices.
+
+    A token that is decided already (`seq.script`) is taken whatever the logits say.
+    """
+    children = {(p, t): i for i, (p, t) in reversed(list(enumerate(zip(parents, draft_tokens, strict=True))))}
+    node = -1
+    while True:
+        at, position = 1 + node, len(seq) + len(path.tokens)
+        if position < len(seq.script):
+            token = seq.script[position]
+        elif greedy is not None:
+            token = greedy[0][at] if greedy[1][at] else FAILED
+        else:
+            token = choose(table[at], seq, path.tokens, eos_token_ids)
+        if token == FAILED:
+            path.failed = True
+            return
+        if seq.params.logprobs is not None:
+            path.logprobs.append(token_logprob(table[at], seq, path.tokens, token, eos_token_ids))
+        path.tokens.append(token)
+        child = children.get((node, token))
+        if child is None:
+            return
+        path.nodes.append(child)
+        node = child
 
 
 def _argmax(table: NDArray[np.float32]) -> tuple[list[int], list[bool]]:

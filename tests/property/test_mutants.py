@@ -114,22 +114,20 @@ class Mutant:
 CHILD = "child = children.get((node, token))"
 MUTANTS = {
     "verify accepts one too many": Mutant(
-        verify.verify, CHILD, CHILD[:-1] + ", 0 if node < 0 and draft_tokens else None)", step
+        verify._walk, CHILD, CHILD[:-1] + ", 0 if node < 0 and draft_tokens else None)", verify
     ),
     "verify follows any child": Mutant(
-        verify.verify, CHILD, "child = next((c for (p, _), c in children.items() if p == node), None)", step
+        verify._walk, CHILD, "child = next((c for (p, _), c in children.items() if p == node), None)", verify
     ),
     "verify takes the bonus from the row before": Mutant(
-        verify.verify, "at = row + 1 + node", "at = row + max(node, 0)", step
+        verify._walk, "at, position = 1 + node,", "at, position = max(node, 0),", verify
     ),
     "verify takes a node's row by its depth": Mutant(
-        verify.verify, "at = row + 1 + node", "at = row + len(path_nodes)", step
+        verify._walk, "at, position = 1 + node,", "at, position = len(path.nodes),", verify
     ),
-    "verify loses count of the rows": Mutant(
-        verify.verify, "row += 1 + len(draft_tokens)", "row += 1 + len(path_nodes)", step
-    ),
+    "verify loses count of the rows": Mutant(verify.verify, "row = end", "row += 1 + len(path.nodes)", step),
     "verify forgets the path": Mutant(
-        verify.verify, "choose(table[at], seq, path_tokens, eos", "choose(table[at], seq, [], eos", step
+        verify._walk, "choose(table[at], seq, path.tokens, eos", "choose(table[at], seq, [], eos", verify
     ),
     "commit moves nothing": Mutant(ModelRunner.commit, "if src:", "if False:", ModelRunner),
     "commit moves to the place after": Mutant(

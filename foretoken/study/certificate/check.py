@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from foretoken.study.certificate.subject import Subject
 
 PASSED, FAILED, WARNING, SKIPPED = "passed", "failed", "warning", "skipped"
+IN_PART = "these checks passed"  # of a certificate that left some out
 EFFORTS = {"quick": 0.0005, "normal": 0.01, "full": 1.0}
 MOST_FINDINGS = 5  # of a check: the first few say what is wrong
 
@@ -66,6 +67,7 @@ class Found:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     false_alarm: float = 0.0
+    unfinished: bool = False  # the check ended in an exception
     status: str | None = None  # None: failed if there are findings, else passed
 
     def add(self, where: str, expected: object = "", found: object = "") -> None:
@@ -128,6 +130,6 @@ def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
     try:
         found = check.run(subject, effort)
     except Exception as error:  # whatever it is: what breaks down proves nothing
-        found = Found({}, {})
+        found = Found({}, {}, unfinished=True)
         found.add(f"the check could not be finished: {type(error).__name__}", "", error)
     return Result(check, found, time.perf_counter() - start)

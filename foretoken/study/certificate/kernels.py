@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +17,13 @@ from foretoken.formats.scheme import PRESETS, QuantScheme, QuantTensor
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.llama import Llama
 from foretoken.ops import Ops
-from foretoken.study.certificate.check import Check, Effort, Found
+from foretoken.study.certificate.check import EFFORTS, Check, Effort, Found
 from foretoken.study.certificate.subject import Subject
 
 NUM_ROWS = 128
 SIZES = (*range(1, 34), 64, 128)  # rows of a pass
+STRIDE = 8  # between the sizes of one pass and the next; no divisor in common with their number: each has its turn
+PASSES = 10  # of a product at least
 THREADS = (1, 2, 3, 4, 8)
 WIDTHS = (32, 64, 96, 160, 256, 512, 1024, 2048, 4096, 8192)  # K of the grid's random weights
 OUTPUTS = (33, 64, 256)  # O of them
@@ -63,43 +64,61 @@ def threads_kept() -> Iterator[None]:
 
 
 def row_invariance(subject: Subject, effort: Effort) -> Found:
-    """The model's own matrices and a grid of random ones: passes of 1..128 rows against each row alone."""
-    full = 20_000
-    wanted = effort.of(full, 400)
+    """The model's own matrices and a grid of random ones: passes of 1..128 rows against each row alone.
+
+    From normal effort on, each product of the model's own sees a pass of every size.
+    """
+    wanted = effort.of(20_000, 400)
+    # Each weight gets a share of the passes that leaves room for many weights.
+    share, every = max(PASSES, wanted // 200), effort.share >= EFFORTS["normal"]
     found = Found({"products": 0, "weights": 0, "rows_alone": 0}, {"differing_values": 0})
     rng = random.Random(subject.seed)
-    products = itertools.chain(_own(subject), _grid(subject.target.ops, subject.config.format, rng))
     names: set[str] = set()
+    sizes: set[int] = set()
     with threads_kept():
-        # Each weight gets a share of the passes that leaves room for many weights.
-        for product in products:
-            if found.sizes["products"] >= wanted:
-                break
-            _compare(product, max(10, wanted // 200), rng, found)
-            found.sizes["weights"] += 1
-            names.add(product.name)
-    found.notes.append(f"looked at: {', '.join(sorted(names))}")
+        for own, products in ((True, _own(subject)), (False, _grid(subject.target.ops, subject.config.format, rng))):
+            for product in products:
+                if found.sizes["products"] >= wanted and not (own and every):
+                    break
+                sizes |= _compare(product, max(len(SIZES), share) if own and every else share, rng, found)
+                found.sizes["weights"] += 1
+                names.add(product.name)
+    found.sizes["row_counts"] = len(sizes)
+    missing = sorted(set(SIZES) - sizes)
+    found.notes += [
+        f"looked at: {', '.join(sorted(names))}",
+        f"rows of a pass: {len(sizes)} of {len(SIZES)} sizes"
+        + (f" (not tried: {', '.join(map(str, missing))})" if missing else "")
+        + (", each for every product of the models' own" if every else ", in turn: not each for every product"),
+    ]
     return found
 
 
-def _compare(product: Product, passes: int, rng: random.Random, found: Found) -> None:
-    """Passes of random sizes, places and threads of one op; the truth is each row alone, on one thread."""
+def _compare(product: Product, passes: int, rng: random.Random, found: Found) -> set[int]:
+    """Passes of sizes in turn, random places and threads, of one op; the truth is each row alone, on one thread.
+
+    Returns the sizes that were tried.
+    """
     x = torch.randn(NUM_ROWS, product.width, generator=torch.Generator().manual_seed(product.width))
     x[7] *= 100.0  # an outlier: a scale that rows shared would show
     backends.set_num_threads(1)
     rows = [product.call(x[i : i + 1].clone()) for i in range(NUM_ROWS)]
     alone = torch.cat([row.clone() for row in rows])
     found.sizes["rows_alone"] += NUM_ROWS
+    start = found.sizes["products"]  # the turn goes on from weight to weight
+    tried = set()
     for n in range(passes):
-        size = SIZES[(7 * n + 1) % len(SIZES)] if n else NUM_ROWS
+        size = SIZES[STRIDE * (start + n) % len(SIZES)]
         picked = torch.tensor(rng.sample(range(NUM_ROWS), size))
         threads = rng.choice(THREADS)
         backends.set_num_threads(threads)
         count = differing(product.call(x[picked].clone()), alone[picked])
+        tried.add(size)
         found.sizes["products"] += 1
         found.statistic["differing_values"] += count
         if count:
             found.add(f"{product.name}, {size} rows, {threads} threads", "0 values differ from the rows alone", count)
+    return tried
 
 
 def _own(subject: Subject) -> Iterator[Product]:

@@ -96,7 +96,9 @@ def texts(subject: Subject, effort: Effort) -> Found:
     wanted = effort.of(4_000_000, 2_400)
     spec = subject.config.spec
     headed = needs_head(spec)
-    loaded = toy_loaded(subject.loaded.tokenizer, VOCAB, replace(subject.config, spec=type(spec)() if headed else spec))
+    config = replace(subject.config, spec=type(spec)() if headed else spec)
+    other: list[str] = []
+    loaded = toy_loaded(subject.loaded.tokenizer, VOCAB, config, notes=other)
     toy = Subject(loaded, [PROMPT], SamplingParams(), max_tokens=LENGTH + 2, batch=64)
     kv = toy.plain(seqs=1).runner.cache.format
     drafts = ("trees",) if headed else ("the draft", "trees")
@@ -110,7 +112,10 @@ def texts(subject: Subject, effort: Effort) -> Found:
             _judge(found, f"{name}, {draft}, places {places}", marginal(counts, places), marginal(laws[name], places))
         found.sizes["sequences"] += share
     found.false_alarm = 2 * found.sizes["tests"] * ALPHA
+    subject.leaks += toy.leaks
+    subject.num_emptied += toy.num_emptied
     found.notes.append(f"vocabulary {VOCAB}, texts of {LENGTH} tokens; drafts: {', '.join(drafts)}; cache in {kv}")
+    found.notes += other
     if headed:
         found.notes.append("there is no toy of a draft head: only trees were tried here")
     return found

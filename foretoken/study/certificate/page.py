@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from foretoken.study.certificate.check import IN_PART, PASSED
 from foretoken.study.certificate.statistics import bound_text
 
 STYLE = """
@@ -38,6 +39,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; padding: 
   table.checks td { display: block; border: 0; padding: .1rem .6rem; }
   table.checks td[data-head]::before { content: attr(data-head) ": "; color: var(--soft); } }
 """
+HEADLINES = {  # of a verdict, with its colour
+    PASSED: ("Speculation changed nothing", "passed"),
+    IN_PART: ("These checks passed; others were left out", "warning"),
+}
 
 
 def render(record: Mapping[str, Any]) -> str:
@@ -65,10 +70,9 @@ def render(record: Mapping[str, Any]) -> str:
 
 
 def _verdict(record: Mapping[str, Any], label: str) -> str:
-    passed = record["verdict"] == "passed"
     status = [check["status"] for check in record["checks"]]
     counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", "skipped") if s in status)
-    head = "Speculation changed nothing" if passed else "Not lossless, or not provable"
+    head, tone = HEADLINES.get(record["verdict"], ("Not lossless, or not provable", "failed"))
     config, accepted = record["config"], record["acceptance"]
     target = f"{config['model']}, weights {config['format']}, cache {config['kv_format']}, backend {config['backend']}"
     alarm = record["false_alarm"]
@@ -83,7 +87,7 @@ def _verdict(record: Mapping[str, Any], label: str) -> str:
     ]
     if record["left_out"]:
         rows.append(f"<p><strong>Left out: {escape(', '.join(record['left_out']))}.</strong></p>")
-    return f'<div class="verdict {record["verdict"]}">{"".join(rows)}</div>'
+    return f'<div class="verdict {tone}">{"".join(rows)}</div>'
 
 
 def _table(checks: list[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from foretoken.request import Completion, Delta, SamplingParams
-from foretoken.study.certificate.check import WARNING, Check, Effort, Finding, Found
+from foretoken.study.certificate.check import SKIPPED, WARNING, Check, Effort, Finding, Found
 from foretoken.study.certificate.subject import Job, Subject, Tokens
 from foretoken.study.certificate.texts import SAME_TEXTS, compare
 
@@ -144,7 +144,10 @@ def _stopping(job: Job, long: Completion, rng: random.Random, turn: int) -> Job:
 
 def leaks(subject: Subject, effort: Effort) -> Found:
     """What is left in the caches of all engines of this certificate."""
-    found = Found({"engines": subject.num_engines}, {"leaks": len(subject.leaks)})
+    found = Found({"times_emptied": subject.num_emptied}, {"leaks": len(subject.leaks)})
+    if not subject.num_emptied:
+        found.status = SKIPPED
+        found.notes.append("no engine ran a request in the checks before this one: nothing to look at")
     found.findings = [Finding(text, "every block free when the last request has left") for text in subject.leaks]
     return found
 

@@ -1,4 +1,4 @@
-"""ScriptDrafter: trees of right and wrong guesses, to walk every branch of verification. Watched: a drafter's score."""
+"""ScriptDrafter: trees of right and wrong guesses, to walk every branch of verification. Watched: a draft's score."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from foretoken.models.runner import ModelRunner, Nodes, Output
 from foretoken.request import Sequence
 from foretoken.spec.draft import Draft
-from foretoken.spec.drafter import Drafter, Span
+from foretoken.spec.drafter import Drafter
 
 Answers = Callable[[Sequence], Seq[int]]
 RIGHT, TWIN = 0.45, 0.15  # of nodes: the right path's next one; a second copy of another node
@@ -63,39 +64,45 @@ def knowing(texts: Mapping[tuple[int, ...], Mapping[int, Seq[int]]]) -> Answers:
 
 @dataclass
 class Guesses:
-    """First guesses of a draft: how often one was the target's token, and how often it would be by chance."""
+    """First guesses of a draft, as they were checked: how often one was the target's token, and what became of it."""
 
     num: int = 0
     hits: int = 0
-    by_chance: float = 0.0
+    by_chance: float = 0.0  # hits of guesses that know nothing of their place
+    taken: int = 0  # rounds in which a first guess was accepted
+    missed: int = 0  # right ones that were not accepted
+    wrong: int = 0  # accepted, though none was right
 
 
-class Watched(Drafter):
-    """A drafter whose first guesses are counted against the texts that the target writes.
+class Watched(ModelRunner):
+    """A runner that counts first guesses, and which of them are accepted, against the texts that the target writes.
 
-    `share`: of each token in those texts: what a guess scores that knows nothing of its place.
+    `answer(seq)` is the right continuation. `share`: of each token in those texts: what a guess scores that knows
+    nothing of its place.
     """
 
-    def __init__(self, drafter: Drafter, answer: Answers, share: Mapping[int, float], guesses: Guesses) -> None:
-        self.drafter, self.answer, self.share, self.guesses = drafter, answer, share, guesses
+    def __init__(self, runner: ModelRunner, answer: Answers, share: Mapping[int, float], guesses: Guesses) -> None:
+        super().__init__(runner.model, runner.cache, runner.captures, runner.blocks)
+        self.unseen = runner.unseen
+        self.answer, self.share, self.guesses = answer, share, guesses
+        self._right: dict[int, bool] = {}  # by place in the pass that runs: was a first guess right?
 
-    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        draft = self.drafter.propose(seqs, num_draft)
+    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int]) -> Output:
+        self._right = {}
         for b, seq in enumerate(seqs):
             tokens, parents = draft.nodes(b)
             first = {t for t, p in zip(tokens, parents, strict=True) if p < 0}
             truth = self.answer(seq)
             if first and truth:
+                self._right[b] = truth[0] in first
                 self.guesses.num += 1
-                self.guesses.hits += truth[0] in first
+                self.guesses.hits += self._right[b]
                 self.guesses.by_chance += sum(self.share.get(t, 0.0) for t in first)
-        return draft
+        return super().forward(seqs, draft, num_pending)
 
-    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
-        self.drafter.observe(seqs, spans, hidden)
-
-    def rewind(self, seq: Sequence, length: int) -> None:
-        self.drafter.rewind(seq, length)
-
-    def release(self, seq: Sequence) -> None:
-        self.drafter.release(seq)
+    def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
+        for b, right in self._right.items():
+            self.guesses.taken += bool(nodes[b])
+            self.guesses.missed += right and not nodes[b]
+            self.guesses.wrong += bool(nodes[b]) and not right
+        return super().commit(seqs, num_pending, nodes, output)

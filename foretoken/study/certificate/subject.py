@@ -45,7 +45,7 @@ class Subject:
     leaks: list[str] = field(default_factory=list)
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     guesses: Guesses = field(default_factory=Guesses)
-    num_engines: int = 0
+    num_emptied: int = 0  # engines and times that all requests had left
     digest: str = ""  # of the target's weights, before anything ran
 
     @property
@@ -93,7 +93,8 @@ class Subject:
     ) -> Engine:
         """An engine of the loaded models with a cache of `tokens` tokens.
 
-        `spec`: None for the settings' own speculation; `drafter` takes the place of the one that it names.
+        `spec`: None for the settings' own speculation (without a store, which is the user's); `drafter` takes the
+        place of the one that it names.
         """
         seqs = self.batch if seqs is None else seqs
         longest = max(map(len, self.prompts)) + self.max_tokens + ROOM
@@ -101,7 +102,7 @@ class Subject:
         count = -(-(tokens or seqs * longest) // block) + 1
         config = replace(
             self.config,
-            spec=SpecConfig() if drafter is not None else self.config.spec if spec is None else spec,
+            spec=SpecConfig() if drafter is not None else storeless(self.config.spec if spec is None else spec),
             cache=CacheConfig(block, None, self.config.cache.format),
             max_num_rows=max(seqs, rows or self.config.max_num_rows),
             max_num_seqs=seqs,
@@ -111,7 +112,6 @@ class Subject:
         if drafter is not None:
             engine.drafter, engine.policy = drafter, FixedLength(24)
             drafter.policy = engine.policy
-        self.num_engines += 1
         return engine
 
     def scripted(self, jobs: Seq[Job], texts: Seq[Tokens], seed: int = 0) -> ScriptDrafter:
@@ -136,6 +136,7 @@ class Subject:
         blocks = engine.runner.blocks
         if blocks.num_free != blocks.num_blocks and len(self.leaks) < 3:
             self.leaks.append(f"{blocks.num_blocks - blocks.num_free} of {blocks.num_blocks} blocks stayed taken")
+        self.num_emptied += 1
         self.metrics.add(engine.metrics)
         engine.metrics = SpecMetrics()
         return [done[f"c{i}"] for i in range(len(jobs))]
@@ -153,7 +154,7 @@ class Subject:
                     done[delta.request_id] = delta.completion
 
     def watch(self, engine: Engine, jobs: Seq[Job], texts: Seq[Tokens]) -> None:
-        """Have the engine's drafter count its first guesses against the texts that it should write."""
+        """Have the engine's first guesses, and which are accepted, counted against the texts that it should write."""
         truth = {(job.prompt, job.seed): text for job, text in zip(jobs, texts, strict=True)}
         every = [t for text in texts for t in text]
         share = {t: every.count(t) / len(every) for t in set(every)}
@@ -162,7 +163,13 @@ class Subject:
             text = truth.get((tuple(seq.token_ids[: seq.num_prompt]), seq.seed), ())
             return text[seq.num_output :]
 
-        engine.drafter = Watched(engine.drafter, answer, share, self.guesses)
+        engine.runner = Watched(engine.runner, answer, share, self.guesses)
+
+
+def storeless(spec: SpecConfig) -> SpecConfig:
+    """The same levels without files that they would write what they have seen into: those are the user's."""
+    options = {key: value for key, value in spec.options.items() if key != "store"}
+    return replace(spec, options=options, below=tuple(storeless(level) for level in spec.below))
 
 
 def outcome(completion: Completion) -> tuple[object, ...]:

@@ -15,8 +15,8 @@ from foretoken.models.weights import Progress
 from foretoken.request import SamplingParams
 from foretoken.study import record
 from foretoken.study.certificate import acceptance, kernels, law, logits, sampled, texts
-from foretoken.study.certificate.check import FAILED, PASSED, Check, Effort, Result, run_check
-from foretoken.study.certificate.subject import Subject
+from foretoken.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
+from foretoken.study.certificate.subject import Subject, storeless
 from foretoken.study.workload import read_prompts
 
 # The order in which they run: acceptance is counted while texts are compared, leaks of all engines come last.
@@ -69,6 +69,14 @@ class Certificate:
         caught = self.mutants is None or self.mutants["caught"] == self.mutants["total"]
         return caught and all(r.status != FAILED for r in self.results)
 
+    @property
+    def verdict(self) -> str:
+        """passed, failed, or, where a check was left out or skipped, that these ones passed: no proof of the whole."""
+        if not self.passed:
+            return FAILED
+        whole = not self.left_out and all(r.status != SKIPPED for r in self.results)
+        return PASSED if whole else IN_PART
+
     def as_dict(self) -> dict[str, Any]:
         """The record, schema `foretoken.certificate/1`."""
         return {
@@ -78,7 +86,7 @@ class Certificate:
             "machine": record.machine(),
             "config": self.config,
             "effort": self.effort.share,
-            "verdict": PASSED if self.passed else FAILED,
+            "verdict": self.verdict,
             "false_alarm": float(sum(r.found.false_alarm for r in self.results)),
             "seconds": round(self.seconds, 2),
             "acceptance": self.acceptance,
@@ -149,13 +157,14 @@ def certify(
         "num_rollbacks": m.num_rollbacks,
         "first_guesses": subject.guesses.num,
         "first_guesses_right": subject.guesses.hits,
+        "first_guesses_accepted": subject.guesses.taken,
     }
     return Certificate(results, _config(subject, asked), asked.effort, accepted, time.perf_counter() - start)
 
 
 def _config(subject: Subject, asked: Asked) -> dict[str, object]:
     """The configuration as it was resolved."""
-    c, spec, params = subject.config, subject.config.spec, subject.params
+    c, spec, params = subject.config, storeless(subject.config.spec), subject.params
     runner = subject.plain(seqs=1).runner
     return {
         "label": f"{draft_text(spec)} k={spec.num_draft_tokens}",

@@ -44,26 +44,25 @@ def _quote(subject: Subject, c: Completion, at: int) -> str:
 def settings(subject: Subject, jobs: Seq[Job], plain: Seq[Completion], turn: int) -> Iterator[tuple[str, Engine, bool]]:
     """Engines that speculate, in turn: the settings' own draft and scripted trees, alone and batched, in small chunks.
 
+    Of draft lengths 1 to 8 each turn has one, all of them after eight turns, the longest first.
     Each with whether the jobs run one after the other.
     """
     texts = [c.token_ids for c in plain]
     config = subject.config.spec
-    ks = sorted({config.num_draft_tokens, 1 + turn % 8})
     engine = subject.engine()
     subject.watch(engine, jobs, texts)
     yield "the draft, batched", engine, False
-    way = turn % 4
+    k = 1 + (7 + 3 * turn) % 8
+    yield f"the draft, k = {k}", subject.engine(replace(config, num_draft_tokens=k)), False
+    way = turn % 3
     if way == 0:
         yield "the draft, alone", subject.engine(seqs=1), True
     elif way == 1:
         block, rows = (4, 16, 32)[turn % 3], 24
         yield f"the draft, chunks of {rows} rows", subject.engine(block=block, rows=rows), False
-    elif way == 2:
-        spec = replace(config, num_draft_tokens=ks[0])
-        yield f"the draft, k = {ks[0]}", subject.engine(spec), False
     trees = subject.scripted(jobs, texts, seed=turn)
     yield "trees, batched", subject.engine(drafter=trees), False
-    if way == 3:
+    if way == 2:
         yield "trees, alone", subject.engine(drafter=subject.scripted(jobs, texts, turn)), True
 
 
@@ -74,6 +73,7 @@ def greedy(subject: Subject, effort: Effort) -> Found:
     own = subject.params
     params = replace(GREEDY, max_tokens=subject.max_tokens, ignore_eos=own.ignore_eos, min_tokens=own.min_tokens)
     size, turn, start = max(2, subject.batch), 0, 0
+    ways: dict[str, None] = {}
     while found.sizes["tokens"] < wanted:
         jobs = subject.jobs(size, params, start)
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
@@ -85,8 +85,10 @@ def greedy(subject: Subject, effort: Effort) -> Found:
             found.sizes["texts"] += len(got)
             found.sizes["tokens"] += sum(len(c.token_ids) for c in got)
             compare(subject, found, name, jobs, plain, got)
+            ways[name] = None
         turn += 1
         start += size
+    found.notes.append(f"ways that ran, in {turn} turn{'s' if turn > 1 else ''}: {'; '.join(ways)}")
     return found
 
 
@@ -131,7 +133,8 @@ CHECKS = (
         "L3",
         "greedy texts",
         "Greedy decoding writes the same tokens with and without speculation: the configured draft and adversarial "
-        "trees, alone and batched, in other chunks and draft lengths.",
+        "trees, batched and, as far as the effort reaches, alone, in other chunks and draft lengths (the notes name "
+        "the ways that ran).",
         SAME_TEXTS,
         {"tokens": 1_000_000},
         greedy,

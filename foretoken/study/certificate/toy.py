@@ -55,13 +55,22 @@ def toy_config(vocab_size: int, layers: int = 2) -> ModelConfig:
     )
 
 
-def toy_model(ops: Ops, vocab_size: int, quant: str = "auto", seed: int = 0, noise: float = 0.0) -> Llama:
-    """A toy stored in a format; in fp32 where the format does not take matrices so small."""
+def toy_model(
+    ops: Ops,
+    vocab_size: int,
+    quant: str = "auto",
+    seed: int = 0,
+    noise: float = 0.0,
+    notes: list[str] | None = None,
+) -> Llama:
+    """A toy stored in a format; in fp32 where the format does not take matrices so small, which `notes` then say."""
     config = toy_config(vocab_size)
     source = ToyCheckpoint(config, seed, noise)
     try:
         weights = read_weights(config, source, QuantScheme.parse(quant), ops)
     except ForetokenError:
+        if notes is not None:
+            notes.append(f"no toy can be stored as {quant}: one model here is in fp32 instead")
         weights = read_weights(config, source, QuantScheme(), ops)
     return Llama(config, weights, ops)
 
@@ -72,14 +81,19 @@ def toy_loaded(
     config: EngineConfig,
     ops: Ops | None = None,
     seed: int = 0,
+    noise: float = DRAFT_NOISE,
+    notes: list[str] | None = None,
 ) -> Loaded:
-    """Toy models for the same speculation as `config` has: target, and whatever its levels need."""
+    """Toy models for the same speculation as `config` has: target, and whatever its levels need.
+
+    `noise`: share of other weights in a draft model. `notes` get what could not be had in the format asked for.
+    """
     ops = ops or backends.resolve(config.backend)
     spec = toy_spec(config.spec)
-    target = toy_model(ops, vocab_size, config.format, seed)
+    target = toy_model(ops, vocab_size, config.format, seed, notes=notes)
     cache = CacheConfig(config.cache.block_size, None, config.cache.format)
     toy = replace(config, spec=spec, cache=cache, max_model_len=None, device="cpu")
-    return Loaded(toy, tokenizer, 0, target, tuple(_models(spec, ops, vocab_size, seed)))
+    return Loaded(toy, tokenizer, 0, target, tuple(_models(spec, ops, vocab_size, seed, noise, notes)))
 
 
 def toy_spec(spec: SpecConfig) -> SpecConfig:
@@ -94,14 +108,17 @@ def needs_head(spec: SpecConfig) -> bool:
     return own or any(needs_head(b) for b in spec.below)
 
 
-def _models(spec: SpecConfig, ops: Ops, vocab_size: int, seed: int) -> list[Llama]:
+def _models(
+    spec: SpecConfig, ops: Ops, vocab_size: int, seed: int, noise: float, notes: list[str] | None
+) -> list[Llama]:
     if spec.method == "none":
         return []
     drafter = registry.load("drafters", spec.method).DRAFTER
     own: list[Llama] = []
     if drafter.needs_model:
         if drafter.of_target:
-            own = [toy_model(ops, vocab_size, SELF_FORMAT if spec.format == "auto" else spec.format, seed)]
+            quant = SELF_FORMAT if spec.format == "auto" else spec.format
+            own = [toy_model(ops, vocab_size, quant, seed, notes=notes)]
         else:
-            own = [toy_model(ops, vocab_size, spec.format, seed, DRAFT_NOISE)]
-    return own + [m for b in spec.below for m in _models(b, ops, vocab_size, seed)]
+            own = [toy_model(ops, vocab_size, spec.format, seed, noise, notes)]
+    return own + [m for b in spec.below for m in _models(b, ops, vocab_size, seed, noise, notes)]

@@ -99,12 +99,15 @@ def commit(flaw: str) -> Callable[..., Tensor | None]:
         dst: list[int] = []
         for b, seq in enumerate(seqs):
             known = seq.num_cached + num_pending[b]
+            count = output.row_offsets[b + 1] - output.row_offsets[b] - num_pending[b]  # nodes
+            rejected = [n for n in range(count) if n not in nodes[b]]
             for place, node in enumerate(nodes[b]):
+                if flaw == "keeps a rejected row" and rejected and place == len(nodes[b]) - 1:
+                    node = rejected[-1]
                 if node != place:
                     src.append(self._slot(seq, known + node - (flaw == "from the place before")))
                     dst.append(self._slot(seq, known + place + (flaw == "to the place after")))
-            one_more = flaw == "keeps a rejected row" and len(seq) < known + len(nodes[b]) + 2
-            seq.num_cached = known + len(nodes[b]) + (1 if one_more and output.wants_logits[b] else 0)
+            seq.num_cached = known + len(nodes[b])
         if src and flaw != "moves nothing":
             self._move(src, dst)
         return None
@@ -175,9 +178,13 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def preempt(self: Any, seq: Sequence) -> None:
-    """`Scheduler._preempt` that gives the blocks away and keeps counting their rows."""
+    """`Scheduler._preempt` that gives the blocks away and goes on counting some of their rows.
+
+    As many as reserving does not notice, since it counts blocks: with more, the pass would run over the block table.
+    """
     self.running.remove(seq)
     self.blocks.trim(seq, 0)
+    seq.num_cached = min(seq.num_cached, (len(seq) - 1) % self.blocks.block_size)
     self.waiting.appendleft(seq)
     seq.num_preemptions += 1
     self.num_preemptions += 1

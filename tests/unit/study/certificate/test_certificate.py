@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lawkit import Pair
 
 from foretoken import ops as backends
@@ -16,14 +20,17 @@ from foretoken.cli import main
 from foretoken.config import EngineConfig, SpecConfig
 from foretoken.engine.build import Loaded
 from foretoken.errors import ConfigError
-from foretoken.request import SamplingParams
+from foretoken.formats.scheme import QuantTensor
+from foretoken.models.layers import LayerWeights
+from foretoken.models.runner import ModelRunner
+from foretoken.request import SamplingParams, Sequence
 from foretoken.spec import step
 from foretoken.spec.draft import Draft
 from foretoken.study import record
-from foretoken.study.certificate import acceptance, law, mutants, suite, wrong
-from foretoken.study.certificate.check import FAILED, PASSED, WARNING, Check, Effort, Found, run_check
+from foretoken.study.certificate import acceptance, kernels, law, mutants, suite, texts, wrong
+from foretoken.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
 from foretoken.study.certificate.page import render
-from foretoken.study.certificate.script import Guesses, ScriptDrafter, Watched
+from foretoken.study.certificate.script import Guesses, Watched
 from foretoken.study.certificate.subject import Subject
 from foretoken.study.certificate.toy import toy_model
 from foretoken.tokenizer import Tokenizer
@@ -37,9 +44,9 @@ def tokenizer(pair_folders: tuple[Path, Path]) -> Tokenizer:
     return Tokenizer.from_folder(pair_folders[0])
 
 
-def subject_of(pair: Pair, method: str = "draft_model") -> Subject:
+def subject_of(pair: Pair, spec: SpecConfig | None = None) -> Subject:
     """The tiny pair with its own draft."""
-    spec = SpecConfig(method, "draft", num_draft_tokens=4)
+    spec = spec or SpecConfig("draft_model", "draft", num_draft_tokens=4)
     loaded = Loaded(EngineConfig(spec=spec), pair.tokenizer, 0, pair.target, (pair.draft,))
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=12, ignore_eos=True)
     subject = Subject(loaded, PROMPTS, params, max_tokens=12, batch=4)
@@ -70,12 +77,18 @@ def test_a_right_engine_passes_every_check(certificate: suite.Certificate) -> No
     assert 0 < sum(f.false_alarm for f in found.values()) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def sound(tokenizer: Tokenizer) -> mutants.Sound:
+    return mutants.Sound(tokenizer)
+
+
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.name)
-def test_every_mutant_is_rejected(tokenizer: Tokenizer, mutant: mutants.Mutant) -> None:
+def test_every_mutant_is_rejected(sound: mutants.Sound, mutant: mutants.Mutant) -> None:
     before = getattr(mutant.owner, mutant.attribute)
-    trial = mutants.try_mutant(mutant, tokenizer)
-    assert trial.caught_by is not None
+    trial = mutants.try_mutant(mutant, sound)
+    assert trial.caught_by is not None, trial.said
     assert trial.said
+    assert "could not be finished" not in trial.said, "it is rejected for what it does"
     assert getattr(mutant.owner, mutant.attribute) is before, "it is dead again"
 
 
@@ -84,10 +97,49 @@ def test_the_mutants_are_many_and_distinct() -> None:
     assert len(set(names)) == len(names) >= 30
 
 
-def test_no_flaw_no_alarm(tokenizer: Tokenizer) -> None:
-    """The verification that mutants are made of passes where it has no flaw: what is noticed is the flaw."""
-    harmless = mutants.Mutant("none", step, "verify", wrong.verify(), ("L3", "C1"))
-    assert mutants.try_mutant(harmless, tokenizer).caught_by is None
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    {f"{c} {m.settings}": (c, m.settings) for m in mutants.MUTANTS for c in m.checks}.values(),
+    ids=lambda x: x if isinstance(x, str) else "-".join(x.values()) or "plain",
+)
+def test_no_flaw_no_alarm(sound: mutants.Sound, name: str, settings: dict[str, Any]) -> None:
+    """Every check that mutants use passes, without so much as a warning, where nothing is wrong."""
+    result = sound.result(name, settings)
+    assert result.status == PASSED, (result.found.findings, result.found.notes)
+
+
+@pytest.mark.parametrize("name", ["L3", "C1", "A1", "L6"])
+def test_what_mutants_are_made_of_does_no_harm(sound: mutants.Sound, name: str) -> None:
+    """The verification and the commit that have flaws are right without one: what is noticed is the flaw."""
+    harmless = (
+        mutants.Mutant("none", step, "verify", wrong.verify(), (name,)),
+        mutants.Mutant("none", ModelRunner, "commit", wrong.commit(""), (name,)),
+    )
+    for mutant in harmless:
+        trial = mutants.try_mutant(mutant, sound)
+        assert (trial.caught_by, trial.said) == (None, "")
+
+
+def _break_down(*args: object) -> None:
+    raise IndexError("out of range")
+
+
+def test_a_mutant_that_only_breaks_down_is_not_rejected_unless_declared(sound: mutants.Sound) -> None:
+    broken = mutants.Mutant("breaks", step, "verify", _break_down, ("L3",))
+    trial = mutants.try_mutant(broken, sound)
+    assert trial.caught_by is None
+    assert "could not be finished: IndexError" in trial.said
+    declared = replace(broken, breaks_down="there is nothing to go on with")
+    assert mutants.try_mutant(declared, sound).caught_by == "L3"
+
+
+def test_a_check_that_warns_anyway_rejects_no_mutant(tokenizer: Tokenizer) -> None:
+    sound = mutants.Sound(tokenizer)
+    useless = Found({}, {}, status=WARNING)
+    sound.results[("A1", "[]")] = run_check(Check("A1", "", "", "", {}, lambda s, e: useless), None, LEAST)  # type: ignore[arg-type]
+    trial = mutants.try_mutant(mutants.Mutant("rejects", step, "verify", wrong.verify("reject all"), ("A1",)), sound)
+    assert trial.caught_by is None
+    assert "does not pass without the mutant" in trial.said
 
 
 def test_the_score_tells_of_a_mutant_that_is_not_noticed(tokenizer: Tokenizer, certificate: suite.Certificate) -> None:
@@ -97,6 +149,121 @@ def test_the_score_tells_of_a_mutant_that_is_not_noticed(tokenizer: Tokenizer, c
     with_score = replace(certificate, mutants=score)
     assert not with_score.passed
     assert "not noticed" in render(with_score.as_dict())
+
+
+# --- what was looked at ---
+
+
+def few_products(subject: Subject) -> Iterator[kernels.Product]:
+    for name in ("first", "second", "third", "fourth"):
+        yield kernels.Product(name, 32, lambda x: x * 2.0)
+
+
+def test_every_product_sees_passes_of_every_size_from_normal_effort_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_own", few_products)
+    monkeypatch.setattr(kernels, "_grid", lambda *args: iter(()))
+    seen: list[tuple[int, ...]] = []
+    compare = kernels._compare
+
+    def watched(*args: Any) -> set[int]:
+        tried = compare(*args)
+        seen.append(tuple(sorted(tried)))
+        return tried
+
+    monkeypatch.setattr(kernels, "_compare", watched)
+    found = kernels.row_invariance(subject_of(pair), Effort.parse("normal"))
+    assert seen == [kernels.SIZES] * 4
+    assert found.sizes["row_counts"] == len(kernels.SIZES) == 35
+    assert "each for every product" in found.notes[-1]
+    seen.clear()
+    quick = kernels.row_invariance(subject_of(pair), Effort.parse("quick"))
+    assert {size for sizes in seen for size in sizes} == set(kernels.SIZES), "in turn, over four products of ten passes"
+    assert "35 of 35" in quick.notes[-1] and "not each" in quick.notes[-1]
+
+
+def test_the_sizes_not_tried_are_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_own", lambda subject: itertools.islice(few_products(subject), 1))
+    monkeypatch.setattr(kernels, "_grid", lambda *args: iter(()))
+    found = kernels.row_invariance(subject_of(pair), Effort.parse("quick"))
+    assert found.sizes["row_counts"] == kernels.PASSES
+    assert "10 of 35 sizes (not tried: 2, " in found.notes[-1]
+
+
+def test_greedy_texts_name_the_ways_and_try_every_length(pair: Pair, certificate: suite.Certificate) -> None:
+    subject = subject_of(pair)
+    jobs = subject.jobs(1, SamplingParams(temperature=0.0, max_tokens=4))
+    plain = subject.run(subject.plain(), jobs)
+    every = [name for turn in range(8) for name, _, _ in texts.settings(subject, jobs, plain, turn)]
+    assert {f"the draft, k = {k}" for k in range(1, 9)} <= set(every)
+    assert {"the draft, alone", "the draft, chunks of 24 rows", "trees, batched", "trees, alone"} <= set(every)
+    (note,) = next(r.found.notes for r in certificate.results if r.check.id == "L3")
+    assert "in 1 turn: the draft, batched; the draft, k = 8; the draft, alone; trees, batched" in note
+    assert "chunks" not in note, "it did not run"
+
+
+def test_the_digest_is_of_every_stored_tensor(pair: Pair) -> None:
+    subject = subject_of(pair)
+    weights = subject.target.weights
+    tensors = [t for _, t in acceptance.stored_tensors(weights)]
+    assert any(t is weights.norm for t in tensors)
+    assert any(t is weights.layers[0].input_norm for t in tensors)
+    assert all(any(t is part for t in tensors) for m in weights.matrices for part in m.parts.values())
+    for tensor in (weights.norm, weights.layers[-1].post_norm, next(iter(weights.embedding.parts.values()))):
+        first = tensor.view(-1)[0].clone()
+        try:
+            tensor.view(-1)[0] += 1
+            found = acceptance.own_target(subject, LEAST)
+        finally:
+            tensor.view(-1)[0] = first
+        assert found.verdict == FAILED and found.statistic["changed_digests"] == 1
+    assert acceptance.own_target(subject, LEAST).verdict == PASSED
+
+
+def test_a_bias_counts_too() -> None:
+    layer = SimpleNamespace(bias=torch.zeros(2))
+    assert not list(acceptance.stored_tensors(layer)), "data classes only"
+    norm, bias = torch.ones(2), torch.zeros(3)
+    empty = QuantTensor("fp32", (1, 2), {"weight": torch.ones(1, 2)})
+    weights = LayerWeights(norm, (empty, empty), bias, None, None, empty, None, norm, empty, None, empty, None)
+    names = [name for name, _ in acceptance.stored_tensors(weights)]
+    assert "weights.qkv_bias" in names and "weights.qkv.1.parts.weight" in names and len(names) == 8
+
+
+def test_a_users_store_is_left_alone(pair: Pair, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    suffix = SpecConfig("suffix", options={"store": str(store)})
+    for spec in (suffix, SpecConfig("first", below=(suffix, SpecConfig("ngram")))):
+        loaded = Loaded(EngineConfig(spec=spec), pair.tokenizer, 0, pair.target, ())
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        subject = Subject(loaded, PROMPTS, params, max_tokens=8, batch=4)
+        subject.run(subject.engine(), subject.jobs(4, params))
+        assert not store.exists()
+
+
+def test_what_the_toy_is_stored_in_is_said(pair: Pair) -> None:
+    notes: list[str] = []
+    assert {m.format for m in toy_model(backends.resolve(), 32, "w8a8", notes=notes).weights.matrices} == {"int8"}
+    assert notes == []
+    nested = SpecConfig("self_quant", format="nested")
+    found = law.texts(subject_of(pair, spec=nested), Effort(1e-9, 0.01))
+    assert "no toy can be stored as nested: one model here is in fp32 instead" in found.notes
+
+
+def test_nothing_leaks_where_nothing_ran(pair: Pair) -> None:
+    alone = suite.certify(subject_of(pair), asked(), suite.chosen(["L1", "C2"]))
+    assert [r.status for r in alone.results] == [PASSED, SKIPPED]
+    assert alone.passed
+    assert alone.verdict == IN_PART == alone.as_dict()["verdict"]
+
+
+def test_a_part_is_not_the_whole(certificate: suite.Certificate) -> None:
+    assert certificate.verdict == PASSED
+    part = replace(certificate, results=certificate.results[:3])
+    assert part.passed and part.verdict == IN_PART
+    text = render(part.as_dict())
+    assert "These checks passed" in text and "Speculation changed nothing" not in text
 
 
 LEVELS = {
@@ -203,15 +370,27 @@ def test_the_alarm(pair: Pair) -> None:
     assert "too few" in alarm_of(pair, Guesses(3, 0, 0.1)).notes[0]
 
 
-def test_first_guesses_are_counted(pair: Pair) -> None:
-    class Told(ScriptDrafter):
-        def propose(self, seqs: Any, num_draft: Any) -> Draft:
-            return Draft.trees([([7, 5, 6], [-1, 0, -1]), ([], []), ([1], [-1])])
+def test_right_guesses_that_are_not_accepted_are_a_failure(pair: Pair) -> None:
+    missed = alarm_of(pair, Guesses(400, 60, 8.0, taken=59, missed=1))
+    assert missed.verdict == FAILED and "1 rejected" in missed.findings[0].found
+    wrong_ones = alarm_of(pair, Guesses(400, 60, 8.0, taken=62, wrong=2))
+    assert wrong_ones.verdict == FAILED and "2 accepted" in wrong_ones.findings[0].found
+    assert alarm_of(pair, Guesses(3, 1, 0.1, missed=1)).verdict == FAILED, "however few"
 
+
+def test_first_guesses_are_counted_as_they_are_checked(pair: Pair) -> None:
     guesses = Guesses()
-    watched = Watched(Told(lambda seq: (), 9), lambda seq: (6, 2), {7: 0.25, 6: 0.5, 1: 0.125}, guesses)
-    watched.propose([None, None, None], [3, 3, 3])  # type: ignore[list-item]
-    assert (guesses.num, guesses.hits, guesses.by_chance) == (2, 1, 0.875)
+    runner = subject_of(pair).plain().runner
+    watched = Watched(runner, lambda seq: (6, 2), {7: 0.25, 6: 0.5, 1: 0.125}, guesses)
+    seqs = [Sequence(i, [1, 2, 3], SamplingParams(), 0) for i in range(4)]
+    for seq in seqs:
+        watched.blocks.reserve(seq, 8)
+    draft = Draft.trees([([7, 5, 6], [-1, 0, -1]), ([], []), ([1], [-1]), ([6], [-1])])
+    out = watched.forward(seqs, draft, [3] * 4)
+    watched.commit(seqs, [3] * 4, [[2], [], [0], []], out)
+    assert (guesses.num, guesses.hits, guesses.by_chance) == (3, 2, 1.375)
+    assert (guesses.taken, guesses.missed, guesses.wrong) == (2, 1, 1)
+    assert [seq.num_cached for seq in seqs] == [4, 3, 4, 3], "the runner's own commit"
 
 
 # --- the command ---
@@ -271,14 +450,16 @@ def test_the_command_writes_record_and_page(
     assert main(command(pair_folders, tmp_path, "--out", str(out), "--html", str(html), "--json")) == 0
     shown = json.loads(capsys.readouterr().out)
     assert record.read(out) == [shown]
-    assert shown["verdict"] == "passed"
+    assert shown["verdict"] == "these checks passed"
     assert [c["id"] for c in shown["checks"]] == ["S1", "A1", "C2"]
     assert "L3" in shown["left_out"]
     assert shown["config"]["label"] == "draft_model k=4"
     assert str(tmp_path) not in json.dumps(shown), "paths are nobody's business"
-    assert "Speculation changed nothing" in html.read_text()
+    assert "These checks passed" in html.read_text()
     assert main(command(pair_folders, tmp_path)) == 0
-    assert "lossless: draft_model k=4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "these checks passed: draft_model k=4" in said
+    assert "lossless" not in said
 
 
 def test_a_wrong_engine_is_exit_code_1(

@@ -1,0 +1,52 @@
+"""`foretoken serve`: a model behind OpenAI's API, speculation inside."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from foretoken.cli.options import option, parse
+from foretoken.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Args:
+    """Serve a model over HTTP with OpenAI's API. On this machine only, unless there is an API key."""
+
+    host: str = "127.0.0.1"  # address to listen on; one that others can reach needs a key
+    port: int = 8000  # port to listen on; 0 takes a free one
+    served_model_name: Annotated[str | None, option("NAME")] = None  # what clients call it; unset: as --model says
+    api_key_file: Annotated[Path | None, option("FILE")] = None  # keys, one a line (or FORETOKEN_API_KEY, with commas)
+    allowed_host: Annotated[tuple[str, ...], option("NAME")] = ()  # other names that this machine is called by
+    max_queue: int = 256  # sequences that may wait; beyond that requests are refused with 429
+    request_timeout: float = 600.0  # seconds for one request
+    drain_timeout: float = 30.0  # seconds that running requests get after SIGTERM
+    metrics_prefix: Literal["vllm:", "foretoken:"] = "vllm:"  # of the names in /metrics
+    log_level: Literal["debug", "info", "warning", "error"] = "info"  # of the JSON lines on stderr
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse, check, serve until told to stop."""
+    parsed = parse(Args, argv, prog, engine=True)
+    args, engine = parsed.args, parsed.engine
+    missing = [m for m in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(m) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}; install it: pip install 'foretoken[server]'")
+    from foretoken.server.config import Keys, ServerConfig
+    from foretoken.server.run import serve
+
+    config = ServerConfig(
+        host=args.host,
+        port=args.port,
+        model_name=args.served_model_name or engine.model,
+        keys=Keys.read(args.api_key_file),
+        allowed_hosts=args.allowed_host,
+        max_queue=args.max_queue,
+        request_timeout=args.request_timeout,
+        drain_timeout=args.drain_timeout,
+        metrics_prefix=args.metrics_prefix,
+    )
+    return serve(engine.model, engine.settings, config, args.log_level)

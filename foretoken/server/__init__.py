@@ -1,0 +1,1 @@
+"""The server: OpenAI's API over one engine, which runs in a process of its own. This side loads no weights."""

@@ -1,0 +1,279 @@
+"""EngineClient: the server's end of the engine's process. Starts it, listens, and starts it anew when it has died.
+
+Every stream ends: with its completion, or, when the engine dies, with an error at once. Nobody waits for a process that
+is gone, and one that no longer beats is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from foretoken.server import frames
+from foretoken.server.errors import ApiError, bad_request, internal, unavailable
+from foretoken.server.frames import Frame
+from foretoken.server.stream import Job, Piece, Stream
+from foretoken.server.text import Text
+
+log = logging.getLogger("foretoken.server")
+FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before the engine is started again, doubled each time
+STEADY = 60.0  # seconds after which a death is no longer counted with the one before
+CLOSING = 6.0  # seconds for the process to leave by itself
+SECRETS = ("FORETOKEN_API_KEY",)  # of the server's environment, not of the engine's
+
+
+class EngineClient:
+    """Runs one engine in a process of its own. `state`: loading, ready, down (starting anew), failed, closed."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: Mapping[str, Any],
+        *,
+        beat_timeout: float = 30.0,
+        step_timeout: float = 600.0,
+        max_restarts: int = 5,
+        on_failure: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`settings` as `make_config` takes them. `on_failure` is told why, when the engine is given up."""
+        self.model = model
+        self.state = "loading"
+        self.text: Text | None = None
+        self.facts: Frame = {}
+        self.stats: Frame = {}
+        self.past_stats: list[Frame] = []  # what engines had counted when they died
+        self.num_restarts = 0
+        self.pid: int | None = None
+        self._load = {"type": "load", "model": model, "settings": frames.settings_to_data(settings)}
+        self._beat_timeout, self._step_timeout, self._max_restarts = beat_timeout, step_timeout, max_restarts
+        self._on_failure = on_failure
+        self._streams: dict[str, Stream] = {}
+        self._transport: asyncio.WriteTransport | None = None
+        self._ready = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._ready_since = 0.0
+        self._message = ""
+        self._heard = 0.0
+
+    def start(self) -> None:
+        """Start the process and keep one running, from now on."""
+        self._task = asyncio.get_running_loop().create_task(self._supervise())
+
+    async def wait_ready(self) -> None:
+        """Until an engine is loaded. Raises ApiError 503 if there will be none."""
+        await self._ready.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise ApiError 503 where there is no engine."""
+        if self.state != "ready":
+            why = {"loading": "the model is being loaded", "down": "the engine is being started again"}
+            raise unavailable(why.get(self.state, "the engine has stopped") + "; try again later")
+
+    def submit(self, job: Job) -> Stream:
+        """Hand a job to the engine. Raises ApiError 503 where there is none."""
+        self.check()
+        stream = self._streams[job.id] = Stream(job, self.forget)
+        self._send(
+            {
+                "type": "add",
+                "id": job.id,
+                "prompts": [list(p) for p in job.prompts],
+                "params": frames.params_to_data(job.params),
+                "tenant": job.tenant,
+                "speculation": frames.wish_to_data(job.speculation),
+                "score_prompt": job.score_prompt,
+                "choice": None if job.choice is None else list(job.choice),
+            }
+        )
+        return stream
+
+    def forget(self, job_id: str) -> None:
+        """Let the engine drop a job, wherever it is."""
+        if self._streams.pop(job_id, None) is not None:
+            self._send({"type": "abort", "id": job_id})
+
+    @property
+    def num_streams(self) -> int:
+        """Jobs that somebody waits for."""
+        return len(self._streams)
+
+    def end_all(self, error: ApiError) -> None:
+        """End every stream with this error."""
+        for stream in list(self._streams.values()):
+            stream.leave(error)
+
+    async def close(self) -> None:
+        """End the process; open streams end with an error."""
+        self.state = "closed"
+        self.end_all(unavailable("the server is shutting down"))
+        if self._transport is not None:
+            self._transport.close()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self.text is not None:
+            self.text.close()
+
+    def _send(self, frame: Frame) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frames.pack(frame))
+
+    async def _supervise(self) -> None:
+        """One process after the other."""
+        deaths, delay = 0, FIRST_DELAY
+        while True:
+            code = await self._run_once()
+            lasted = time.monotonic() - self._ready_since if self._ready_since else 0.0
+            loaded, self._ready_since = bool(self._ready_since), 0.0
+            if self.stats:
+                self.past_stats.append({**self.stats, "running": 0, "waiting": 0})
+                self.stats = {}
+            self.end_all(unavailable("the engine stopped while this request ran; send it again"))
+            if self.state == "closed":
+                return
+            deaths, delay = (1, FIRST_DELAY) if lasted > STEADY else (deaths + 1, delay)
+            if self._message or deaths > self._max_restarts or not (loaded or self.num_restarts):
+                self._give_up(self._message or f"the engine's process ended with code {code}")
+                return
+            log.error("the engine's process ended with code %s; starting it again in %.1f s", code, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LAST_DELAY)
+            self.num_restarts += 1
+
+    def _give_up(self, message: str) -> None:
+        self.state = "failed"
+        self._ready.set()
+        log.error("no engine: %s", message)
+        self._on_failure(message)
+
+    async def _run_once(self) -> int:
+        """Start a process, listen until it ends; returns its exit code."""
+        pid, ours = _spawn()
+        self.pid = pid
+        loop = asyncio.get_running_loop()
+        transport, link = await loop.connect_accepted_socket(
+            lambda: _Link(lambda frame: self._receive(frame, pid)), sock=ours
+        )
+        self._transport, self._heard = transport, time.monotonic()
+        self._send(self._load)
+        watchdog = loop.create_task(self._watch(pid))
+        try:
+            await link.closed
+        finally:
+            if self.state not in ("closed", "failed"):
+                self.state = "down" if self._ready_since else "loading"
+            watchdog.cancel()
+            transport.close()
+            self._transport = None
+            code = await _end(pid, 0.2 if self.state != "closed" else CLOSING)
+        return code
+
+    def _receive(self, frame: Frame, pid: int) -> None:
+        self._heard = time.monotonic()
+        kind = frame["type"]
+        if kind == "deltas":
+            for item in frame["items"]:
+                stream = self._streams.get(item[0])
+                if stream is not None:
+                    piece = Piece(*item[1:])
+                    stream.push(piece)
+                    if piece.completion is not None and piece.completion["finish_reason"] == "error":
+                        self.forget(stream.id)
+                    elif not stream.num_open:
+                        del self._streams[stream.id]
+            self.stats = frame["stats"] or self.stats
+        elif kind == "beat":
+            self.stats = frame["stats"] or self.stats
+            if frame["step_seconds"] > self._step_timeout:
+                log.error("a step of the engine takes %.0f s; its process is ended", frame["step_seconds"])
+                os.kill(pid, signal.SIGKILL)
+        elif kind == "ready":
+            self.facts = frame
+            if self.text is None:
+                self.text = Text(frame["tokenizer"], frame["vocab_size"], frame["max_model_len"])
+            self.state, self._ready_since = "ready", time.monotonic()
+            self._ready.set()
+        elif kind == "refused":
+            stream = self._streams.pop(frame["id"], None)
+            if stream is not None:
+                stream.push(internal() if frame["message"] is None else bad_request(frame["message"]))
+        elif kind == "failed":
+            self._message = frame["message"]
+
+    async def _watch(self, pid: int) -> None:
+        """End a process that has not been heard of for too long."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            if now - before > 2.0:  # it is this process that stood still
+                self._heard = now
+            elif now - self._heard > self._beat_timeout:
+                log.error("the engine's process has not been heard of for %.0f s; it is ended", now - self._heard)
+                os.kill(pid, signal.SIGKILL)
+                return
+
+
+class _Link(asyncio.Protocol):
+    """Takes frames off the socket as they come; `closed` is done when no more will."""
+
+    def __init__(self, receive: Callable[[Frame], None]) -> None:
+        self._receive = receive
+        self._unpacker = frames.Unpacker()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._unpacker.feed(data):
+                self._receive(frame)
+        except Exception:  # not what frames look like: whoever sends that has to go
+            if not self.closed.done():
+                log.exception("the engine's frames cannot be read")
+                self.closed.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+def _spawn() -> tuple[int, socket.socket]:
+    """Start the engine's process; returns its id and our end of the socket. The one place that starts a program."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        os.set_inheritable(theirs.fileno(), True)
+        environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
+        root = str(Path(__file__).resolve().parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        safe = ["-P"] if sys.version_info >= (3, 11) else []  # nothing is imported from the working directory
+        command = [sys.executable, *safe, "-m", "foretoken.server.worker", str(theirs.fileno())]
+        try:
+            pid = os.posix_spawn(sys.executable, command, environment)
+        except BaseException:
+            ours.close()
+            raise
+    ours.setblocking(False)
+    return pid, ours
+
+
+async def _end(pid: int, patience: float) -> int:
+    """Wait for a process that should end by itself, and end it if it does not; returns its exit code."""
+    until = time.monotonic() + patience
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            until = float("inf")
+        await asyncio.sleep(0.01)

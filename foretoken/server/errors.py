@@ -1,0 +1,82 @@
+"""Errors of the API in OpenAI's shape. One formatter for every route: no address, path or trace ever leaves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+MAX_MESSAGE = 1000
+_LEAKS = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w/.])(?:~|\.{1,2})?/(?!v1/)(?:[\w.@-]+/)+[\w.@-]+|<[\w.]+ object[^>]*>")
+
+
+class ApiError(Exception):
+    """What a request is answered with instead: a status, OpenAI's fields, seconds after which to try again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = clean(message)
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body, or the payload of an event in a stream that has begun."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Headers that go with the status."""
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+def clean(message: str) -> str:
+    """A message without memory addresses, file paths and object representations, in one line of bounded length."""
+    text = _LEAKS.sub("...", " ".join(message.split()))
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: a value that cannot be."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, retry_after: int = 5) -> ApiError:
+    """503: not now."""
+    return ApiError(503, message, code="unavailable", retry_after=retry_after)
+
+
+def internal() -> ApiError:
+    """500: a fault of ours; the log has it, the body has not."""
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")

@@ -1,0 +1,87 @@
+"""Limits, and the JSON reader that keeps them: what is too large is refused before anything is made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+from foretoken.server.errors import ApiError, bad_request
+
+MAX_BODY = 8 * 2**20  # bytes
+MAX_HEADERS = 64 * 2**10  # bytes, request line included
+MAX_NESTING = 64
+MAX_N = 16
+MAX_PROMPTS = 64
+MAX_TOP_LOGPROBS = 20
+MAX_STOP = 4
+MAX_STOP_LENGTH = 256
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED = 4096
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_CHOICES, MAX_CHOICE_LENGTH = 256, 1024
+BODY_TIMEOUT = 30.0  # seconds for a body to arrive
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a request's body. Raises ApiError 400 for anything else, 413 for a body beyond the limit."""
+    if len(raw) > MAX_BODY:
+        raise too_large()
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the body is no UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise bad_request(f"the body is no JSON: {error.msg} at {where}", code="invalid_json") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:  # a number of thousands of digits
+        raise bad_request(f"the body is no JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad_request("the body must be a JSON object", code="invalid_json")
+    check_nesting(value)
+    if _SURROGATE.search(raw):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise bad_request("the body holds half of a surrogate pair, which is no text") from None
+    return value
+
+
+def check_nesting(value: Any) -> None:
+    """Raise ApiError 400 for lists and objects within each other deeper than the limit."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def too_large() -> ApiError:
+    """413."""
+    return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
+
+
+def _number(text: str) -> float | int:
+    """To JSON 5.0 and 5 are one number."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _too_deep() -> ApiError:
+    return bad_request(f"the body nests deeper than {MAX_NESTING} levels", code="invalid_json")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise bad_request(f"numbers must be finite, got {name}", code="invalid_json")

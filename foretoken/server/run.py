@@ -1,0 +1,191 @@
+"""run: serve until told to stop. One port, one engine; SIGTERM drains, a second one ends at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from foretoken.errors import ConfigError
+from foretoken.server import limits, logs
+from foretoken.server.app import create_app
+from foretoken.server.client import EngineClient
+from foretoken.server.config import ServerConfig
+from foretoken.server.errors import unavailable
+from foretoken.server.service import Service
+
+log = logging.getLogger("foretoken.server")
+KEEP_ALIVE = 75  # seconds that an idle connection stays: pooled clients must not find it closed under them
+WAIT = 80.0
+LAST_WORDS = 2.0  # seconds for the error events of a drain that took too long
+EXIT_ENGINE = 1
+
+
+class Patient(H11Protocol):
+    """HTTP/1.1 whose clients have `WAIT` seconds for the head of each request; uvicorn would wait for ever."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._mind()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._mind()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._mind()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _waiting(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _mind(self) -> None:
+        """The clock runs while no request is being answered."""
+        if self._waiting and self._deadline is None:
+            self._deadline = self.loop.call_later(WAIT, self._late)
+        elif not self._waiting and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self._waiting and not self.transport.is_closing():
+            self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: uvicorn would stop listening at once, and new requests would find no answer."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def serve(model: str, settings: Mapping[str, Any], config: ServerConfig, log_level: str = "info") -> int:
+    """Serve `model` with an engine of these settings (as `make_config` takes them); returns the exit code.
+
+    0 after a stop that was asked for, 1 when the engine is given up. Raises ConfigError where the address is taken, or
+    the settings or the model cannot be.
+    """
+    logs.set_up(log_level)
+    return asyncio.run(Runner(model, settings, config).run())
+
+
+class Runner:
+    """A server and its end: asked for, or forced by an engine that cannot be had."""
+
+    def __init__(self, model: str, settings: Mapping[str, Any], config: ServerConfig) -> None:
+        self._config = config
+        self._client = EngineClient(model, settings, on_failure=self._failed)
+        self._failure: str | None = None
+        self._served = False
+        self._drain: asyncio.Task[None] | None = None
+        self._server: _Server | None = None
+        self._service: Service | None = None
+
+    async def run(self) -> int:
+        """Until the end."""
+        config = self._config
+        listener = bind(config.host, config.port)
+        app, self._service = create_app(self._client, config)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=Patient,
+                loop="asyncio",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=2,
+                h11_max_incomplete_event_size=limits.MAX_HEADERS,
+            )
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        watch = loop.create_task(self._announce(listener))
+        try:
+            await self._server.serve([listener])
+        finally:
+            watch.cancel()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        if self._failure is not None and not self._served:
+            raise ConfigError(self._failure)
+        return EXIT_ENGINE if self._failure is not None else 0
+
+    async def _announce(self, listener: socket.socket) -> None:
+        """Say where the server listens, and when it can be asked."""
+        host, port = listener.getsockname()[:2]
+        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("listening", extra={"url": where, "model": self._config.model_name})
+        with contextlib.suppress(Exception):
+            await self._client.wait_ready()
+            self._served = True
+            log.info(
+                "ready", extra={"url": where, "model": self._config.model_name, "drafter": self._client.facts["method"]}
+            )
+
+    def _failed(self, message: str) -> None:
+        """No engine, and none to come."""
+        self._failure = message
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def _stop(self) -> None:
+        """The first signal drains, the next one ends at once."""
+        assert self._server is not None
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._leave())
+        else:
+            self._server.should_exit = True
+
+    async def _leave(self) -> None:
+        """Nobody new; those inside may finish, for a while; the rest are told."""
+        assert self._service is not None and self._server is not None
+        gate, timeout = self._service.gate, self._config.drain_timeout
+        gate.close("the server is shutting down; send the request elsewhere")
+        log.info("draining", extra={"sequences": gate.num_inside, "timeout": timeout})
+        try:
+            await asyncio.wait_for(gate.wait_empty(), timeout)
+        except asyncio.TimeoutError:
+            self._client.end_all(unavailable("the server is shutting down, and this request was not finished"))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(gate.wait_empty(), LAST_WORDS)
+        self._server.should_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError where the address is taken or not ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)  # who comes before the server is up waits
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror or error}); choose another --port"
+        ) from None
+    return listener

@@ -1,0 +1,225 @@
+"""Service: from the fields of a request to a stream of the engine's pieces. What the routes have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence as Seq
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from foretoken.request import SamplingParams
+from foretoken.server import limits
+from foretoken.server.answer import Answer
+from foretoken.server.client import EngineClient
+from foretoken.server.config import ServerConfig
+from foretoken.server.errors import ApiError, bad_request
+from foretoken.server.gate import Gate
+from foretoken.server.guard import Visit
+from foretoken.server.metrics import Metrics
+from foretoken.server.parameters import check_length, sampling, tenant, wish
+from foretoken.server.protocol import (
+    ChatFields,
+    Common,
+    CompletionFields,
+    F,
+    ResponseFields,
+    read,
+)
+from foretoken.server.replies import ChatReply, CompletionReply, Reply
+from foretoken.server.responses import ResponseReply
+from foretoken.server.stream import Job
+from foretoken.server.text import Text
+from foretoken.server.tools import PARSERS, Parser, parser_for
+
+INLINE = 2**16  # bytes of a body that are read on the spot
+COMPLETION_TOKENS = 16  # OpenAI's default
+
+
+class Service:
+    """The engine, its gate and what is counted; one a server."""
+
+    def __init__(self, client: EngineClient, config: ServerConfig) -> None:
+        self.client, self.config = client, config
+        self.gate = Gate(config.max_queue)
+        self.metrics = Metrics(client, self.gate, config.model_name, config.metrics_prefix)
+
+    async def fields(self, request: Request, kind: type[F]) -> F:
+        """The checked fields of a request's body. Raises ApiError."""
+        body = await self.body(request)
+        size = int(request.headers.get("content-length", INLINE + 1))
+        return read(kind, body) if size <= INLINE else await asyncio.to_thread(read, kind, body)
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        """A request's body. Raises ApiError."""
+        kind_of_body = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind_of_body != "application/json":  # anything else a page of another site could send unasked
+            raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
+        raw = await _body(request)
+        return limits.parse_object(raw) if len(raw) <= INLINE else await asyncio.to_thread(limits.parse_object, raw)
+
+    def loaded(self, model: str | None) -> Text:
+        """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
+        if model is not None and model != self.config.model_name:
+            raise ApiError(
+                404,
+                f"no model {model!r} here; there is {self.config.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        self.client.check()
+        text = self.client.text
+        assert text is not None
+        self.gate.max_running = self.client.facts["max_num_seqs"]
+        return text
+
+    async def completions(self, request: Request) -> Answer:
+        """/v1/completions."""
+        fields = await self.fields(request, CompletionFields)
+        text = self.loaded(fields.model)
+        prompts, hidden = fields.prompts, fields.max_tokens == 0
+        n = fields.n or 1
+
+        async def encode() -> list[list[int]]:
+            return [await text.prompt(p) for p in prompts]
+
+        async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
+            room = text.max_model_len - max(len(i) for i in ids)
+            asked = COMPLETION_TOKENS if fields.max_tokens is None else max(1, fields.max_tokens)
+            if fields.max_tokens is None:
+                asked = min(asked, room)
+            params = sampling(fields, text, asked, room, fields.logprobs)
+            texts = [p if isinstance(p, str) else await text.decode(p) for p in prompts] if fields.echo else []
+            reply = CompletionReply(
+                f"cmpl-{id}",
+                self.config.model_name,
+                text,
+                len(ids) * n,
+                logprobs=fields.logprobs is not None,
+                echoes=list(zip(texts, ids, strict=True)) if fields.echo else [],
+                hidden=hidden,
+                **self._shown(fields),
+            )
+            return reply, params, bool(fields.echo) and fields.logprobs is not None
+
+        return await self._answer(request, fields, len(prompts) * n, sum(len(p) for p in prompts), encode, make)
+
+    async def chat(self, request: Request) -> Answer:
+        """/v1/chat/completions."""
+        fields = await self.fields(request, ChatFields)
+        text = self.loaded(fields.model)
+        messages = [m.plain() for m in fields.messages]
+        with_logprobs = bool(fields.logprobs or fields.top_logprobs)
+        asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+        check_length(fields.max_tokens or 0, text)
+        tools = fields.offered
+        parser = tool_parser(tools, text)
+
+        async def encode() -> list[list[int]]:
+            return [await text.chat(messages, tools)]
+
+        async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
+            room = text.max_model_len - len(ids[0])
+            top = (fields.top_logprobs or 0) if with_logprobs else None
+            params = sampling(fields, text, room if asked is None else asked, room, top)
+            more = self._shown(fields)
+            more |= {"logprobs": with_logprobs, "parser": parser}
+            more |= {"one_call": fields.parallel_tool_calls is False}
+            reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
+            return reply, params, False
+
+        return await self._answer(request, fields, fields.n or 1, _size(messages), encode, make)
+
+    async def responses(self, request: Request) -> Answer:
+        """/v1/responses."""
+        fields = await self.fields(request, ResponseFields)
+        text = self.loaded(fields.model)
+        messages = fields.messages
+
+        async def encode() -> list[list[int]]:
+            return [await text.chat(messages)]
+
+        async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
+            room = text.max_model_len - len(ids[0])
+            asked = room if fields.max_output_tokens is None else fields.max_output_tokens
+            params = sampling(fields, text, asked, room, None)
+            reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, asked=fields, **self._shown(fields))
+            return reply, params, False
+
+        return await self._answer(request, fields, 1, _size(messages), encode, make)
+
+    async def _answer(
+        self,
+        request: Request,
+        fields: Common,
+        num_seqs: int,
+        size: int,
+        encode: Callable[[], Awaitable[list[list[int]]]],
+        make: Callable[[str, Seq[list[int]]], Awaitable[tuple[Reply, SamplingParams, bool]]],
+    ) -> Answer:
+        """Through the gate first; then tokens, then the engine."""
+        visit: Visit = request.scope["foretoken"]
+        ticket = self.gate.enter(num_seqs, size)
+        try:
+            ids = await encode()
+            reply, params, score = await make(visit.id, ids)
+            reply.num_prompt_tokens = sum(len(i) for i in ids)
+            job = Job(visit.id, ids, params, tenant(visit, fields.cache_salt), wish(fields), score, fields.choice)
+            stream = self.client.submit(job)
+        except BaseException:
+            ticket.leave()
+            raise
+        return Answer(
+            reply,
+            stream,
+            ticket,
+            self.metrics,
+            events=bool(fields.stream),
+            usage=fields.include_usage,
+            timeout=self.config.request_timeout,
+        )
+
+    def _shown(self, fields: Common) -> dict[str, Any]:
+        """What replies need to know for their metrics."""
+        own = wish(fields)
+        k = self.client.facts["num_draft_tokens"] if self.client.facts["method"] != "none" else 0
+        if own is not None and k:
+            k = own.of(k)
+        return {"num_spec_tokens": k, "tokens": bool(fields.return_token_ids)}
+
+
+def tool_parser(tools: Seq[dict[str, Any]], text: Text) -> Callable[[], Parser] | None:
+    """What makes a parser of tool calls for each choice. Raises ApiError 400 where the model knows no tools."""
+    if not tools:
+        return None
+    name = parser_for(text.tokenizer.chat_template)
+    if name is None:
+        raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
+    names = frozenset(t["function"]["name"] for t in tools)
+    return partial(PARSERS[name], names)
+
+
+def _size(messages: Seq[dict[str, Any]]) -> int:
+    return sum(len(m["content"]) for m in messages)
+
+
+async def _body(request: Request) -> bytes:
+    """The body, as long as it is neither too long nor too slow. Raises ApiError 413, 408."""
+    parts: list[bytes] = []
+
+    async def collect() -> None:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limits.MAX_BODY:
+                raise limits.too_large()
+            parts.append(part)
+
+    try:
+        await asyncio.wait_for(collect(), limits.BODY_TIMEOUT)
+    except asyncio.TimeoutError:
+        raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client left") from None
+    return b"".join(parts)

@@ -1,0 +1,79 @@
+"""Stream: what a job's reader sees of it: pieces as they are decided, and an end in any case."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from foretoken.request import SamplingParams, Speculation
+from foretoken.server.errors import ApiError, bad_request, internal
+
+NO_TOKEN = (
+    "no token was left to choose: the request's allowed or banned tokens, biases and choices rule out all of them"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A delta of one sequence, as `frames` writes it: log-probabilities are [token, logprob, [[token, logprob]]]."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    accepted: list[int]
+    logprobs: list[Any]
+    prompt_logprobs: list[Any]
+    completion: dict[str, Any] | None
+
+
+class Job(NamedTuple):
+    """What the engine is asked to write: each prompt n times."""
+
+    id: str
+    prompts: Seq[Seq[int]]
+    params: SamplingParams
+    tenant: str = ""
+    speculation: Speculation | None = None
+    score_prompt: bool = False
+    choice: Seq[str] | None = None  # the text must be one of these
+
+
+class Stream:
+    """The pieces of one job, in the order in which they were decided."""
+
+    def __init__(self, job: Job, forget: Callable[[str], None]) -> None:
+        """`forget` lets the engine drop a job by its id."""
+        self.id = job.id
+        self._forget = forget
+        self.num_open = len(job.prompts) * job.params.n  # sequences that the engine has not completed
+        self._num_unread = self.num_open
+        p = job.params
+        self._restricted = bool(p.allowed_token_ids or p.banned_token_ids or p.logit_bias or job.choice)
+        self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
+
+    def push(self, item: Piece | ApiError | None) -> None:
+        """A piece, or the error that ends the stream, or None: its reader has left."""
+        if isinstance(item, Piece) and item.completion is not None:
+            self.num_open -= 1
+        self._queue.put_nowait(item)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """All pieces, to the last completion. Raises ApiError; ends early if `leave` is called meanwhile."""
+        while self._num_unread:
+            item = await self._queue.get()
+            if item is None:
+                return
+            if isinstance(item, ApiError):
+                raise item
+            if item.completion is not None:
+                self._num_unread -= 1
+                if item.completion["finish_reason"] == "error":
+                    raise bad_request(NO_TOKEN) if self._restricted else internal()
+            yield item
+
+    def leave(self, error: ApiError | None = None) -> None:
+        """Nobody reads any more (or: the reader is to get this error): the engine stops within a step."""
+        self._forget(self.id)
+        self.push(error)

@@ -1,0 +1,143 @@
+"""Text and tokens on the server's side: encoding and templates in threads of their own, never on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from foretoken.errors import RequestError
+from foretoken.server.errors import ApiError, bad_request
+from foretoken.tokenizer import Tokenizer
+
+T = TypeVar("T")
+INLINE = 1000  # characters that are encoded at once: a thread would take longer to start
+SLACK = 4  # a normalizer may shorten a text, but not by so much
+
+
+class Text:
+    """A loaded model's tokenizer, with its limits."""
+
+    def __init__(self, files: Mapping[str, str], vocab_size: int, max_model_len: int) -> None:
+        self.tokenizer = Tokenizer.from_files(files)
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.pieces = Pieces(self.tokenizer, json.loads(files["tokenizer.json"]))
+        self._longest = max((len(piece) for piece in self.tokenizer.vocabulary()), default=1)
+        self._threads = ThreadPoolExecutor(2, "tokenizer")
+
+    async def prompt(self, prompt: str | Seq[int]) -> list[int]:
+        """Token ids of a prompt, checked. Raises ApiError 400."""
+        if isinstance(prompt, str):
+            self._check_text(prompt)
+            return self._checked(await self._away(len(prompt), lambda: self.tokenizer.encode(prompt)))
+        return self._checked(list(prompt))
+
+    async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = ()) -> list[int]:
+        """Token ids of a conversation, checked. Raises ApiError 400."""
+        self._check_text("", sum(len(m["content"]) for m in messages))
+        return self._checked(await self.encode_chat(messages, tools))
+
+    async def encode_chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = ()) -> list[int]:
+        """Token ids of a conversation of any length. Templates are programs: always in a thread."""
+        return await self._away(INLINE + 1, lambda: self.tokenizer.chat(messages, tools=tools))
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text of any length."""
+        return await self._away(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, token_ids: Seq[int]) -> str:
+        """Text of token ids. Raises ApiError 400 for ids that the model has not."""
+        self._check_ids(token_ids)
+        return await self._away(len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _away(self, size: int, work: Callable[[], T]) -> T:
+        try:
+            if size <= INLINE:
+                return work()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except RequestError as error:
+            raise bad_request(str(error)) from None
+
+    def _check_text(self, text: str, size: int | None = None) -> None:
+        size = len(text) if size is None else size
+        if size > SLACK * self._longest * self.max_model_len:
+            raise self._too_long(f"{size} characters")
+
+    def _check_ids(self, token_ids: Seq[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            raise bad_request(f"token ids must lie in 0..{self.vocab_size - 1}, the model's vocabulary", "prompt")
+
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise bad_request("the prompt is empty; give at least one token of text", "prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise self._too_long(f"{len(token_ids)} tokens")
+        self._check_ids(token_ids)
+        return token_ids
+
+    def _too_long(self, size: str) -> ApiError:
+        return bad_request(
+            f"the prompt has {size} and the context holds {self.max_model_len} tokens, one of them at least for the "
+            "answer; shorten the prompt",
+            "prompt",
+            "context_length_exceeded",
+        )
+
+
+class Pieces:
+    """What a single token spells, as bytes: for log-probabilities, where a token may be part of a character."""
+
+    def __init__(self, tokenizer: Tokenizer, spec: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec.get("decoder")) else None
+        added = spec.get("added_tokens") or []
+        self._added = frozenset(t["id"] for t in added)
+        self._known: dict[int, bytes] = {t["id"]: t["content"].encode("utf-8", "replace") for t in added}
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Pieces:
+        """Those of a tokenizer."""
+        return cls(tokenizer, json.loads(tokenizer.as_files()["tokenizer.json"]))
+
+    def is_added(self, token_id: int) -> bool:
+        """Does the token stand beside the vocabulary (special tokens mostly), with no text of its own to spell?"""
+        return token_id in self._added
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's bytes; none beyond the vocabulary."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._spell(self._tokenizer.token(token_id) or "")
+        return found
+
+    def text(self, token_id: int) -> str:
+        """The token's text; one that is part of a character as OpenAI writes it."""
+        raw = self.raw(token_id)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+    def _spell(self, piece: str) -> bytes:
+        if self._bytes is not None and all(c in self._bytes for c in piece):
+            return bytes(self._bytes[c] for c in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            try:
+                return bytes([int(piece[3:5], 16)])
+            except ValueError:
+                pass
+        return piece.replace("\u2581", " ").encode("utf-8", "replace")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of byte-level vocabularies (Radford et al., 2019)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}

@@ -1,0 +1,452 @@
+"""The server as clients see it: one text however it is asked for, and every field of the API means what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fixtures_server import Server, children, events, gauge, wait_until
+
+from foretoken import LLM, SamplingParams
+
+PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "🙂") for end in ("of", "is a, b")]
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24, "ignore_eos": True}
+JSON_TYPE = {"content-type": "application/json"}
+BLOCKS = 24  # of 16 tokens: two of the longest texts fit, four sequences may run
+
+
+@pytest.fixture(scope="module")
+def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
+    target, draft = (str(p) for p in pair_folders)
+    flags = ["--model", target, "--draft", draft, "--served-model-name", "tiny"]
+    made = Server(*flags, "--max-num-seqs", "4", "--num-blocks", str(BLOCKS), "--max-queue", "40")
+    try:
+        made.wait_log("ready")
+        yield made
+    finally:
+        assert made.stop() == 0
+        assert not children(made.process.pid)
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def llm(pair_folders: tuple[Path, Path]) -> LLM:
+    """What the texts are compared with: the target alone, in this process."""
+    return LLM(str(pair_folders[0]))
+
+
+def complete(http: httpx.Client, prompt: Any, **fields: Any) -> dict[str, Any]:
+    response = http.post("/v1/completions", json={"prompt": prompt, **fields})
+    assert response.status_code == 200, response.text
+    made: dict[str, Any] = response.json()
+    return made
+
+
+def text_of(http: httpx.Client, prompt: Any, **fields: Any) -> str:
+    return str(complete(http, prompt, **fields)["choices"][0]["text"])
+
+
+def streamed(http: httpx.Client, prompt: Any, **fields: Any) -> list[dict[str, Any]]:
+    body = {"prompt": prompt, "stream": True, **fields}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return events(response)
+
+
+def refused(http: httpx.Client, status: int = 400, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+    response = http.post(path, json=fields)
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def own(llm: LLM, prompt: str, **fields: Any) -> str:
+    return llm.generate(prompt, SamplingParams(**fields))[0].text
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[1::2])
+def test_one_text_streamed_or_not_with_drafts_or_without(http: httpx.Client, llm: LLM, prompt: str) -> None:
+    alone = own(llm, prompt, **SAMPLED)
+    assert text_of(http, prompt, **SAMPLED) == alone
+    pieces = streamed(http, prompt, **SAMPLED)
+    assert "".join(p["choices"][0]["text"] for p in pieces) == alone
+    assert not any("\ufffd" in p["choices"][0]["text"] for p in pieces) or "\ufffd" in alone
+    wishes = ("off", "goodput", {"policy": "fixed", "num_draft_tokens": 7}, {"num_draft_tokens": 1})
+    for wish in wishes:
+        assert text_of(http, prompt, speculation=wish, **SAMPLED) == alone
+    assert text_of(http, llm.tokenizer.encode(prompt), **SAMPLED) == alone
+
+
+def test_one_text_under_load(server: Server, http: httpx.Client, llm: LLM) -> None:
+    """Four run, the cache holds two at their longest: texts wait, are preempted, and come out as alone."""
+    fields = {**SAMPLED, "max_tokens": 120}
+    alone = [own(llm, p, **fields) for p in PROMPTS]
+    before = gauge(http, "num_preemptions_total")
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda p: text_of(http, p, **fields), PROMPTS))
+    assert texts == alone
+    assert gauge(http, "num_preemptions_total") > before
+    wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
+
+
+def test_choices_prompts_and_usage(http: httpx.Client, llm: LLM) -> None:
+    made = complete(http, PROMPTS[:2], n=3, **SAMPLED)
+    assert [c["index"] for c in made["choices"]] == list(range(6))
+    for p, prompt in enumerate(PROMPTS[:2]):
+        expected = llm.generate(prompt, SamplingParams(n=3, **SAMPLED))
+        assert [c["text"] for c in made["choices"][3 * p : 3 * p + 3]] == [c.text for c in expected]
+    num_prompt = sum(len(llm.tokenizer.encode(p)) for p in PROMPTS[:2])
+    assert made["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 6 * 24,
+        "total_tokens": num_prompt + 6 * 24,
+    }
+    pieces = streamed(http, PROMPTS[:2], n=3, stream_options={"include_usage": True}, **SAMPLED)
+    texts = [""] * 6
+    for piece in pieces[:-1]:
+        assert "usage" not in piece
+        texts[piece["choices"][0]["index"]] += piece["choices"][0]["text"]
+    assert texts == [c["text"] for c in made["choices"]]
+    assert pieces[-1]["choices"] == [] and pieces[-1]["usage"] == made["usage"]
+    assert {p["id"] for p in pieces} == {pieces[0]["id"]} and pieces[0]["id"] != made["id"]
+    seeds = complete(http, "the", max_tokens=2)["metrics"]["foretoken"]["seeds"]
+    assert len(seeds) == 1 and seeds != complete(http, "the", max_tokens=2)["metrics"]["foretoken"]["seeds"]
+    negative = [text_of(http, "the", **{**SAMPLED, "seed": s}) for s in (-5, 2**63 - 5)]
+    assert negative[0] == negative[1]
+
+
+def test_metrics_of_a_request(http: httpx.Client) -> None:
+    made = complete(http, "the sum of", **SAMPLED)["metrics"]
+    spec = made["speculative_decoding"]
+    assert set(spec) == {
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "acceptance_histogram",
+        "num_spec_steps",
+        "num_accepted_draft_tokens",
+        "num_draft_tokens",
+        "num_spec_tokens",
+    }
+    histogram = spec["acceptance_histogram"]
+    assert sum(histogram) == spec["num_spec_steps"] > 0
+    assert sum(i * c for i, c in enumerate(histogram)) == spec["num_accepted_draft_tokens"] > 0
+    assert spec["draft_acceptance_rate"] == spec["num_accepted_draft_tokens"] / spec["num_draft_tokens"]
+    assert made["foretoken"]["time_split_s"]["draft"] > 0
+    off = complete(http, "the sum of", speculation="off", **SAMPLED)["metrics"]
+    assert off["speculative_decoding"] is None
+    assert off["foretoken"]["undrafted"]["off"] > 10
+
+
+def test_stops(http: httpx.Client, llm: LLM) -> None:
+    plain = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    whole = text_of(http, "the sum of", **plain)
+    stop = whole[9:12]
+    assert stop not in whole[:9]
+    made = complete(http, "the sum of", stop=stop, **plain)
+    assert made["choices"][0]["text"] == whole[: whole.index(stop)]
+    assert made["choices"][0]["finish_reason"] == "stop"
+    pieces = streamed(http, "the sum of", stop=["never this", stop], **plain)
+    assert "".join(p["choices"][0]["text"] for p in pieces) == made["choices"][0]["text"]
+    assert [p["choices"][0]["finish_reason"] for p in pieces if p["choices"][0]["finish_reason"]] == ["stop"]
+    token = llm.tokenizer.encode(stop)[0]
+    assert complete(http, "the sum of", stop_token_ids=[token], **plain)["choices"][0]["finish_reason"] == "stop"
+    ended = complete(http, "the sum of", logit_bias={"0": 100}, max_tokens=9, temperature=0)
+    assert ended["choices"][0]["finish_reason"] == "stop" and ended["usage"]["completion_tokens"] == 1
+    more = complete(http, "the sum of", logit_bias={"0": 100}, max_tokens=9, temperature=0, min_tokens=5)
+    assert more["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 3, "temperature": 1.5},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+        {"logit_bias": {"40": 12.0, "50": -100}},
+        {"allowed_token_ids": list(range(60, 90))},
+        {"banned_token_ids": list(range(1, 200)), "min_tokens": 3},
+    ],
+)
+def test_sampling_fields_reach_the_engine(http: httpx.Client, llm: LLM, fields: dict[str, Any]) -> None:
+    mine = dict(fields)
+    if "logit_bias" in mine:
+        mine["logit_bias"] = {int(k): v for k, v in mine["logit_bias"].items()}
+    plain = own(llm, "the sum of", **SAMPLED)
+    expected = own(llm, "the sum of", **{**SAMPLED, **mine})
+    assert text_of(http, "the sum of", **{**SAMPLED, **fields}) == expected != plain
+
+
+def test_choices_that_are_given(http: httpx.Client) -> None:
+    choices = ["yes", "no", "für 你好", "yes, of course"]
+    fields = {"temperature": 1.5, "max_tokens": 30, "n": 8, "seed": 3}
+    made = complete(http, "is it?", guided_choice=choices, **fields)
+    texts = [c["text"] for c in made["choices"]]
+    assert set(texts) <= set(choices) and len(set(texts)) > 1
+    assert {c["finish_reason"] for c in made["choices"]} == {"stop"}
+    same = complete(http, "is it?", structured_outputs={"choice": choices}, speculation="off", **fields)
+    assert [c["text"] for c in same["choices"]] == texts
+    chat = {"messages": [{"role": "user", "content": "is it?"}], "guided_choice": ["no"]}
+    assert http.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"] == "no"
+    assert refused(http, prompt="x", guided_choice=[])["param"] == "guided_choice"
+    assert text_of(http, "x", guided_choice=["a"], ignore_eos=True, min_tokens=9) == "a", "it ends where it ends"
+    assert "no token was left" in refused(http, prompt="x", guided_choice=["a"], allowed_token_ids=[0])["message"]
+    assert refused(http, prompt="x", structured_outputs={"regex": "a*"})["param"] == "structured_outputs"
+
+
+def test_log_probabilities_and_echo(http: httpx.Client, llm: LLM) -> None:
+    prompt = "the sum of all parts"
+    asked = {"temperature": 0, "max_tokens": 4, "logprobs": 2, "ignore_eos": True}
+    made = complete(http, prompt, **asked)["choices"][0]
+    mine = llm.generate(prompt, SamplingParams(max_tokens=4, logprobs=2, ignore_eos=True))[0]
+    assert mine.logprobs is not None
+    assert made["logprobs"]["token_logprobs"] == [p.logprob for p in mine.logprobs]
+    assert "".join(made["logprobs"]["tokens"]) == made["text"]
+    echoed = complete(http, prompt, echo=True, **asked)["choices"][0]
+    assert echoed["text"] == prompt + made["text"]
+    lp = echoed["logprobs"]
+    assert "".join(lp["tokens"]) == echoed["text"]
+    assert [echoed["text"][o:].startswith(t) for o, t in zip(lp["text_offset"], lp["tokens"])] == [True] * len(
+        lp["tokens"]
+    )
+    assert lp["token_logprobs"][0] is None and lp["top_logprobs"][0] is None
+    assert lp["token_logprobs"][-4:] == made["logprobs"]["token_logprobs"]
+    assert all(v < 0 and math.isfinite(v) for v in lp["token_logprobs"][1:])
+    for token, value, top in list(zip(lp["tokens"], lp["token_logprobs"], lp["top_logprobs"]))[1:]:
+        assert top[token] == value and 2 <= len(top) <= 3
+    pieces = streamed(http, prompt, echo=True, **asked)
+    assert "".join(p["choices"][0]["text"] for p in pieces) == echoed["text"]
+    assert [v for p in pieces for v in p["choices"][0]["logprobs"]["token_logprobs"]] == lp["token_logprobs"]
+    ids = llm.tokenizer.encode(prompt)
+    scored = complete(http, [ids, ids[:3]], echo=True, logprobs=1, max_tokens=0, temperature=0)
+    assert [c["text"] for c in scored["choices"]] == [prompt, llm.tokenizer.decode(ids[:3])]
+    assert scored["choices"][0]["logprobs"]["token_logprobs"] == lp["token_logprobs"][: len(ids)]
+    assert scored["usage"]["completion_tokens"] == 0
+    assert text_of(http, prompt, echo=True, temperature=0, max_tokens=4, ignore_eos=True) == echoed["text"]
+
+
+def test_chat(http: httpx.Client, llm: LLM) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the sum 你好"}]
+    fields = {**SAMPLED, "messages": messages, "logprobs": True, "top_logprobs": 1}
+    made = http.post("/v1/chat/completions", json=fields).json()
+    alone = llm.chat(messages, SamplingParams(**SAMPLED)).text
+    choice = made["choices"][0]
+    assert made["object"] == "chat.completion" and choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"] == alone
+    entries = choice["logprobs"]["content"]
+    assert bytes(b for e in entries for b in e["bytes"]).decode("utf-8", "replace") == alone
+    assert len(entries) == made["usage"]["completion_tokens"] == 24
+    with http.stream("POST", "/v1/chat/completions", json={**fields, "stream": True, "max_completion_tokens": 24}) as r:
+        pieces = events(r)
+    assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(p["choices"][0]["delta"].get("content", "") for p in pieces) == alone
+    assert [e for p in pieces[1:] for e in p["choices"][0]["logprobs"]["content"]] == entries
+    assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+    long = http.post("/v1/chat/completions", json={"messages": messages, "ignore_eos": True, "temperature": 0}).json()
+    assert long["usage"]["total_tokens"] == 256, "to the end of the context where nothing is said"
+
+
+def test_responses(http: httpx.Client, llm: LLM) -> None:
+    asked = {
+        "input": "the sum",
+        "instructions": "be brief",
+        "max_output_tokens": 20,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    made = http.post("/v1/responses", json=asked).json()
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the sum"}]
+    alone = llm.chat(messages, SamplingParams(max_tokens=20, ignore_eos=True)).text
+    assert made["output"][0]["content"][0]["text"] == alone
+    assert made["status"] == "incomplete" and made["usage"]["output_tokens"] == 20
+    with http.stream("POST", "/v1/responses", json={**asked, "stream": True}) as response:
+        lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: ")]
+    assert [e["sequence_number"] for e in lines] == list(range(len(lines)))
+    assert lines[0]["type"] == "response.created" and lines[-1]["type"] == "response.incomplete"
+    assert "".join(e["delta"] for e in lines if e["type"] == "response.output_text.delta") == alone
+    assert lines[-1]["response"]["output"][0]["content"] == made["output"][0]["content"]
+    error = refused(http, 400, "/v1/responses", input="x", previous_response_id="resp_1")
+    assert "not stored" in error["message"]
+
+
+def test_tokens_and_models(http: httpx.Client, llm: LLM) -> None:
+    text = "für 你好 🙂"
+    made = http.post("/tokenize", json={"prompt": text}).json()
+    assert made["tokens"] == llm.tokenizer.encode(text) and made["count"] == len(made["tokens"])
+    assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": text}
+    chat = http.post(
+        "/tokenize", json={"messages": [{"role": "user", "content": "x"}], "return_token_strs": True}
+    ).json()
+    assert chat["tokens"] == llm.tokenizer.chat([{"role": "user", "content": "x"}])
+    assert len(chat["token_strs"]) == chat["count"]
+    assert http.get("/v1/models").json()["data"][0] | {"created": 0} == {
+        "id": "tiny",
+        "object": "model",
+        "created": 0,
+        "owned_by": "foretoken",
+        "max_model_len": 256,
+    }
+    assert http.get("/ready").status_code == http.get("/version").status_code == 200
+
+
+def test_what_cannot_be_is_refused(http: httpx.Client) -> None:
+    assert refused(http, prompt="x", suffix="y")["param"] == "suffix"
+    assert refused(http, prompt="")["param"] == "prompt"
+    assert refused(http, prompt=[304])["param"] == "prompt", "beyond the width of the logits"
+    assert refused(http, prompt="x", logit_bias={"304": 1})["param"] == "logit_bias"
+    assert refused(http, prompt="x", logit_bias={"-1": 1})["param"] == "logit_bias"
+    assert refused(http, prompt="x", allowed_token_ids=[304])["param"] == "allowed_token_ids"
+    assert refused(http, prompt="x", stop_token_ids=[10**6])["param"] == "stop_token_ids"
+    assert refused(http, prompt="a b " * 400)["code"] == "context_length_exceeded"
+    assert refused(http, prompt="ab " * 10**6)["code"] == "context_length_exceeded"
+    assert refused(http, prompt="x", max_tokens=257)["code"] == "context_length_exceeded"
+    assert refused(http, prompt=["x"] * 5, n=16)["param"] == "n", "more than ever fit"
+    assert refused(http, 404, prompt="x", model="other")["code"] == "model_not_found"
+    tool = {"type": "function", "function": {"name": "f"}}
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    assert refused(http, path="/v1/chat/completions", **chat)["param"] == "tools", "its template knows none"
+    assert refused(http, path="/detokenize", tokens=[304])["param"] == "prompt"
+
+
+def test_what_is_more_than_fits_ends_where_the_context_does(http: httpx.Client) -> None:
+    made = complete(http, "the sum", max_tokens=256, ignore_eos=True, temperature=0)
+    assert made["usage"]["total_tokens"] == 256 and made["choices"][0]["finish_reason"] == "length"
+    assert complete(http, "the sum", max_tokens=2, min_tokens=9, temperature=0)["usage"]["completion_tokens"] == 2
+    empty = complete(http, "the sum", max_tokens=0)
+    assert empty["choices"][0]["text"] == "" and empty["usage"]["completion_tokens"] == 0
+    whole = http.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 2.0}', headers=JSON_TYPE)
+    assert whole.json()["usage"]["completion_tokens"] == 2, "2.0 and 2 are one number"
+
+
+def test_the_document_fits_the_model(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    text = json.dumps(paths)
+    assert not [word for word in ("x-token", "$ref", '"422"') if word in text]
+    schema = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["properties"]["model"]["enum"] == ["tiny", None]
+    assert schema["properties"]["max_tokens"]["anyOf"][0]["maximum"] == 256
+    assert schema["properties"]["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == 303
+    assert "CallMessage" not in text, "the template knows no tools"
+
+
+def test_a_full_queue_says_so_at_once(server: Server, http: httpx.Client) -> None:
+    """44 places: bodies of 16 sequences fill them, and the rest hear when to come back."""
+
+    def ask(i: int) -> httpx.Response:
+        return http.post("/v1/completions", json={"prompt": f"the {i}", "n": 16, "max_tokens": 60, "ignore_eos": True})
+
+    with ThreadPoolExecutor(6) as pool:
+        responses = list(pool.map(ask, range(6)))
+    statuses = [r.status_code for r in responses]
+    assert set(statuses) == {200, 429} and statuses.count(200) >= 2
+    assert all(int(r.headers["retry-after"]) > 0 for r in responses if r.status_code == 429)
+    assert gauge(http, "admission_rejections_total") == statuses.count(429)
+    assert text_of(http, "the", max_tokens=2)
+
+
+def leave(server: Server, body: dict[str, Any], read: int) -> None:
+    """Ask, read so many bytes, hang up."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + data)
+        while read > 0:
+            read -= len(connection.recv(min(read, 4096)))
+
+
+@pytest.mark.parametrize(("stream", "read"), [(True, 700), (False, 0), (True, 0)])
+def test_who_leaves_frees_the_engine(server: Server, http: httpx.Client, stream: bool, read: int) -> None:
+    body = {"prompt": "the sum of", "n": 16, "max_tokens": 240, "ignore_eos": True, "stream": stream}
+    before = gauge(http, "generation_tokens_total")
+    leavers = [threading.Thread(target=leave, args=(server, body, read)) for _ in range(2)]
+    for thread in leavers:
+        thread.start()
+    for thread in leavers:
+        thread.join()
+    wait_until(lambda: gauge(http, "num_requests_running") + gauge(http, "num_requests_waiting") == 0)
+    wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
+    written = gauge(http, "generation_tokens_total") - before
+    assert written < 2 * 16 * 240 / 2, "the engine wrote on for nobody"
+    assert 'status="499"' in http.get("/metrics").text
+
+
+def test_the_official_client(server: Server, llm: LLM) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    plain = {k: v for k, v in SAMPLED.items() if k != "ignore_eos"}
+    more = {"ignore_eos": True}
+    expected = own(llm, "the sum of", **SAMPLED)
+    done = client.completions.create(model="tiny", prompt="the sum of", extra_body=more, **plain)
+    assert done.choices[0].text == expected and done.usage.completion_tokens == 24
+    stream = client.completions.create(model="tiny", prompt="the sum of", extra_body=more, stream=True, **plain)
+    assert "".join(c.choices[0].text for c in stream) == expected
+    messages = [{"role": "user", "content": "the sum"}]
+    answer = llm.chat(messages, SamplingParams(**SAMPLED)).text
+    chat = client.chat.completions.create(model="tiny", messages=messages, extra_body=more, **plain)
+    assert chat.choices[0].message.content == answer
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            extra_body=more,
+            stream=True,
+            stream_options={"include_usage": True},
+            **plain,
+        )
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer
+    assert chunks[-1].usage.completion_tokens == 24
+    asked = {"model": "tiny", "input": messages, "max_output_tokens": 10, "temperature": 0.0}
+    response = client.responses.create(**asked)
+    kinds = [e.type for e in client.responses.create(stream=True, **asked)]
+    assert response.output_text and kinds[-1] in ("response.completed", "response.incomplete")
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model="tiny", prompt="x", suffix="y")
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_one_port_and_no_connection_outwards(server: Server, http: httpx.Client) -> None:
+    """By the kernel's own list: one listening socket; all others were accepted on it; the engine has none at all."""
+    port = int(server.url.rpartition(":")[2])
+    http.get("/version")
+    mine = sockets(server.process.pid)
+    assert [local for local, _, state in mine if state == "0A"] == [port]
+    assert all(local == port for local, _, _ in mine)
+    assert sockets(server.engine_pid) == []
+
+
+def sockets(pid: int) -> list[tuple[int, int, str]]:
+    """TCP and UDP sockets of a process: local port, remote port, state (0A: listening)."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            name = str(link.readlink())
+        except OSError:
+            continue
+        if name.startswith("socket:["):
+            inodes.add(name[8:-1])
+    found = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes:
+                local, remote = (int(f.rpartition(":")[2], 16) for f in fields[1:3])
+                found.append((local, remote, fields[3]))
+    return found

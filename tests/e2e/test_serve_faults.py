@@ -1,0 +1,244 @@
+"""The server's life: a dead engine is replaced, bad clients harm nobody, SIGTERM drains, bad settings are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fixtures_server import Server, children, gauge, wait_until
+
+from foretoken.cli import main
+from foretoken.errors import ConfigError
+from foretoken.server.run import bind
+
+KEY = "key-of-the-tests"
+ENVIRONMENT = {"FORETOKEN_API_KEY": "key-of-the-environment"}
+FIELDS: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+LONG = {**FIELDS, "max_tokens": 230, "n": 4}
+
+
+@pytest.fixture(scope="module")
+def server(pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{KEY}\n")
+    flags = ["--model", str(pair_folders[0]), "--served-model-name", "tiny", "--draft", "ngram"]
+    made = Server(*flags, "--api-key-file", str(keys), "--drain-timeout", "3", "--max-num-seqs", "4", env=ENVIRONMENT)
+    try:
+        made.wait_log("ready")
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.client(headers={"authorization": f"Bearer {KEY}"}) as client:
+        yield client
+
+
+def complete(http: httpx.Client, prompt: str = "the sum of") -> str:
+    response = http.post("/v1/completions", json={"prompt": prompt, **FIELDS})
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+class Reader(threading.Thread):
+    """Reads one stream to its end; knows when the end came."""
+
+    def __init__(self, http: httpx.Client, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        self._http, self._fields = http, fields
+        self.lines: list[str] = []
+        self.status = 0
+        self.ended = 0.0
+        self.start()
+
+    def run(self) -> None:
+        body = {"prompt": "the sum of", "stream": True, **self._fields}
+        with self._http.stream("POST", "/v1/completions", json=body) as response:
+            self.status = response.status_code
+            for line in response.iter_lines():
+                self.lines += [line.removeprefix("data: ")] if line else []
+        self.ended = time.monotonic()
+
+    def wait_begun(self) -> None:
+        wait_until(lambda: len(self.lines) > 2)
+
+
+def test_keys(server: Server, http: httpx.Client) -> None:
+    with server.client() as stranger:
+        assert stranger.get("/health").status_code == 200
+        for path in ("/ready", "/metrics", "/v1/models", "/docs", "/openapi.json", "/"):
+            assert stranger.get(path).status_code == 401
+        assert stranger.post("/v1/completions", json={"prompt": "x"}).status_code == 401
+    assert complete(http)
+    with server.client(headers={"authorization": "Bearer key-of-the-environment"}) as other:
+        assert other.get("/ready").status_code == 200
+    log = json.dumps(server.log)
+    assert KEY not in log and "key-of-the-environment" not in log
+    assert b"key-of-the-environment" not in Path(f"/proc/{server.engine_pid}/environ").read_bytes()
+
+
+def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
+    """Malformed, cut off, slow and idle ones between good ones, whose texts stay what they are."""
+    alone = {p: complete(http, p) for p in ("the sum of", "def add(", "a list")}
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    rng = random.Random(1)
+    heads = [
+        b"GET /",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+        b"\x16\x03\x01" * 99,
+    ]
+    heads += [
+        b"GET / HTTP/1.1\r\n" + b"X: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: x\r\n\r\n",
+    ]
+    idle = [socket.create_connection((host, int(port))) for _ in range(30)]
+    for connection in idle:
+        connection.sendall(rng.choice(heads))
+
+    def visit(i: int) -> tuple[str, str] | None:
+        kind, prompt = i % 4, rng.choice(list(alone))
+        if kind == 0:
+            bad = http.post("/v1/completions", content=rng.randbytes(50), headers={"content-type": "application/json"})
+            assert bad.status_code == 400
+        elif kind == 1:
+            bad = http.post(
+                "/v1/completions", json={"prompt": prompt, **FIELDS, "temperature": rng.choice(["x", -1, [], {}])}
+            )
+            assert bad.status_code == 400
+        elif kind == 2:
+            with http.stream("POST", "/v1/completions", json={"prompt": prompt, **LONG, "stream": True}) as response:
+                next(response.iter_lines())
+        else:
+            return prompt, complete(http, prompt)
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        for made in pool.map(visit, range(40)):
+            assert made is None or alone[made[0]] == made[1]
+    for connection in idle:
+        connection.close()
+    wait_until(lambda: gauge(http, "num_requests_running") + gauge(http, "num_requests_waiting") == 0)
+    wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
+    assert not [entry for entry in server.log if "trace" in entry]
+
+
+def test_a_poisoned_request_ends_alone(server: Server, http: httpx.Client) -> None:
+    """Every token banned: nothing can be chosen, which shows in the engine only. Its neighbour does not notice."""
+    alone = complete(http)
+    neighbour = Reader(http, **FIELDS)
+    poison = {"prompt": "x", "banned_token_ids": list(range(304)), "max_tokens": 4}
+    failed = http.post("/v1/completions", json=poison)
+    assert failed.status_code == 400 and "no token was left" in failed.json()["error"]["message"]
+    neighbour.join(30)
+    assert neighbour.lines[-1] == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in neighbour.lines[:-1]) == alone
+    assert http.get("/health").status_code == 200
+    wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
+
+
+def test_a_dead_engine_is_replaced(server: Server, http: httpx.Client) -> None:
+    alone, drafted = complete(http), gauge(http, "spec_decode_num_drafts_total")
+    readers = [Reader(http, **LONG) for _ in range(3)]
+    readers[0].wait_begun()
+    engine = server.engine_pid
+    killed = time.monotonic()
+    os.kill(engine, signal.SIGKILL)
+    for reader in readers:
+        reader.join(10)
+        assert 0 < reader.ended - killed < 5.0, "told at once; the rest is for machines that are busy with other things"
+        if reader.status == 200:
+            assert reader.lines[-1] == "[DONE]"
+            assert json.loads(reader.lines[-2])["error"]["type"] == "service_unavailable_error"
+        else:
+            assert reader.status == 503
+    assert readers[0].status == 200
+    for path, body in (("/health", None), ("/ready", None), ("/v1/completions", {"prompt": "x"})):
+        response = http.get(path) if body is None else http.post(path, json=body)
+        assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+    wait_until(lambda: http.get("/ready").status_code == 200, 60)
+    assert http.get("/health").status_code == 200
+    assert server.engine_pid != engine
+    assert complete(http) == alone
+    assert gauge(http, "engine_restarts_total") == 1
+    assert gauge(http, "spec_decode_num_drafts_total") >= drafted > 0, "counters never go back"
+
+
+def test_a_stopped_engine_that_goes_on_is_no_dead_one(server: Server, http: httpx.Client) -> None:
+    reader, engine = Reader(http, **FIELDS), server.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    time.sleep(0.5)
+    assert http.get("/health").status_code == 200
+    os.kill(engine, signal.SIGCONT)
+    reader.join(20)
+    assert reader.lines[-1] == "[DONE]" and server.engine_pid == engine
+
+
+def test_sigterm_drains(server: Server, http: httpx.Client) -> None:
+    """Running streams end well or with a word, new requests are refused at once, nothing is left behind."""
+    alone = complete(http)
+    quick = Reader(http, **FIELDS)
+    slow = [Reader(http, **{**LONG, "n": 16}) for _ in range(8)]
+    quick.wait_begun()
+    for reader in slow[:1]:
+        reader.wait_begun()
+    engine = server.engine_pid
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_log("draining")
+    assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+    assert http.get("/ready").status_code == 503
+    assert http.get("/health").status_code == 200
+    for reader in (quick, *slow):
+        reader.join(20)
+        assert reader.status in (200, 503), reader.lines
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in quick.lines[:-1]) == alone
+    cut = [r for r in slow if r.status == 200 and "error" in json.loads(r.lines[-2])]
+    assert cut, "the drain time was long enough for all of them"
+    assert all(r.lines[-1] == "[DONE]" for r in slow if r.status == 200)
+    assert server.process.wait(20) == 0
+    assert not children(server.process.pid) and not Path(f"/proc/{engine}").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--host", "0.0.0.0"], "no API key"),
+        (["--port", "99999"], "port must lie in"),
+        (["--api-key-file", "/nowhere/at/all"], "cannot read API keys"),
+        (["--max-queue", "-1"], "max_queue must be"),
+    ],
+)
+def test_bad_settings_are_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FORETOKEN_API_KEY", raising=False)
+    assert main(["serve", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
+    """What the engine's process finds out is said by the server, which ends."""
+    command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--max-model-len", "100000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "is above the model's own" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="choose another --port"):
+        bind("127.0.0.1", taken.getsockname()[1])

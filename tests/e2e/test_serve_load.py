@@ -1,0 +1,114 @@
+"""Thousands of requests, a fifth of them abandoned, a tenth malformed, some read slowly: nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fixtures_server import Server, gauge, wait_until
+
+from foretoken import LLM, SamplingParams
+
+pytestmark = pytest.mark.slow
+NUM_REQUESTS, CONCURRENCY = 5000, 32
+PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "a list") for end in ("of", "is a, b")]
+KINDS = ["plain"] * 10 + ["stream"] * 8 + ["slow"] * 2 + ["left"] * 6 + ["malformed"] * 3
+
+
+def fields(i: int) -> dict[str, Any]:
+    """Parameters of the i-th request: greedy or sampled, short or long, with and without penalties and speculation."""
+    made: dict[str, Any] = {"max_tokens": 4 + i % 40, "seed": i % 5, "temperature": (0.0, 0.8, 1.2)[i % 3]}
+    made |= {"ignore_eos": True} | ({"presence_penalty": 0.5} if i % 4 == 0 else {})
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
+    made = Server("--model", str(pair_folders[0]), "--draft", str(pair_folders[1]), "--max-num-seqs", "8")
+    try:
+        made.wait_log("ready")
+        yield made
+    finally:
+        assert made.stop() == 0
+
+
+async def visit(http: httpx.AsyncClient, i: int, counts: Counter[Any]) -> tuple[int, str] | None:
+    """One request of a kind; returns its text where there is one."""
+    rng = random.Random(i)
+    kind, body = rng.choice(KINDS), {"prompt": PROMPTS[i % 8], **fields(i)}
+    if i % 5 == 0:
+        body["speculation"] = "off"
+    path, text = "/v1/completions", None
+    if kind == "malformed":
+        body["temperature"] = rng.choice(["x", -1, None, [1]]) or "y"
+    if kind in ("plain", "malformed"):
+        response = await http.post(path, json=body)
+        counts[kind, response.status_code] += 1
+        if response.status_code == 200:
+            text = response.json()["choices"][0]["text"]
+    elif kind == "left":
+        try:
+            await asyncio.wait_for(http.post(path, json={**body, "max_tokens": 200}), rng.random() * 0.1)
+        except asyncio.TimeoutError:
+            counts[kind, 499] += 1
+    else:
+        async with http.stream("POST", path, json={**body, "stream": True}) as response:
+            counts[kind, response.status_code] += 1
+            text = ""
+            async for line in response.aiter_lines():
+                if kind == "slow":
+                    await asyncio.sleep(rng.random() * 0.05)
+                if line.startswith("data: {"):
+                    text += httpx.Response(200, text=line[6:]).json()["choices"][0]["text"]
+    return None if text is None else (i, text)
+
+
+async def visit_all(url: str, numbers: range, counts: Counter[Any]) -> dict[int, str]:
+    """Texts by request, with a fixed number of visitors at once."""
+    todo, texts = iter(numbers), {}
+    limits = httpx.Limits(max_connections=CONCURRENCY)
+
+    async def visitor(http: httpx.AsyncClient) -> None:
+        for i in todo:
+            made = await visit(http, i, counts)
+            if made is not None:
+                texts[made[0]] = made[1]
+
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+        await asyncio.gather(*(visitor(http) for _ in range(CONCURRENCY)))
+    return texts
+
+
+def resident(pid: int) -> int:
+    """Kilobytes of memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+def test_load(server: Server, pair_folders: tuple[Path, Path]) -> None:
+    counts: Counter[Any] = Counter()
+    pids = (server.process.pid, server.engine_pid)
+    warm_up = NUM_REQUESTS // 5
+    texts = asyncio.run(visit_all(server.url, range(warm_up), counts))
+    before = [resident(p) for p in pids]
+    texts |= asyncio.run(visit_all(server.url, range(warm_up, NUM_REQUESTS), counts))
+    assert {status for _, status in counts} <= {200, 400, 499}, counts
+    assert counts["malformed", 400] == sum(n for (kind, _), n in counts.items() if kind == "malformed")
+    with server.client() as http:
+        wait_until(lambda: gauge(http, "num_requests_running") + gauge(http, "num_requests_waiting") == 0)
+        wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
+        wait_until(lambda: len(list(Path(f"/proc/{pids[0]}/fd").iterdir())) < 30)
+    after = [resident(p) for p in pids]
+    print(dict(counts), f"kB before {before}, after {after}")
+    assert all(late < 1.05 * early for early, late in zip(before, after, strict=True)), (before, after)
+    assert pids == (server.process.pid, server.engine_pid), "no engine died"
+    assert not [entry for entry in server.log if "trace" in entry]
+    llm = LLM(str(pair_folders[0]))
+    for i in random.Random(0).sample(sorted(texts), 100):
+        assert texts[i] == llm.generate(PROMPTS[i % 8], SamplingParams(**fields(i)))[0].text, i

@@ -1,0 +1,106 @@
+"""A real server for tests: `foretoken serve` as users start it, on a free port, with its log at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START = 120.0  # seconds at most, on a busy machine
+
+
+class Server:
+    """One running server. `log` holds its lines, parsed."""
+
+    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.log: list[dict[str, Any]] = []
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--threads", "1", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = str(self.wait_log("listening")["url"])
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                entry = {"message": line.rstrip(), "raw": True}
+            self.log.append(entry)
+            self._lines.put(entry)
+        self._lines.put(None)
+
+    def wait_log(self, message: str) -> dict[str, Any]:
+        """The next line with this message."""
+        until = time.monotonic() + START
+        while True:
+            entry = self._lines.get(timeout=max(0.1, until - time.monotonic()))
+            assert entry is not None, f"the server ended: {self.log}"
+            if entry["message"] == message:
+                return entry
+
+    def client(self, **more: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **more)
+
+    @property
+    def engine_pid(self) -> int:
+        """The process of the engine: the server's only child."""
+        return next(iter(children(self.process.pid)))
+
+    def stop(self) -> int:
+        """End it, if it has not ended; returns the exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one has started and that are alive."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def gauge(client: httpx.Client, name: str) -> float:
+    """A value of /metrics, summed over its labels."""
+    page = client.get("/metrics").text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"vllm:{name}{{"))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> float:
+    """Wait until it holds; returns how long that took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "waited in vain"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The data of a stream's events; the last one must be [DONE]."""
+    lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,0 +1,122 @@
+"""Log-probabilities of a prompt's own tokens, and requests that fail alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, run
+
+from foretoken.engine.engine import Engine
+from foretoken.request import Completion, FinishReason, Request, SamplingParams
+from foretoken.spec import verify as verify_module
+from foretoken.spec.draft import Draft
+from foretoken.spec.drafter import Drafter
+
+PROMPT = tuple(range(1, 151))
+OTHER = (5, 6, 7, 5, 6, 7, 5)
+ASKED = SamplingParams(
+    max_tokens=12, seed=3, logprobs=2, ignore_eos=True, min_tokens=4, repetition_penalty=1.1, **SAMPLED
+)
+
+
+def score(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Completion]:
+    """Completions of scored prompts, which run together."""
+    done: dict[str, Completion] = {}
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(f"r{i}", prompt, params, 3, score_prompt=True))
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.completion is not None:
+                done[delta.request_id] = delta.completion
+    assert_nothing_left(engine)
+    return [done[f"r{i}"] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "tokens"), [("none", 512, 4096), ("ngram", 9, 4096), ("draft_model", 70, 320)]
+)
+def test_a_scored_prompt_is_continued_as_ever(reference_pair: Pair, method: str, rows: int, tokens: int) -> None:
+    """Whatever the drafter, the rows of a pass, and preemptions on the way (the last cache holds one sequence)."""
+    plain = run(make_engine(reference_pair), [PROMPT, OTHER], ASKED, alone=True)
+    engine = make_engine(reference_pair, method, rows=rows, tokens=tokens)
+    scored = score(engine, [PROMPT, OTHER, PROMPT], ASKED)
+    for mine, alone in zip(scored, [*plain, plain[0]], strict=True):
+        assert mine.token_ids == alone.token_ids
+        assert mine.logprobs == alone.logprobs
+        assert mine.prompt_logprobs is not None
+        assert [p.token_id for p in mine.prompt_logprobs] == list(mine.prompt_token_ids[1:])
+    assert scored[0].prompt_logprobs == scored[2].prompt_logprobs
+
+
+def test_scores_are_the_models(reference_pair: Pair) -> None:
+    greedy = SamplingParams(max_tokens=1, seed=3, logprobs=1, ignore_eos=True)
+    found = score(make_engine(reference_pair, "ngram"), [PROMPT], greedy)[0].prompt_logprobs
+    assert found is not None
+    num_compared = 0
+    for n in range(1, 40):  # the model's own words on token n, asked for as the likeliest tokens after n others
+        only = SamplingParams(max_tokens=1, logprobs=100, seed=0, ignore_eos=True)
+        top = run(make_engine(reference_pair), [PROMPT[:n]], only)[0].logprobs
+        assert top is not None
+        truth = dict(top[0].top)
+        assert found[n - 1].top == top[0].top[:1]
+        if PROMPT[n] in truth:
+            num_compared += 1
+            assert found[n - 1].logprob == truth[PROMPT[n]]
+    assert num_compared > 5
+
+
+def test_one_that_fails_in_the_sampler_ends_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = run(make_engine(pair, "ngram"), [OTHER], ASKED)[0]
+    engine = make_engine(pair, "ngram")
+    choose = verify_module.choose
+
+    def poisoned(logits: Any, seq: Any, path: Any, eos: Any) -> int:
+        if seq.num_prompt == 3 and len(seq) > 6:
+            raise IndexError("poison")
+        return choose(logits, seq, path, eos)
+
+    monkeypatch.setattr(verify_module, "choose", poisoned)
+    bad, good = run(engine, [(1, 2, 3), OTHER], ASKED)
+    assert bad.finish_reason is FinishReason.ERROR
+    assert len(bad.token_ids) < 12
+    assert good.token_ids == alone.token_ids and good.logprobs == alone.logprobs
+
+
+def test_a_failing_drafter_costs_no_text(pair: Pair) -> None:
+    class Broken(Drafter):
+        rounds = 0
+
+        def propose(self, seqs: Any, num_draft: Any) -> Draft:
+            raise ValueError("no guess")
+
+        def observe(self, seqs: Any, spans: Any, hidden: Any) -> None:
+            self.rounds += 1
+            raise ValueError("no memory")
+
+    drafter = Broken()
+    plain = run(make_engine(pair), [OTHER, PROMPT], ASKED)
+    drafted = run(make_engine(pair, drafter=drafter), [OTHER, PROMPT], ASKED)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert drafter.rounds > 5
+
+
+def test_a_failed_pass_ends_those_in_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = run(make_engine(pair), [OTHER], ASKED)[0]
+    engine = make_engine(pair, seqs=1)
+    for name in ("first", "second"):
+        engine.add(Request(name, OTHER, ASKED, 3))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.model, "forward", None)
+        with pytest.raises(TypeError):
+            engine.step()
+    ended = engine.fail_step()
+    assert [d.request_id for d in ended] == ["first"]
+    assert ended[0].completion is not None and ended[0].completion.finish_reason is FinishReason.ERROR
+    assert engine.fail_step() == []
+    last = None
+    while engine.has_work:
+        last = engine.step()[-1].completion
+    assert last is not None and last.token_ids == alone.token_ids
+    assert_nothing_left(engine)

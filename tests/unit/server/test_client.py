@@ -1,0 +1,188 @@
+"""The server's end of the engine's process, with a process that only pretends: it dies, hangs, or talks nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from lawkit import Pair
+
+from foretoken.request import SamplingParams
+from foretoken.server import client as clients, frames, logs, run
+from foretoken.server.client import EngineClient
+from foretoken.server.errors import ApiError
+from foretoken.server.stream import Job, Stream
+
+PRETENDER = """
+import json, os, socket, struct, sys, time
+connection, behaviour = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+ready, seen = open(sys.argv[3], "rb").read(), sys.argv[3] + ".seen"
+beat = json.dumps({"type": "beat", "step_seconds": 99 if behaviour == "stuck" else 0, "stats": {"drafts": 1}}).encode()
+connection.recv(100_000)  # what to load
+connection.sendall(ready)
+if not os.path.exists(seen):  # the first one waits until it is asked for something
+    open(seen, "w").close()
+    connection.recv(100_000)
+while behaviour != "silent":
+    connection.sendall(struct.pack("<I", len(beat)) + beat)
+    if behaviour == "dies":
+        time.sleep(0.2)
+        os._exit(7)
+    if behaviour == "nonsense":
+        connection.sendall(b"\\xff" * 100)
+    time.sleep(0.05)
+time.sleep(60)
+"""
+Start = Callable[..., EngineClient]
+
+
+@pytest.fixture
+def start(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Makes clients of processes that behave in a certain way."""
+    facts = {"vocab_size": 304, "max_model_len": 256, "max_num_seqs": 4, "method": "none", "num_draft_tokens": 0}
+    ready = tmp_path / "ready"
+    ready.write_bytes(frames.pack({"type": "ready", "tokenizer": pair.tokenizer.as_files(), **facts}))
+    script = tmp_path / "pretender.py"
+    script.write_text(PRETENDER)
+
+    def make(behaviour: str, **more: Any) -> EngineClient:
+        def spawn() -> tuple[int, socket.socket]:
+            ours, theirs = socket.socketpair()
+            os.set_inheritable(theirs.fileno(), True)
+            command = [sys.executable, str(script), str(theirs.fileno()), behaviour, str(ready)]
+            pid = os.posix_spawn(sys.executable, command, os.environ)
+            theirs.close()
+            ours.setblocking(False)
+            return pid, ours
+
+        monkeypatch.setattr(clients, "_spawn", spawn)
+        monkeypatch.setattr(clients, "FIRST_DELAY", 0.01)
+        made = EngineClient("x", {}, **more)
+        made.start()
+        return made
+
+    return make
+
+
+def submit(client: EngineClient) -> Stream:
+    return client.submit(Job("r", [[1]], SamplingParams()))
+
+
+async def read(stream: Stream) -> ApiError:
+    """The error that ends a stream."""
+    with pytest.raises(ApiError) as caught:
+        async for _ in stream.pieces():
+            pass
+    return caught.value
+
+
+async def test_a_process_that_keeps_dying_is_given_up(start: Start) -> None:
+    said: list[str] = []
+    client = start("dies", max_restarts=2, on_failure=said.append)
+    await asyncio.wait_for(client.wait_ready(), 20)
+    error = await asyncio.wait_for(read(submit(client)), 20)
+    assert error.status == 503 and error.retry_after
+    for _ in range(1000):
+        if said:
+            break
+        await asyncio.sleep(0.02)
+    assert said == ["the engine's process ended with code 7"]
+    assert client.num_restarts == 2 and client.state == "failed"
+    assert [s["drafts"] for s in client.past_stats] == [1, 1, 1]
+    with pytest.raises(ApiError, match="has stopped"):
+        submit(client)
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "settings"),
+    [("silent", {"beat_timeout": 0.5}), ("stuck", {"step_timeout": 1.0}), ("nonsense", {})],
+)
+async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, settings: dict[str, float]) -> None:
+    client = start(behaviour, max_restarts=1, **settings)
+    await asyncio.wait_for(client.wait_ready(), 20)
+    stream, pid = submit(client), client.pid
+    assert (await asyncio.wait_for(read(stream), 20)).status == 503
+    assert client.num_streams == 0
+    for _ in range(1000):
+        if client.pid != pid:
+            break
+        await asyncio.sleep(0.02)
+    assert client.pid != pid and not Path(f"/proc/{pid}").exists(), "it is gone, and another one is there"
+    await client.close()
+
+
+async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None:
+    client = start("alive")
+    await asyncio.wait_for(client.wait_ready(), 20)
+    sent: list[Any] = []
+    client._send = sent.append  # type: ignore[method-assign]
+    stream = submit(client)
+    stream.leave()
+    stream.leave()
+    assert [piece async for piece in stream.pieces()] == []
+    assert [f["type"] for f in sent] == ["add", "abort"] and client.num_streams == 0
+    await client.close()
+    assert client.pid is not None and not Path(f"/proc/{client.pid}").exists()
+
+
+async def test_half_requests_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "WAIT", 0.4)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.6)  # an answer may take its time
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    listener = run.bind("127.0.0.1", 0)
+    config = uvicorn.Config(app, http=run.Patient, lifespan="off", log_config=None, access_log=False)
+    server = run._Server(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for half in (b"", request[:9], request):  # the last one is answered, and then says nothing
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(half)
+        got = await asyncio.wait_for(reader.read(), 10)
+        assert got.endswith(b"ok") if half == request else got == b""
+        writer.close()
+    server.should_exit = True
+    await serving
+
+
+def test_a_full_disk_silences_the_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    handler = logs._Handler(Full())
+    handler.setFormatter(logs.JsonFormatter())
+    record = logging.LogRecord("x", logging.INFO, "f", 1, "m %d", (3,), None)
+    record.request_id = "r\n1"
+    handler.handle(record)
+    assert capsys.readouterr().err == ""
+    line = json.loads(logs.JsonFormatter().format(record))
+    assert line["message"] == "m 3" and line["request_id"] == "r\n1" and "\n" not in logs.JsonFormatter().format(record)
+
+
+async def test_the_engine_does_not_outlive_its_server() -> None:
+    """The real process: it leaves when the other end of its socket is closed, whatever became of who held it."""
+    pid, ours = clients._spawn()
+    try:
+        received = ours.recv(1) if select.select([ours], [], [], 30)[0] else b""
+        assert received, "it beats before it is asked for anything"
+    finally:
+        ours.close()
+    assert await asyncio.wait_for(clients._end(pid, 20), 30) == 0

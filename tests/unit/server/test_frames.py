@@ -1,0 +1,91 @@
+"""Frames between server and engine: what goes in comes out, however the bytes are cut; what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from foretoken.config import SpecConfig, parse_draft
+from foretoken.request import Delta, SamplingParams, Speculation, TokenLogprob
+from foretoken.server import frames
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=30)
+@given(st.lists(VALUES, max_size=5), st.integers(1, 40))
+def test_frames_survive_any_cut(values: list[object], step: int) -> None:
+    sent = [{"type": "x", "value": v} for v in values]
+    data = b"".join(frames.pack(f) for f in sent)
+    unpacker, got = frames.Unpacker(), []
+    for at in range(0, len(data), step):
+        got += unpacker.feed(data[at : at + step])
+    assert got == sent
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<I", frames.MAX_FRAME + 1),
+        struct.pack("<I", 2) + b"[]",
+        struct.pack("<I", 2) + b"{}",
+        struct.pack("<I", 3) + b"\xff{}",
+        struct.pack("<I", 12) + b'{"type": 12}',
+    ],
+)
+def test_no_frames(data: bytes) -> None:
+    with pytest.raises(frames.FrameError):
+        frames.Unpacker().feed(data)
+
+
+def test_numbers_that_json_has_not_are_not_sent() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        frames.pack({"type": "x", "value": float("nan")})
+    token = TokenLogprob(1, float("-inf"), ((2, float("nan")), (3, -1.5)))
+    data = frames.delta_to_data(Delta("r", 0, "t", (1,), (True,), None, (token,)))
+    assert data[5] == [[1, frames.LEAST_LOGPROB, [[2, frames.LEAST_LOGPROB], [3, -1.5]]]]
+    assert frames.pack({"type": "deltas", "items": [data]})
+
+
+def through_json(value: object) -> object:
+    return json.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(max_tokens=7, min_tokens=2, temperature=0.3, top_k=4, top_p=0.5, min_p=0.1, seed=2**63 - 1, n=3),
+        SamplingParams(logit_bias={3: -1.5, 9: 2.0}, stop=("a", "ü"), stop_token_ids=(4,), ignore_eos=True, logprobs=0),
+        SamplingParams(allowed_token_ids=(1, 2), banned_token_ids=(2,), repetition_penalty=1.2, presence_penalty=-1.0),
+        SamplingParams(frequency_penalty=0.5),
+    ],
+)
+def test_parameters_survive(params: SamplingParams) -> None:
+    data = through_json(frames.params_to_data(params))
+    assert isinstance(data, dict)
+    assert frames.params_from_data(data) == params
+
+
+@pytest.mark.parametrize("wish", [None, Speculation("off"), Speculation("fixed", 3), Speculation(None, 0)])
+def test_wishes_survive(wish: Speculation | None) -> None:
+    data = through_json(frames.wish_to_data(wish))
+    assert data is None or isinstance(data, list)
+    assert frames.wish_from_data(data) == wish
+
+
+def test_settings_survive() -> None:
+    nested = parse_draft("(ngram > a/b) + suffix")
+    assert isinstance(nested, SpecConfig) and nested.below[0].below
+    settings = {"draft": nested, "threads": 2, "policy": None, "draft_options": {"max_ngram": 4}, "kv_format": "auto"}
+    data = through_json(frames.settings_to_data(settings))
+    assert isinstance(data, dict)
+    assert frames.settings_from_data(data) == settings
+    assert frames.settings_from_data({"draft": None}) == {"draft": None}

@@ -1,0 +1,105 @@
+"""The gate, the keys and the settings: how much is let in, from whom, and where the server may listen."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from foretoken.errors import ConfigError
+from foretoken.server import gate as gates
+from foretoken.server.config import Keys, ServerConfig
+from foretoken.server.errors import ApiError
+from foretoken.server.gate import Gate
+
+pytestmark = pytest.mark.asyncio
+KEYS = ("alpha-key-1", "beta-key-22")
+
+
+async def test_a_full_gate_says_when_to_return() -> None:
+    gate = Gate(max_queue=3)
+    gate.max_running = 2
+    inside = [gate.enter(2, 10), gate.enter(3, 10)]
+    with pytest.raises(ApiError) as caught:
+        gate.enter(1, 10)
+    assert caught.value.status == 429
+    assert int(caught.value.headers()["retry-after"]) >= 1
+    assert gate.num_refused == 1
+    with inside[0]:
+        pass
+    inside[0].leave()
+    gate.enter(2, 10).leave()
+    with pytest.raises(ApiError) as caught:
+        gate.enter(6, 10)
+    assert caught.value.status == 400, "it would never fit"
+
+
+async def test_large_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "MAX_TEXT", 100)
+    gate = Gate(max_queue=100)
+    with gate.enter(1, 90), pytest.raises(ApiError, match="queue is full"):
+        gate.enter(1, 20)
+    gate.enter(1, 1000).leave()
+
+
+async def test_a_closed_gate() -> None:
+    gate = Gate(max_queue=3)
+    ticket = gate.enter(1, 1)
+    gate.close("good night")
+    with pytest.raises(ApiError, match="good night") as caught:
+        gate.enter(1, 1)
+    assert caught.value.status == 503 and "retry-after" in caught.value.headers()
+    waiting = asyncio.create_task(gate.wait_empty())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    ticket.leave()
+    await asyncio.wait_for(waiting, 1)
+    assert gate.num_inside == gate.size_inside == 0
+
+
+async def test_keys() -> None:
+    keys = Keys(KEYS)
+    assert len({keys.tenant(k.encode()) for k in KEYS}) == 2
+    assert None not in {keys.tenant(k.encode()) for k in KEYS}
+    for wrong in (b"", b"alpha-key-", b"alpha-key-11", b"beta-key-2", b"\xff" * 11):
+        assert keys.tenant(wrong) is None
+    for key in KEYS:
+        assert key not in repr(vars(keys)) and key not in str(keys.tenant(key.encode()))
+    with pytest.raises(ConfigError, match="at least 8"):
+        Keys(("short",))
+
+
+async def test_keys_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_API_KEY", "from-the-env, another-one")
+    path = tmp_path / "keys"
+    path.write_text("# ours\nfrom-the-file\n\n  padded-key  \n")
+    keys = Keys.read(path)
+    assert len(keys) == 4
+    assert all(keys.tenant(k) for k in (b"from-the-env", b"another-one", b"from-the-file", b"padded-key"))
+    monkeypatch.delenv("FORETOKEN_API_KEY")
+    assert len(Keys.read(None)) == 0
+    path.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        Keys.read(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        Keys.read(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+async def test_other_machines_need_a_key(host: str) -> None:
+    with pytest.raises(ConfigError, match="no API key"):
+        ServerConfig(host=host)
+    assert not ServerConfig(host=host, keys=Keys(KEYS)).loopback
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+async def test_this_machine_needs_none(host: str) -> None:
+    assert ServerConfig(host=host).loopback
+
+
+async def test_bad_settings() -> None:
+    bad = ({"port": 70000}, {"max_queue": -1}, {"request_timeout": 0.0}, {"metrics_prefix": "x"})
+    for settings in bad:
+        with pytest.raises(ConfigError):
+            ServerConfig(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""The routes without an engine: keys on every path but /health, hosts, sizes, and errors in one shape everywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from foretoken.server.app import create_app
+from foretoken.server.client import EngineClient
+from foretoken.server.config import Keys, ServerConfig
+from foretoken.server.limits import MAX_BODY
+
+pytestmark = pytest.mark.asyncio
+KEY = "a-key-for-the-test"
+AUTHORIZED = {"authorization": f"Bearer {KEY}"}
+WRITING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+def visitor(config: ServerConfig, **client: Any) -> tuple[httpx.AsyncClient, Any]:
+    """A client of an application whose engine was never started, and the document of its routes."""
+    app, _ = create_app(EngineClient("embedded", {}, **client), config)
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1"), app
+
+
+@pytest.fixture
+async def locked() -> AsyncIterator[httpx.AsyncClient]:
+    client, _ = visitor(ServerConfig(host="0.0.0.0", keys=Keys((KEY, "another-key"))))
+    async with client:
+        yield client
+
+
+@pytest.fixture
+async def open_() -> AsyncIterator[httpx.AsyncClient]:
+    client, _ = visitor(ServerConfig())
+    async with client:
+        yield client
+
+
+def is_error(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error in OpenAI's shape."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"]
+    assert not re.search(r"0x[0-9a-f]{4}|Traceback|\.py\b", response.text)
+    return error
+
+
+async def test_every_route_but_health_wants_a_key(locked: httpx.AsyncClient) -> None:
+    document = (await locked.get("/openapi.json", headers=AUTHORIZED)).json()
+    routes = [(m.upper(), p.replace("{name}", "x")) for p, ops in document["paths"].items() for m in ops]
+    assert {p for _, p in routes} >= {*WRITING, "/health", "/ready", "/version", "/metrics", "/tokenize", "/detokenize"}
+    routes += [("GET", p) for p in ("/openapi.json", "/docs", "/", "/nowhere", "//health", "/health/", "/HEALTH")]
+    routes += [("POST", "/health"), ("OPTIONS", "/v1/models"), ("HEAD", "/metrics")]
+    for method, path in routes:
+        if (method, path) == ("GET", "/health"):
+            continue
+        for headers in ({}, {"authorization": "Bearer wrong-key"}, {"authorization": f"Basic {KEY}"}, {"api-key": KEY}):
+            response = await locked.request(method, path, headers=headers, content=b"{}")
+            assert response.status_code == 401, (method, path)
+            assert "bearer" in response.headers["www-authenticate"].lower()
+            if method != "HEAD":
+                assert is_error(response, 401)["code"] == "invalid_api_key"
+        allowed = await locked.request(method, path, headers=AUTHORIZED)
+        assert allowed.status_code != 401, (method, path)
+    assert (await locked.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["x/health?", "localhost/health#", "x", "a@b:1/health"])
+async def test_the_host_header_opens_nothing(locked: httpx.AsyncClient, host: str) -> None:
+    is_error(await locked.get("/v1/models", headers={"host": host}), 401)
+
+
+async def test_keys_are_in_no_answer_and_no_log(locked: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    for key in (KEY, "a-wrong-key-here"):
+        response = await locked.post("/v1/completions", headers={"authorization": f"Bearer {key}"}, json={"prompt": 1})
+        assert key not in response.text
+    assert KEY not in caplog.text and "a-wrong-key-here" not in caplog.text
+
+
+async def test_other_names_of_this_machine_are_refused(open_: httpx.AsyncClient) -> None:
+    for host in ("localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST"):
+        assert (await open_.get("/version", headers={"host": host})).status_code == 200
+    for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "localhost@evil.example", ""):
+        is_error(await open_.get("/version", headers={"host": host}), 403)
+    named, _ = visitor(ServerConfig(allowed_hosts=("my.machine",)))
+    async with named:
+        assert (await named.get("/version", headers={"host": "my.machine:80"})).status_code == 200
+
+
+async def test_errors_have_one_shape_everywhere(open_: httpx.AsyncClient) -> None:
+    is_error(await open_.get("/nowhere"), 404)
+    is_error(await open_.get("/v1/completions"), 405)
+    is_error(await open_.get("/v1/models/other"), 404)
+    for path in (*WRITING, "/tokenize", "/detokenize"):
+        is_error(await open_.post(path, content=b"prompt=x"), 415)
+        is_error(await open_.post(path, content=b"x", headers={"content-type": "text/plain"}), 415)
+        is_error(await open_.post(path, content=b"{", headers={"content-type": "application/json"}), 400)
+        is_error(await open_.post(path, json=[]), 400)
+        is_error(await open_.post(path, json={}), 400)
+        is_error(await open_.post(path, content=b'{"a": NaN}', headers={"content-type": "application/json"}), 400)
+
+
+async def test_large_bodies_are_refused_before_they_are_read(open_: httpx.AsyncClient) -> None:
+    json_type = {"content-type": "application/json"}
+    for length in (str(MAX_BODY + 1), "9" * 30, "-1", "x"):
+        is_error(await open_.post("/tokenize", content=b"{}", headers={**json_type, "content-length": length}), 413)
+
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(MAX_BODY // 2**20 + 2):
+            yield b" " * 2**20
+
+    is_error(await open_.post("/tokenize", content=endless(), headers=json_type), 413)
+    is_error(await open_.get("/version", headers={f"x-{i}": "1" for i in range(200)}), 400)
+
+
+async def test_without_an_engine(open_: httpx.AsyncClient) -> None:
+    bodies = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/responses": {"input": "x"},
+        "/tokenize": {"prompt": "x"},
+        "/detokenize": {"tokens": [1]},
+    }
+    for path, body in bodies.items():
+        response = await open_.post(path, json=body)
+        assert "loaded" in is_error(response, 503)["message"]
+        assert int(response.headers["retry-after"]) > 0
+        assert is_error(await open_.post(path, json={**body, "model": "other"}), 404)["code"] == "model_not_found"
+    is_error(await open_.get("/ready"), 503)
+    assert (await open_.get("/health")).json() == {"status": "ok", "engine": "loading"}
+    assert (await open_.get("/v1/models")).json()["data"][0]["id"] == "embedded"
+
+
+async def test_ids(open_: httpx.AsyncClient) -> None:
+    given = await open_.get("/version", headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    own = [
+        (await open_.get("/version", headers={"x-request-id": bad})).headers["x-request-id"]
+        for bad in ("a b", "x" * 200)
+    ]
+    assert len({*own, "a b"}) == 3 and all(re.fullmatch(r"[0-9a-f]{24}", i) for i in own)
+
+
+async def test_metrics_and_docs(open_: httpx.AsyncClient) -> None:
+    await open_.get("/nowhere/at/all")
+    page = (await open_.get("/metrics")).text
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "num_preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_count",
+        "e2e_request_latency_seconds_sum",
+        "request_time_per_output_token_seconds_count",
+        "admission_rejections_total",
+    ):
+        assert f"vllm:{name}{{" in page, name
+    assert 'route="other",status="404"' in page and "nowhere" not in page
+    ours, _ = visitor(ServerConfig(metrics_prefix="foretoken:"))
+    async with ours:
+        assert "foretoken:num_requests_running{" in (await ours.get("/metrics")).text
+    docs = (await open_.get("/docs")).text
+    assert "/v1/chat/completions" in docs and not re.search(r"src=|https?://|@import", docs)
+
+
+async def test_cross_origin_requests_get_no_leave(open_: httpx.AsyncClient) -> None:
+    response = await open_.options(
+        "/v1/completions", headers={"origin": "http://evil.example", "access-control-request-method": "POST"}
+    )
+    assert response.status_code == 405
+    response = await open_.get("/version", headers={"origin": "http://evil.example"})
+    assert not [h for h in response.headers if h.startswith("access-control")]

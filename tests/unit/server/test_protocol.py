@@ -1,0 +1,205 @@
+"""Requests as clients send them: what is accepted, what is refused and how, limits included."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from foretoken.request import Speculation
+from foretoken.server import limits
+from foretoken.server.errors import ApiError, clean
+from foretoken.server.parameters import wish
+from foretoken.server.protocol import (
+    REFUSED,
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    ResponseFields,
+    TokenizeFields,
+    read,
+)
+
+ROUTES: list[tuple[Any, dict[str, Any]]] = [
+    (CompletionFields, {"prompt": "x"}),
+    (ChatFields, {"messages": [{"role": "user", "content": "x"}]}),
+    (ResponseFields, {"input": "x"}),
+    (TokenizeFields, {"prompt": "x"}),
+    (DetokenizeFields, {"tokens": [1]}),
+]
+
+
+def refusal(kind: Any, body: dict[str, Any]) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(kind, body)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("prompt", "meant"),
+    [
+        ("ab", ["ab"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_forms_of_a_prompt(prompt: Any, meant: Any) -> None:
+    assert read(CompletionFields, {"prompt": prompt}).prompts == meant
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        ("prompt", ["a", 1], "prompt[0]"),
+        ("prompt", [], "prompt"),
+        ("prompt", [[]], "prompt[0]"),
+        ("prompt", ["x"] * (limits.MAX_PROMPTS + 1), "prompt"),
+        ("prompt", [-1], "prompt[0]"),
+        ("prompt", {"a": 1}, "prompt"),
+        ("temperature", "0.5", "temperature"),
+        ("temperature", -0.1, "temperature"),
+        ("temperature", float("nan"), "temperature"),
+        ("top_p", 0, "top_p"),
+        ("top_p", float("inf"), "top_p"),
+        ("min_p", 1.5, "min_p"),
+        ("presence_penalty", float("-inf"), "presence_penalty"),
+        ("frequency_penalty", 2.1, "frequency_penalty"),
+        ("repetition_penalty", 0, "repetition_penalty"),
+        ("n", limits.MAX_N + 1, "n"),
+        ("n", 0, "n"),
+        ("max_tokens", True, "max_tokens"),
+        ("max_tokens", 1.0, "max_tokens"),
+        ("max_tokens", -1, "max_tokens"),
+        ("logprobs", limits.MAX_TOP_LOGPROBS + 1, "logprobs"),
+        ("stop", ["a"] * (limits.MAX_STOP + 1), "stop"),
+        ("stop", ["a", ""], "stop[1]"),
+        ("stop", "x" * (limits.MAX_STOP_LENGTH + 1), "stop"),
+        ("stop", 7, "stop"),
+        ("logit_bias", {str(i): 1.0 for i in range(limits.MAX_LOGIT_BIAS + 1)}, "logit_bias"),
+        ("logit_bias", {"5": float("nan")}, "logit_bias"),
+        ("logit_bias", {"5": 101}, "logit_bias"),
+        ("allowed_token_ids", [], "allowed_token_ids"),
+        ("seed", 2**64, "seed"),
+        ("seed", 1.5, "seed"),
+        ("stream", "yes", "stream"),
+        ("stream_options", {"include_usage": 3}, "stream_options.include_usage"),
+        ("speculation", {"policy": "sometimes"}, "speculation.policy"),
+        ("speculation", {"num_draft_tokens": 65}, "speculation.num_draft_tokens"),
+        ("cache_salt", "", "cache_salt"),
+    ],
+)
+def test_bad_values_are_named_and_not_repeated(field: str, value: Any, place: str) -> None:
+    error = refusal(CompletionFields, {"prompt": "x", field: value})
+    assert error.message.startswith(f"{place}: ")
+    assert error.param == field
+    assert len(error.message) < 600
+    body = error.body()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    assert body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": []}, "messages[0].content"),
+        ({"role": "user", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "wizard", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),
+        ("x", "messages[0]"),
+    ],
+)
+def test_bad_messages(message: Any, place: str) -> None:
+    assert refusal(ChatFields, {"messages": [message]}).message.startswith(place)
+
+
+def test_messages_as_templates_take_them() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    fields = read(ChatFields, {"messages": [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]})
+    assert [m.plain() for m in fields.messages] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a\nb"},
+    ]
+    asked = read(ResponseFields, {"input": "x", "instructions": "be brief"})
+    assert asked.messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
+    for kind, body in ROUTES:
+        if name in kind.model_fields:
+            continue
+        error = refusal(kind, {**body, name: [{"a": 1}]})
+        assert error.param == name and repr(name) in error.message and error.code == "unsupported_parameter"
+        read(kind, {**body, name: None})
+
+
+def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "foretoken.server")
+    plain = {"response_format": {"type": "text"}, "tools": [], "best_of": 2, "n": 2, "suffix": ""}
+    fields = read(CompletionFields, {"prompt": "x", **plain, "temperature": None, "new_thing": {"a": [1]}})
+    assert fields.n == 2 and fields.temperature is None
+    assert "new_thing" in caplog.text and "tools" not in caplog.text
+    refusal(CompletionFields, {"prompt": "x", "best_of": 3, "n": 2})
+
+
+def test_wishes_for_speculation() -> None:
+    def of(value: Any) -> Any:
+        return wish(read(CompletionFields, {"prompt": "x", "speculation": value}))
+
+    assert of(None) is None
+    assert of("off") == Speculation("off")
+    assert of({"policy": "fixed", "num_draft_tokens": 3}) == Speculation("fixed", 3)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'"x"', "must be a JSON object"),
+        (b'{"a": NaN}', "finite"),
+        (b'{"a": -Infinity}', "finite"),
+        (b'{"a": "\xff"}', "no UTF-8"),
+        (b'{"a": "\\ud800"}', "surrogate"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "deeper"),
+        (b'{"a": ' + b"[" * 100_000, "deeper"),
+        (b'{"a":' * 70 + b"1" + b"}" * 70, "deeper"),
+    ],
+)
+def test_bodies_that_are_no_requests(raw: bytes, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as caught:
+        limits.parse_object(raw)
+    assert caught.value.status == 400
+
+
+def test_bodies_at_the_limits() -> None:
+    deep = {"a": json.loads("[" * 63 + "]" * 63)}
+    assert limits.parse_object(json.dumps(deep).encode()) == deep
+    assert limits.parse_object(b'{"a": "\\ud83d\\ude42"}') == {"a": "\U0001f642"}
+    with pytest.raises(ApiError) as caught:
+        limits.parse_object(b" " * (limits.MAX_BODY + 1))
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize(
+    "leak",
+    ["at 0x7f3b530f0648", "in /usr/lib/python3/x.py", "<foo.Bar object at 1>", "~/models/secret/model.bin", "a\nb"],
+)
+def test_messages_are_cleaned(leak: str) -> None:
+    text = clean(f"it failed {leak} badly")
+    assert leak not in text and text.startswith("it failed ") and text.endswith("badly")
+
+
+def test_messages_keep_what_is_meant() -> None:
+    kept = "POST /v1/completions takes 1/2 or 'org/name', e.g. 'max_tokens': 0.5"
+    assert clean(kept) == kept
+    assert len(clean("x" * 5000)) < 1100
+    assert clean("\ud800").isprintable()

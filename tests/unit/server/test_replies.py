@@ -1,0 +1,99 @@
+"""Answers: vLLM's numbers for speculation, spellings of tokens, counters that outlive an engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from lawkit import Pair
+
+from foretoken.server.client import EngineClient
+from foretoken.server.gate import Gate
+from foretoken.server.metrics import Metrics
+from foretoken.server.text import Text
+from foretoken.server.usage import speculation_metrics as metrics
+
+
+def completion(per_pos: list[int], drafts: int, drafted: int) -> dict[str, Any]:
+    return {
+        "seed": 5,
+        "metrics": {
+            "num_rounds": drafts + 1,
+            "num_drafts": drafts,
+            "num_draft_tokens": drafted,
+            "num_accepted_tokens": sum(per_pos),
+            "num_accepted_tokens_per_pos": per_pos,
+            "undrafted": {"prompt": 1},
+            "time_split_s": {"draft": 0.5, "target": 1.0, "verify": 0.25, "schedule": 0.0},
+            "num_preemptions": 0,
+        },
+    }
+
+
+def test_the_numbers_that_vllm_prints() -> None:
+    """Its documented example: 43 steps of 3 tokens, of which 39 accepted none, one 1 and three 3."""
+    made = metrics([completion([4, 3, 3], 43, 129)], 3)["speculative_decoding"]
+    assert made == {
+        "mean_acceptance_length": pytest.approx(1 + 10 / 43),
+        "draft_acceptance_rate": pytest.approx(10 / 129),
+        "acceptance_histogram": [39, 1, 0, 3],
+        "num_spec_steps": 43,
+        "num_accepted_draft_tokens": 10,
+        "num_draft_tokens": 129,
+        "num_spec_tokens": 3,
+    }
+
+
+def test_sums_and_longer_drafts_than_usual() -> None:
+    made = metrics([completion([2], 2, 4), completion([1, 1, 1, 1, 1], 1, 5), completion([], 0, 0)], 2)
+    spec = made["speculative_decoding"]
+    assert spec["acceptance_histogram"] == [0, 2, 0, 0, 0, 1]
+    assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] == 3
+    assert made["foretoken"]["undrafted"] == {"prompt": 3}
+    assert made["foretoken"]["time_split_s"]["target"] == 3.0
+    assert metrics([completion([], 0, 0)], 4)["speculative_decoding"] is None
+
+
+def test_tokens_spell_their_bytes(pair: Pair) -> None:
+    text = Text(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
+    sample = "für 你好 🙂 the sum\n"
+    ids = text.tokenizer.encode(sample)
+    assert b"".join(text.pieces.raw(i) for i in ids).decode() == sample
+    assert any("bytes:\\x" in text.pieces.text(i) for i in ids), "no token here is part of a character"
+    assert text.pieces.text(0) == "<|end|>"
+    assert text.pieces.raw(10**6) == b""
+    assert text.tokenizer.render_chat([{"role": "user", "content": "x"}]) == "user: x\nassistant:"
+    text.close()
+
+
+def test_sentencepiece_spellings() -> None:
+    from foretoken.server.text import Pieces
+
+    class Vocabulary:
+        def token(self, token_id: int) -> str | None:
+            return ["\u2581the", "<0xE2>", "<0xZZ>", "a\u2581b"][token_id]
+
+    pieces = Pieces(Vocabulary(), {"decoder": {"type": "Sequence"}, "added_tokens": []})  # type: ignore[arg-type]
+    assert [pieces.raw(i) for i in range(4)] == [b" the", b"\xe2", b"<0xZZ>", b"a b"]
+
+
+def test_counters_outlive_an_engine() -> None:
+    client = EngineClient("embedded", {})
+    old = {
+        "drafts": 5,
+        "draft_tokens": 20,
+        "accepted_per_pos": [3, 1],
+        "undrafted": {"prompt": 2},
+        "times": {"draft": 1.0},
+    }
+    client.past_stats = [{**old, "running": 0}]
+    client.stats = {**old, "running": 3, "num_blocks": 10, "free_blocks": 4}
+    page = Metrics(client, Gate(1), "m", "vllm:").render().decode()
+    lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    assert lines['vllm:spec_decode_num_drafts_total{model_name="m"}'] == "10.0"
+    assert lines['vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"}'] == "2.0"
+    assert lines['vllm:num_requests_running{model_name="m"}'] == "3.0"
+    assert lines['vllm:kv_cache_usage_perc{model_name="m"}'] == "0.6"
+    assert lines['vllm:engine_time_seconds_total{model_name="m",stage="draft"}'] == "2.0"
+    assert json.dumps(client.stats)

@@ -1,0 +1,73 @@
+"""What the sources must not contain: code from data, other programs, and, in the server's own process, torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[3] / "foretoken"
+EVERYWHERE = sorted(PACKAGE.rglob("*.py"))
+SERVER = sorted((PACKAGE / "server").glob("*.py"))
+FROM_DATA = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+PROGRAMS = {"subprocess", "multiprocessing", "pty", "ctypes", "code", "codeop", "runpy"}
+OUTWARDS = {"urllib", "http", "httpx", "requests", "aiohttp", "ftplib", "smtplib", "telnetlib", "socketserver"}
+STARTS = {"system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp", "startfile"}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Top-level names of the modules that a file imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.name.partition(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def calls(tree: ast.AST) -> list[str]:
+    """What a file calls: `name` or `owner.name`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                found.append(node.func.id)
+            elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                found.append(f"{node.func.value.id}.{node.func.attr}")
+    return found
+
+
+def test_nothing_runs_from_data() -> None:
+    banned = {"eval", "exec", "compile", "__import__", "torch.load", "ast.literal_eval", "jinja2.Environment"}
+    assert len(EVERYWHERE) > 100
+    for path in EVERYWHERE:
+        text = path.read_text()
+        tree = ast.parse(text)
+        assert not imports(tree) & FROM_DATA, path
+        assert not set(calls(tree)) & banned, path
+        assert "trust_remote_code" not in text, path
+
+
+@pytest.mark.parametrize("path", SERVER, ids=lambda p: p.name)
+def test_the_server_starts_no_program_and_calls_nobody(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not imports(tree) & (PROGRAMS | OUTWARDS)
+    called = calls(tree)
+    starts = [c for c in called if c.startswith("os.") and (c[3:] in STARTS or c[3:].startswith(("exec", "spawn")))]
+    # The one exception: the engine's own process, by a fixed command, without a shell.
+    assert starts == (["os.posix_spawn"] if path.name == "client.py" else [])
+    assert not any(c.endswith((".connect", ".create_connection")) for c in called)
+
+
+def test_the_server_loads_no_model_library() -> None:
+    """Weights live in the engine's process; this one stays small, and a request can reach less."""
+    code = (
+        "import sys, foretoken.server.run; "
+        "print([m for m in ('torch', 'numpy', 'transformers', 'safetensors', 'pickle5') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
