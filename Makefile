@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 #   make TORCH=torch==2.12.0 PIP_TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
-PIP_TORCH_ARGS ?= --extra-index-url https://download.pytorch.org/whl/cpu
+PIP_TORCH_ARGS ?= --retries 2 --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
 RECORDS ?= benchmarks/results
