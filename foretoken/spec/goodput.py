@@ -21,6 +21,10 @@ from foretoken.spec.probing import PROBE_ROUNDS, PROBE_TOKENS, Probing
 
 MARGIN = 0.02  # drafting must promise so much more than not drafting
 FIRST_ROUNDS = 12  # with drafts, before anything is decided
+FIRST_REQUESTS, FIRST_TRIES = (
+    8,
+    4,
+)  # so many are tried at their start, in so many rounds: one text tells little of others
 HOLD = 4  # rounds for which a decision stands while the same sequences run
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch
 FADE = 0.95  # a round later, of how promises were kept
@@ -49,6 +53,8 @@ class GoodputLength:
         # How often a token is right after right ones; what its row, and a step of the drafter, must bring.
         self._next: tuple[float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
+        self._starts: dict[int, int] = {}  # of the first requests: rounds in which they were drafted for
+        self._num_started = 0
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
         self._nodes: dict[int, Nodes] = {}  # of the round that runs
         self._steps: int | None = None  # of its proposal
@@ -75,7 +81,27 @@ class GoodputLength:
         if self.target is None or self.draft.seen < FIRST_ROUNDS:  # the first rounds tell what things cost
             self._rate, self._next = 0.0, None
             return _within([min(most, 4)] * len(seqs), budget)
-        rows = num_rows or len(seqs)
+        fresh = [self._is_fresh(seq) for seq in seqs]
+        if not any(fresh):
+            return self._settled(seqs, num_rows, budget)
+        others = [seq for seq, new in zip(seqs, fresh, strict=True) if not new]
+        settled = iter(self._settled(others, num_rows, budget) if others else [])
+        lengths = [min(most, 4) if new else next(settled) for new in fresh]
+        self._rate, self._next = 0.0, None  # this is to find out, not to pay
+        return _within(lengths, budget)
+
+    def _is_fresh(self, seq: Sequence) -> bool:
+        """Is this one of the first requests, and still to be tried whatever others were like?"""
+        if seq.seq_id not in self._starts:
+            if self._num_started >= FIRST_REQUESTS:
+                return False
+            self._num_started += 1
+            self._starts[seq.seq_id] = 0
+        return self._starts[seq.seq_id] < FIRST_TRIES
+
+    def _settled(self, seqs: Seq[Sequence], num_rows: int | None, budget: int | None) -> list[int]:
+        """Lengths by what is known."""
+        most, rows = self.num_draft_tokens, num_rows or len(seqs)
         found = self.probing.next(seqs, rows, most)
         awake = [b for b, k in enumerate(found) if k is None]
         lengths = [k or 0 for k in found]
@@ -214,6 +240,8 @@ class GoodputLength:
         self._asked = asked_now
         for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
             if asked:
+                if self._is_fresh(seq):
+                    self._starts[seq.seq_id] += 1
                 accepted = range(round_.num_accepted[b]) if round_.nodes is None else round_.nodes[b]
                 nodes = self._nodes.get(seq.seq_id)
                 if nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
@@ -250,6 +278,7 @@ class GoodputLength:
         self.probing.release(seq)
         self._nodes.pop(seq.seq_id, None)
         self._asked.discard(seq.seq_id)
+        self._starts.pop(seq.seq_id, None)
 
 
 def _alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]:

@@ -100,6 +100,23 @@ def test_what_does_not_pay_is_hardly_tried() -> None:
     assert drafted < 20
 
 
+def test_the_first_requests_are_each_tried() -> None:
+    """One text that is drafted badly says little of the next ones."""
+    policy = GoodputLength(8, curve(lambda rows: 0.03 * (1 + 0.15 * (rows - 1))))
+    world, seqs = World(policy, lambda rows: 0.03 * (1 + 0.15 * (rows - 1)), step=0.004), sequences(12)
+    for _ in range(40):
+        world.round(seqs[:1], 0.0)
+    assert world.lengths[-1] == [0], "a hopeless one is given up"
+    begun = []
+    for seq in seqs[1:]:
+        before = len(world.lengths)
+        for _ in range(6):
+            world.round([seq], 0.0)
+        begun.append(sum(k > 0 for ks in world.lengths[before:] for k in ks))
+        policy.release(seq)
+    assert all(tries >= 4 for tries in begun[:7]) and sum(begun[8:]) <= 4
+
+
 def test_probes_come_ever_more_rarely() -> None:
     policy = GoodputLength(4, curve(steep))
     world, seqs = World(policy, steep, step=0.05), sequences(1)
