@@ -123,12 +123,12 @@ def _turns(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
             spec, tokens = _atom(tokens[0]), tokens[1:]
         turns.append(spec)
         if not tokens or tokens[0] != "+":
-            return (
-                turns[0]
-                if len(turns) == 1
-                else SpecConfig("first", below=tuple(replace(t, num_draft_tokens=MAX_DRAFT_TOKENS) for t in turns))
-            ), tokens
+            break
         tokens = tokens[1:]
+    if len(turns) == 1:
+        return turns[0], tokens
+    # Each may guess as much as the whole is asked for.
+    return SpecConfig("first", below=tuple(replace(t, num_draft_tokens=MAX_DRAFT_TOKENS) for t in turns)), tokens
 
 
 def _atom(name: str) -> SpecConfig:

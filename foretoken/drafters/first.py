@@ -94,9 +94,8 @@ class FirstDrafter(Drafter):
     def _share_policy(self, drafter: Drafter) -> None:
         """Let a drafter below that has but a fixed length give, and heed, what this one's policy works with."""
         policy = drafter.policy
-        if type(policy) in (FixedLength, CappedLength):
-            assert isinstance(policy, FixedLength | CappedLength)
-            drafter.policy = CappedLength(self.policy, policy.num_draft_tokens)
+        if isinstance(policy, FixedLength) and type(policy) in (FixedLength, CappedLength):
+            drafter.policy = CappedLength(policy.num_draft_tokens, self.policy)
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         for seq, span in zip(seqs, spans, strict=True):

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from foretoken import ops, registry
+from foretoken import ops
 from foretoken.config import EngineConfig, SpecConfig
 from foretoken.engine.calibrate import measure_curve
 from foretoken.engine.engine import Engine
+from foretoken.engine.levels import (
+    NESTED,
+    check_below,
+    check_options,
+    check_overlap,
+    check_policies,
+    drafter_class,
+    with_heads,
+)
 from foretoken.engine.memory import Demand, demand, head_demand, kv_format, plan_blocks
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import ConfigError, VocabularyError
@@ -27,12 +36,11 @@ from foretoken.models.nested import is_nested, is_smaller, nested_view
 from foretoken.models.runner import ModelRunner
 from foretoken.models.weights import Progress
 from foretoken.spec.ahead import make_ahead
-from foretoken.spec.drafter import Drafter, NoDrafter, Parts, parse_options
+from foretoken.spec.drafter import Drafter, Parts, parse_options
 from foretoken.spec.policies import make_policy
 from foretoken.tokenizer import Tokenizer
 
 SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said and none is nested in its own
-NESTED = "nested"  # draft format: the lower weights inside the target's own
 
 
 @dataclass(frozen=True)
@@ -107,58 +115,6 @@ def _demand(m: _Model, config: EngineConfig) -> Demand:
     return replace(own, block=0) if m.shares_cache else own
 
 
-def check_options(spec: SpecConfig) -> None:
-    """Raise ConfigError or RegistryError: a level with a bad option or format, or too few below it; nothing is read."""
-    for level in _levels(with_heads(spec)):
-        parse_options(_drafter_class(level), level.options)
-        if level.format != NESTED:
-            QuantScheme.parse(level.format)
-        _check_below(_drafter_class(level), level)
-
-
-def check_overlap(spec: SpecConfig) -> None:
-    """Raise ConfigError where a drafter is to go ahead of its target and cannot, or where no thread is left for it."""
-    if not spec.overlap and not any(level.overlap for level in _levels(spec)):
-        return
-    cls, cores = _drafter_class(spec), ops.available_cores()
-    if not cls.goes_ahead or any(b.overlap for level in spec.below for b in _levels(level)):
-        able = [n for n in registry.names("drafters") if registry.load("drafters", n).DRAFTER.goes_ahead]
-        raise ConfigError(
-            f"--overlap {spec.overlap}: drafter {spec.method!r} cannot guess on while the target checks; "
-            f"{' and '.join(able)} can, as the only level"
-        )
-    if spec.overlap >= cores:
-        raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")
-
-
-def check_policies(spec: SpecConfig) -> None:
-    """Raise ConfigError for a policy below `first`, which would never learn, or a confidence that nobody would heed."""
-    for level in _levels(with_heads(spec)):
-        own = [b for b in level.below if b.policy != "fixed"] if _drafter_class(level).num_below < 0 else []
-        if own:
-            raise ConfigError(
-                f"drafter {level.method!r} asks {own[0].method!r} below it in turn, which can have no policy "
-                f"{own[0].policy!r} of its own; put --policy on the whole"
-            )
-        if level.confidence is not None and not heeds_confidence(level):
-            raise ConfigError(
-                f"--confidence {level.confidence:g}: drafter {level.method!r} has no probabilities to end a draft by; "
-                'leave it out, or give it to a model below: --draft-options \'{"below": [{"confidence": 0.4}]}\''
-            )
-
-
-def heeds_confidence(spec: SpecConfig) -> bool:
-    """Does this draft, or any that it asks in turn, end by its own probabilities? Raises as `with_heads`."""
-    spec = with_heads(spec)
-    cls = _drafter_class(spec)
-    return cls.judges or (cls.num_below < 0 and any(heeds_confidence(b) for b in spec.below))
-
-
-def goes_ahead(spec: SpecConfig) -> bool:
-    """Can this draft guess on while the target checks (`overlap`)? Raises as `with_heads`."""
-    return _drafter_class(with_heads(spec)).goes_ahead
-
-
 def assemble(
     config: EngineConfig, tokenizer: Tokenizer, num_blocks: int, target: Llama, drafts: Seq[Llama | EagleHead] = ()
 ) -> Engine:
@@ -177,7 +133,7 @@ def _build_drafter(
     spec: SpecConfig, config: EngineConfig, num_blocks: int, target: ModelRunner, models: Iterator[Llama | EagleHead]
 ) -> Drafter:
     """The drafter of one level for `target`, whose captured layers it then decides, and those below it."""
-    cls = _drafter_class(spec)
+    cls = drafter_class(spec)
     own: ModelRunner | None = None
     head: HeadRunner | None = None
     if cls.needs_model:
@@ -188,47 +144,12 @@ def _build_drafter(
             own = ModelRunner(model, target.cache, blocks=target.blocks)
         else:
             own = _runner(model, config, num_blocks)
-    _check_below(cls, spec)
+    check_below(cls, spec)
     below = tuple(_build_drafter(b, config, num_blocks, own or target, models) for b in spec.below)
     drafter = cls.build(parse_options(cls, spec.options), Parts(target, own, below, head))
     drafter.policy = make_policy(spec, partial(measure_curve, target))
     target.captures = drafter.captures
     return drafter
-
-
-def _check_below(cls: type[Drafter], spec: SpecConfig) -> None:
-    wanted = "two drafters or more" if cls.num_below < 0 else f"{cls.num_below} drafter(s)"
-    if len(spec.below) < 2 if cls.num_below < 0 else len(spec.below) != cls.num_below:
-        raise ConfigError(
-            f"drafter {spec.method!r} works with {wanted} below it, not {len(spec.below)}; write e.g. "
-            "--draft 'suffix + embedded-draft' or --draft 'ngram > embedded-draft'"
-        )
-
-
-def _levels(spec: SpecConfig) -> Iterator[SpecConfig]:
-    """A level and those below it, in the order in which their models are built."""
-    if spec.method == "none":
-        return
-    yield spec
-    for below in spec.below:
-        yield from _levels(below)
-
-
-def _drafter_class(spec: SpecConfig) -> type[Drafter]:
-    if spec.method == "none":
-        return NoDrafter
-    found: type[Drafter] = registry.load("drafters", spec.method).DRAFTER
-    return found
-
-
-def with_heads(spec: SpecConfig) -> SpecConfig:
-    """The same levels, where a model that turns out to be a draft head is drafted with as one.
-
-    Raises ModelLoadError for a model that is not there.
-    """
-    below = tuple(with_heads(b) for b in spec.below)
-    head = spec.method == "draft_model" and spec.model is not None and is_head(resolve_model(spec.model))
-    return replace(spec, method="eagle" if head else spec.method, below=below)
 
 
 @dataclass(frozen=True)
@@ -257,7 +178,7 @@ def _models(spec: SpecConfig, folder: Path, quant: QuantScheme) -> list[_Model]:
 def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: QuantScheme, owner: int | None) -> None:
     if spec.method == "none":
         return
-    cls, name = _drafter_class(spec), spec.model
+    cls, name = drafter_class(spec), spec.model
     if cls.needs_model:
         if name is None and not cls.of_target:
             one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.of_head else ""
@@ -281,11 +202,6 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
         _add_models(found, below, folder, quant, owner)
-
-
-def resolved_options(spec: SpecConfig) -> dict[str, object]:
-    """All options of one level, defaults included. Raises ConfigError or RegistryError for bad ones."""
-    return asdict(parse_options(_drafter_class(spec), spec.options))
 
 
 def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:

@@ -55,6 +55,7 @@ class Coded:
     kv_dtype: torch.dtype | None = None
     options: frozenset[str] = frozenset()
     groups: tuple[int, ...] = ()
+    nests: str | None = None
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
         """Codes, scales (bfloat16 where the format knows groups) and bytes of zero points."""
@@ -63,6 +64,9 @@ class Coded:
 
     def rows_together(self, args: QuantArgs) -> int:
         return 1
+
+    def lower(self, q: QuantTensor) -> QuantTensor | None:
+        return None
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         """Store weight [O, K], rounded to nearest. Raises ConfigError if the group does not divide K."""

@@ -21,6 +21,7 @@ class Dense:
     dtype: torch.dtype
     options: frozenset[str] = frozenset()
     groups: tuple[int, ...] = ()
+    nests: str | None = None
     weights: bool = True
 
     @property
@@ -32,6 +33,9 @@ class Dense:
 
     def rows_together(self, args: QuantArgs) -> int:
         return 1
+
+    def lower(self, q: QuantTensor) -> QuantTensor | None:
+        return None
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         stored = weight.to(self.dtype).contiguous()

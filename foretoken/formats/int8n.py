@@ -27,7 +27,7 @@ class Int8n(Coded):
     """Codes q in -128..119; the scale of a group is the larger of max / 119 and -min / 128, bfloat16.
 
     q = 16 high + low, both in -8..7, for every such code: high = round(q / 16). So `high` under the scale 16 s is a
-    symmetric int4 weight of the same groups, at most half a step (and half a step of q) off: see `high_view`. A backend
+    symmetric int4 weight of the same groups, at most half a step (and half a step of q) off: see `lower`. A backend
     may keep the halves apart; then one that drafts reads the first plane only, and one that checks reads both.
 
     Parts: "codes" int8, "scales"; of a view "high" (codes of which the upper half counts) for "codes".
@@ -38,6 +38,7 @@ class Int8n(Coded):
     codes = range(LOWEST, HIGHEST + 1)
     options = frozenset({"group", "activations"})
     groups = (128, 64, 32)
+    nests = "int8"
 
     def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
         x = grouped(weight, args.group)
@@ -47,6 +48,13 @@ class Int8n(Coded):
 
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
         return codes.float()
+
+    def lower(self, q: QuantTensor) -> QuantTensor | None:
+        """The 4-bit weight of the upper halves. None where a backend has packed whole bytes (for float activations)."""
+        name = "codes" if q.layout == "plain" and "codes" in q.parts else "high"
+        if name not in q.parts:
+            return None
+        return replace(q, parts={"high": q.parts[name], "scales": q.parts["scales"]})
 
     def decode(self, q: QuantTensor) -> Tensor:
         """The stored values, float32 [O, K]; of a view, those of the upper halves."""
@@ -73,19 +81,6 @@ class Int8n(Coded):
 def high(codes: Tensor) -> Tensor:
     """The upper halves of codes int8, rounded: round(q / 16), in -8..7."""
     return (codes.to(torch.int16) + 8 >> 4).to(torch.int8)
-
-
-def high_view(q: QuantTensor) -> QuantTensor | None:
-    """The 4-bit weight inside `q`: a QuantTensor on the same memory. None where there is none.
-
-    That is of other formats, and where a backend has packed whole bytes (for float activations).
-    """
-    if q.format != FORMAT.name:
-        return None
-    name = "codes" if q.layout == "plain" and "codes" in q.parts else "high"
-    if name not in q.parts:
-        return None
-    return replace(q, parts={"high": q.parts[name], "scales": q.parts["scales"]})
 
 
 FORMAT = Int8n()

@@ -102,6 +102,13 @@ class Format(Protocol):
     def rows_together(self, args: QuantArgs) -> int:
         """Rows of a weight that share something: encoded in chunks, these begin at multiples of it; 0: all rows do."""
 
+    @property
+    def nests(self) -> str | None:
+        """The activations for which a backend keeps a weight of fewer bits apart inside one of these; None: no such."""
+
+    def lower(self, q: QuantTensor) -> QuantTensor | None:
+        """The weight of fewer bits inside `q`, on the same memory; None where none is kept apart."""
+
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         """Store weight [O, K], rounded to nearest; args None: `own_args`. Raises ConfigError where it cannot."""
 

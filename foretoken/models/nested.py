@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from foretoken.errors import ConfigError
-from foretoken.formats.int8n import FORMAT, high_view
+from foretoken.formats import scheme
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import read_config
 from foretoken.models.layers import LayerWeights
@@ -24,7 +24,9 @@ def is_nested(folder: Path, quant: QuantScheme) -> bool:
         checkpoint.check(config)
         modules = [n.removesuffix(".weight") for n, shape in expected_shapes(config).items() if len(shape) == 2]
         found = (resolve_scheme(config, checkpoint, quant, module) for module in modules)
-        return any(s.weights == FORMAT.name and s.activations == "int8" for s in found)
+        # "auto" is left where the checkpoint's own numbers stay: dense ones, which hold no others
+        nesting = ((scheme.get(s.weights).nests, s.activations) for s in found if s.weights != "auto")
+        return any(rows is not None and rows == activations for rows, activations in nesting)
 
 
 def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
@@ -35,33 +37,36 @@ def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
     config = read_config(folder)
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(config)
-        for scheme in (quant, than):
-            check_rules(config, scheme)
+        for each in (quant, than):
+            check_rules(config, each)
         shapes = [(name, shape) for name, shape in expected_shapes(config).items() if len(shape) == 2]
         bits = ([matrix_bits(config, checkpoint, s, *matrix) for s in (quant, than)] for matrix in shapes)
         return any(mine < its for mine, its in bits)
 
 
 def nested_view(model: Llama) -> Llama:
-    """The same model with the upper halves of its int8n matrices; other matrices, norms and biases are its own.
+    """The same model with the lower weights of matrices that hold some; all other weights are its own.
 
     Nothing is copied. The embedding stays whole: a pass reads only some rows of it. Raises ConfigError where the model
     has no such matrices.
     """
     w = model.weights
-    head = high_view(w.lm_head) or w.lm_head
-    weights = replace(w, layers=tuple(_layer(layer) for layer in w.layers), lm_head=head)
-    if not any("high" in m.parts and "low" not in m.parts for m in weights.matrices):
+    weights = replace(w, layers=tuple(_layer(layer) for layer in w.layers), lm_head=_lower(w.lm_head))
+    mine, its = ([m for layer in x.layers for m in layer.matrices] + [x.lm_head] for x in (weights, w))
+    if all(a is b for a, b in zip(mine, its, strict=True)):
         formats = ", ".join(sorted({m.format for m in w.matrices}))
         raise ConfigError(f"weights in {formats} hold no 4-bit ones; load the target with --format w8a8n")
     return Llama(model.config, weights, model.ops, model.max_model_len)
 
 
 def _layer(w: LayerWeights) -> LayerWeights:
-    return replace(
-        w, qkv=_view(w.qkv), o=high_view(w.o) or w.o, gate_up=_view(w.gate_up), down=high_view(w.down) or w.down
-    )
+    return replace(w, qkv=_each(w.qkv), o=_lower(w.o), gate_up=_each(w.gate_up), down=_lower(w.down))
 
 
-def _view(w: Stack) -> Stack:
-    return tuple(high_view(p) or p for p in w) if isinstance(w, tuple) else high_view(w) or w
+def _each(w: Stack) -> Stack:
+    return tuple(map(_lower, w)) if isinstance(w, tuple) else _lower(w)
+
+
+def _lower(w: QuantTensor) -> QuantTensor:
+    """The weight inside `w`, or `w` itself."""
+    return scheme.get(w.format).lower(w) or w

@@ -132,7 +132,7 @@ class Ops:
         x = x if rows is None else x.index_select(0, rows)
         if isinstance(w, tuple):
             assert residual is None
-            return torch.cat([self.linear(x, p, b) for p, b in by_part(w, bias)], dim=1)
+            return self.beside([self.linear(x, p, b) for p, b in by_part(w, bias)])
         if self._serves(w):
             return self._linear(x, w, bias, residual)
         _say_once(

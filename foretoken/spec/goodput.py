@@ -45,10 +45,7 @@ class GoodputLength:
         self.acceptance = Acceptance(max(1, num_draft_tokens))
         self.probing = Probing()
         self._rate = 0.0  # tokens a second that the last decision promised
-        self._promise = [
-            10.0,
-            10.0,
-        ]  # tokens that rounds brought, and that their time should have brought by the promise
+        self._promise = [10.0, 10.0]  # tokens that rounds brought, and that their time was to bring by the promise
         self._probe_cost = 0.0  # in rounds without a draft
         # How often a token is right after right ones; what its row, and a step of the drafter, must bring.
         self._next: tuple[float, float, float] | None = None

@@ -140,20 +140,10 @@ class HistoryLength(ConfidenceLength):
 
 
 @dataclass(frozen=True)
-class CappedLength:
+class CappedLength(FixedLength):
     """Another policy's judgement of tokens, at most `num_draft_tokens`: for a drafter that serves a larger one."""
 
-    policy: LengthPolicy
-    num_draft_tokens: int
-
-    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
-        return [self.num_draft_tokens] * len(seqs)
-
-    def update(self, round_: Round) -> None:
-        return None
-
-    def release(self, seq: Sequence) -> None:
-        return None
+    policy: LengthPolicy = FixedLength()
 
     @property
     def uses_confidence(self) -> bool:
@@ -164,6 +154,3 @@ class CappedLength:
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         return self.policy.ends(paths)
-
-    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        return draft

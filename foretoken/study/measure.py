@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from foretoken.engine.build import check_overlap
 from foretoken.engine.calibrate import measure_curve
 from foretoken.engine.engine import Engine
+from foretoken.engine.levels import check_overlap
 from foretoken.engine.llm import LLM
 from foretoken.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from foretoken.spec.ahead import make_ahead
@@ -75,9 +75,10 @@ class Bench:
         self._target: Curve | None = None  # costs of passes, for predictions
         self._curves: dict[object, Curve | None] = {}  # of draft models
         self._aheads = {arm.spec.overlap: make_ahead(arm.spec) for arm in arms}
-        self.llm = load(model, None, **settings)
         for arm in arms:
             check_overlap(arm.spec)
+        self.llm = load(model, None, **settings)
+        for arm in arms:
             if not arm.plain and _key(arm) not in self._drafters:
                 # Only the drafter is kept: the second engine's cache goes.
                 given = {**settings, "target": self.llm.engine.runner.model}

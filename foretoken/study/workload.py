@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken import registry
 from foretoken.config import SpecConfig, draft_text
-from foretoken.engine.build import resolved_options, with_heads
+from foretoken.engine.levels import resolved_options, with_heads
 from foretoken.errors import ConfigError, RequestError
 from foretoken.request import MAX_SEED, SamplingParams
 from foretoken.tokenizer import Tokenizer

@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.models.config import RopeConfig
 from foretoken.models.layers import rope_table
-from foretoken.train.model import RMSNorm
+from foretoken.train.model import Mlp, RMSNorm, rotate
 
 
 @dataclass(frozen=True)
@@ -50,19 +49,6 @@ class HeadAttention(nn.Module):
         self.o_proj = nn.Linear(heads, shape.hidden_size, bias=False)
 
 
-class HeadMlp(nn.Module):
-    """The gated feed-forward block."""
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
 class HeadLayer(nn.Module):
     """The decoder layer of a head."""
 
@@ -72,7 +58,7 @@ class HeadLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
         self.self_attn = HeadAttention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.mlp = HeadMlp(shape)
+        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -169,12 +155,6 @@ class HeadForTraining(nn.Module):
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotation of x [..., N, D] by cos, sin [N, D/2]."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
 def _later(x: Tensor, count: int, dim: int) -> Tensor:

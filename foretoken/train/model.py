@@ -82,10 +82,9 @@ def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotation of x `[B, S, H, D]` by cos, sin `[S, D/2]`, as Hugging Face stores Llama."""
+    """Half-split rotation of x `[..., D]` by cos, sin that broadcast to `[..., D/2]`, as Hugging Face stores Llama."""
     x1, x2 = x.chunk(2, dim=-1)
-    c, s = cos[:, None, :], sin[:, None, :]
-    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
 @dataclass
@@ -112,6 +111,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int) -> Tensor:
         b, s, _ = x.shape
         d, repeats = self.shape.head_dim, self.shape.num_heads // self.shape.num_kv_heads
+        cos, sin = cos[:, None], sin[:, None]  # [S, 1, D/2]: all heads turn alike
         q = rotate(self.q_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, H, S, D]
         k = rotate(self.k_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, Hk, S, D]
         v = self.v_proj(x).view(b, s, -1, d).transpose(1, 2)
@@ -131,11 +131,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
@@ -149,7 +149,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.mlp = Mlp(shape)
+        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, layer)

@@ -11,8 +11,8 @@ from lawkit import SAMPLED, Pair, assert_nothing_left, below_of, make_engine, ra
 
 from foretoken import registry
 from foretoken.config import SpecConfig
-from foretoken.engine.build import heeds_confidence
 from foretoken.engine.engine import Engine
+from foretoken.engine.levels import heeds_confidence
 from foretoken.errors import ConfigError
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.draft import Draft

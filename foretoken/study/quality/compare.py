@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.config import EngineConfig, SpecConfig, draft_text
-from foretoken.engine.build import check_options
+from foretoken.engine.levels import check_options
 from foretoken.engine.llm import LLM, make_config
 from foretoken.engine.memory import available_memory, demand
 from foretoken.errors import ConfigError

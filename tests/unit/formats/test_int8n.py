@@ -12,7 +12,7 @@ from torch import Tensor
 from foretoken import ops
 from foretoken.formats.int4 import FORMAT as INT4
 from foretoken.formats.int8 import FORMAT as INT8
-from foretoken.formats.int8n import FORMAT, high, high_view
+from foretoken.formats.int8n import FORMAT, high
 from foretoken.formats.scheme import QuantArgs, QuantScheme, QuantTensor
 from foretoken.quantize._grid import possible_codes
 
@@ -39,7 +39,7 @@ def test_every_code_splits_into_two_halves_in_range() -> None:
 @every_group
 def test_the_view_is_the_upper_half_under_the_same_scale(group: int | None) -> None:
     q = FORMAT.encode(randn(9, 256), QuantArgs(group))
-    view = high_view(q)
+    view = FORMAT.lower(q)
     assert view is not None and view.shape == q.shape and view.group == q.group
     codes = q.parts["codes"].double().view(9, -1, q.group)
     wanted = 16 * torch.floor(codes / 16 + 0.5) * q.parts["scales"].double()[..., None]
@@ -53,7 +53,7 @@ def test_the_view_is_the_upper_half_under_the_same_scale(group: int | None) -> N
 def test_both_are_about_as_good_as_formats_of_their_bits(group: int | None) -> None:
     weight = randn(64, 512)
     q = FORMAT.encode(weight, QuantArgs(group))
-    view = high_view(q)
+    view = FORMAT.lower(q)
     assert view is not None
 
     def error(decoded: Tensor) -> float:
@@ -68,22 +68,22 @@ def test_both_are_about_as_good_as_formats_of_their_bits(group: int | None) -> N
 def test_the_view_takes_no_memory(backend: str) -> None:
     chosen = ops.resolve(backend)
     q = chosen.pack(QuantScheme.parse("w8a8n").encode(randn(70, 256)))
-    view = high_view(q)
+    view = FORMAT.lower(q)
     assert view is not None and view.activations == "int8" and view.layout == q.layout
     theirs = {t.data_ptr(): t.nbytes for t in q.parts.values()}
     assert all(theirs[t.data_ptr()] == t.nbytes for t in view.parts.values())
     if q.layout != "plain":  # a draft reads half of the codes
         assert view.nbytes - view.parts["scales"].nbytes == (q.nbytes - q.parts["scales"].nbytes) / 2
     plain = chosen.unpack(view)
-    assert FORMAT.decode(plain).equal(FORMAT.decode(high_view(chosen.unpack(q)) or q))
-    again = high_view(view)
+    assert FORMAT.decode(plain).equal(FORMAT.decode(FORMAT.lower(chosen.unpack(q)) or q))
+    again = FORMAT.lower(view)
     assert again is not None and again.parts["high"].data_ptr() == view.parts["high"].data_ptr()
 
 
 def test_other_weights_have_no_view() -> None:
-    assert high_view(INT8.encode(randn(4, 64))) is None
+    assert INT8.lower(INT8.encode(randn(4, 64))) is None
     whole = ops.resolve("cpu").pack(FORMAT.encode(randn(32, 64)))
-    assert whole.layout == "cpu" and high_view(whole) is None  # in whole bytes, for float rows
+    assert whole.layout == "cpu" and FORMAT.lower(whole) is None  # in whole bytes, for float rows
 
 
 def test_one_sided_groups_use_the_longer_side() -> None:

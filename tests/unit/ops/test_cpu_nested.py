@@ -10,7 +10,7 @@ from fixtures_cpu import every_isa, instructions
 from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 
-from foretoken.formats.int8n import FORMAT, high_view
+from foretoken.formats.int8n import FORMAT
 from foretoken.formats.scheme import QuantArgs, QuantScheme, QuantTensor
 from foretoken.ops import cpu, resolve
 
@@ -34,7 +34,7 @@ def test_products_are_those_of_the_reference(isa: str, data: st.DataObject) -> N
     O, T = data.draw(st.integers(1, 70)), data.draw(st.integers(0, 40))  # noqa: E741
     w = nested(O, K, group or K, seed=K)
     if data.draw(st.booleans()):
-        w = high_view(w) or w
+        w = FORMAT.lower(w) or w
     x, bias, residual = randn(T, K, seed=K), randn(O, seed=1), randn(T, O, seed=2)
     wanted = REFERENCE.linear(x, w, bias, residual)
     with instructions(isa):
@@ -47,7 +47,7 @@ def test_rows_in_any_number_have_the_same_bits(isa: str, lower: bool) -> None:
     """One tile, two, and so many that weights are unpacked for all of them; groups that are split, and many blocks."""
     for depth, group in ((1536, 128), (1280, 1280)):
         w = cpu.pack(nested(161, depth, group))
-        w = (high_view(w) or w) if lower else w
+        w = (FORMAT.lower(w) or w) if lower else w
         x = randn(61, depth, seed=3)
         with instructions(isa), threads(2):
             whole = cpu.linear(x, w)
@@ -70,7 +70,7 @@ def test_rounding_and_packing_at_once(isa: str, dtype: torch.dtype) -> None:
             assert made is not None and made.parts.keys() == wanted.parts.keys() == {"high", "low", "scales"}
             assert all(made.parts[name].equal(part) for name, part in wanted.parts.items())
             ids = torch.tensor([4, 0, 1, 3], dtype=torch.int32)
-            for stored in (made, high_view(made)):
+            for stored in (made, FORMAT.lower(made)):
                 assert stored is not None
                 assert cpu.embedding(ids, stored).equal(FORMAT.decode(cpu.unpack(stored))[ids.long()])
 

@@ -16,8 +16,8 @@ from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_promp
 
 from foretoken import LLM, SpecConfig, ops
 from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.engine.build import check_overlap
 from foretoken.engine.engine import Engine
+from foretoken.engine.levels import check_overlap
 from foretoken.errors import ConfigError
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.request import SamplingParams, Sequence, SpecMetrics
