@@ -18,7 +18,7 @@ import uvicorn
 from lawkit import Pair
 
 from foretoken.request import SamplingParams
-from foretoken.server import client as clients, frames, logs, run
+from foretoken.server import client as clients, frames, logs, process, run
 from foretoken.server.client import EngineClient
 from foretoken.server.errors import ApiError
 from foretoken.server.stream import Job, Stream
@@ -185,4 +185,4 @@ async def test_the_engine_does_not_outlive_its_server() -> None:
         assert received, "it beats before it is asked for anything"
     finally:
         ours.close()
-    assert await asyncio.wait_for(clients._end(pid, 20), 30) == 0
+    assert await asyncio.wait_for(process.end(pid, 20), 30) == 0
