@@ -116,6 +116,7 @@ class QwenCalls:
         if head is not None and head[1] in self._names:
             found.append(Call(head[1]))
             self._buffer, self._step, self._braces = self._buffer[head.end() :], self._arguments, _Braces()
+            self._searched = 0
             return True
         at = self._find(CLOSE)
         if at < 0:
