@@ -49,15 +49,13 @@ class Grammars:
         try:
             return await self._helper.ask({"type": "compile", "kind": source.kind, "source": source.text}, source.field)
         except HelperDiedError:
-            message = "structured output: it takes too much time or memory to compile; simplify it"
+            raise bad_request(f"{source.field}: it takes too long to compile; simplify it", source.field) from None
         except ApiError as error:
-            if error.status != 400:
-                raise
-            message = error.message
-        self._refused[key] = message
-        if len(self._refused) > MAX_REFUSALS:
-            self._refused.popitem(last=False)
-        raise bad_request(message, source.field)
+            if error.status == 400:
+                self._refused[key] = error.message
+                if len(self._refused) > MAX_REFUSALS:
+                    self._refused.popitem(last=False)
+            raise
 
     def _keep(self, key: str, data: str) -> None:
         if key in self._known:  # two asked for it at once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from foretoken.server.frames import Frame
 
 log = logging.getLogger("foretoken.server")
 STARTING = 120.0  # seconds to load what it needs
+AT_ONCE = 0.2  # seconds within which no job ends a process
 MAX_WAITING = 64  # jobs that wait for the one that runs
 
 
@@ -43,14 +45,24 @@ class Helper:
         self._num_waiting += 1
         try:
             async with self._lock:
-                if self._streams is None:
-                    await self._start()
-                answer = await self._exchange(frame, self._patience)
+                answer = await self._answer(frame)
         finally:
             self._num_waiting -= 1
         if answer["type"] == "refused":
             raise bad_request(answer["message"], name)
         return str(answer["text"])
+
+    async def _answer(self, frame: Frame) -> Frame:
+        if self._streams is None:
+            await self._start()
+        sent = time.monotonic()
+        try:
+            return await self._exchange(frame, self._patience)
+        except HelperDiedError:
+            if time.monotonic() - sent > AT_ONCE:
+                raise
+        await self._start()  # it had died while nobody asked
+        return await self._exchange(frame, self._patience)
 
     async def close(self) -> None:
         """End the process."""

@@ -91,7 +91,7 @@ class Loader:
 
         if self._matching is None:
             self._matching = Matching(self._words())
-        return self._matching.grammar(data)
+        return self._matching.language(data)
 
     def _words(self) -> Vocabulary:
         if self._vocabulary is None:

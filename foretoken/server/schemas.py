@@ -20,7 +20,7 @@ _OF_OBJECTS |= {"unevaluatedProperties"}
 _WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # each says all there is to say
 KNOWN = {"type"} | ANNOTATIONS | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
-FORMATS |= {"uri-template", "json-pointer", "relative-json-pointer"}
+FORMATS |= {"uri-template"}  # those of JSON pointers would let control characters in
 _UNSAFE_ESCAPES = frozenset('"\\nrtfv0xuc')  # may spell what a JSON string has to escape
 
 
@@ -196,19 +196,20 @@ def _typed(values: Any, types: Any) -> bool:
 
 
 def _may_spell_escapes(pattern: str) -> bool:
-    """Does a pattern hold, outside of its classes, what a JSON string has to escape? The grammar would not."""
-    inside, at = False, 0
+    """Does a pattern hold, but in what a class leaves out, what a JSON string has to escape? The grammar would not."""
+    inside = negated = False
+    at = 0
     while at < len(pattern):
         character = pattern[at]
         if character == "\\":
             at += 1
-            if not inside and pattern[at : at + 1] in _UNSAFE_ESCAPES:
+            if not negated and pattern[at : at + 1] in _UNSAFE_ESCAPES:
                 return True
-        elif inside:
-            inside = character != "]"
-        elif character == "[":
-            inside = True
-        elif character == '"' or character < " ":
+        elif (character == '"' or character < " ") and not negated:
             return True
+        elif inside and character == "]":
+            inside = negated = False
+        elif not inside and character == "[":
+            inside, negated = True, pattern[at + 1 : at + 2] == "^"
         at += 1
     return False

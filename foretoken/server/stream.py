@@ -12,7 +12,8 @@ from foretoken.server.errors import ApiError, bad_request, internal
 from foretoken.server.grammars import Compiled
 
 NO_TOKEN = (
-    "no token was left to choose: the request's allowed or banned tokens, biases and grammar rule out all of them"
+    "no token was left to choose: the request's allowed or banned tokens, biases and grammar rule out all of them, "
+    "or the grammar takes too long to follow"
 )
 
 

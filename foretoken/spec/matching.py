@@ -1,6 +1,6 @@
 """Matching: texts in the language of a grammar, by xgrammar's automata (Dong et al., 2024), drafts included.
 
-`compiled` turns a source into data in a process that may be ended; `Matched` follows one text with what was made.
+`Matching.compiled` makes data of a source, in a process that may be ended; `Matched` follows one text by it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ FREE, EACH = 1.0, 0.005
 TRIED = 96  # tokens of a trial: a grammar that cannot write so many in time is not taken
 _PLACE = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")
 _WARNING = re.compile(r"Warning: (.*)")
+# No JSON has them but as \\u0000, yet the library lets them into strings of a given length. Lines may end: tools' calls
+# have that beside their JSON.
+_CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
 _NAMED = ("PreTrainedTokenizerBase", "PreTrainedTokenizerFast", "LogitsProcessor")
 
 
@@ -56,6 +59,13 @@ def _import() -> Any:
     return xgrammar
 
 
+class Language(NamedTuple):
+    """A compiled grammar, and the tokens bool [V] that its texts may have."""
+
+    grammar: Any
+    writable: NDArray[np.bool_]
+
+
 class Matching:
     """xgrammar's view of a vocabulary; made once a process."""
 
@@ -71,9 +81,11 @@ class Matching:
             stop_token_ids=sorted(ends),
             add_prefix_space=False,
         )
+        control = np.array([bool(_CONTROL.search(piece)) for piece in pieces], np.bool_)
+        self._of_json = vocabulary.writable & ~control
 
     def compiled(self, kind: str, source: str) -> str:
-        """A grammar as data for `grammar`, tried on a short text. What the library would leave out of it is an error.
+        """A grammar as data for `language`, tried on a short text. What the library would leave out of it is an error.
 
         `kind`: "json" (a JSON schema), "regex", "grammar" (GBNF, or Lark), "tag" (xgrammar's structural tags).
         Raises RequestError. It may take for ever, and any amount of memory: that is for the caller to bound.
@@ -85,17 +97,20 @@ class Matching:
                 raise RequestError(f"the {_NAMES[kind]} cannot be used: {_plain(str(error))}") from None
         if said.warning:
             raise RequestError(f"the {_NAMES[kind]} cannot be followed to the letter: {said.warning}")
-        self._try(kind, Matched(self._library.GrammarMatcher(made), self.vocabulary))
-        data: str = made.serialize_json()
-        return data
+        self._try(kind, self.matched(self._language(kind, made)))
+        return f"{kind} {made.serialize_json()}"
 
-    def grammar(self, data: str) -> Any:
+    def language(self, data: str) -> Language:
         """What `compiled` made of a source, here: for any number of texts."""
-        return self._library.CompiledGrammar.deserialize_json(data, self._info)
+        kind, _, made = data.partition(" ")
+        return self._language(kind, self._library.CompiledGrammar.deserialize_json(made, self._info))
 
-    def matched(self, grammar: Any) -> Matched:
-        """A new text of a grammar."""
-        return Matched(self._library.GrammarMatcher(grammar), self.vocabulary)
+    def matched(self, language: Language) -> Matched:
+        """A new text."""
+        return Matched(self._library.GrammarMatcher(language.grammar), language.writable, self.vocabulary.eos_token_ids)
+
+    def _language(self, kind: str, grammar: Any) -> Language:
+        return Language(grammar, self._of_json if kind in ("json", "tag") else self.vocabulary.writable)
 
     def _compile(self, kind: str, source: str) -> Any:
         compiler = self._library.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
@@ -130,11 +145,12 @@ class Matched:
     the rest. So the answer depends on the question alone, and a draft's path costs one step a token.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: Any, writable: NDArray[np.bool_], eos_token_ids: Seq[int]) -> None:
+        """`writable` bool [V]: tokens that the text may have at all."""
         self._matcher = matcher
-        self._writable = vocabulary.writable
-        self._size = len(vocabulary.pieces)
-        self._ends = frozenset(vocabulary.eos_token_ids)
+        self._writable = writable
+        self._size = len(writable)
+        self._ends = frozenset(eos_token_ids)
         self._held: list[int] = []
         self._mask: NDArray[np.bool_] | None = None  # after `_held`
         self._bits = np.zeros((1, (self._size + 31) // 32), np.int32)
