@@ -30,7 +30,10 @@ class Engine:
             format=options.get("format", "auto"),
             threads=threads,
             cache=CacheConfig(
-                BLOCK_SIZE, (batch + 1) * -(-max_len // BLOCK_SIZE), options.get("kv_format", "auto"), prefix_cache=False
+                BLOCK_SIZE,
+                (batch + 1) * -(-max_len // BLOCK_SIZE),
+                options.get("kv_format", "auto"),
+                prefix_cache=False,
             ),
         )
         self.engine = build_engine(str(model), config)
