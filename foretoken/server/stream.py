@@ -17,15 +17,19 @@ NO_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A delta of one sequence, as `frames` writes it: log-probabilities are [token, logprob, [[token, logprob]]]."""
+    """A delta of one sequence, as `frames` writes it: log-probabilities are [token, logprob, [[token, logprob]]].
+
+    `levels`: the name of the drafter's level that guessed each token, None for those that nobody did.
+    """
 
     index: int
     text: str
     token_ids: list[int]
-    accepted: list[int]
+    levels: list[str | None]
     logprobs: list[Any]
     prompt_logprobs: list[Any]
     completion: dict[str, Any] | None
+    text_offset: list[int]  # where in the text each token begins
 
 
 class Job(NamedTuple):
