@@ -1,7 +1,7 @@
 """Guard: what every request passes before any route is looked up. Keys, hosts, sizes; ids, counts; errors in one shape.
 
-It decides on the raw path of the connection, never on a URL put together from headers. Without a key it lets GET /health
-by, and GET /: the playground's page, which is the same bytes for everybody and asks for its data with a key.
+It decides on the raw path of the connection, never on a URL put together from headers. Without a key it lets by
+GET /health, and GET /: the playground's page, the same bytes for everybody, which asks for its data with a key.
 """
 
 from __future__ import annotations
