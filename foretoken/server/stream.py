@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from foretoken.request import SamplingParams, Speculation
@@ -29,7 +29,7 @@ class Piece:
     logprobs: list[Any]
     prompt_logprobs: list[Any]
     completion: dict[str, Any] | None
-    text_offset: list[int]  # where in the text each token begins
+    text_offset: list[int] = field(default_factory=list)  # where in the text each token begins
 
 
 class Job(NamedTuple):

@@ -171,7 +171,7 @@ def answer(text: Text, pieces: list[str], **more: Any) -> tuple[dict[str, Any], 
     chunks = []
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
-        made = Piece(0, piece, [i], [0], [], [], done if last else None)
+        made = Piece(0, piece, [i], [None], [], [], done if last else None)
         reply.take(made)
         chunks += [json.loads(e[6:])["choices"][0] for e in reply.events(made)]
     return reply.body()["choices"][0], chunks
