@@ -181,6 +181,8 @@ METRICS: dict[str, Any] = {
     "num_rounds": 1, "num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0,
     "num_accepted_tokens_per_pos": [], "undrafted": {}, "num_preemptions": 0,
     "time_split_s": {"draft": 0.0, "target": 0.0, "verify": 0.0, "schedule": 0.0},
+    "time_to_first_token_s": 0.0,
+    "total_time_s": 0.0,
 }  # fmt: skip
 
 
