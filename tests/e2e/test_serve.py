@@ -310,7 +310,9 @@ def test_tokens_and_models(http: httpx.Client, llm: LLM) -> None:
     ).json()
     assert chat["tokens"] == llm.tokenizer.chat([{"role": "user", "content": "x"}])
     assert len(chat["token_strs"]) == chat["count"]
-    assert http.get("/v1/models").json()["data"][0] | {"created": 0} == {
+    card = http.get("/v1/models").json()["data"][0]
+    assert card.pop("speculation")["levels"] == ["draft_model"]
+    assert card | {"created": 0} == {
         "id": "tiny",
         "object": "model",
         "created": 0,
