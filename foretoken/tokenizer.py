@@ -146,7 +146,7 @@ class Tokenizer:
                 self._compiled = _environment().from_string(self._template)
             offered = list(tools) if tools else None
             return _bounded(self._compiled.generate(tools=offered, documents=None, **values), most)
-        except (RequestError, MemoryError):
+        except RequestError:
             raise
         except TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None

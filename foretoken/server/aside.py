@@ -51,8 +51,6 @@ class Aside:
             text = self._render(frame) if kind == "render" else self._compile(frame["kind"], frame["source"])
         except RequestError as error:
             return {"type": "refused", "message": str(error)}
-        except MemoryError:
-            return {"type": "refused", "message": "the chat template takes too much memory; use a plain prompt"}
         return {"type": "done", "text": text}
 
     def _set_up(self, frame: Frame) -> None:

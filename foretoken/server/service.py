@@ -173,9 +173,9 @@ class Service:
             grammar = None if source is None else await self.client.grammars.compiled(source)
             ids = await encode()
             reply, params, score = await make(visit.id, ids)
-            reply.num_prompt_tokens = sum(len(i) for i in ids)
-            owner = tenant(visit, fields.cache_salt)
-            job = Job(visit.id, ids, params, owner, wish(fields), score, fields.choice, grammar)
+            reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(len(i) for i in ids)
+            whose, priority = tenant(visit, fields.cache_salt), fields.priority or 0
+            job = Job(visit.id, ids, params, whose, wish(fields), score, fields.choice, priority, grammar)
             stream = self.client.submit(job)
         except BaseException:
             ticket.leave()
