@@ -114,6 +114,18 @@ def test_what_was_asked_before_leaves_no_trace(words: Matching, person: Any, dat
         paths.append([*path, chosen])
 
 
+def test_any_object(words: Matching, vocabulary: Vocabulary) -> None:
+    language = words.language(words.compiled("object", ""))
+    tokens = {piece: token for token, piece in enumerate(vocabulary.pieces) if piece}
+
+    def ends(text: str) -> bool:
+        return bool(words.matched(language).allowed([tokens[bytes([b])] for b in text.encode()], ())[EOS])
+
+    assert all(map(ends, ("{}", '{"a":1}', '{ "a" : [1, {"b": "\\u00e9\\n"}], "c": -0.5e3, "d":null}', '{"für":"你"}')))
+    wrong = ("[1]", "1", '{"a":01}', '{"a"}', '{"a":1}x', '{"a":"\n"}', '{"a":  1}', '{"a":1,}', "{'a':1}", "")
+    assert not any(map(ends, wrong))
+
+
 def test_only_tokens_that_write(words: Matching, vocabulary: Vocabulary) -> None:
     """Where any text may come, special tokens and ids beyond the tokenizer still may not."""
     mask = words.matched(words.language(words.compiled("regex", r"[\s\S]*"))).allowed((), ())
