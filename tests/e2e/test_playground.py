@@ -291,8 +291,8 @@ def test_errors_say_what_to_do(page: Browser) -> None:
     page.complaints()  # the browser's own line on status 400
     replies = {
         "window.fetch = async () => { throw new TypeError('x'); }": "whether it still runs",
-        'window.fetch = async () => new Response(\'{"error":{"message":"the queue is full"}}\','
-        " {status: 429, headers: {'retry-after': '7'}})": "The queue is full Try again in 7 s.",
+        'window.fetch = async () => new Response(\'{"error":{"message":"the queue is full; try again later"}}\','
+        " {status: 429, headers: {'retry-after': '7'}})": "The queue is full. Try again in 7 s.",
         'window.fetch = async () => new Response(\'data: {"error":{"message":"lost it"}}\\n\\n\')': "lost it",
         "window.fetch = async () => new Response('data: {\"choices\":[]}\\n\\n')": "broke off",
         "window.fetch = async () => new Response('<p>bad gateway', {status: 502})": "status 502",
