@@ -30,7 +30,8 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    levels: list[str | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
@@ -63,7 +64,8 @@ class Reply:
         choice = self.choices[piece.index]
         choice.text.append(piece.text)
         choice.token_ids += piece.token_ids
-        choice.accepted += piece.accepted
+        choice.levels += piece.levels
+        choice.text_offset += piece.text_offset
         choice.logprobs += piece.logprobs
         choice.prompt_logprobs += piece.prompt_logprobs
         if piece.completion is not None:
@@ -154,7 +156,7 @@ class CompletionReply(Reply):
         text = self._echo(index)[0] + ("" if self.hidden else "".join(choice.text))
         made: dict[str, Any] = {"index": index, "text": text, "finish_reason": choice.finish_reason}
         made["logprobs"] = self._logprobs(index, choice) if self.with_logprobs else None
-        return made | (_tokens(choice.token_ids, choice.accepted) if self.show_tokens else {})
+        return made | (_tokens(choice) if self.show_tokens else {})
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         choice = self.choices[piece.index]
@@ -166,7 +168,7 @@ class CompletionReply(Reply):
         if self.with_logprobs:
             entry["logprobs"] = self._logprobs(piece.index, choice)
         entry["finish_reason"] = choice.finish_reason if piece.completion is not None else None
-        entry |= _tokens(piece.token_ids, piece.accepted) if self.show_tokens else {}
+        entry |= _tokens(piece) if self.show_tokens else {}
         yield event({**self.envelope(self.chunk_kind), "choices": [entry]})
 
     def _logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -244,7 +246,7 @@ class ChatReply(Reply):
             message["tool_calls"] = [self._call(index, i, c) for i, c in enumerate(choice.calls)]
         made: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
         made["logprobs"] = self._logprobs(choice.logprobs) if self.with_logprobs else None
-        return made | (_tokens(choice.token_ids, choice.accepted) if self.show_tokens else {})
+        return made | (_tokens(choice) if self.show_tokens else {})
 
     def begin(self) -> Iterator[bytes]:
         for index in range(len(self.choices)):
@@ -267,7 +269,7 @@ class ChatReply(Reply):
         entry: dict[str, Any] = {"index": piece.index, "delta": delta, "finish_reason": reason}
         if self.with_logprobs:
             entry["logprobs"] = self._logprobs(piece.logprobs)
-        yield self._chunk(entry | (_tokens(piece.token_ids, piece.accepted) if self.show_tokens else {}))
+        yield self._chunk(entry | (_tokens(piece) if self.show_tokens else {}))
 
     def _chunk(self, entry: dict[str, Any]) -> bytes:
         return event({**self.envelope(self.chunk_kind), "choices": [{"logprobs": None, **entry}]})
@@ -289,5 +291,12 @@ class ChatReply(Reply):
         }
 
 
-def _tokens(token_ids: list[int], accepted: list[int]) -> dict[str, Any]:
-    return {"token_ids": token_ids, "accepted": accepted}
+def _tokens(part: Choice | Piece) -> dict[str, Any]:
+    """Tokens, where in the text each begins, and which of them were guessed and by whom."""
+    accepted = [int(level is not None) for level in part.levels]
+    return {
+        "token_ids": part.token_ids,
+        "accepted": accepted,
+        "levels": part.levels,
+        "text_offset": part.text_offset,
+    }

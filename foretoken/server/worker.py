@@ -232,6 +232,8 @@ def _facts(engine: Engine, config: Any) -> dict[str, Any]:
         "max_model_len": engine.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "method": config.spec.method,
+        "policy": config.spec.policy,
+        "levels": list(engine.level_names),
         "num_draft_tokens": config.spec.num_draft_tokens,
     }
 

@@ -194,6 +194,24 @@ def test_priorities_change_no_text(http: httpx.Client) -> None:
     assert "priority" in refused(http, prompt="a", priority="high")["message"]
 
 
+def test_tokens_and_who_guessed_them(http: httpx.Client) -> None:
+    fields = {**SAMPLED, "return_token_ids": True}
+    choice = complete(http, "für 你好 🙂", **fields)["choices"][0]
+    assert choice["accepted"] == [int(level is not None) for level in choice["levels"]]
+    assert set(choice["levels"]) == {None, "draft_model"}
+    starts = choice["text_offset"]
+    assert len(starts) == len(choice["token_ids"]) == len(choice["levels"]) == 24
+    assert starts[0] == 0 and starts == sorted(starts) and starts[-1] <= len(choice["text"])
+    pieces = [p["choices"][0] for p in streamed(http, "für 你好 🙂", **fields)]
+    for key in ("token_ids", "accepted", "levels", "text_offset"):
+        assert [value for piece in pieces for value in piece[key]] == choice[key]
+    card = http.get("/v1/models").json()["data"][0]["speculation"]
+    assert card == {"method": "draft_model", "levels": ["draft_model"], "policy": "fixed", "num_draft_tokens": 4}
+    off = complete(http, "the", speculation="off", **fields)["choices"][0]
+    assert set(off["levels"]) == {None}
+    assert "levels" not in complete(http, "the", max_tokens=2)["choices"][0]
+
+
 def test_stops(http: httpx.Client, llm: LLM) -> None:
     plain = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     whole = text_of(http, "the sum of", **plain)
@@ -335,7 +353,9 @@ def test_tokens_and_models(http: httpx.Client, llm: LLM) -> None:
     ).json()
     assert chat["tokens"] == llm.tokenizer.chat([{"role": "user", "content": "x"}])
     assert len(chat["token_strs"]) == chat["count"]
-    assert http.get("/v1/models").json()["data"][0] | {"created": 0} == {
+    card = http.get("/v1/models").json()["data"][0]
+    assert card.pop("speculation")["levels"] == ["draft_model"]
+    assert card | {"created": 0} == {
         "id": "tiny",
         "object": "model",
         "created": 0,
