@@ -99,6 +99,21 @@ def test_a_draft_model_finds_its_own_rows_again(pair: Pair) -> None:
     assert max(passes) <= 2 * 4, "no prompt was computed anew"
 
 
+def test_a_head_begins_where_the_target_computes(pair: Pair) -> None:
+    """It gets no hidden states of rows that were skipped; it drafts nevertheless."""
+    engine = make_engine(pair, "eagle", k=5, block=4)
+    run(engine, PROMPTS[:1], EACH[:1])
+    drafted = engine.metrics.num_draft_tokens
+    engine.add(Request("again", tuple(PROMPTS[0]), EACH[0], 0))
+    engine.step()
+    seq = engine.scheduler.running[0]
+    assert seq.num_shared == 40
+    assert engine.drafter.followers[seq].start == 40  # type: ignore[attr-defined]
+    engine.step()
+    assert engine.metrics.num_draft_tokens > drafted
+    engine.abort("again")
+
+
 def test_the_second_tenant_finds_nothing(pair: Pair) -> None:
     engine = make_engine(pair, block=4)
     found = []
