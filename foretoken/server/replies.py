@@ -76,6 +76,11 @@ class Reply:
         """Tokens written so far."""
         return sum(len(c.token_ids) for c in self.choices)
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens with log-probabilities so far, those of prompts included."""
+        return sum(len(c.logprobs) + len(c.prompt_logprobs) for c in self.choices)
+
     def usage(self) -> dict[str, Any]:
         """Token counts in OpenAI's words."""
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
