@@ -88,7 +88,7 @@ def _number(text: str) -> float | int:
     value = float(text)
     if math.isinf(value):
         raise bad_request("numbers must be finite, got one that is too large", code="invalid_json")
-    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+    return int(value) if value.is_integer() else value
 
 
 def _too_deep() -> ApiError:

@@ -83,7 +83,6 @@ def test_forms_of_a_prompt(prompt: Any, meant: Any) -> None:
         ("logit_bias", {"5": float("nan")}, "logit_bias"),
         ("logit_bias", {"5": 101}, "logit_bias"),
         ("allowed_token_ids", [], "allowed_token_ids"),
-        ("seed", 2**64, "seed"),
         ("seed", 1.5, "seed"),
         ("stream", "yes", "stream"),
         ("stream_options", {"include_usage": 3}, "stream_options.include_usage"),
