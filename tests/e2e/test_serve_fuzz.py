@@ -1,4 +1,4 @@
-"""schemathesis over the interface's document: what it calls valid is taken, what it does not is refused, never a 5xx."""
+"""schemathesis over the interface's document: what it calls valid is taken, the rest refused, and never a 5xx."""
 
 from __future__ import annotations
 
