@@ -96,7 +96,7 @@ def main() -> None:
         alone(llm, SamplingParams(**common)), server.stream(common)
         for turn in range(args.repeat):
             row: dict[str, float] = {}
-            for who in (("engine", "http") if turn % 2 == 0 else ("http", "engine")):
+            for who in ("engine", "http") if turn % 2 == 0 else ("http", "engine"):
                 if who == "engine":
                     cpu = time.process_time()
                     seconds, events, mine = alone(llm, SamplingParams(**common))

@@ -46,7 +46,7 @@ class Args:
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, measure, write; exit code 1 if a text differed from plain decoding's."""
     defaults = {"max_tokens": 96, "seed": 1, "top_p": 0.95}
-    left_out = (*LEFT_OUT, "draft", "format", "num_draft_tokens")
+    left_out = (*LEFT_OUT, "prefix_cache", "draft", "format", "num_draft_tokens")
     parsed = parse(Args, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)
     args = parsed.args
     if args.repeat < 1:

@@ -41,8 +41,10 @@ class _Running:
     seq: Sequence
     output: OutputText
     arrived: float
+    started: float | None = None
     first_token: float | None = None
-    accepted: list[bool] = field(default_factory=list)
+    levels: list[str | None] = field(default_factory=list)  # who guessed each token, None: nobody
+    offsets: list[int] = field(default_factory=list)  # where in the text each token begins
     num_scored: int = 0  # log-probabilities of the prompt that were given out
 
     def scores(self) -> tuple[TokenLogprob, ...]:
@@ -97,7 +99,7 @@ class Engine:
         """Queue a request. Raises RequestError if it cannot be served."""
         self.check(request.prompt_token_ids)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
-        seq.speculation, seq.grammar = request.speculation, request.grammar
+        seq.speculation, seq.grammar, seq.priority = request.speculation, request.grammar, request.priority
         if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
             seq.script = request.prompt_token_ids
             del seq.token_ids[1:]
@@ -107,12 +109,22 @@ class Engine:
         self.scheduler.add(seq)
 
     @property
+    def level_names(self) -> tuple[str, ...]:
+        """The drafter's levels, the lowest first, each by a name of its own: a second "cascade" is "cascade 2"."""
+        names = self.drafter.level_names
+        counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+        return tuple(name if n == 1 else f"{name} {n}" for name, n in zip(names, counts, strict=True))
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def abort(self, request_id: str) -> list[Delta]:
         """End every sequence of a request now; its blocks are free when this returns. Unknown ids do nothing."""
         live = [r for r in self._live.values() if r.request.request_id == request_id]
+        for r in live:
+            if r.seq in self._pass:  # a step that raised
+                self.scheduler.blocks.forget(r.seq)
         return [self._finish(r, FinishReason.ABORT, []) for r in live]
 
     def step(self) -> list[Delta]:
@@ -122,6 +134,9 @@ class Engine:
         if not plan.seqs:
             return []
         self._pass = plan.seqs
+        for seq in plan.seqs:
+            live = self._live[seq.seq_id]
+            live.started = start if live.started is None else live.started
         times = TimeSplit(schedule=time.perf_counter() - start)
         scripted = [seq.num_scripted > 0 for seq in plan.seqs]
         draft, result = decode_step(
@@ -209,8 +224,11 @@ class Engine:
     def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
         """Hand the decided tokens out, one by one up to the first that ends the sequence."""
         deltas: list[Delta] = []
+        names = self.level_names
         for b, seq in enumerate(plan.seqs):
             live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
+            if not result.failed[b]:
+                self.scheduler.blocks.enter(seq, seq.num_cached)
             if not tokens and not result.failed[b]:
                 continue  # a chunk of a prompt
             if scripted[b]:
@@ -231,14 +249,16 @@ class Engine:
             reason: FinishReason | None = None
             taken = 0
             for taken, token in enumerate(tokens, 1):
+                live.offsets.append(len(live.output.text))
                 reason = self._end(live, token, base + taken)
                 if reason is not None:
                     break
             if reason is None and result.failed[b]:
                 reason = FinishReason.ERROR
             del seq.token_ids[base + taken :]
-            flags = [i < num_accepted for i in range(taken)]
-            live.accepted += flags
+            by = draft.node_levels(b)
+            levels = [*(names[by[node]] for node in result.nodes[b]), None][:taken]
+            live.levels += levels
             seq.logprobs += result.logprobs[b][:taken]
             if reason is not None:
                 deltas.append(self._finish(live, reason, tokens[:taken]))
@@ -247,8 +267,20 @@ class Engine:
             r = live.request
             logprobs = tuple(result.logprobs[b][:taken])
             text = live.output.delta()
-            tokens, scores = tokens[:taken], live.scores()
-            deltas.append(Delta(r.request_id, r.index, text, tuple(tokens), tuple(flags), None, logprobs, scores))
+            tokens, scores, offsets = tokens[:taken], live.scores(), live.offsets[-taken:]
+            deltas.append(
+                Delta(
+                    r.request_id,
+                    r.index,
+                    text,
+                    tuple(tokens),
+                    tuple(levels),
+                    None,
+                    logprobs,
+                    scores,
+                    tuple(offsets),
+                )
+            )
         return deltas
 
     def _end(self, live: _Running, token: int, length: int) -> FinishReason | None:
@@ -265,6 +297,8 @@ class Engine:
 
     def _finish(self, live: _Running, reason: FinishReason, tokens: list[int]) -> Delta:
         seq, r = live.seq, live.request
+        if reason is FinishReason.ERROR:
+            self.scheduler.blocks.forget(seq)
         self.scheduler.finish(seq)
         self.drafter.release(seq)
         self._policies.release(seq)
@@ -281,14 +315,16 @@ class Engine:
             finish_reason=reason,
             seed=r.seed,
             metrics=_metrics(live),
-            accepted=tuple(live.accepted),
+            levels=tuple(live.levels),
             logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
             prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
+            text_offset=tuple(live.offsets),
         )
         logprobs = tuple(seq.logprobs[len(seq.logprobs) - len(tokens) :]) if r.params.logprobs is not None else ()
-        flags = tuple(live.accepted[len(live.accepted) - len(tokens) :])
+        new = len(live.levels) - len(tokens)
+        levels, offsets = tuple(live.levels[new:]), tuple(live.offsets[new:])
         text = live.output.delta()
-        return Delta(r.request_id, r.index, text, tuple(tokens), flags, completion, logprobs, live.scores())
+        return Delta(r.request_id, r.index, text, tuple(tokens), levels, completion, logprobs, live.scores(), offsets)
 
 
 def _metrics(live: _Running) -> Metrics:
@@ -303,4 +339,6 @@ def _metrics(live: _Running) -> Metrics:
         time_per_output_token=(now - first) / (seq.num_output - 1) if seq.num_output > 1 else 0.0,
         total_time=now - live.arrived,
         num_preemptions=seq.num_preemptions,
+        num_cached_tokens=seq.num_shared,
+        queue_time=(live.started if live.started is not None else now) - live.arrived,
     )

@@ -21,6 +21,7 @@ from foretoken.server.config import ServerConfig
 from foretoken.server.errors import ApiError, bad_request, unavailable
 from foretoken.server.guard import Guard
 from foretoken.server.interface import SUMMARY, described, errors, fitted, page
+from foretoken.server.playground import Playground
 from foretoken.server.service import Service
 
 
@@ -51,6 +52,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
     _add_writing(app, service)
     _add_reading(app, service)
     _add_tokens(app, service)
+    _add_playground(app)
     describe = app.openapi
     app.openapi = lambda: fitted(describe(), config.model_name, client.text, bool(config.keys))  # type: ignore[method-assign]
     return Guard(app, config, service.metrics), service
@@ -81,7 +83,11 @@ def _add_reading(app: FastAPI, service: Service) -> None:
 
     def model() -> dict[str, Any]:
         made: dict[str, Any] = {"id": config.model_name, "object": "model", "created": created, "owned_by": "foretoken"}
-        return made | ({"max_model_len": client.facts["max_model_len"]} if client.facts else {})
+        facts = client.facts
+        if facts:
+            made["max_model_len"] = facts["max_model_len"]
+            made["speculation"] = {k: facts[k] for k in ("method", "levels", "policy", "num_draft_tokens")}
+        return made
 
     @app.get("/v1/models", summary="The model that is served")
     async def models() -> JSONResponse:
@@ -150,6 +156,15 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def detokenize(request: Request) -> JSONResponse:
         fields = await service.fields(request, protocol.DetokenizeFields)
         return JSONResponse({"prompt": await service.loaded(fields.model).decode(fields.tokens)})
+
+
+def _add_playground(app: FastAPI) -> None:
+    """The page for people. It is no part of the interface."""
+    shown = Playground.read()
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> Response:
+        return Response(shown.body, media_type="text/html", headers=shown.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -119,16 +119,17 @@ def scores_first(delta: Delta) -> tuple[list[Frame], Delta]:
 
 
 def delta_to_data(delta: Delta) -> list[Any]:
-    """A delta of the engine: id, index, text, tokens, accepted, logprobs, those of the prompt, completion."""
+    """A delta of the engine as a list: its id, then the fields of a `Piece`."""
     return [
         delta.request_id,
         delta.index,
         delta.text,
         list(delta.token_ids),
-        [int(a) for a in delta.accepted],
+        list(delta.levels),
         [_logprob(p) for p in delta.logprobs],
         [_logprob(p) for p in delta.prompt_logprobs],
         None if delta.completion is None else _completion(delta.completion),
+        list(delta.text_offset),
     ]
 
 

@@ -30,7 +30,8 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    levels: list[str | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
@@ -55,7 +56,7 @@ class Reply:
         self.id, self.model, self.text, self.show_tokens = id, model, text, tokens
         self.created = int(time.time())
         self.choices = [Choice() for _ in range(num_choices)]
-        self.num_prompt_tokens = 0
+        self.num_prompts, self.num_prompt_tokens = 1, 0
         self.num_spec_tokens = num_spec_tokens
 
     def take(self, piece: Piece) -> Choice:
@@ -63,7 +64,8 @@ class Reply:
         choice = self.choices[piece.index]
         choice.text.append(piece.text)
         choice.token_ids += piece.token_ids
-        choice.accepted += piece.accepted
+        choice.levels += piece.levels
+        choice.text_offset += piece.text_offset
         choice.logprobs += piece.logprobs
         choice.prompt_logprobs += piece.prompt_logprobs
         if piece.completion is not None:
@@ -81,10 +83,21 @@ class Reply:
         """Tokens with log-probabilities so far, those of prompts included."""
         return sum(len(c.logprobs) + len(c.prompt_logprobs) for c in self.choices)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in the prefix cache; of n choices the first one's count."""
+        firsts = self.choices[:: len(self.choices) // self.num_prompts]
+        return sum(c.completion["metrics"].get("num_cached_tokens", 0) for c in firsts if c.completion is not None)
+
     def usage(self) -> dict[str, Any]:
         """Token counts in OpenAI's words."""
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
 
     def metrics(self) -> dict[str, Any]:
         """What speculation did, as vLLM says it, and what else we know."""
@@ -148,7 +161,7 @@ class CompletionReply(Reply):
         text = self._echo(index)[0] + ("" if self.hidden else "".join(choice.text))
         made: dict[str, Any] = {"index": index, "text": text, "finish_reason": choice.finish_reason}
         made["logprobs"] = self._logprobs(index, choice) if self.with_logprobs else None
-        return made | (_tokens(choice.token_ids, choice.accepted) if self.show_tokens else {})
+        return made | (_tokens(choice) if self.show_tokens else {})
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         choice = self.choices[piece.index]
@@ -160,7 +173,7 @@ class CompletionReply(Reply):
         if self.with_logprobs:
             entry["logprobs"] = self._logprobs(piece.index, choice)
         entry["finish_reason"] = choice.finish_reason if piece.completion is not None else None
-        entry |= _tokens(piece.token_ids, piece.accepted) if self.show_tokens else {}
+        entry |= _tokens(piece) if self.show_tokens else {}
         yield event({**self.envelope(self.chunk_kind), "choices": [entry]})
 
     def _logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -238,7 +251,7 @@ class ChatReply(Reply):
             message["tool_calls"] = [self._call(index, i, c) for i, c in enumerate(choice.calls)]
         made: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
         made["logprobs"] = self._logprobs(choice.logprobs) if self.with_logprobs else None
-        return made | (_tokens(choice.token_ids, choice.accepted) if self.show_tokens else {})
+        return made | (_tokens(choice) if self.show_tokens else {})
 
     def begin(self) -> Iterator[bytes]:
         for index in range(len(self.choices)):
@@ -261,7 +274,7 @@ class ChatReply(Reply):
         entry: dict[str, Any] = {"index": piece.index, "delta": delta, "finish_reason": reason}
         if self.with_logprobs:
             entry["logprobs"] = self._logprobs(piece.logprobs)
-        yield self._chunk(entry | (_tokens(piece.token_ids, piece.accepted) if self.show_tokens else {}))
+        yield self._chunk(entry | (_tokens(piece) if self.show_tokens else {}))
 
     def _chunk(self, entry: dict[str, Any]) -> bytes:
         return event({**self.envelope(self.chunk_kind), "choices": [{"logprobs": None, **entry}]})
@@ -283,5 +296,12 @@ class ChatReply(Reply):
         }
 
 
-def _tokens(token_ids: list[int], accepted: list[int]) -> dict[str, Any]:
-    return {"token_ids": token_ids, "accepted": accepted}
+def _tokens(part: Choice | Piece) -> dict[str, Any]:
+    """Tokens, where in the text each begins, and which of them were guessed and by whom."""
+    accepted = [int(level is not None) for level in part.levels]
+    return {
+        "token_ids": part.token_ids,
+        "accepted": accepted,
+        "levels": part.levels,
+        "text_offset": part.text_offset,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from foretoken.request import SamplingParams, Speculation
@@ -17,15 +17,19 @@ NO_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A delta of one sequence, as `frames` writes it: log-probabilities are [token, logprob, [[token, logprob]]]."""
+    """A delta of one sequence, as `frames` writes it: log-probabilities are [token, logprob, [[token, logprob]]].
+
+    `levels`: the name of the drafter's level that guessed each token, None for those that nobody did.
+    """
 
     index: int
     text: str
     token_ids: list[int]
-    accepted: list[int]
+    levels: list[str | None]
     logprobs: list[Any]
     prompt_logprobs: list[Any]
     completion: dict[str, Any] | None
+    text_offset: list[int] = field(default_factory=list)  # where in the text each token begins
 
 
 class Job(NamedTuple):
@@ -38,6 +42,7 @@ class Job(NamedTuple):
     speculation: Speculation | None = None
     score_prompt: bool = False
     choice: Seq[str] | None = None  # the text must be one of these
+    priority: int = 0  # lower goes first
 
 
 class Stream:

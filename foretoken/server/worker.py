@@ -145,6 +145,8 @@ class Worker:
             "free_blocks": blocks.num_free,
             "num_blocks": blocks.num_blocks,
             "preemptions": scheduler.num_preemptions,
+            "prefix_queries": blocks.prefixes.hits.num_queries,
+            "prefix_hits": blocks.prefixes.hits.num_hits,
             "rounds": spec.num_rounds,
             "drafts": spec.num_drafts,
             "draft_tokens": spec.num_draft_tokens,
@@ -217,6 +219,7 @@ def _requests(frame: Frame, grammar: Grammar | None) -> list[Request]:
             seed=derive_seed(seed, i),
             index=p * params.n + i,
             tenant=frame["tenant"],
+            priority=frame["priority"],
             speculation=wish,
             score_prompt=frame["score_prompt"],
             grammar=grammar,
@@ -234,6 +237,8 @@ def _facts(engine: Engine, config: Any) -> dict[str, Any]:
         "max_model_len": engine.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "method": config.spec.method,
+        "policy": config.spec.policy,
+        "levels": list(engine.level_names),
         "num_draft_tokens": config.spec.num_draft_tokens,
     }
 

@@ -114,6 +114,7 @@ def test_choices_prompts_and_usage(http: httpx.Client, llm: LLM) -> None:
         "prompt_tokens": num_prompt,
         "completion_tokens": 6 * 24,
         "total_tokens": num_prompt + 6 * 24,
+        "prompt_tokens_details": {"cached_tokens": 0},  # a prompt is shorter than a block
     }
     pieces = streamed(http, PROMPTS[:2], n=3, stream_options={"include_usage": True}, **SAMPLED)
     texts = [""] * 6
@@ -149,6 +150,24 @@ def test_metrics_of_a_request(http: httpx.Client) -> None:
     off = complete(http, "the sum of", speculation="off", **SAMPLED)["metrics"]
     assert off["speculative_decoding"] is None
     assert off["foretoken"]["undrafted"]["off"] > 10
+
+
+def test_tokens_and_who_guessed_them(http: httpx.Client) -> None:
+    fields = {**SAMPLED, "return_token_ids": True}
+    choice = complete(http, "für 你好 🙂", **fields)["choices"][0]
+    assert choice["accepted"] == [int(level is not None) for level in choice["levels"]]
+    assert set(choice["levels"]) == {None, "draft_model"}
+    starts = choice["text_offset"]
+    assert len(starts) == len(choice["token_ids"]) == len(choice["levels"]) == 24
+    assert starts[0] == 0 and starts == sorted(starts) and starts[-1] <= len(choice["text"])
+    pieces = [p["choices"][0] for p in streamed(http, "für 你好 🙂", **fields)]
+    for key in ("token_ids", "accepted", "levels", "text_offset"):
+        assert [value for piece in pieces for value in piece[key]] == choice[key]
+    card = http.get("/v1/models").json()["data"][0]["speculation"]
+    assert card == {"method": "draft_model", "levels": ["draft_model"], "policy": "fixed", "num_draft_tokens": 4}
+    off = complete(http, "the", speculation="off", **fields)["choices"][0]
+    assert set(off["levels"]) == {None}
+    assert "levels" not in complete(http, "the", max_tokens=2)["choices"][0]
 
 
 def test_stops(http: httpx.Client, llm: LLM) -> None:
@@ -292,7 +311,9 @@ def test_tokens_and_models(http: httpx.Client, llm: LLM) -> None:
     ).json()
     assert chat["tokens"] == llm.tokenizer.chat([{"role": "user", "content": "x"}])
     assert len(chat["token_strs"]) == chat["count"]
-    assert http.get("/v1/models").json()["data"][0] | {"created": 0} == {
+    card = http.get("/v1/models").json()["data"][0]
+    assert card.pop("speculation")["levels"] == ["draft_model"]
+    assert card | {"created": 0} == {
         "id": "tiny",
         "object": "model",
         "created": 0,

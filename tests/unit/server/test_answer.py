@@ -27,6 +27,8 @@ DONE = {
     "seed": 1,
     "metrics": {
         **dict.fromkeys(("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_preemptions"), 0),
+        "time_to_first_token_s": 0.0,
+        "total_time_s": 0.0,
         "num_accepted_tokens_per_pos": [],
         "undrafted": {},
         "time_split_s": dict.fromkeys(("draft", "target", "verify", "schedule"), 0.0),

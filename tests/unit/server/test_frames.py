@@ -51,14 +51,14 @@ def test_numbers_that_json_has_not_are_not_sent() -> None:
     with pytest.raises(ValueError, match="JSON"):
         frames.pack({"type": "x", "value": float("nan")})
     token = TokenLogprob(1, float("-inf"), ((2, float("nan")), (3, -1.5)))
-    data = frames.delta_to_data(Delta("r", 0, "t", (1,), (True,), None, (token,)))
+    data = frames.delta_to_data(Delta("r", 0, "t", (1,), ("ngram",), None, (token,)))
     assert data[5] == [[1, frames.LEAST_LOGPROB, [[2, frames.LEAST_LOGPROB], [3, -1.5]]]]
     assert frames.pack({"type": "deltas", "items": [data]})
 
 
 def test_no_frame_grows_with_the_prompt() -> None:
     scores = tuple(TokenLogprob(i, -1.0, ((i, -1.0),)) for i in range(frames.MAX_SCORES * 2 + 5))
-    delta = Delta("r", 3, "t", (1,), (True,), None, (), scores)
+    delta = Delta("r", 3, "t", (1,), ("ngram",), None, (), scores)
     before, rest = frames.scores_first(delta)
     assert [len(f["items"]) for f in before] == [frames.MAX_SCORES, frames.MAX_SCORES, 5]
     assert not rest.prompt_logprobs and rest.text == "t"
@@ -70,6 +70,13 @@ def test_no_frame_grows_with_the_prompt() -> None:
     assert [token for token, _, _ in piece.prompt_logprobs] == list(range(len(scores)))
     short = dataclasses.replace(delta, prompt_logprobs=scores[:5])
     assert frames.scores_first(short) == ([], short)
+
+
+def test_pieces_name_who_guessed_their_tokens() -> None:
+    delta = Delta("r", 1, "ab", (5, 6, 7), (None, "ngram", "cascade"))
+    assert delta.accepted == (False, True, True)
+    piece = Piece(*json.loads(json.dumps(frames.delta_to_data(delta)))[1:])
+    assert (piece.index, piece.token_ids, piece.levels) == (1, [5, 6, 7], [None, "ngram", "cascade"])
 
 
 def through_json(value: object) -> object:

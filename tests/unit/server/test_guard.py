@@ -58,13 +58,14 @@ async def test_every_route_but_health_wants_a_key(locked: httpx.AsyncClient) -> 
     document = (await locked.get("/openapi.json", headers=AUTHORIZED)).json()
     routes = [(m.upper(), p.replace("{name}", "x")) for p, ops in document["paths"].items() for m in ops]
     assert {p for _, p in routes} >= {*WRITING, "/health", "/ready", "/version", "/metrics", "/tokenize", "/detokenize"}
-    routes += [("GET", p) for p in ("/openapi.json", "/docs", "/", "/nowhere", "//health", "/health/", "/HEALTH")]
-    routes += [("POST", "/health"), ("OPTIONS", "/v1/models"), ("HEAD", "/metrics")]
+    routes += [("GET", p) for p in ("/openapi.json", "/docs", "/nowhere", "//", "//health", "/health/", "/HEALTH")]
+    routes += [("POST", "/health"), ("POST", "/"), ("OPTIONS", "/v1/models"), ("HEAD", "/metrics")]
     for method, path in routes:
         if (method, path) == ("GET", "/health"):
             continue
         for headers in ({}, {"authorization": "Bearer wrong-key"}, {"authorization": f"Basic {KEY}"}, {"api-key": KEY}):
-            response = await locked.request(method, path, headers=headers, content=b"{}")
+            url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # as it is, nothing put in order
+            response = await locked.request(method, url, headers=headers, content=b"{}")
             assert response.status_code == 401, (method, path)
             assert "bearer" in response.headers["www-authenticate"].lower()
             if method != "HEAD":
@@ -72,6 +73,7 @@ async def test_every_route_but_health_wants_a_key(locked: httpx.AsyncClient) -> 
         allowed = await locked.request(method, path, headers=AUTHORIZED)
         assert allowed.status_code != 401, (method, path)
     assert (await locked.get("/health")).status_code == 200
+    assert (await locked.get("/")).status_code == 200  # the playground: the same page everywhere, without data
 
 
 @pytest.mark.parametrize("host", ["x/health?", "localhost/health#", "x", "a@b:1/health"])

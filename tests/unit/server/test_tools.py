@@ -177,7 +177,7 @@ def answer(text: Text, pieces: list[str], **more: Any) -> tuple[dict[str, Any], 
     chunks = []
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
-        made = Piece(0, piece, [i], [0], [], [], done if last else None)
+        made = Piece(0, piece, [i], [None], [], [], done if last else None)
         reply.take(made)
         chunks += [json.loads(e[6:])["choices"][0] for e in reply.events(made)]
     return reply.body()["choices"][0], chunks
@@ -187,6 +187,8 @@ METRICS: dict[str, Any] = {
     "num_rounds": 1, "num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0,
     "num_accepted_tokens_per_pos": [], "undrafted": {}, "num_preemptions": 0,
     "time_split_s": {"draft": 0.0, "target": 0.0, "verify": 0.0, "schedule": 0.0},
+    "time_to_first_token_s": 0.0,
+    "total_time_s": 0.0,
 }  # fmt: skip
 
 
