@@ -20,6 +20,8 @@ from foretoken.server.tools import Call, LlamaCalls, QwenCalls, parser_for
 NAMES = {"get", "add"}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'
 ADD = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
+HALF = '{"name": "get", "arguments": {"city": "\\ud800"}}'  # JSON, and no text
+NAN = '{"name": "get", "arguments": {"city": NaN}}'
 QWEN = {
     "plain text": ["plain text"],
     f"<tool_call>\n{GET}\n</tool_call>": [Call("get", '{"city": "Köln"}')],
@@ -37,6 +39,9 @@ QWEN = {
     '<tool_call>{"name": "get", "arguments": "x"}</tool_call>': [
         '<tool_call>{"name": "get", "arguments": "x"}</tool_call>'
     ],
+    '<tool_call>{"name": [], "arguments": {}}</tool_call>': ['<tool_call>{"name": [], "arguments": {}}</tool_call>'],
+    f"<tool_call>{HALF}</tool_call>": [f"<tool_call>{HALF}</tool_call>"],
+    f"<tool_call>{NAN}</tool_call>": [f"<tool_call>{NAN}</tool_call>"],
     "a < b <tool <tool_cal": ["a < b <tool <tool_cal"],
     "</tool_call>": ["</tool_call>"],
     "<tool_call>" + "[" * 5000 + "</tool_call>": ["<tool_call>" + "[" * 5000 + "</tool_call>"],
@@ -49,6 +54,7 @@ LLAMA = {
     '{"name": "add"}': [Call("add", "{}")],
     '{"x": 1}': ['{"x": 1}'],
     f"{ADD};": [f"{ADD};"],
+    '{"name": {}}': ['{"name": {}}'],
     "{": ["{"],
     "": [],
 }
