@@ -99,7 +99,7 @@ def main() -> None:
             for who in ("engine", "http") if turn % 2 == 0 else ("http", "engine"):
                 if who == "engine":
                     cpu = time.process_time()
-                    seconds, events, mine = alone(llm, SamplingParams(**common))
+                    seconds, _, mine = alone(llm, SamplingParams(**common))
                     row["engine_cpu_ms"] = (time.process_time() - cpu) / args.tokens * 1e3
                     row["engine_ms"] = seconds / (args.tokens - 1) * 1e3
                 else:
