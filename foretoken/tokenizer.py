@@ -15,6 +15,8 @@ from foretoken.errors import ModelLoadError, RequestError
 
 MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+LONGEST_CHARACTER = 4  # bytes of UTF-8, and a token that gives text has one of them at least
+LONGEST_WAIT = 12  # tokens that may wait for a character to be whole; more than that are bytes that never will be
 
 
 class Tokenizer:
@@ -25,6 +27,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._template = chat_template
+        self._silent = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._compiled: Template | None = None
         self.special = special or {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -97,6 +100,10 @@ class Tokenizer:
         """The vocabulary's own spelling of a token, None beyond the vocabulary."""
         piece: str | None = self._backend.id_to_token(token_id)
         return piece
+
+    def is_silent(self, token_id: int) -> bool:
+        """Does the token give no text when special ones are skipped?"""
+        return token_id in self._silent or self.token(token_id) is None
 
     def vocabulary(self) -> dict[str, int]:
         """Every real token's spelling and id."""
@@ -172,13 +179,27 @@ class IncrementalDecoder:
         self._waiting: list[int] = []  # tokens not given out yet
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes (may be empty)."""
+        """The text that this token completes (may be empty). Takes the same time however many came before."""
+        if self._tokenizer.is_silent(token_id):
+            return ""
         self._waiting.append(token_id)
         new = self._pending_text()
-        if not new or new.endswith(BROKEN):
-            return ""
-        self._context, self._waiting = self._waiting, []
-        return new
+        if new and not new.endswith(BROKEN):
+            self._context, self._waiting = self._waiting, []
+            return new
+        return self._settled(new) if len(self._waiting) > LONGEST_WAIT else ""
+
+    def _settled(self, new: str) -> str:
+        """The part of `new`, bytes that are no text, which no later token can change."""
+        last = len(self._waiting) - LONGEST_CHARACTER
+        known = self._tokenizer.decode(self._context)
+        # Not within a character: one of so many boundaries in a row lies between two.
+        for cut in range(last, last - LONGEST_CHARACTER, -1):
+            head = self._tokenizer.decode(self._context + self._waiting[:cut])[len(known) :]
+            if new.startswith(head):
+                self._context, self._waiting = self._waiting[:cut], self._waiting[cut:]
+                return head
+        return ""
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character as the replacement character."""

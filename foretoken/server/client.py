@@ -86,7 +86,7 @@ class EngineClient:
     def submit(self, job: Job) -> Stream:
         """Hand a job to the engine. Raises ApiError 503 where there is none."""
         self.check()
-        stream = self._streams[job.id] = Stream(job, self.forget)
+        stream = Stream(job, self.forget)
         if job.grammar is not None:
             self._send_grammar(job.grammar)
         self._send(
@@ -103,6 +103,7 @@ class EngineClient:
                 "grammar": None if job.grammar is None else job.grammar.key,
             }
         )
+        self._streams[job.id] = stream
         if job.grammar is not None and job.grammar.key not in self.grammars:
             self._forget_grammar(job.grammar.key)
         return stream
@@ -179,10 +180,13 @@ class EngineClient:
             if self.state == "closed":
                 return
             deaths, delay = (1, FIRST_DELAY) if lasted > STEADY else (deaths + 1, delay)
-            if self._message or deaths > self._max_restarts or not (loaded or self.num_restarts):
-                self._give_up(self._message or f"the engine's process ended with code {code}")
+            what = "could not be started" if code is None else f"ended with code {code}"
+            short = code is None and self._ready.is_set()  # of descriptors, say: that passes, and is no death
+            deaths -= short
+            if self._message or deaths > self._max_restarts or not (loaded or self._ready.is_set()):
+                self._give_up(self._message or f"the engine's process {what}")
                 return
-            log.error("the engine's process ended with code %s; starting it again in %.1f s", code, delay)
+            log.error("the engine's process %s; starting it again in %.1f s", what, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_DELAY)
             self.num_restarts += 1
@@ -193,15 +197,31 @@ class EngineClient:
         log.error("no engine: %s", message)
         self._on_failure(message)
 
-    async def _run_once(self) -> int:
-        """Start a process, listen until it ends; returns its exit code."""
-        pid, ours = _spawn()
+    async def _run_once(self) -> int | None:
+        """Start a process, listen until it ends; returns its exit code, None where it could not be started."""
+        try:
+            pid, ours = _spawn()
+        except OSError as error:  # no process, memory or descriptor is to be had, now
+            log.error("the engine's process cannot be started: %s", error.strerror)
+            return None
         self.pid = pid
         self._sent.clear()
+        try:
+            await self._listen(pid, ours)
+        finally:
+            code = await process.end(pid, 0.2 if self.state != "closed" else CLOSING)
+        return code
+
+    async def _listen(self, pid: int, ours: socket.socket) -> None:
+        """Take the process's frames until there will be no more."""
         loop = asyncio.get_running_loop()
-        transport, link = await loop.connect_accepted_socket(
-            lambda: _Link(lambda frame: self._receive(frame, pid)), sock=ours
-        )
+        try:
+            transport, link = await loop.connect_accepted_socket(
+                lambda: _Link(lambda frame: self._receive(frame, pid)), sock=ours
+            )
+        except BaseException:
+            ours.close()
+            raise
         self._transport, self._heard = transport, time.monotonic()
         self._send(self._load)
         watchdog = loop.create_task(self._watch(pid))
@@ -209,12 +229,10 @@ class EngineClient:
             await link.closed
         finally:
             if self.state not in ("closed", "failed"):
-                self.state = "down" if self._ready_since else "loading"
+                self.state = "down" if self._ready.is_set() else "loading"
             watchdog.cancel()
             transport.close()
             self._transport = None
-            code = await process.end(pid, 0.2 if self.state != "closed" else CLOSING)
-        return code
 
     def _receive(self, frame: Frame, pid: int) -> None:
         self._heard = time.monotonic()
@@ -230,6 +248,10 @@ class EngineClient:
                     elif not stream.num_open:
                         del self._streams[stream.id]
             self.stats = frame["stats"] or self.stats
+        elif kind == "scores":
+            stream = self._streams.get(frame["id"])
+            if stream is not None:
+                stream.hold(frame["index"], frame["items"])
         elif kind == "beat":
             self.stats = frame["stats"] or self.stats
             if frame["step_seconds"] > self._step_timeout:

@@ -36,11 +36,16 @@ def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, so
 async def end(pid: int, patience: float) -> int:
     """Wait for a process that should end by itself, and end it if it does not; returns its exit code."""
     until = time.monotonic() + patience
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > until:
-            os.kill(pid, signal.SIGKILL)
-            until = float("inf")
-        await asyncio.sleep(0.01)
+    try:
+        while True:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > until:
+                os.kill(pid, signal.SIGKILL)
+                until = float("inf")
+            await asyncio.sleep(0.01)
+    except asyncio.CancelledError:  # the server ends meanwhile, and leaves nothing behind
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise

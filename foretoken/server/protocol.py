@@ -101,7 +101,7 @@ class Common(Fields):
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_N)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63)] | None = None
+    seed: int | None = None  # any, modulo 2**63
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None

@@ -81,6 +81,11 @@ class Reply:
         return sum(len(c.token_ids) for c in self.choices)
 
     @property
+    def num_scored(self) -> int:
+        """Tokens with log-probabilities so far, those of prompts included."""
+        return sum(len(c.logprobs) + len(c.prompt_logprobs) for c in self.choices)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompts that were found in the prefix cache; of n choices the first one's count."""
         firsts = self.choices[:: len(self.choices) // self.num_prompts]

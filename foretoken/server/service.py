@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence as Seq
 from functools import partial
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from foretoken.request import SamplingParams
-from foretoken.server import limits
 from foretoken.server.answer import Answer
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
@@ -18,6 +17,7 @@ from foretoken.server.conversation import NamedTool
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.server.gate import Gate
 from foretoken.server.guard import Visit
+from foretoken.server.intake import INLINE, Intake
 from foretoken.server.metrics import Metrics
 from foretoken.server.parameters import check_length, sampling, tenant, wish
 from foretoken.server.protocol import (
@@ -35,7 +35,6 @@ from foretoken.server.structured import Source
 from foretoken.server.text import Text
 from foretoken.server.tools import PARSERS, Parser, parser_for
 
-INLINE = 2**16  # bytes of a body that are read on the spot
 COMPLETION_TOKENS = 16  # OpenAI's default
 
 
@@ -45,6 +44,7 @@ class Service:
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client, self.config = client, config
         self.gate = Gate(config.max_queue)
+        self._intake = Intake()
         self.metrics = Metrics(client, self.gate, config.model_name, config.metrics_prefix)
 
     async def fields(self, request: Request, kind: type[F]) -> F:
@@ -55,11 +55,7 @@ class Service:
 
     async def body(self, request: Request) -> dict[str, Any]:
         """A request's body. Raises ApiError."""
-        kind_of_body = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind_of_body != "application/json":  # anything else a page of another site could send unasked
-            raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
-        raw = await _body(request)
-        return limits.parse_object(raw) if len(raw) <= INLINE else await asyncio.to_thread(limits.parse_object, raw)
+        return await self._intake.read_object(request)
 
     def loaded(self, model: str | None) -> Text:
         """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
@@ -220,24 +216,3 @@ def grammar_source(fields: ChatFields, text: Text) -> Source | None:
 
 def _size(messages: Seq[dict[str, Any]]) -> int:
     return sum(len(m["content"]) for m in messages)
-
-
-async def _body(request: Request) -> bytes:
-    """The body, as long as it is neither too long nor too slow. Raises ApiError 413, 408."""
-    parts: list[bytes] = []
-
-    async def collect() -> None:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limits.MAX_BODY:
-                raise limits.too_large()
-            parts.append(part)
-
-    try:
-        await asyncio.wait_for(collect(), limits.BODY_TIMEOUT)
-    except asyncio.TimeoutError:
-        raise ApiError(408, "the body did not arrive in time", code="timeout") from None
-    except ClientDisconnect:
-        raise ApiError(400, "the client left") from None
-    return b"".join(parts)

@@ -59,12 +59,18 @@ class Stream:
         self._num_unread = self.num_open
         p = job.params
         self._restricted = bool(p.allowed_token_ids or p.banned_token_ids or p.logit_bias or job.choice or job.grammar)
+        self._scores: dict[int, list[Any]] = {}
         self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
+
+    def hold(self, index: int, scores: list[Any]) -> None:
+        """Log-probabilities of a prompt that belong to the sequence's next piece."""
+        self._scores.setdefault(index, []).extend(scores)
 
     def push(self, item: Piece | ApiError | None) -> None:
         """A piece, or the error that ends the stream, or None: its reader has left."""
-        if isinstance(item, Piece) and item.completion is not None:
-            self.num_open -= 1
+        if isinstance(item, Piece):
+            item.prompt_logprobs[:0] = self._scores.pop(item.index, ())
+            self.num_open -= item.completion is not None
         self._queue.put_nowait(item)
 
     async def pieces(self) -> AsyncIterator[Piece]:

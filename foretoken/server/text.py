@@ -33,14 +33,16 @@ class Text:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.pieces = Pieces(self.tokenizer, json.loads(files["tokenizer.json"]))
-        self._longest = max((len(piece) for piece in self.tokenizer.vocabulary()), default=1)
+        vocabulary = self.tokenizer.vocabulary()
+        self._longest = max(map(len, vocabulary), default=1)
+        self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
         self._threads = ThreadPoolExecutor(2, "tokenizer")
 
     async def prompt(self, prompt: str | Seq[int]) -> list[int]:
         """Token ids of a prompt, checked. Raises ApiError 400."""
         if isinstance(prompt, str):
             self._check_text(prompt)
-            return self._checked(await self._away(len(prompt), lambda: self.tokenizer.encode(prompt)))
+            return self._checked(self._begun(await self._away(len(prompt), lambda: self.tokenizer.encode(prompt))))
         return self._checked(list(prompt))
 
     async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = ()) -> list[int]:
@@ -77,6 +79,10 @@ class Text:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except RequestError as error:
             raise bad_request(str(error)) from None
+
+    def _begun(self, token_ids: list[int]) -> list[int]:
+        """A text that spells out the begin token, which the tokenizer puts before it too: once is enough."""
+        return token_ids[1:] if token_ids[:2] == [self._begin] * 2 else token_ids
 
     def _check_text(self, text: str, size: int | None = None) -> None:
         size = len(text) if size is None else size

@@ -271,11 +271,13 @@ def _call(body: str, key: str, names: Collection[str]) -> Call | None:
     """The call that an object is, if it names a tool that was offered."""
     try:
         value: Any = json.loads(body)
+        if not isinstance(value, dict):
+            return None
+        name, arguments = value.get("name"), value.get(key, {})
+        if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half of a surrogate pair, escaped, is JSON and no text
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or value.get("name") not in names:
-        return None
-    arguments = value.get(key, {})
-    if not isinstance(arguments, dict):
-        return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return Call(name, text)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ForetokenError
 from foretoken.request import Delta, Request
-from foretoken.server import frames
+from foretoken.server import frames, logs
 from foretoken.server.frames import Frame
 from foretoken.server.loading import Loader
 
@@ -111,7 +111,12 @@ class Worker:
     def _deliver(self, deltas: Seq[Delta]) -> None:
         if deltas:
             ended = any(d.completion is not None for d in deltas)  # counters are current when an answer is complete
-            items = [frames.delta_to_data(d) for d in deltas]
+            items = []
+            for delta in deltas:
+                before, rest = frames.scores_first(delta)
+                for frame in before:
+                    self.send(frame)
+                items.append(frames.delta_to_data(rest))
             self.send({"type": "deltas", "items": items, "stats": self._stats() if ended else None})
 
     def _stats(self) -> dict[str, Any]:
@@ -241,7 +246,7 @@ def main() -> None:
     """Take over the inherited socket. Signals are the server's business: this process ends when its socket closes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logs.set_up("warning")
     code = EXIT_FAILED
     try:
         code = Worker(socket.socket(fileno=int(sys.argv[1]))).run()

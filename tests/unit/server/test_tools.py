@@ -20,6 +20,8 @@ from foretoken.server.tools import Call, LlamaCalls, More, QwenCalls, parser_for
 NAMES = {"get", "add"}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'
 ADD = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
+HALF = '{"arguments": {"city": "\\ud800"}, "name": "get"}'  # JSON, and no text
+NAN = '{"arguments": {"city": NaN}, "name": "get"}'
 QWEN = {
     "plain text": ["plain text"],
     f"<tool_call>\n{GET}\n</tool_call>": [Call("get", '{"city": "Köln"}')],
@@ -37,6 +39,11 @@ QWEN = {
     '<tool_call>{"name": "get", "arguments": "x"}</tool_call>': [
         '<tool_call>{"name": "get", "arguments": "x"}</tool_call>'
     ],
+    '<tool_call>{"name": [], "arguments": {}}</tool_call>': ['<tool_call>{"name": [], "arguments": {}}</tool_call>'],
+    f"<tool_call>{HALF}</tool_call>": [f"<tool_call>{HALF}</tool_call>"],
+    f"<tool_call>{NAN}</tool_call>": [f"<tool_call>{NAN}</tool_call>"],
+    # what is given out as it is written, is given out as it is written
+    '<tool_call>{"name": "get", "arguments": {"city": NaN}}</tool_call>': [Call("get", '{"city": NaN}')],
     f"\n<tool_call>\n{GET}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n": [Call("get", '{"city": "Köln"}')] * 2,
     '<tool_call>{"name": "get", "arguments": {"a": "}</tool_call>", "b": [{}]}, "id": 7}</tool_call>': [
         Call("get", '{"a": "}</tool_call>", "b": [{}]}')
@@ -63,6 +70,7 @@ LLAMA = {
     '{"x": 1}': ['{"x": 1}'],
     f"{ADD};": [Call("add", '{"a": 1, "b": [2]}')],
     f"{ADD}; x": [Call("add", '{"a": 1, "b": [2]}'), " x"],
+    '{"name": {}}': ['{"name": {}}'],
     "{": ["{"],
     "": [],
 }
