@@ -1,7 +1,7 @@
 """Checks for schemathesis, which reads this file by the variable SCHEMATHESIS_HOOKS.
 
-What the document calls valid is accepted, but for two things that no schema can say: a prompt of more tokens than the
-context holds, and limits on tokens that, together, leave none to choose.
+What the document calls valid is accepted, but for what no schema can say: a prompt of more tokens than the context
+holds, limits on tokens that, together, leave none to choose, and several forms for one text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import schemathesis
 
 NO_SCHEMA_SAYS = ("no token was left to choose", "leaves no token that is not banned", "context_length_exceeded")
+NO_SCHEMA_SAYS += ("contradict each other",)
 LEAKS = re.compile(r"0x[0-9a-f]{6}|Traceback|\.py\b|site-packages|<[\w.]+ object")
 ACCEPTED = {*range(200, 300), 401, 404, 429, 503}
 
