@@ -59,7 +59,7 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}
         self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE)
         self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE)
-        self.grammars = Grammars(self._compiler, self._forget_grammar)
+        self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send({"type": "prepare"}))
         self._sent: set[str] = set()  # keys of the grammars that the engine has
         self._transport: asyncio.WriteTransport | None = None
         self._ready = asyncio.Event()

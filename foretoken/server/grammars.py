@@ -22,10 +22,16 @@ class Compiled(NamedTuple):
 
 
 class Grammars:
-    """Least recently used are forgotten first; `on_forget` is told their keys."""
+    """Least recently used are forgotten first; `on_forget` is told their keys, `on_need` that some will come."""
 
-    def __init__(self, helper: Helper, on_forget: Callable[[str], None], max_bytes: int = MAX_BYTES) -> None:
-        self._helper, self._on_forget, self._max_bytes = helper, on_forget, max_bytes
+    def __init__(
+        self,
+        helper: Helper,
+        on_forget: Callable[[str], None],
+        on_need: Callable[[], None] = lambda: None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._helper, self._on_forget, self._on_need, self._max_bytes = helper, on_forget, on_need, max_bytes
         self._known: OrderedDict[str, str] = OrderedDict()
         self._refused: OrderedDict[str, str] = OrderedDict()
         self.num_bytes = 0
@@ -37,6 +43,7 @@ class Grammars:
             raise bad_request(message, source.field)
         data = self._known.get(key)
         if data is None:
+            self._on_need()
             data = await self._compile(source, key)
             self._keep(key, data)
         self._known.move_to_end(key)

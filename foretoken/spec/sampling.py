@@ -131,7 +131,13 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
 
 
 def _allow(row: Floats, mask: NDArray[np.bool_]) -> None:
-    """Leave the tokens of a mask [V]. Nearly all or nearly none are in it: the fewer are the ones to handle."""
+    """Leave the tokens of a mask [V], the target's; a draft model's rows may be shorter or longer.
+
+    Nearly all or nearly none are in it: the fewer are the ones to handle.
+    """
+    if len(mask) != len(row):
+        row[len(mask) :] = -np.inf
+        mask, row = mask[: len(row)], row[: len(mask)]
     if 2 * np.count_nonzero(mask) > len(mask):
         row[np.flatnonzero(~mask)] = -np.inf
         return

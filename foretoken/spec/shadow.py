@@ -18,6 +18,7 @@ class Shadow:
         self.runner = runner
         self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed, target.tenant)
         self.seq.num_prompt = target.num_prompt
+        self.seq.grammar = target.grammar  # what the target may not write is not worth guessing
         self.seq.context = runner.model.max_model_len
         self.num_agreed = len(target)  # of the target's tokens: these need no second look, unless it was rewound
 
