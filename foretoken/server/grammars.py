@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from foretoken.server import frames
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.server.helper import Helper, HelperDiedError
 from foretoken.server.structured import Source
@@ -15,10 +17,10 @@ MAX_REFUSALS = 256
 
 
 class Compiled(NamedTuple):
-    """A compiled grammar as the engine takes it, and its name."""
+    """A compiled grammar by name, as the frame that the engine takes."""
 
     key: str
-    data: str
+    frame: bytes
 
 
 class Grammars:
@@ -32,7 +34,7 @@ class Grammars:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._helper, self._on_forget, self._on_need, self._max_bytes = helper, on_forget, on_need, max_bytes
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._known: OrderedDict[str, bytes] = OrderedDict()
         self._refused: OrderedDict[str, str] = OrderedDict()
         self.num_bytes = 0
 
@@ -52,9 +54,11 @@ class Grammars:
     def __contains__(self, key: str) -> bool:
         return key in self._known
 
-    async def _compile(self, source: Source, key: str) -> str:
+    async def _compile(self, source: Source, key: str) -> bytes:
+        job = {"type": "compile", "kind": source.kind, "source": source.text}
         try:
-            return await self._helper.ask({"type": "compile", "kind": source.kind, "source": source.text}, source.field)
+            data = await self._helper.ask(job, source.field, len(source.text))
+            return await asyncio.to_thread(frames.pack, {"type": "grammar", "key": key, "data": data})
         except HelperDiedError:
             raise bad_request(f"{source.field}: it takes too long to compile; simplify it", source.field) from None
         except ApiError as error:
@@ -64,7 +68,7 @@ class Grammars:
                     self._refused.popitem(last=False)
             raise
 
-    def _keep(self, key: str, data: str) -> None:
+    def _keep(self, key: str, data: bytes) -> None:
         if key in self._known:  # two asked for it at once
             return
         self._known[key] = data

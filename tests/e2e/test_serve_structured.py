@@ -236,6 +236,7 @@ def test_a_dead_helper_is_replaced(server: Server, http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_dead_engine_gets_its_grammars_again(server: Server, http: httpx.Client) -> None:
     before = texts(http, guided_regex="[ab]{6}")
     os.kill(server.engine_pid, signal.SIGKILL)
