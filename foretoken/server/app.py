@@ -44,6 +44,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
         redoc_url=None,
         redirect_slashes=False,
         openapi_url="/openapi.json",
+        responses=errors(400, 401, 403, 500),  # of the guard, on every route
     )
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -53,7 +54,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
     _add_tokens(app, service)
     _add_playground(app)
     describe = app.openapi
-    app.openapi = lambda: fitted(describe(), config.model_name, client.text)  # type: ignore[method-assign]
+    app.openapi = lambda: fitted(describe(), config.model_name, client.text, bool(config.keys))  # type: ignore[method-assign]
     return Guard(app, config, service.metrics), service
 
 
@@ -144,6 +145,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         if shown:
             made["token_strs"] = [text.pieces.text(i) for i in ids]
         return JSONResponse(made)
+
+    @app.get("/tokenizer_info", summary="Special tokens and the chat template", responses=errors(503))
+    async def tokenizer_info() -> JSONResponse:
+        tokenizer = service.loaded(None).tokenizer
+        named = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return JSONResponse({**named, "chat_template": tokenizer.chat_template})
 
     @app.post("/detokenize", **described([protocol.DetokenizeFields], "Text of token ids"))
     async def detokenize(request: Request) -> JSONResponse:

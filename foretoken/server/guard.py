@@ -105,7 +105,7 @@ class Guard:
         name = host.decode("latin-1").lower()
         if name.rpartition(":")[2].isdigit():
             name = name.rpartition(":")[0]
-        if name not in (*_LOCAL, self._config.host, *self._config.allowed_hosts):
+        if name not in (*_LOCAL, *(known.lower() for known in (self._config.host, *self._config.allowed_hosts))):
             raise ApiError(403, "this Host is not served here; call it localhost, or start it with --allowed-host")
 
 

@@ -15,9 +15,17 @@ from foretoken.server.tools import parser_for
 SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
 
 
-def fitted(document: dict[str, Any], model_name: str, text: Text | None) -> dict[str, Any]:
-    """The document for the model that is served: its name, its vocabulary, its context, whether it knows tools."""
-    return {**document, "components": {}, "paths": _fit(document["paths"], model_name, text)}
+def fitted(document: dict[str, Any], model_name: str, text: Text | None, locked: bool) -> dict[str, Any]:
+    """The document for the model that is served: its name, its vocabulary, its context, whether it knows tools.
+
+    `locked`: the server wants a key.
+    """
+    made = {**document, "components": {}, "paths": _fit(document["paths"], model_name, text)}
+    if locked:
+        made["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        made["security"] = [{"key": []}]
+        made["paths"]["/health"]["get"]["security"] = []
+    return made
 
 
 def _fit(value: Any, model_name: str, text: Text | None) -> Any:

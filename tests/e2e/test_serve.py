@@ -265,7 +265,7 @@ def test_choices_that_are_given(http: httpx.Client) -> None:
     assert refused(http, prompt="x", guided_choice=[])["param"] == "guided_choice"
     assert text_of(http, "x", guided_choice=["a"], ignore_eos=True, min_tokens=9) == "a", "it ends where it ends"
     assert "no token was left" in refused(http, prompt="x", guided_choice=["a"], allowed_token_ids=[0])["message"]
-    assert refused(http, prompt="x", structured_outputs={"regex": "a*"})["param"] == "structured_outputs"
+    assert refused(http, prompt="x", structured_outputs={"lark": "a*"})["param"] == "structured_outputs"
 
 
 def test_log_probabilities_and_echo(http: httpx.Client, llm: LLM) -> None:

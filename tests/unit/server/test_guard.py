@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from foretoken.server import intake
 from foretoken.server.app import create_app
 from foretoken.server.client import EngineClient
 from foretoken.server.config import Keys, ServerConfig
@@ -92,7 +94,7 @@ async def test_other_names_of_this_machine_are_refused(open_: httpx.AsyncClient)
         assert (await open_.get("/version", headers={"host": host})).status_code == 200
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "localhost@evil.example", ""):
         is_error(await open_.get("/version", headers={"host": host}), 403)
-    named, _ = visitor(ServerConfig(allowed_hosts=("my.machine",)))
+    named, _ = visitor(ServerConfig(allowed_hosts=("My.Machine",)))
     async with named:
         assert (await named.get("/version", headers={"host": "my.machine:80"})).status_code == 200
 
@@ -121,6 +123,25 @@ async def test_large_bodies_are_refused_before_they_are_read(open_: httpx.AsyncC
 
     is_error(await open_.post("/tokenize", content=endless(), headers=json_type), 413)
     is_error(await open_.get("/version", headers={f"x-{i}": "1" for i in range(200)}), 400)
+
+
+async def test_bodies_are_bounded_together(open_: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a body is read whole nothing is known of it: many at once must not fill the memory."""
+    monkeypatch.setattr(intake, "MAX_INSIDE", 1000)
+    json_type, go_on = {"content-type": "application/json"}, asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "' + b"x" * 900
+        await go_on.wait()
+        yield b'"}'
+
+    waiting = asyncio.create_task(open_.post("/tokenize", content=slow(), headers=json_type))
+    await asyncio.sleep(0.05)
+    refused = await open_.post("/tokenize", json={"prompt": "x" * 200})
+    assert "large requests" in is_error(refused, 503)["message"] and refused.headers["retry-after"] == "1"
+    go_on.set()
+    assert "loaded" in is_error(await waiting, 503)["message"], "it came as far as the engine"
+    assert "loaded" in is_error(await open_.post("/tokenize", json={"prompt": "x" * 200}), 503)["message"]
 
 
 async def test_without_an_engine(open_: httpx.AsyncClient) -> None:
