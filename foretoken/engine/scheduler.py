@@ -105,8 +105,10 @@ class Scheduler:
         for seq in list(self.running):
             if seq not in self.running:
                 continue  # preempted by one before it
-            self._share(seq)  # what others have computed since
-            size = 1 + _part(seq.num_pending - 1, left, seq is not self.running[-1] or bool(self.waiting))
+            size = 1
+            if seq.num_pending > 1:
+                self._share(seq)  # what others have computed since
+                size += _part(seq.num_pending - 1, left, seq is not self.running[-1] or bool(self.waiting))
             while not self.blocks.reserve(seq, seq.num_cached + size):
                 last = self.running[-1]
                 self._preempt(last)
@@ -157,8 +159,9 @@ class Scheduler:
     def _fill(self, chunks: dict[Sequence, int], left: int) -> int:
         """Rows that were kept and that nobody took go to the first prompts; returns how many."""
         used = 0
-        for seq in self.running:
-            if used < left and chunks.get(seq, seq.num_pending) < seq.num_pending:
+        cut = {seq for seq, size in chunks.items() if len(seq.token_ids) - seq.num_cached > size}
+        for seq in self.running if cut else ():
+            if seq in cut:
                 end = seq.num_cached + chunks[seq]
                 more = min(len(seq) - end, left - used, self.blocks.reservable(seq) - end)
                 self.blocks.reserve(seq, end + more)
