@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
@@ -17,7 +16,6 @@ Choices = Annotated[
     Field(min_length=1, max_length=limits.MAX_CHOICES),
 ]
 Schema = dict[str, Any] | str
-ANY_OBJECT = json.dumps({"type": "object"})
 _NAMED = {"type": {"enum": ["object", "array", "string", "integer", "number", "boolean", "null"]}}
 _PLAIN = {"type": "object", "properties": _NAMED, "required": ["type"], "additionalProperties": False}
 
@@ -101,10 +99,10 @@ def of_format(chosen: TextFormat | ObjectFormat | SchemaFormat | FlatSchemaForma
     if chosen is None or isinstance(chosen, TextFormat):
         return None
     if isinstance(chosen, ObjectFormat):
-        return Source("json", ANY_OBJECT, name)
+        return Source("object", "", name)
     schema = chosen.json_schema if isinstance(chosen, SchemaFormat) else chosen
     if schema.schema_ is None:
-        return Source("json", ANY_OBJECT, name)
+        return Source("object", "", name)
     return Source("json", schemas.check(schema.schema_, name), name)
 
 
@@ -120,7 +118,7 @@ def of_guides(
     if grammar is not None:
         found.append(Source("grammar", schemas.check_grammar(grammar, f"{name}grammar"), f"{name}grammar"))
     if json_object:
-        found.append(Source("json", ANY_OBJECT, f"{name}json_object"))
+        found.append(Source("object", "", f"{name}json_object"))
     return found
 
 

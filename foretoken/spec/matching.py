@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from foretoken.errors import RequestError
 from foretoken.spec.grammar import Vocabulary
 
-KINDS = ("json", "regex", "grammar", "tag")
 # Seconds of this thread's time that a text may take beyond so many a token: a grammar that needs more is given up, for
 # it holds up all texts of a batch.
 FREE, EACH = 1.0, 0.005
@@ -29,6 +28,7 @@ _WARNING = re.compile(r"Warning: (.*)")
 # No JSON has them but as \\u0000, yet the library lets them into strings of a given length. Lines may end: tools' calls
 # have that beside their JSON.
 _CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
+_SPACE = r"[ \n\r\t]*"  # as the library's grammar of JSON has it
 _NAMED = ("PreTrainedTokenizerBase", "PreTrainedTokenizerFast", "LogitsProcessor")
 
 
@@ -87,7 +87,8 @@ class Matching:
     def compiled(self, kind: str, source: str) -> str:
         """A grammar as data for `language`, tried on a short text. What the library would leave out of it is an error.
 
-        `kind`: "json" (a JSON schema), "regex", "grammar" (GBNF, or Lark), "tag" (xgrammar's structural tags).
+        `kind`: "json" (a JSON schema), "object" (any JSON object; no source), "regex", "grammar" (GBNF, or Lark), "tag"
+        (xgrammar's structural tags).
         Raises RequestError. It may take for ever, and any amount of memory: that is for the caller to bound.
         """
         with _Warnings() as said:
@@ -110,10 +111,12 @@ class Matching:
         return Matched(self._library.GrammarMatcher(language.grammar), language.writable, self.vocabulary.eos_token_ids)
 
     def _language(self, kind: str, grammar: Any) -> Language:
-        return Language(grammar, self._of_json if kind in ("json", "tag") else self.vocabulary.writable)
+        return Language(grammar, self._of_json if kind in _OF_JSON else self.vocabulary.writable)
 
     def _compile(self, kind: str, source: str) -> Any:
         compiler = self._library.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        if kind == "object":
+            return compiler.compile_grammar(_any_object(str(self._library.Grammar.builtin_json_grammar())))
         if kind == "json":  # any amount of space would let a model write it for ever
             return compiler.compile_json_schema(source, max_whitespace_cnt=1)
         if kind == "regex":
@@ -135,7 +138,14 @@ class Matching:
             written.append(token)
 
 
-_NAMES = {"json": "schema", "regex": "regular expression", "grammar": "grammar", "tag": "tools"}
+_OF_JSON = ("json", "object", "tag")
+_NAMES = {
+    "json": "schema",
+    "object": "JSON object",
+    "regex": "regular expression",
+    "grammar": "grammar",
+    "tag": "tools",
+}
 
 
 class Matched:
@@ -207,6 +217,17 @@ class Matched:
         mask &= self._writable  # where all may come, the library does not look which there are
         self._mask = mask
         return mask
+
+
+def _any_object(grammar: str) -> str:
+    """The library's grammar of JSON, which is much faster than that of a schema without properties, for objects alone.
+
+    Space is one character at most, as elsewhere. Raises RequestError where the library writes its grammar otherwise.
+    """
+    _, end, rules = grammar.partition("\n")
+    if "\nmembers_and_embrace ::=" not in grammar or _SPACE not in rules:
+        raise RequestError("this version of xgrammar cannot be used for JSON objects; give a schema")
+    return ('root ::= "{" ' + _SPACE + " members_and_embrace" + end + rules).replace(_SPACE, "[ \\n]?")
 
 
 class _Warnings:

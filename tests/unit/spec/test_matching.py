@@ -114,6 +114,18 @@ def test_what_was_asked_before_leaves_no_trace(words: Matching, person: Any, dat
         paths.append([*path, chosen])
 
 
+def test_any_object(words: Matching, vocabulary: Vocabulary) -> None:
+    language = words.language(words.compiled("object", ""))
+    tokens = {piece: token for token, piece in enumerate(vocabulary.pieces) if piece}
+
+    def ends(text: str) -> bool:
+        return bool(words.matched(language).allowed([tokens[bytes([b])] for b in text.encode()], ())[EOS])
+
+    assert all(map(ends, ("{}", '{"a":1}', '{ "a" : [1, {"b": "\\u00e9\\n"}], "c": -0.5e3, "d":null}', '{"für":"你"}')))
+    wrong = ("[1]", "1", '{"a":01}', '{"a"}', '{"a":1}x', '{"a":"\n"}', '{"a":  1}', '{"a":1,}', "{'a':1}", "")
+    assert not any(map(ends, wrong))
+
+
 def test_only_tokens_that_write(words: Matching, vocabulary: Vocabulary) -> None:
     """Where any text may come, special tokens and ids beyond the tokenizer still may not."""
     mask = words.matched(words.language(words.compiled("regex", r"[\s\S]*"))).allowed((), ())
@@ -177,6 +189,49 @@ def valid(value: dict[str, Any]) -> None:
     assert isinstance(value["name"], str) and len(value["name"]) <= 12
     assert isinstance(value["age"], int) and 0 <= value["age"] <= 150
     assert len(value.get("tags", [])) <= 2 and set(value.get("tags", [])) <= {"a", "list", "für", "你好"}
+
+
+FEATURES: list[dict[str, Any]] = [
+    {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 2},
+    {"temperature": 0.9, "presence_penalty": 0.8, "frequency_penalty": 0.3, "n": 2},
+    {"temperature": 1.2, "top_k": 9, "min_p": 0.02, "logprobs": 0, "n": 2},
+    {"temperature": 1.0, "top_p": 0.8, "logit_bias": {5: 4.0, 40: -3.0}, "banned_token_ids": (280, 281)},
+    {"temperature": 1.1, "stop": ("age",), "n": 3},
+]
+FORMS = [("json", json.dumps(PERSON)), ("regex", PATTERN), ("object", ""), ("grammar", 'root ::= ("ab" | "für")+ "."')]
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "eagle", "cascade", "tree"])
+def test_every_pair_of_feature_and_grammar(pair: Pair, words: Matching, name: str) -> None:
+    """A drafter with every pair of sampling feature and kind of grammar, in one batch: nothing dies, nothing moves."""
+    asked = [
+        (SamplingParams(max_tokens=24, **feature), words.language(words.compiled(*form)))
+        for feature, form in itertools.product(FEATURES, FORMS)
+    ]
+
+    def everything(engine: Engine, alone: bool) -> list[Any]:
+        done: dict[tuple[str, int], Completion] = {}
+
+        def drain() -> None:
+            while engine.has_work:
+                for delta in engine.step():
+                    if delta.completion is not None:
+                        done[delta.request_id, delta.index] = delta.completion
+
+        for i, (params, language) in enumerate(asked):
+            for index in range(params.n):
+                prompt, grammar = (30 + i, 50), words.matched(language)
+                engine.add(Request(str(i), prompt, params, 100 * i + index, index=index, grammar=grammar))
+            if alone:
+                drain()
+        drain()
+        assert_nothing_left(engine)
+        assert all(c.finish_reason != FinishReason.ERROR for c in done.values())
+        return [(key, done[key].token_ids, done[key].text, done[key].logprobs) for key in sorted(done)]
+
+    plain = everything(make_engine(pair), alone=True)
+    tree = TreeDrafter(lambda seq: [7, 8, 9], MODEL_VOCAB, seed=5)
+    assert everything(make_engine(pair, **{"rows": 128, **spec(name, tree)}), alone=False) == plain
 
 
 class Failing:
