@@ -99,12 +99,12 @@ def main() -> None:
             for who in ("engine", "http") if turn % 2 == 0 else ("http", "engine"):
                 if who == "engine":
                     cpu = time.process_time()
-                    seconds, events, mine = alone(llm, SamplingParams(**common))
+                    seconds, _, mine = alone(llm, SamplingParams(**common))
                     row["engine_cpu_ms"] = (time.process_time() - cpu) / args.tokens * 1e3
                     row["engine_ms"] = seconds / (args.tokens - 1) * 1e3
                 else:
                     before = cpu_seconds(server.pid), cpu_seconds(server.engine_pid)
-                    seconds, events, its = server.stream(common)
+                    seconds, _, its = server.stream(common)
                     spent = cpu_seconds(server.pid) - before[0]
                     row["http_ms"] = seconds / (args.tokens - 1) * 1e3
                     row["server_cpu_ms"] = spent / args.tokens * 1e3
