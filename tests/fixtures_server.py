@@ -58,8 +58,15 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """The process of the engine: the server's only child."""
-        return next(iter(children(self.process.pid)))
+        """The process of the engine: one of the server's children."""
+        return self.child("worker")
+
+    def child(self, program: str) -> int:
+        """The first of the server's processes that runs this program of the server's."""
+        name = f"foretoken.server.{program}".encode()
+        return next(
+            pid for pid in children(self.process.pid) if name in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        )
 
     def stop(self) -> int:
         """End it, if it has not ended; returns the exit code."""

@@ -1,8 +1,8 @@
 """BlockManager: which blocks of the cache belong to which sequences. Pure Python.
 
 A block whose rows are all certain may be known by what it holds (prefix.py). Then sequences that begin alike share it,
-and when nobody uses it any more it stays until its room is needed: the one unused for longest goes first. A shared block
-is only read: it is full, and what a sequence writes comes after what it has cached.
+and when nobody uses it any more it stays until its room is needed: the one unused for longest goes first. A shared
+block is only read: it is full, and what a sequence writes comes after what it has cached.
 """
 
 from __future__ import annotations

@@ -25,6 +25,12 @@ MAX_ALLOWED = 4096
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_CHOICES, MAX_CHOICE_LENGTH = 256, 1024
+MAX_GRAMMAR = 64 * 2**10  # characters of a schema or a grammar
+MAX_REGEX = 4096  # characters
+MAX_SCHEMA_NODES, MAX_SCHEMA_DEPTH, MAX_ENUM, MAX_PATTERNS = 2000, 32, 1000, 64
+MAX_COMPILED = 16 * 2**20  # bytes of a compiled grammar
+COMPILE_SECONDS, TEMPLATE_SECONDS = 1.0, 1.0  # of work
+COMPILE_MEMORY = 512 * 2**20  # bytes beyond what the process has
 BODY_TIMEOUT = 30.0  # seconds for a body to arrive
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -17,6 +17,13 @@ KEY = "a-key-for-the-test"
 ENTER, ESCAPE, TAB, SHIFT, LEFT, NULL = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue012", "\ue000"
 PROMPT = "John buys 4 pounds of beef. He uses all but 1 pound in soup. How many pounds are in the soup?"
 
+# What the page sends from now on.
+WATCH = """
+const fetched = fetch;
+window.bodies = [];
+window.fetch = (path, options) => { bodies.push(JSON.parse(options.body)); return fetched(path, options); };
+"""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -60,9 +67,9 @@ def settings(page: Browser, **values: object) -> None:
 
 def asked(page: Browser, text: str) -> Any:
     """Send a message with the keyboard; the answer's element when it is complete."""
-    before = len(page.all(".answer"))
+    before = page.all(".answer")[-1:]
     page["text"].send_keys(text, ENTER)
-    page.until(lambda: len(page.all(".answer")) > before and page["send"].is_displayed())
+    page.until(lambda: page.all(".answer")[-1:] != before and page["send"].is_displayed())
     return page.all(".answer")[-1]
 
 
@@ -158,10 +165,7 @@ def test_figures_are_those_of_the_last_chunk(page: Browser) -> None:
 
 def test_a_conversation_goes_on_and_begins_anew(page: Browser) -> None:
     asked(page, "Hey, can I get a latte?")
-    page.run(
-        "const f = fetch; window.bodies = [];"
-        "window.fetch = (p, o) => { bodies.push(JSON.parse(o.body)); return f(p, o); }"
-    )
+    page.run(WATCH)
     asked(page, "And a tea?")
     roles = [m["role"] for m in page.run("return bodies[0].messages")]
     assert roles == ["user", "assistant", "user"]
@@ -179,6 +183,7 @@ def test_a_conversation_goes_on_and_begins_anew(page: Browser) -> None:
 
 def test_the_race_ends_in_the_same_text(page: Browser) -> None:
     settings(page, temperature=0.8)
+    page.run(WATCH)
     page["tab-race"].click()
     page["race-text"].clear()
     page["race-text"].send_keys(PROMPT, ENTER)
@@ -190,6 +195,9 @@ def test_the_race_ends_in_the_same_text(page: Browser) -> None:
     assert not page.all("#lane-off .guess") and page.all("#lane-on .guess")
     clocks = [float(c.text.split()[0]) for c in page.all('[data-part="clock"]')]
     assert float(page["factor"].text[:-1]) == pytest.approx(clocks[0] / clocks[1], rel=0.05)
+    warm, off_body, on_body = page.run("return bodies")
+    assert len({b.pop("cache_salt") for b in (warm, off_body, on_body)}) == 3, "neither run leaves the other anything"
+    assert off_body.pop("speculation") == warm["speculation"] == "off" and on_body == off_body
     page["replay"].click()
     page.until(lambda: page["race-go"].is_displayed())
     assert page.run("return document.querySelector('#lane-on .said').textContent") == on
@@ -278,10 +286,13 @@ def test_errors_say_what_to_do(page: Browser) -> None:
     page["text"].send_keys("x", ENTER)
     assert "2048" in page.until(lambda: page.all(".fault"))[0].text
     settings(page, **{"max-tokens": 48})
+    page.run("document.getElementById('text').value = 'many words '.repeat(4000)")
+    assert "begin a new conversation" in asked(page, "x").text
+    page.complaints()  # the browser's own line on status 400
     replies = {
         "window.fetch = async () => { throw new TypeError('x'); }": "whether it still runs",
-        'window.fetch = async () => new Response(\'{"error":{"message":"the queue is full"}}\','
-        " {status: 429, headers: {'retry-after': '7'}})": "The queue is full Try again in 7 s.",
+        'window.fetch = async () => new Response(\'{"error":{"message":"the queue is full; try again later"}}\','
+        " {status: 429, headers: {'retry-after': '7'}})": "The queue is full. Try again in 7 s.",
         'window.fetch = async () => new Response(\'data: {"error":{"message":"lost it"}}\\n\\n\')': "lost it",
         "window.fetch = async () => new Response('data: {\"choices\":[]}\\n\\n')": "broke off",
         "window.fetch = async () => new Response('<p>bad gateway', {status: 502})": "status 502",
@@ -293,6 +304,7 @@ def test_errors_say_what_to_do(page: Browser) -> None:
         assert remedy in page.all(".fault")[-1].text
         assert page["text"].get_property("value") == "my words", "nothing is lost"
         assert remedy in page["status"].get_property("textContent")
+        assert len(page.all(".turn")) == 2, "what failed before is gone"
 
 
 def test_keyboard(page: Browser) -> None:
@@ -315,7 +327,9 @@ def test_keyboard(page: Browser) -> None:
 
 def test_phone(page: Browser) -> None:
     page.resize(340, 740)
-    asked(page, PROMPT + " " + "unbreakable" * 12)
+    answer = asked(page, PROMPT + " " + "unbreakable" * 12)
+    below = page.run("return document.getElementById('ask').getBoundingClientRect().top")
+    page.until(lambda: page.run("return arguments[0].getBoundingClientRect().bottom", answer) <= below + 16)
     for tab in ("chat", "race"):
         page[f"tab-{tab}"].click()
         if tab == "race":
@@ -346,26 +360,35 @@ def contrast(a: list[float], b: list[float]) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_by_system_and_by_switch(page: Browser, scheme: str) -> None:
-    page.media(prefers_color_scheme=scheme)
-    painted = (
-        "const c = document.createElement('canvas').getContext('2d', { willReadFrequently: true });"
-        "return arguments[0].map((name) => { const p = document.createElement('p'); document.body.append(p);"
-        " p.style.color = `var(--${name})`; c.fillStyle = getComputedStyle(p).color; c.fillRect(0, 0, 1, 1);"
-        " p.remove();"
-        " return [...c.getImageData(0, 0, 1, 1).data].slice(0, 3); })"
-    )
+def test_colours_by_system_and_by_switch(page: Browser) -> None:
+    painted = """
+        const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+        const p = document.createElement('p');
+        document.body.append(p);
+        const colours = arguments[0].map((name) => {
+          p.style.color = `var(--${name})`;
+          canvas.fillStyle = getComputedStyle(p).color;
+          canvas.fillRect(0, 0, 1, 1);
+          return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+        });
+        p.remove();
+        return colours;
+    """
     names = ["ink", "soft", "accent", "bad", "good", "l1", "l2", "l3", "l4", "l5"]
-    paper, card, *inks = page.run(painted, ["paper", "card", *names])
-    assert (sum(paper) < 200) == (scheme == "dark")
-    for name, ink in zip(names, inks, strict=True):
-        for ground in (paper, card):
-            assert contrast(ink, ground) >= (3 if name.startswith("l") else 4.5), name  # WCAG: marks 3, text 4.5
+    for scheme in ("light", "dark"):
+        page.media(prefers_color_scheme=scheme)
+        paper, card, *inks = page.run(painted, ["paper", "card", *names])
+        assert (sum(paper) < 200) == (scheme == "dark")
+        for name, ink in zip(names, inks, strict=True):
+            for ground in (paper, card):
+                assert contrast(ink, ground) >= (3 if name.startswith("l") else 4.5), name  # WCAG: marks 3, text 4.5
     switched = []
     for _ in range(3):
         page["theme"].click()
         switched.append((page["theme"].text.split()[1], sum(page.run(painted, ["paper"])[0]) < 200))
-    assert switched == [("Light", False), ("Dark", True), ("Auto", scheme == "dark")]
+    assert switched == [("Light", False), ("Dark", True), ("Auto", True)]
+    moving = "document.getElementById('race').hidden = false; const said = document.querySelector('.lane .said');"
+    moving += "said.classList.add('writing'); return getComputedStyle(said, '::after').animationName"
+    assert page.run(moving) == "blink"
     page.media(prefers_reduced_motion="reduce")
-    assert page.run("return [...document.getAnimations()].length") == 0
+    assert page.run(moving) == "none"

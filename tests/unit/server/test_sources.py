@@ -58,9 +58,18 @@ def test_the_server_starts_no_program_and_calls_nobody(path: Path) -> None:
     assert not imports(tree) & (PROGRAMS | OUTWARDS)
     called = calls(tree)
     starts = [c for c in called if c.startswith("os.") and (c[3:] in STARTS or c[3:].startswith(("exec", "spawn")))]
-    # The one exception: the engine's own process, by a fixed command, without a shell.
-    assert starts == (["os.posix_spawn"] if path.name == "client.py" else [])
+    # Two exceptions: processes of ours, by a fixed command, without a shell; and one of them forks itself for each
+    # grammar that a stranger wants compiled.
+    assert starts == {"process.py": ["os.posix_spawn"], "aside.py": ["os.fork"]}.get(path.name, [])
     assert not any(c.endswith((".connect", ".create_connection")) for c in called)
+
+
+def test_only_two_programs_can_be_started() -> None:
+    """What `process.spawn` starts is written where it is called, never a value."""
+    for path in EVERYWHERE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "process.spawn":
+                assert [ast.literal_eval(a) for a in node.args] in (["worker"], ["aside"]), path
 
 
 def test_the_server_loads_no_model_library() -> None:
