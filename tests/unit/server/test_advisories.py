@@ -16,10 +16,11 @@ import httpx
 import pytest
 from lawkit import Pair
 
-from foretoken.server import config as configs
+from foretoken.server import config as configs, helper
 from foretoken.server.app import create_app
 from foretoken.server.client import EngineClient
 from foretoken.server.config import Keys, ServerConfig
+from foretoken.server.errors import ApiError
 from foretoken.server.text import INLINE, Text
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,7 +114,7 @@ async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.M
         real = getattr(text.tokenizer, name)
         return lambda *a, **k: (threads.append(threading.current_thread().name), real(*a, **k))[1]
 
-    for name in ("encode", "chat", "decode"):
+    for name in ("encode", "render_chat", "decode"):
         monkeypatch.setattr(text.tokenizer, name, noted(name))
     beats = 0
 
@@ -125,8 +126,21 @@ async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.M
 
     beating = asyncio.create_task(beat())
     await text.encode("the sum of " * INLINE * 20, True)
-    await text.encode_chat([{"role": "user", "content": "x"}])
+    await text.encode_chat([{"role": "user", "content": "x" * INLINE}])
     await text.decode([5] * (INLINE + 1))
     beating.cancel()
     assert len(threads) >= 3 and all(name.startswith("tokenizer") for name in threads) and beats > 3
     text.close()
+
+
+async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*arguments: str) -> tuple[int, Any]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(helper.process, "spawn", short)
+    made = helper.Helper(lambda: {"type": "setup"}, 1.0)
+    for _ in range(2):
+        with pytest.raises(ApiError) as caught:
+            await made.ask({"type": "render"}, "messages")
+        assert caught.value.status == 503 and caught.value.retry_after
+    await made.close()
