@@ -42,6 +42,8 @@ def _fit(value: Any, model_name: str, text: Text | None) -> Any:
         if text is not None and parser_for(text.tokenizer.chat_template) is None:
             properties.pop("tools", None)
             properties.pop("tool_call_id", None)
+            if "tool_choice" in properties:
+                properties["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
             if "enum" in properties.get("role", {}):
                 properties["role"] = {
                     **properties["role"],
