@@ -17,11 +17,15 @@ POLICIES = ("fixed", "history", "goodput")
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache: tokens per block, blocks in all (None: what the longest requests need), storage format."""
+    """The paged KV cache: tokens per block, blocks in all (None: what the longest requests need), storage format.
+
+    `prefix_cache`: rows of earlier texts of the same tenant serve a text that begins alike.
+    """
 
     block_size: int = 16
     num_blocks: int | None = None
     format: str = "auto"  # auto: bf16 or fp16 where the weights (or the checkpoint's) are, else fp32
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 1024:

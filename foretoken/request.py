@@ -154,7 +154,8 @@ class Request:
 
     `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
     `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
-    `grammar`: what the text must look like.
+    `grammar`: what the text must look like. `priority`: where not all can run, lower goes first; others are not kept
+    waiting without end.
     """
 
     request_id: str
@@ -167,6 +168,7 @@ class Request:
     speculation: Speculation | None = None
     score_prompt: bool = False
     grammar: Grammar | None = None
+    priority: int = 0
 
 
 class FinishReason(str, Enum):
@@ -299,14 +301,18 @@ class Sequence:
     __slots__ = (
         "blocks",
         "context",
+        "digests",
         "finish_reason",
         "grammar",
         "logprobs",
         "metrics",
         "num_cached",
+        "num_known",
         "num_preemptions",
         "num_prompt",
+        "num_shared",
         "params",
+        "priority",
         "prompt_logprobs",
         "script",
         "seed",
@@ -327,6 +333,10 @@ class Sequence:
         self.num_cached = 0
         self.context = MAX_CONTEXT  # tokens that the model can take; who runs it says
         self.blocks: list[int] = []
+        self.digests: list[bytes] = []  # of the beginnings of its text, by full blocks: the block manager's
+        self.num_known = 0  # blocks of it that others may find: the first ones
+        self.num_shared = 0  # tokens of the prompt whose rows were there already when it started
+        self.priority = 0  # lower goes first
         self.params = params
         self.seed = seed
         self.finish_reason: FinishReason | None = None
@@ -392,17 +402,21 @@ class Metrics:
     time_per_output_token: float
     total_time: float
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    queue_time: float = 0.0  # until it first ran
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON, with the field's metric names."""
         spec, split = self.spec, self.time_split
         return {
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
             "num_output_tokens": self.num_output_tokens,
             **spec.as_dict(),
             "time_to_first_token_s": self.time_to_first_token,
             "time_per_output_token_s": self.time_per_output_token,
             "total_time_s": self.total_time,
+            "queue_time_s": self.queue_time,
             "num_preemptions": self.num_preemptions,
             "time_split_s": {
                 "draft": split.draft,

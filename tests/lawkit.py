@@ -223,7 +223,7 @@ def assert_nothing_left(engine: Engine) -> None:
     assert not engine.scheduler.waiting
     for runner in runners:
         blocks = runner.blocks
-        assert sorted(blocks._free) == list(range(blocks.num_blocks))
+        assert sorted(blocks.free_blocks) == list(range(blocks.num_blocks))
 
 
 class TreeDrafter(Drafter):

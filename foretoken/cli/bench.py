@@ -51,7 +51,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
         return bench_serve.run(argv[1:], f"{prog} serve")
     defaults = {"max_tokens": 96, "seed": 1, "top_p": 0.95}
-    left_out = (*LEFT_OUT, "draft", "format", "num_draft_tokens")
+    left_out = (*LEFT_OUT, "prefix_cache", "draft", "format", "num_draft_tokens")
     parsed = parse(Args, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)
     args = parsed.args
     if args.repeat < 1:

@@ -63,6 +63,7 @@ ENGINE_HELP = {
     "max_model_len": "longest text in tokens, prompt included; unset: the model's own context",
     "block_size": "tokens in one block of the KV cache",
     "num_blocks": "blocks of the KV cache; unset: as many as the longest requests need",
+    "prefix_cache": "texts that begin alike (of one tenant) share what is cached of it: it is computed once",
     "max_num_rows": "most tokens that one pass computes",
     "max_num_seqs": "most sequences that run at once",
 }
@@ -188,13 +189,14 @@ def parse(
     was wrong and exits with 2 (tyro); a bad value raises RequestError, ConfigError or RegistryError.
     """
     given = defaults or {}
-    parts: list[tuple[str, Any]] = [("command", annotated(command, arg(name="")))]
+    single = tyro.conf.FlagCreatePairsOff  # of the engine's flags, those that are on have both forms: --x and --no-x
+    parts: list[tuple[str, Any]] = [("command", annotated(command, arg(name=""), single))]
     if engine:
         parts.append(("engine", engine_flags(given, left_out)))
     if sampling:
-        parts.append(("sampling", sampling_flags(given, left_out)))
+        parts.append(("sampling", annotated(sampling_flags(given, left_out), single)))
     whole = make_dataclass("Arguments", parts)
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    config = (tyro.conf.OmitArgPrefixes,)
     read: Any = tyro.cli(
         whole, args=list(argv), prog=prog, description=inspect.cleandoc(command.__doc__ or ""), config=config
     )

@@ -24,6 +24,7 @@ from foretoken.engine.memory import Demand, demand, head_demand, kv_format, plan
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import ConfigError, VocabularyError
 from foretoken.formats.scheme import QuantScheme
+from foretoken.kvcache.blocks import BlockManager
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.eagle import EagleHead
@@ -226,7 +227,8 @@ def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant:
 
 
 def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:
-    return ModelRunner(model, _cache(model.config, model.weights.dense, config, num_blocks))
+    blocks = BlockManager(num_blocks, config.cache.block_size, config.cache.prefix_cache)
+    return ModelRunner(model, _cache(model.config, model.weights.dense, config, num_blocks), blocks=blocks)
 
 
 def _cache(c: ModelConfig, dense: str, config: EngineConfig, num_blocks: int) -> KVCache:

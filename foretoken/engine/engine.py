@@ -41,6 +41,7 @@ class _Running:
     seq: Sequence
     output: OutputText
     arrived: float
+    started: float | None = None
     first_token: float | None = None
     accepted: list[bool] = field(default_factory=list)
     num_scored: int = 0  # log-probabilities of the prompt that were given out
@@ -97,7 +98,7 @@ class Engine:
         """Queue a request. Raises RequestError if it cannot be served."""
         self.check(request.prompt_token_ids)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
-        seq.speculation, seq.grammar = request.speculation, request.grammar
+        seq.speculation, seq.grammar, seq.priority = request.speculation, request.grammar, request.priority
         if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
             seq.script = request.prompt_token_ids
             del seq.token_ids[1:]
@@ -113,6 +114,9 @@ class Engine:
     def abort(self, request_id: str) -> list[Delta]:
         """End every sequence of a request now; its blocks are free when this returns. Unknown ids do nothing."""
         live = [r for r in self._live.values() if r.request.request_id == request_id]
+        for r in live:
+            if r.seq in self._pass:  # a step that raised
+                self.scheduler.blocks.forget(r.seq)
         return [self._finish(r, FinishReason.ABORT, []) for r in live]
 
     def step(self) -> list[Delta]:
@@ -122,6 +126,9 @@ class Engine:
         if not plan.seqs:
             return []
         self._pass = plan.seqs
+        for seq in plan.seqs:
+            live = self._live[seq.seq_id]
+            live.started = start if live.started is None else live.started
         times = TimeSplit(schedule=time.perf_counter() - start)
         scripted = [seq.num_scripted > 0 for seq in plan.seqs]
         draft, result = decode_step(
@@ -211,6 +218,8 @@ class Engine:
         deltas: list[Delta] = []
         for b, seq in enumerate(plan.seqs):
             live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
+            if not result.failed[b]:
+                self.scheduler.blocks.enter(seq, seq.num_cached)
             if not tokens and not result.failed[b]:
                 continue  # a chunk of a prompt
             if scripted[b]:
@@ -265,6 +274,8 @@ class Engine:
 
     def _finish(self, live: _Running, reason: FinishReason, tokens: list[int]) -> Delta:
         seq, r = live.seq, live.request
+        if reason is FinishReason.ERROR:
+            self.scheduler.blocks.forget(seq)
         self.scheduler.finish(seq)
         self.drafter.release(seq)
         self._policies.release(seq)
@@ -303,4 +314,6 @@ def _metrics(live: _Running) -> Metrics:
         time_per_output_token=(now - first) / (seq.num_output - 1) if seq.num_output > 1 else 0.0,
         total_time=now - live.arrived,
         num_preemptions=seq.num_preemptions,
+        num_cached_tokens=seq.num_shared,
+        queue_time=(live.started if live.started is not None else now) - live.arrived,
     )

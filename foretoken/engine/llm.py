@@ -42,7 +42,7 @@ def make_config(
     `draft`: None for plain decoding, or text as `parse_draft` reads it: "ngram", a model, "suffix + embedded-draft".
     `draft_options` are those of its top level; under "below" a list has those of the levels below, each an object with
     fields of SpecConfig. `settings` are fields of EngineConfig and CacheConfig
-    (`block_size`, `num_blocks`, `kv_format`). Raises ConfigError for unknown settings.
+    (`block_size`, `num_blocks`, `kv_format`, `prefix_cache`). Raises ConfigError for unknown settings.
     """
     if isinstance(draft, SpecConfig):
         spec = draft
@@ -61,7 +61,7 @@ def make_config(
     below = _levels_below(spec, (draft_options or {}).get("below"))
     changes["options"] = {k: v for k, v in (draft_options or {}).items() if k != "below"} or None
     spec = dataclasses.replace(spec, below=below, **{k: v for k, v in changes.items() if v is not None})
-    cache_names = {"block_size": "block_size", "num_blocks": "num_blocks", "kv_format": "format"}
+    cache_names = {"kv_format": "format", **{k: k for k in ("block_size", "num_blocks", "prefix_cache")}}
     cache = {cache_names[k]: settings.pop(k) for k in list(settings) if k in cache_names}
     known = {f.name for f in dataclasses.fields(EngineConfig)} - {"cache", "spec"}
     unknown = sorted(set(settings) - known)

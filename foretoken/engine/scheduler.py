@@ -5,13 +5,14 @@ Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.request import Sequence
 
+PATIENCE = 32  # later ones that may go before a sequence, by their priority, until it goes before all of them
 DraftLengths = Callable[[Seq[Sequence], int, int], list[int]]  # sequences, rows of known tokens, room for draft tokens
 
 
@@ -28,10 +29,26 @@ class Plan:
         return sum(self.num_pending) + sum(self.num_draft)
 
 
-class Scheduler:
-    """First come, first served. Rows or blocks short: drafts are given up first, then the youngest is preempted.
+@dataclass
+class _Turn:
+    """When it is a sequence's turn. The lower `rank` goes first."""
 
-    A preempted sequence loses its blocks and waits at the head of the queue; all its tokens are pending again.
+    priority: int
+    arrival: int
+    num_passed: int = 0  # times that a later one went before it
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        patient = self.num_passed < PATIENCE
+        return (patient, self.priority if patient else 0, self.arrival)
+
+
+class Scheduler:
+    """By priority, then first come, first served. Rows or blocks short: drafts go first, then the last in rank.
+
+    A preempted sequence loses its blocks and waits for its turn; all its tokens are pending again. Nobody starves: no
+    one goes before a sequence that waits for blocks but those of higher rank, and priorities are overruled by patience:
+    after `PATIENCE` later ones went first, only arrival counts.
     """
 
     def __init__(self, blocks: BlockManager, max_num_rows: int, max_num_seqs: int, max_model_len: int) -> None:
@@ -39,14 +56,21 @@ class Scheduler:
         self.max_num_rows = max_num_rows
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        self.waiting: list[Sequence] = []  # both by rank
+        self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._turns: dict[Sequence, _Turn] = {}
+        self._num_added = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
         seq.context = self.max_model_len
-        self.waiting.append(seq)
+        self._turns[seq] = _Turn(seq.priority, self._num_added)
+        self._num_added += 1
+        insort(self.waiting, seq, key=self._rank)
+
+    def _rank(self, seq: Sequence) -> tuple[bool, int, int]:
+        return self._turns[seq].rank
 
     @property
     def has_work(self) -> bool:
@@ -54,47 +78,56 @@ class Scheduler:
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out, finished or aborted, running or waiting; its blocks are free again."""
-        if seq in self.running:
-            self.running.remove(seq)
-        elif seq in self.waiting:
-            self.waiting.remove(seq)
+        if self._turns.pop(seq, None) is not None:
+            (self.running if seq in self.running else self.waiting).remove(seq)
         self.blocks.release(seq)
 
     def schedule(self, draft_lengths: DraftLengths) -> Plan:
         """The next pass. Every running sequence gets at least one row; what drafts may have comes last."""
         chunks = self._chunks()
         left = self.max_num_rows - sum(chunks.values())
+        left -= self._admit(chunks, left)
         plan = [seq for seq in self.running if seq in chunks]
-        left -= self._admit(plan, chunks, left)
         num_draft = self._drafts(plan, chunks, draft_lengths, left)
         return Plan(plan, [chunks[seq] for seq in plan], num_draft)
 
     def _chunks(self) -> dict[Sequence, int]:
-        """Pending tokens of the running sequences, blocks reserved; preempts the youngest where blocks run out."""
+        """Pending tokens of the running sequences, blocks reserved; preempts the last where blocks run out."""
         chunks: dict[Sequence, int] = {}
-        left = self.max_num_rows - len(self.running)  # one row each, then more in order of arrival
+        left = self.max_num_rows - len(self.running)  # one row each, then more by rank
         for seq in list(self.running):
             if seq not in self.running:
-                continue  # preempted by an older one
+                continue  # preempted by one before it
+            self._share(seq)  # what others have computed since
             size = 1 + min(seq.num_pending - 1, left)
             while not self.blocks.reserve(seq, seq.num_cached + size):
-                youngest = self.running[-1]
-                self._preempt(youngest)
-                if youngest is seq:
+                last = self.running[-1]
+                self._preempt(last)
+                if last is seq:
                     break
             else:
                 chunks[seq] = size
                 left -= size - 1
         return chunks
 
+    def _share(self, seq: Sequence) -> None:
+        """Let a sequence with much to compute take what is known already."""
+        if seq.num_pending > self.blocks.block_size:
+            saved = self.blocks.adopt(seq)
+            if not seq.num_preemptions:  # what it had itself once is no hit
+                seq.num_shared += saved
+                self.blocks.prefixes.hits.num_hits += saved
+
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.blocks.release(seq)
-        self.waiting.appendleft(seq)
+        turn = self._turns[seq]
+        turn.num_passed += any(self._turns[other].arrival > turn.arrival for other in self.running)
+        insort(self.waiting, seq, key=self._rank)
         seq.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _admit(self, plan: list[Sequence], chunks: dict[Sequence, int], left: int) -> int:
+    def _admit(self, chunks: dict[Sequence, int], left: int) -> int:
         """Start waiting sequences while rows, places and blocks last; returns the rows used.
 
         A sequence starts only if all its tokens (and one more) fit into free blocks: no preemption at once.
@@ -102,16 +135,27 @@ class Scheduler:
         used = 0
         while self.waiting and used < left and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
-            if self.blocks.blocks_for(min(len(seq) + 1, self.max_model_len)) > self.blocks.num_free:
+            if not self.blocks.fits(seq, min(len(seq) + 1, self.max_model_len)):
                 break
+            if not seq.num_preemptions:
+                self.blocks.prefixes.hits.num_queries += len(seq)
+            self._share(seq)
             size = min(seq.num_pending, left - used)
-            self.blocks.reserve(seq, size)
-            self.waiting.popleft()
-            self.running.append(seq)
-            plan.append(seq)
+            self.blocks.reserve(seq, seq.num_cached + size)
+            self._start(self.waiting.pop(0))
             chunks[seq] = size
             used += size
         return used
+
+    def _start(self, seq: Sequence) -> None:
+        """It runs from now on; those who came before it and wait grow less patient."""
+        insort(self.running, seq, key=self._rank)
+        arrival = self._turns[seq].arrival
+        passed = [turn for other in self.waiting if (turn := self._turns[other]).arrival < arrival]
+        for turn in passed:
+            turn.num_passed += 1
+        if passed:
+            self.waiting.sort(key=self._rank)
 
     def _drafts(self, plan: list[Sequence], chunks: dict[Sequence, int], lengths: DraftLengths, left: int) -> list[int]:
         """Draft tokens for sequences whose pending tokens are all in the pass and that have begun to write.

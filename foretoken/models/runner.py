@@ -98,7 +98,7 @@ class ModelRunner:
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Forget cached rows from position `length` on."""
-        seq.num_cached = min(seq.num_cached, length)
+        self.blocks.rewind(seq, length)
 
     def _slot(self, seq: Sequence, index: int) -> int:
         size = self.cache.block_size

@@ -141,6 +141,8 @@ class Answer(Response):
         for choice in reply.choices:
             if choice.finish_reason is not None:
                 metrics.completed(choice.finish_reason)
+            if choice.completion is not None:
+                metrics.timed(choice.completion["metrics"])
         if status == 200:
             metrics.whole.observe(took)
             if num_tokens > len(reply.choices) and self._first is not None:

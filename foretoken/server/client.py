@@ -90,6 +90,7 @@ class EngineClient:
                 "prompts": [list(p) for p in job.prompts],
                 "params": frames.params_to_data(job.params),
                 "tenant": job.tenant,
+                "priority": job.priority,
                 "speculation": frames.wish_to_data(job.speculation),
                 "score_prompt": job.score_prompt,
                 "choice": None if job.choice is None else list(job.choice),

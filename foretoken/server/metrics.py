@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,6 +18,8 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 600.0)
 _COUNTED = {
     "num_preemptions": ("preemptions", "preemptions of running sequences"),
+    "prefix_cache_queries": ("prefix_queries", "tokens of sequences that started, looked up in the prefix cache"),
+    "prefix_cache_hits": ("prefix_hits", "of these, tokens that were found there"),
     "spec_decode_num_drafts": ("drafts", "rounds with at least one draft token"),
     "spec_decode_num_draft_tokens": ("draft_tokens", "draft tokens"),
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "draft tokens that were accepted"),
@@ -48,12 +50,23 @@ class Metrics:
         self.between = histogram("inter_token_latency_seconds", "from one piece of a stream to the next", _BETWEEN)
         self.per_token = histogram("request_time_per_output_token_seconds", "of a request, but the first", _BETWEEN)
         self.whole = histogram("e2e_request_latency_seconds", "from arrival to the end", _WHOLE)
+        self.queue = histogram("request_queue_time_seconds", "of a sequence, until it first ran", _FIRST)
+        self.prefill = histogram("request_prefill_time_seconds", "from then to its first token", _FIRST)
+        self.decode = histogram("request_decode_time_seconds", "from its first token to its last", _WHOLE)
         self._model_name = model_name
         self.registry.register(_EngineCounters(client, gate, model_name, prefix))
 
     def completed(self, reason: str) -> None:
         """A sequence was completed."""
         self._success.labels(self._model_name, reason).inc()
+
+    def timed(self, metrics: Mapping[str, Any]) -> None:
+        """Where the time of a sequence went, as the engine measured it."""
+        queue, first, total = (metrics.get(k) for k in ("queue_time_s", "time_to_first_token_s", "total_time_s"))
+        if queue is not None and first is not None and total is not None:
+            self.queue.observe(queue)
+            self.prefill.observe(max(0.0, first - queue))
+            self.decode.observe(max(0.0, total - first))
 
     def answered(self, route: str, status: int) -> None:
         """A request was answered, or its client left (499)."""

@@ -120,6 +120,7 @@ class Common(Fields):
     user: Annotated[str, Field(max_length=512)] | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     speculation: SpeculationFields | Literal["off", "fixed", "goodput"] | None = None
     guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -55,7 +55,7 @@ class Reply:
         self.id, self.model, self.text, self.show_tokens = id, model, text, tokens
         self.created = int(time.time())
         self.choices = [Choice() for _ in range(num_choices)]
-        self.num_prompt_tokens = 0
+        self.num_prompts, self.num_prompt_tokens = 1, 0
         self.num_spec_tokens = num_spec_tokens
 
     def take(self, piece: Piece) -> Choice:
@@ -76,10 +76,21 @@ class Reply:
         """Tokens written so far."""
         return sum(len(c.token_ids) for c in self.choices)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in the prefix cache; of n choices the first one's count."""
+        firsts = self.choices[:: len(self.choices) // self.num_prompts]
+        return sum(c.completion["metrics"].get("num_cached_tokens", 0) for c in firsts if c.completion is not None)
+
     def usage(self) -> dict[str, Any]:
         """Token counts in OpenAI's words."""
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
 
     def metrics(self) -> dict[str, Any]:
         """What speculation did, as vLLM says it, and what else we know."""

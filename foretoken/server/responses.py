@@ -91,7 +91,7 @@ class ResponseReply(Reply):
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.num_cached_tokens},
             "output_tokens": output,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + output,

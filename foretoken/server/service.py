@@ -164,8 +164,9 @@ class Service:
         try:
             ids = await encode()
             reply, params, score = await make(visit.id, ids)
-            reply.num_prompt_tokens = sum(len(i) for i in ids)
-            job = Job(visit.id, ids, params, tenant(visit, fields.cache_salt), wish(fields), score, fields.choice)
+            reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(len(i) for i in ids)
+            whose = tenant(visit, fields.cache_salt)
+            job = Job(visit.id, ids, params, whose, wish(fields), score, fields.choice, fields.priority or 0)
             stream = self.client.submit(job)
         except BaseException:
             ticket.leave()

@@ -38,6 +38,7 @@ class Job(NamedTuple):
     speculation: Speculation | None = None
     score_prompt: bool = False
     choice: Seq[str] | None = None  # the text must be one of these
+    priority: int = 0  # lower goes first
 
 
 class Stream:

@@ -66,7 +66,11 @@ class Rates(dict[int, float]):
     def __missing__(self, of: int) -> float:
         every, own = self.every, self.own
         w = PRIOR_WEIGHT * every.weight
-        prior = min(_PRIORS[of] * self.scale, SURE) if of >= POSITIONS else _PRIORS[of]
+        prior = PRIOR_RATE
+        if of >= POSITIONS:
+            prior = min(_PRIORS[of] * self.scale, SURE)
+        elif of:  # a place that is not known is taken to be as the one before
+            prior = self[of - 1]
         rate = (every.hits[of] + w * prior) / (every.tries[of] + w)
         if own is not None:
             w = OWN_WEIGHT * own.weight

@@ -63,7 +63,11 @@ class Followers:
         if shadow is None:
             shadow = self._shadows[seq.seq_id] = Shadow(seq, self.runner)
         shadow.follow(seq, self.below.rewind, keep)
-        return self.runner.blocks.reserve(shadow.seq, min(len(seq) + num_rows, self.limit))
+        blocks, mine = self.runner.blocks, shadow.seq
+        blocks.enter(mine, min(mine.num_cached, len(seq)))  # what was only guessed is not certain
+        if mine.num_pending > blocks.block_size:
+            blocks.adopt(mine)
+        return blocks.reserve(mine, min(len(seq) + num_rows, self.limit))
 
     def catch_up(self, shadows: Seq[Sequence]) -> None:
         """Run long pending prefixes (a prompt, a sequence that went undrafted) in passes of bounded size."""

@@ -18,17 +18,14 @@ from foretoken.spec.cost import Curve, DraftCost, Prices
 from foretoken.spec.draft import Draft
 from foretoken.spec.length import Round
 from foretoken.spec.probing import PROBE_ROUNDS, PROBE_TOKENS, Probing
+from foretoken.spec.worth import alone, shared, within
 
-MARGIN = 0.02  # drafting must promise so much more than not drafting
-FIRST_ROUNDS = 12  # with drafts, before anything is decided
-FIRST_REQUESTS, FIRST_TRIES = (
-    8,
-    4,
-)  # so many are tried at their start, in so many rounds: one text tells little of others
+FIRST_DRAFTS, FIRST_ROUNDS = 12, 3  # of sequences, and rounds with some, before anything is decided
+FIRST_REQUESTS = 8  # so many are tried at their start, where that may pay: one text tells little of others
+FIRST_TRIES = 4  # in so many rounds
+HOPE = 0.85  # of the tokens of a text that is drafted well are right: where not even that pays, none is tried
 HOLD = 4  # rounds for which a decision stands while the same sequences run
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch
 FADE = 0.95  # a round later, of how promises were kept
-Offers = Seq[tuple[float, float, float]]  # by rank: tokens that it brings, rows that it is, steps up to it
 
 
 class GoodputLength:
@@ -52,6 +49,7 @@ class GoodputLength:
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
         self._starts: dict[int, int] = {}  # of the first requests: rounds in which they were drafted for
         self._num_started = 0
+        self._num_drafts = 0  # of single sequences
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
         self._nodes: dict[int, Nodes] = {}  # of the round that runs
         self._steps: int | None = None  # of its proposal
@@ -75,17 +73,19 @@ class GoodputLength:
         most = self.num_draft_tokens
         if most == 0 or not seqs:
             return [0] * len(seqs)
-        if self.target is None or self.draft.seen < FIRST_ROUNDS:  # the first rounds tell what things cost
+        if self.target is None or self.draft.seen < FIRST_ROUNDS or self._num_drafts < FIRST_DRAFTS:
+            # the first rounds tell what things cost
             self._rate, self._next = 0.0, None
-            return _within([min(most, 4)] * len(seqs), budget)
-        fresh = [self._is_fresh(seq) for seq in seqs]
-        if not any(fresh):
+            return within([min(most, 2 + self.draft.seen % 2)] * len(seqs), budget)  # two sizes: what is a step?
+        fresh = [seq for seq in seqs if self._is_fresh(seq)]
+        hoped = self._hoped(fresh, seqs, num_rows) if fresh else []
+        if not any(hoped):
             return self._settled(seqs, num_rows, budget)
-        others = [seq for seq, new in zip(seqs, fresh, strict=True) if not new]
-        settled = iter(self._settled(others, num_rows, budget) if others else [])
-        lengths = [min(most, 4) if new else next(settled) for new in fresh]
+        others = [seq for seq in seqs if seq not in fresh]
+        lengths = dict(zip(fresh, hoped, strict=True))
+        lengths |= zip(others, self._settled(others, num_rows, budget), strict=True) if others else ()
         self._rate, self._next = 0.0, None  # this is to find out, not to pay
-        return _within(lengths, budget)
+        return within([lengths[seq] for seq in seqs], budget)
 
     def _is_fresh(self, seq: Sequence) -> bool:
         """Is this one of the first requests, and still to be tried whatever others were like?"""
@@ -95,6 +95,12 @@ class GoodputLength:
             self._num_started += 1
             self._starts[seq.seq_id] = 0
         return self._starts[seq.seq_id] < FIRST_TRIES
+
+    def _hoped(self, some: Seq[Sequence], seqs: Seq[Sequence], num_rows: int | None) -> list[int]:
+        """Lengths for `some` of a pass that would promise the most if drafts were mostly right."""
+        offers = [(HOPE**j, 1.0, float(j)) for j in range(1, min(self.num_draft_tokens, 4) + 1)]
+        prices = self._prices(some, seqs, num_rows or len(seqs))
+        return shared([offers] * len(some), None, len(seqs), prices)[0]
 
     def _settled(self, seqs: Seq[Sequence], num_rows: int | None, budget: int | None) -> list[int]:
         """Lengths by what is known."""
@@ -108,7 +114,7 @@ class GoodputLength:
         for b, k in zip(awake, self._decided([seqs[b] for b in awake], seqs, rows, room), strict=True):
             lengths[b] = k
             self.probing.note(seqs[b], rows, k, self._probe_cost)
-        return _within(lengths, budget)
+        return within(lengths, budget)
 
     def _decided(self, seqs: Seq[Sequence], everyone: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
         """Lengths of some sequences of a pass; a decision stands for a few rounds. More is asked for than is needed."""
@@ -134,12 +140,13 @@ class GoodputLength:
         offers = [self.acceptance.offers(seq.seq_id, self.num_draft_tokens) for seq in seqs]
         prices = self._prices(seqs, everyone, rows)
         if len(seqs) == 1:
-            best, promised = _alone(offers[0][:budget], len(everyone), prices)
+            best, promised = alone(offers[0][:budget], len(everyone), prices)
         else:
-            best, promised = _shared(offers, budget, len(everyone), prices)
+            best, promised = shared(offers, budget, len(everyone), prices)
         self._rate = promised
-        probe = prices.seconds(PROBE_TOKENS, PROBE_TOKENS) - prices.plain
-        self._probe_cost = PROBE_ROUNDS * probe / prices.plain
+        brought = sum(gain for gain, _, _ in max(offers)[:PROBE_TOKENS]) / len(everyone)
+        probe = prices.seconds(PROBE_TOKENS, PROBE_TOKENS) / prices.plain - 1.0 - brought
+        self._probe_cost = PROBE_ROUNDS * max(0.0, probe)
         self._set_next(rows + sum(best), prices)
         return best
 
@@ -237,6 +244,7 @@ class GoodputLength:
         self._asked = asked_now
         for b, (seq, asked) in enumerate(zip(round_.seqs, round_.num_asked, strict=True)):
             if asked:
+                self._num_drafts += 1
                 if self._is_fresh(seq):
                     self._starts[seq.seq_id] += 1
                 accepted = range(round_.num_accepted[b]) if round_.nodes is None else round_.nodes[b]
@@ -276,51 +284,3 @@ class GoodputLength:
         self._nodes.pop(seq.seq_id, None)
         self._asked.discard(seq.seq_id)
         self._starts.pop(seq.seq_id, None)
-
-
-def _alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]:
-    """The length of one sequence, in a pass of `count`, and the tokens a second that it promises."""
-    tokens, more, best, plain = float(count), 0.0, 0, count / prices.plain
-    promised = plain * (1.0 + MARGIN)
-    for j, (gain, there, steps) in enumerate(offers):
-        tokens += gain
-        more += there
-        worth = tokens / prices.seconds(more, steps)
-        if worth > promised:
-            promised, best = worth, j + 1
-    return [best], promised if best else plain
-
-
-def _shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) -> tuple[list[int], float]:
-    """The lengths of several sequences. The likeliest rows come first, whosever they are."""
-    most = max(map(len, offers))
-    table = np.zeros((len(offers), most, 3))
-    for b, row in enumerate(offers):
-        table[b, : len(row)] = row
-    # A row comes after its parent, which is at least as likely.
-    order = np.argsort(-table[:, :, 0], axis=None, kind="stable")
-    owner, position = order // most, order % most
-    gain, there, steps = table[owner, position].T
-    plain = count / prices.plain
-    best, promised = [0] * len(offers), plain * (1.0 + MARGIN)
-    # A step of drafting serves all sequences: it pays for few likely tokens, or for many less likely ones.
-    for depth in {min(d, most) for d in DEPTHS}:
-        taken = ((position < depth) & (gain > 0.0)).nonzero()[0][:budget]
-        if not len(taken):
-            continue
-        seconds = prices.seconds_many(np.cumsum(there[taken]), np.maximum.accumulate(steps[taken]))
-        worth = (count + np.cumsum(gain[taken])) / seconds
-        last = int(worth.argmax())
-        if worth[last] > promised:
-            promised = float(worth[last])
-            best = np.bincount(owner[taken[: last + 1]], minlength=len(offers)).tolist()
-    return best, promised if any(best) else plain
-
-
-def _within(lengths: list[int], budget: int | None) -> list[int]:
-    """Lengths cut, the last ones first, to so many in all."""
-    left = sum(lengths) if budget is None else budget
-    for b, k in enumerate(lengths):
-        lengths[b] = min(k, left)
-        left -= lengths[b]
-    return lengths

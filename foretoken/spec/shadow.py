@@ -35,6 +35,7 @@ class Shadow:
         if end < len(mine):
             rewind(self.seq, end)
             del mine[end:]
+            self.runner.blocks.retract(self.seq, end)
             self.seq.state = None  # penalty counts may hold a dropped token
         mine += its[end:]
         self.num_agreed = len(its)

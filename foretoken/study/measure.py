@@ -68,7 +68,11 @@ class Bench:
     """One loaded target that changes its drafter between batches; its own memory and cache serve every arm."""
 
     def __init__(self, model: str, arms: Seq[Arm], settings: dict[str, Any], load: Callable[..., LLM] = LLM) -> None:
-        """`settings` are keyword arguments of LLM, without `draft`; `load` makes an LLM. Raises what LLM raises."""
+        """`settings` are keyword arguments of LLM, without `draft`; `load` makes an LLM. Raises what LLM raises.
+
+        No prefix is remembered: the arms write the same texts, and all but the first would find the prompts there.
+        """
+        settings = {**settings, "prefix_cache": False}
         self.arms = list(arms)
         self._drafters: dict[object, Drafter] = {}
         self._policies: dict[Arm, LengthPolicy] = {}

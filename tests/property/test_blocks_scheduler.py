@@ -20,7 +20,7 @@ from foretoken.request import Completion, FinishReason, Request, SamplingParams,
 
 def check_ownership(blocks: BlockManager, seqs: list[Sequence]) -> None:
     """Every block is free or belongs to one sequence, and none is lost."""
-    held = [b for seq in seqs for b in seq.blocks] + blocks._free
+    held = [b for seq in seqs for b in seq.blocks] + blocks.free_blocks
     assert sorted(held) == list(range(blocks.num_blocks))
     assert blocks.num_free == blocks.num_blocks - sum(len(seq.blocks) for seq in seqs)
 

@@ -29,7 +29,12 @@ class Engine:
             max_model_len=max_len,
             format=options.get("format", "auto"),
             threads=threads,
-            cache=CacheConfig(BLOCK_SIZE, (batch + 1) * -(-max_len // BLOCK_SIZE), options.get("kv_format", "auto")),
+            cache=CacheConfig(
+                BLOCK_SIZE,
+                (batch + 1) * -(-max_len // BLOCK_SIZE),
+                options.get("kv_format", "auto"),
+                prefix_cache=False,
+            ),
         )
         self.engine = build_engine(str(model), config)
         self.runner = self.engine.runner

@@ -41,6 +41,7 @@ class _Paths:
     def chunks(self, sizes: Seq[int], runner: ModelRunner, seq: Sequence, mates: Seq[Tokens] = ()) -> Tensor:
         """Pending tokens in chunks of these sizes, the last one repeated; `mates` are prefilled in the same passes."""
         kept: list[Tensor] = []
+        known = seq.num_cached
         runner.blocks.reserve(seq, len(seq))
         others = [Sequence(i + 1, mate, SamplingParams(), 0) for i, mate in enumerate(mates)]
         for other in others:
@@ -63,7 +64,7 @@ class _Paths:
             for s, n in parts:
                 s.num_cached += n
             turn += 1
-        return torch.cat(kept)[self.first :]
+        return torch.cat(kept)[self.first - known :]
 
     def nodes(self, sizes: Seq[int], rng: random.Random, wrong: int) -> Tensor:
         """Drafts of these sizes that hold the right tokens, each with up to `wrong` wrong siblings before it."""
@@ -119,6 +120,18 @@ def _recomputed(p: _Paths, rng: random.Random) -> Tensor:
     return p.chunks([rng.randint(2, 20)], runner, seq)
 
 
+def _shared(p: _Paths, rng: random.Random) -> Tensor:
+    """What comes before the last rows is another's: it was found by its tokens."""
+    runner, seq = p.runner(block=4, seqs=2)
+    other = Sequence(9, p.tokens[: p.first], seq.params, 0)
+    if len(other):
+        _Paths(p.subject, p.tokens[: p.first], 1).chunks([rng.randint(2, 9)], runner, other)
+    runner.blocks.enter(other, len(other))
+    runner.blocks.release(other)
+    runner.blocks.adopt(seq)
+    return p.chunks([rng.randint(2, 20)], runner, seq)
+
+
 def _threaded(p: _Paths, rng: random.Random) -> Tensor:
     backends.set_num_threads(rng.choice((2, 3, 4, 8)))
     try:
@@ -134,6 +147,7 @@ WAYS: dict[str, Way] = {
     "tree of drafted tokens": lambda p, rng: p.nodes([rng.randint(1, 9)], rng, 4),
     "among 16 others": _batched,
     "after preemption": _recomputed,
+    "after another's prefix": _shared,
     "other block size": lambda p, rng: p.chunks([6], *p.runner(block=rng.choice((4, 8, 32)))),
     "other threads": _threaded,
 }
@@ -238,7 +252,8 @@ CHECKS = (
         "L2",
         "logits whichever way",
         "The logits of a position are the same bits computed token by token, in one prefill, in chunks of 2 to 17, as "
-        "drafted chains and trees, among 16 other sequences, after preemption, in other blocks, on more threads.",
+        "drafted chains and trees, among 16 other sequences, after preemption, after another's prefix, in other blocks, "
+        "on more threads.",
         "0 differing values",
         {"prompts": 200, "positions": 25_600},
         logits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.config import EngineConfig, SpecConfig
 from foretoken.engine.build import Loaded, assemble
 from foretoken.engine.engine import Engine
 from foretoken.models.llama import Llama
@@ -78,8 +78,10 @@ class Subject:
         return made
 
     def plain(self, seqs: int | None = None) -> Engine:
-        """An engine that does not guess."""
-        return self.engine(SpecConfig(), seqs=seqs)
+        """An engine that does not guess, and that remembers no text."""
+        made = self.engine(SpecConfig(), seqs=seqs)
+        made.runner.blocks.shares = False
+        return made
 
     def engine(
         self,
@@ -103,7 +105,7 @@ class Subject:
         config = replace(
             self.config,
             spec=SpecConfig() if drafter is not None else storeless(self.config.spec if spec is None else spec),
-            cache=CacheConfig(block, None, self.config.cache.format),
+            cache=replace(self.config.cache, block_size=block, num_blocks=None),
             max_num_rows=max(seqs, rows or self.config.max_num_rows),
             max_num_seqs=seqs,
         )

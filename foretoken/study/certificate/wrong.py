@@ -183,9 +183,10 @@ def preempt(self: Any, seq: Sequence) -> None:
     As many as reserving does not notice, since it counts blocks: with more, the pass would run over the block table.
     """
     self.running.remove(seq)
+    self.blocks.forget(seq)  # what is found again would make up for it
     self.blocks.trim(seq, 0)
     seq.num_cached = min(seq.num_cached, (len(seq) - 1) % self.blocks.block_size)
-    self.waiting.appendleft(seq)
+    self.waiting.insert(0, seq)
     seq.num_preemptions += 1
     self.num_preemptions += 1
 

@@ -209,7 +209,7 @@ def as_draft(
         return None, None
     spec = SpecConfig("draft_model", variant.model, variant.format, num_draft_tokens)
     try:
-        llm = LLM(baseline.model, spec, **{**settings, **baseline.settings, "max_num_seqs": 8})
+        llm = LLM(baseline.model, spec, **{**settings, **baseline.settings, "max_num_seqs": 8, "prefix_cache": False})
         params = SamplingParams(max_tokens=max_tokens, seed=0)
         jobs = [(tuple(p.encode(llm.tokenizer)), params) for p in prompts]
         run = Run()

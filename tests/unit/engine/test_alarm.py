@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,10 @@ def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplo
 
 def test_a_useless_draft_is_said_where_goodput_gives_it_up(pair: Pair, tmp_path: Path) -> None:
     engine = make_engine(foreign_head(tmp_path, pair), "eagle", k=4, policy="goodput", options={"top_k": 1})
-    run(engine, PROMPTS[:2], GREEDY)
+    for _ in range(4):
+        run(engine, PROMPTS[:2], GREEDY)
     assert len(engine.alarm.texts) == 1
-    assert "0 of 80 drafted tokens" in engine.alarm.texts[0], "twenty drafts tell"
+    assert re.match(r"drafter 'eagle': 0 of [4-6]\d drafted tokens", engine.alarm.texts[0]), "twenty drafts tell"
 
 
 def test_a_good_draft_sounds_no_alarm(pair: Pair) -> None:

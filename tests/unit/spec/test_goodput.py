@@ -12,11 +12,12 @@ from lawkit import Pair, make_engine, random_prompts, run, texts
 
 from foretoken.errors import RequestError
 from foretoken.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
-from foretoken.spec import goodput
+from foretoken.spec.acceptance import PRIOR_RATE, Acceptance, Nodes
 from foretoken.spec.cost import Curve
 from foretoken.spec.goodput import GoodputLength
 from foretoken.spec.length import FixedLength, Round
 from foretoken.spec.policies import ByRequest
+from foretoken.spec.worth import MARGIN
 
 
 def sequences(count: int) -> list[Sequence]:
@@ -117,6 +118,36 @@ def test_the_first_requests_are_each_tried() -> None:
     assert all(tries >= 4 for tries in begun[:7]) and sum(begun[8:]) <= 4
 
 
+def test_first_requests_are_not_tried_where_that_cannot_pay() -> None:
+    """Where not even drafts that are mostly right would pay, finding out costs nothing."""
+    policy = GoodputLength(8, curve(steep))
+    world, seqs = World(policy, steep, step=0.02), sequences(9)
+    for seq in seqs:
+        for _ in range(12):
+            world.round([seq], 0.6)
+        policy.release(seq)
+    tried = [i for i, ks in enumerate(world.lengths) if ks != [0]]
+    assert 0 < len(tried) < 20 and tried[:12] == list(range(12))
+
+
+def test_a_large_batch_is_soon_known() -> None:
+    """Sixteen sequences show in three rounds what one shows in twelve."""
+    policy = GoodputLength(8, curve(steep))
+    world, seqs = World(policy, steep, step=0.02), sequences(16)
+    for _ in range(20):
+        world.round(seqs, 0.6)
+    assert sum(any(ks) for ks in world.lengths) <= 4
+
+
+def test_a_place_that_is_not_known_is_as_the_one_before() -> None:
+    acceptance = Acceptance(8)
+    for _ in range(60):
+        acceptance.learn(0, 2, Nodes(range(-1, 1), None, acceptance.rates(0)), [0, 1])
+    rates = acceptance.rates(1)
+    assert rates[5] == rates[2] == rates[1] > 0.9
+    assert Acceptance(8).rates(0)[5] == PRIOR_RATE
+
+
 def test_probes_come_ever_more_rarely() -> None:
     policy = GoodputLength(4, curve(steep))
     world, seqs = World(policy, steep, step=0.05), sequences(1)
@@ -153,7 +184,7 @@ def test_the_choice_is_the_best_of_all() -> None:
         best = max(itertools.product(range(4), repeat=3), key=worth)
         chosen = tuple(policy._best(seqs, seqs, 3, None))
         nothing = worth((0, 0, 0))
-        if worth(best) > nothing * (1 + 2 * goodput.MARGIN):
+        if worth(best) > nothing * (1 + 2 * MARGIN):
             assert worth(chosen) >= 0.97 * worth(best), (seed, chosen, best)
         assert worth(chosen) >= nothing
 

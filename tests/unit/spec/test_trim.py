@@ -16,7 +16,7 @@ from foretoken.request import Request, SamplingParams, Sequence, Speculation, Ti
 from foretoken.spec.acceptance import Acceptance, Nodes
 from foretoken.spec.cost import Curve, DraftCost
 from foretoken.spec.draft import Draft
-from foretoken.spec.goodput import FIRST_REQUESTS, GoodputLength
+from foretoken.spec.goodput import FIRST_DRAFTS, GoodputLength
 from foretoken.spec.length import Round
 from foretoken.spec.policies import ByRequest
 
@@ -332,7 +332,7 @@ def test_reasons(pair: Pair) -> None:
         if isinstance(engine.policy, GoodputLength):
             engine.policy.target = Curve([(1, 1e-9), (2, 9.0), (64, 900.0)])  # nothing can pay
             engine.policy.draft = DraftCost(1.0, 1.0, 0.0, 99)
-            engine.policy._num_started = FIRST_REQUESTS  # the first requests, which are tried anyhow, are over
+            engine.policy._num_drafts = FIRST_DRAFTS  # the first rounds are over
         for name, wish in wishes.items():
             engine.add(Request(name, (5, 6, 7), params, 1, speculation=wish))
         why = {}

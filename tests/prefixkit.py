@@ -1,0 +1,171 @@
+"""A block manager at work on a memory that is watched: what each row holds, and what it ought to hold."""
+
+from __future__ import annotations
+
+import random
+
+from foretoken.kvcache.blocks import BlockManager
+from foretoken.request import SamplingParams, Sequence
+
+Row = tuple[str, tuple[int, ...]]  # what a row depends on: whose text it is of, and all its tokens up to this one
+SALTS = ("", "a", "b")
+WRONG_GUESS: Row = ("nobody", ())
+MAX_SEQS, MAX_TOKENS = 5, 20
+# What may happen, and between which numbers its arguments lie.
+ACTIONS: dict[str, dict[str, tuple[int, int]]] = {
+    "add": {"salt": (0, 2), "length": (1, 14), "other": (0, 15)},
+    "start": {"which": (0, 4)},
+    "adopt": {"which": (0, 4)},
+    "compute": {"which": (0, 4), "count": (1, 9), "guessed": (0, 3), "certain": (0, 3)},
+    "grow": {"which": (0, 4), "length": (1, 4), "bits": (0, 15)},
+    "take_back": {"which": (0, 4), "keep": (1, 14), "length": (1, 8), "bits": (0, 3)},
+    "compute_again": {"which": (0, 4), "keep": (0, 14)},
+    "trim": {"which": (0, 4)},
+    "release": {"which": (0, 4), "leaves": (0, 1)},
+    "fail": {"which": (0, 4)},
+}
+
+WEIGHTS = (3, 3, 3, 3, 1, 2, 1, 1, 1, 1)
+
+
+def tokens_of(bits: int, length: int) -> list[int]:
+    return [bits >> i & 1 for i in range(length)]
+
+
+class Watched:
+    """Sequences of few tokens and few tenants start, compute, guess, take back, leave and fail, in a small cache."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.blocks = BlockManager(num_blocks, block_size)
+        self.memory: dict[int, Row] = {}  # by slot
+        self.seqs: list[Sequence] = []
+        self.failed: set[Row] = set()  # last rows of blocks that must not be found again
+        self.num_added = self.num_saved = 0
+
+    def act(self, name: str, **numbers: int) -> None:
+        """Do it, if it can be done, and look at everything."""
+        which = numbers.pop("which", None)
+        if which is None:
+            getattr(self, name)(**numbers)
+        elif which < len(self.seqs):
+            getattr(self, name)(self.seqs[which], **numbers)
+        self.check_rows()
+        self.check_blocks()
+
+    def add(self, salt: int, length: int, other: int) -> None:
+        """A text of zeros, one token of it another perhaps: most texts begin alike, and look alike further on."""
+        if len(self.seqs) < MAX_SEQS:
+            tokens = [int(i == other) for i in range(length)]
+            self.seqs.append(Sequence(self.num_added, tokens, SamplingParams(), 0, SALTS[salt]))
+            self.num_added += 1
+
+    def start(self, seq: Sequence) -> None:
+        """As the scheduler does: it starts where it fits, then it computes all, which is certain."""
+        if not seq.blocks and self.blocks.fits(seq, len(seq)):
+            self.adopt(seq)
+            assert self.blocks.reserve(seq, len(seq)), "it was said to fit"
+            self.compute(seq, len(seq), 0, 1)
+
+    def adopt(self, seq: Sequence) -> None:
+        before = seq.num_cached
+        fits = self.blocks.fits(seq, len(seq)) if not seq.blocks else None
+        saved = self.blocks.adopt(seq)
+        assert seq.num_cached == before + saved
+        assert seq.num_pending >= 1 or not saved, "somebody must compute the logits after the last token"
+        self.num_saved += saved
+        size = self.blocks.block_size
+        found = {self.row(seq, i) for i in range(before // size * size + size - 1, seq.num_cached, size)}
+        assert not saved or not found & self.failed, "what failed is found again"
+        if fits is not None:
+            assert self.blocks.reserve(seq, len(seq)) == fits
+
+    def compute(self, seq: Sequence, count: int, guessed: int, certain: int) -> None:
+        """Store pending rows, and behind them rows of guesses that turn out wrong."""
+        start, end = seq.num_cached, min(seq.num_cached + count, len(seq))
+        if not self.blocks.reserve(seq, end + guessed):
+            return
+        for i in range(start, end + guessed):
+            self.memory[self.slot(seq, i)] = self.row(seq, i) if i < end else WRONG_GUESS
+        seq.num_cached = end
+        if certain:
+            self.blocks.enter(seq, end)
+            self.failed -= {self.row(seq, i) for i in range(end)}  # these are its own rows
+
+    def grow(self, seq: Sequence, length: int, bits: int) -> None:
+        if len(seq) + length <= MAX_TOKENS:
+            seq.token_ids += tokens_of(bits, length)
+
+    def take_back(self, seq: Sequence, keep: int, length: int, bits: int) -> None:
+        """As a shadow does whose guesses were wrong: other tokens come there."""
+        if keep < len(seq) and keep + length <= MAX_TOKENS:
+            del seq.token_ids[keep:]
+            self.blocks.retract(seq, keep)
+            assert seq.num_cached <= keep
+            seq.token_ids += tokens_of(bits, length)
+
+    def compute_again(self, seq: Sequence, keep: int) -> None:
+        self.blocks.rewind(seq, keep)
+        assert seq.num_cached <= keep
+
+    def trim(self, seq: Sequence) -> None:
+        self.blocks.trim(seq, len(seq))
+
+    def release(self, seq: Sequence, leaves: int) -> None:
+        self.blocks.release(seq)
+        assert (seq.blocks, seq.num_cached) == ([], 0)
+        if leaves:
+            self.seqs.remove(seq)
+
+    def fail(self, seq: Sequence) -> None:
+        size = self.blocks.block_size
+        self.failed |= {self.row(seq, i) for i in range(size - 1, len(seq.digests) * size, size)}
+        self.blocks.forget(seq)
+        self.release(seq, 1)
+
+    def row(self, seq: Sequence, i: int) -> Row:
+        """What row i of a sequence ought to hold."""
+        return seq.tenant, tuple(seq.token_ids[: i + 1])
+
+    def slot(self, seq: Sequence, i: int) -> int:
+        size = self.blocks.block_size
+        return seq.blocks[i // size] * size + i % size
+
+    def check_rows(self) -> None:
+        """Another's tokens or guesses in a block, or a block that was given away, would show here."""
+        for seq in self.seqs:
+            for i in range(seq.num_cached):
+                assert self.memory[self.slot(seq, i)] == self.row(seq, i)
+
+    def check_blocks(self) -> None:
+        blocks = self.blocks
+        held = [b for seq in self.seqs for b in seq.blocks]
+        free = blocks.free_blocks
+        assert len(free) == len(set(free)) == blocks.num_free
+        assert sorted({*held, *free}) == list(range(blocks.num_blocks)), "no block is lost"
+        assert not set(held) & set(free), "no block is both free and owned"
+        assert all(held.count(b) == n for b, n in enumerate(blocks._owners))
+        assert set(blocks._idle) == {b for b in free if b in blocks.prefixes}
+        for seq in self.seqs:
+            assert len(seq.blocks) == len(set(seq.blocks))
+            assert seq.num_known * blocks.block_size <= seq.num_cached, "rows that will be written are not known"
+            for b in seq.blocks[seq.num_known :]:
+                assert held.count(b) == 1, "what may be written is nobody else's"
+                assert b not in blocks.prefixes
+
+    def leave(self) -> None:
+        for seq in self.seqs:
+            self.blocks.release(seq)
+        assert sorted(self.blocks.free_blocks) == list(range(self.blocks.num_blocks))
+
+
+def shake(rounds: int, seed: int = 0, steps: int = 60) -> int:
+    """So many caches with random work; returns the rows that were shared."""
+    rng, saved = random.Random(seed), 0
+    for _ in range(rounds):
+        watched = Watched(rng.randint(4, 20), rng.randint(1, 3))
+        for _ in range(steps):
+            name = rng.choices(list(ACTIONS), WEIGHTS)[0]
+            watched.act(name, **{k: rng.randint(*span) for k, span in ACTIONS[name].items()})
+        watched.leave()
+        saved += watched.num_saved
+    return saved

@@ -1,0 +1,223 @@
+"""Laws 1 and 3 with rows from the prefix cache: every drafter, cache format and block size; whose text it is counts."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lawkit import SAMPLED, Pair, load_pair, make_engine, run, texts
+
+from foretoken import registry
+from foretoken.engine.engine import Engine
+from foretoken.kvcache.prefix import Prefixes
+from foretoken.request import Completion, FinishReason, Request, SamplingParams
+
+DRAFTERS = ["none", *registry.names("drafters")]
+LENGTH = 14
+
+
+def shared_prompts() -> list[list[int]]:
+    """Eight prompts that begin alike, for 40 tokens, 17, or none; two are the same, one is another's beginning."""
+    rng = random.Random(5)
+    base = [rng.randrange(1, 300) for _ in range(20)] * 2
+    tails = [[rng.randrange(1, 300) for _ in range(n)] for n in (1, 9, 5, 3)]
+    prompts = [base + t for t in tails] + [base[:17] + t * 2 for t in tails[1:3]]
+    return [*prompts, list(prompts[0]), base[:32]]
+
+
+PROMPTS = shared_prompts()
+EACH = [
+    SamplingParams(max_tokens=LENGTH, seed=7 + i, ignore_eos=True, **({}, SAMPLED, {"presence_penalty": 0.4})[i % 3])
+    for i in range(len(PROMPTS))
+]
+
+
+def without_sharing(engine: Engine) -> Engine:
+    engine.runner.blocks.shares = False
+    return engine
+
+
+@cache
+def _load(target: Path, draft: Path) -> Pair:
+    return load_pair(target, draft)
+
+
+@pytest.fixture(scope="module", params=["fp32", "int8", "int4"])
+def plain(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, list[Any]]:
+    """The pair, a cache's format, and texts that no cache had a part in."""
+    pair = _load(*pair_folders)
+    engine = without_sharing(make_engine(pair, kv=request.param))
+    return pair, request.param, texts(run(engine, PROMPTS, EACH, alone=True))
+
+
+def hits(engine: Engine) -> int:
+    return engine.runner.blocks.prefixes.hits.num_hits
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("block", [4, 16])
+def test_text_is_the_same_from_the_cache(plain: tuple[Pair, str, list[Any]], name: str, block: int) -> None:
+    """Together, then one by one with all that the first run left; then short of blocks, when what is known is evicted."""
+    pair, kv, wanted = plain
+    engine = make_engine(pair, name, k=5, kv=kv, block=block, rows=64)
+    assert texts(run(engine, PROMPTS, EACH)) == wanted
+    early = hits(engine)
+    again = run(engine, PROMPTS, EACH, alone=True)
+    assert texts(again) == wanted
+    assert hits(engine) - early == sum(c.metrics.num_cached_tokens for c in again)
+    assert [c.metrics.num_cached_tokens for c in again] == [(len(p) - 1) // block * block for p in PROMPTS]
+    tight = make_engine(pair, name, k=5, kv=kv, rows=12, block=block, tokens=96, max_len=64)
+    assert texts(run(tight, PROMPTS, EACH)) == wanted
+    assert tight.scheduler.num_preemptions > 0
+    assert texts(run(tight, PROMPTS, EACH)) == wanted
+
+
+def test_a_draft_model_finds_its_own_rows_again(pair: Pair) -> None:
+    """It guesses what it would have guessed without."""
+    cold, warm = (make_engine(pair, "draft_model", k=5, block=4) for _ in range(2))
+    run(warm, PROMPTS, EACH, alone=True)
+    mine = warm.drafter.runner.blocks  # type: ignore[attr-defined]
+    known = len(mine.prefixes)
+    before = warm.metrics.copy()
+    passes: list[int] = []
+    forward = warm.drafter.runner.forward  # type: ignore[attr-defined]
+
+    def counted(seqs: Any, draft: Any, num_pending: Any) -> Any:
+        passes.append(max(num_pending))
+        return forward(seqs, draft, num_pending)
+
+    warm.drafter.runner.forward = counted  # type: ignore[attr-defined]
+    run(warm, PROMPTS, EACH, alone=True)
+    without_sharing(cold).drafter.runner.blocks.shares = False  # type: ignore[attr-defined]
+    run(cold, PROMPTS, EACH, alone=True)
+    assert warm.metrics.since(before).as_dict() == cold.metrics.as_dict()
+    assert known > 20
+    assert max(passes) <= 2 * 4, "no prompt was computed anew"
+
+
+def test_the_second_tenant_finds_nothing(pair: Pair) -> None:
+    engine = make_engine(pair, block=4)
+    found = []
+    for number, tenant in enumerate(("a", "b", "a", "a:salt", "b")):
+        engine.add(Request(f"r{number}", tuple(PROMPTS[0]), SamplingParams(max_tokens=2), 0, tenant=tenant))
+        while engine.has_work:
+            found += [d.completion.metrics.num_cached_tokens for d in engine.step() if d.completion is not None]
+    assert found == [0, 0, 40, 0, 40]
+
+
+def test_scoring_a_prompt_takes_nothing_from_the_cache(pair: Pair) -> None:
+    engine, cold = make_engine(pair, block=4), without_sharing(make_engine(pair, block=4))
+    run(engine, PROMPTS, EACH)
+    params = SamplingParams(max_tokens=2, logprobs=3, ignore_eos=True)
+    scored: list[Completion] = []
+    for each in (engine, cold):
+        each.add(Request("s", tuple(PROMPTS[1]), params, 1, score_prompt=True))
+        while each.has_work:
+            scored += [d.completion for d in each.step() if d.completion is not None]
+    assert scored[0].metrics.num_cached_tokens == 0
+    assert scored[0].prompt_logprobs == scored[1].prompt_logprobs
+    assert len(scored[0].prompt_logprobs or ()) == len(PROMPTS[1]) - 1
+    assert (scored[0].token_ids, scored[0].logprobs) == (scored[1].token_ids, scored[1].logprobs)
+
+
+# --- what failed leaves nothing behind ---
+
+
+def test_numbers_that_are_not_finite_leave_the_cache(pair_folders: tuple[Path, Path]) -> None:
+    """The request ends with an error, its prefix is computed anew; its neighbour, of the same beginning, is as alone."""
+    pair = load_pair(*pair_folders)
+    engine = make_engine(pair, block=4)
+    wanted = texts(run(engine, PROMPTS[:2], EACH[:2]))
+    engine.add(Request("bad", tuple(PROMPTS[0]), EACH[0], EACH[0].seed or 0))
+    engine.add(Request("good", tuple(PROMPTS[1]), EACH[1], EACH[1].seed or 0))
+    engine.step()
+    forward = engine.runner.forward
+
+    def poisoned(seqs: Any, draft: Any, num_pending: Any) -> Any:
+        out = forward(seqs, draft, num_pending)
+        logits = out.logits.clone()
+        logits[0] = float("nan")
+        return replace(out, logits=logits)
+
+    engine.runner.forward = poisoned  # type: ignore[method-assign]
+    ended = {d.request_id: d.completion for d in engine.step() if d.completion is not None}
+    engine.runner.forward = forward  # type: ignore[method-assign]
+    assert [c.finish_reason for c in ended.values() if c] == [FinishReason.ERROR]
+    while engine.has_work:
+        ended |= {d.request_id: d.completion for d in engine.step() if d.completion is not None}
+    good = ended["good"]
+    assert good is not None
+    assert good.token_ids == wanted[1]
+    again = run(engine, PROMPTS[:1], EACH[:1])
+    assert again[0].metrics.num_cached_tokens == 0, "all of its beginning is out, though another has it"
+    assert texts(again) == wanted[:1]
+
+
+@pytest.mark.failing_drafter
+def test_a_sampler_that_fails_takes_its_prefix_along(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def allowed(self, output: Any, path: Any) -> Any:
+            raise RuntimeError("a grammar that fails")
+
+    engine = make_engine(pair, block=4)
+    run(engine, PROMPTS[:1], EACH[:1])
+    with caplog.at_level(logging.CRITICAL):
+        engine.add(Request("bad", tuple(PROMPTS[0]), EACH[0], 0, grammar=Broken()))
+        while engine.has_work:
+            engine.step()
+    assert run(engine, PROMPTS[:1], EACH[:1])[0].metrics.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("ends", ["fail_step", "abort"])
+def test_a_pass_that_fails_takes_its_prefixes_along(pair: Pair, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    engine = make_engine(pair, block=4)
+    run(engine, PROMPTS[:1], EACH[:1])
+    engine.add(Request("bad", tuple(PROMPTS[0]), EACH[0], 0))
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("a kernel that fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", broken)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    if ends == "abort":
+        engine.abort("bad")
+    else:
+        assert [d.completion.finish_reason for d in engine.fail_step() if d.completion] == [FinishReason.ERROR]
+    assert run(engine, PROMPTS[:1], EACH[:1])[0].metrics.num_cached_tokens == 0
+
+
+def test_who_leaves_keeps_the_prefix_for_the_next(pair: Pair) -> None:
+    engine = make_engine(pair, block=4)
+    engine.add(Request("leaves", tuple(PROMPTS[0]), EACH[0], 0))
+    engine.step()
+    engine.abort("leaves")
+    assert run(engine, PROMPTS[:1], EACH[:1])[0].metrics.num_cached_tokens == 40
+
+
+# --- wrong versions of the rest: that of blocks is in test_prefix_blocks.py ---
+
+
+def law(pair: Pair, wanted: list[Any]) -> None:
+    for method in ("none", "self_quant", "draft_model"):
+        engine = make_engine(pair, method, k=5, block=4)
+        assert texts(run(engine, PROMPTS, EACH)) == wanted
+        assert texts(run(engine, PROMPTS, EACH, alone=True)) == wanted
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_law_notices(pair: Pair, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    """If every text of the same length is taken for the same."""
+    wanted = texts(run(without_sharing(make_engine(pair)), PROMPTS, EACH, alone=True))
+    if wrong:
+        monkeypatch.setattr(Prefixes, "_pack", lambda self, token_ids, i: b"alike")
+        with pytest.raises(AssertionError):
+            law(pair, wanted)
+    else:
+        law(pair, wanted)
