@@ -28,9 +28,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # What foretoken decides: who may come in, where it listens, what runs.
 RESERVED = (
-    "host port uds api-key ssl-keyfile ssl-certfile model served-model-name allowed-origins root-path middleware "
-    "trust-remote-code speculative-config headless grpc-port enable-request-id-headers"
-).split()
+    *("host", "port", "uds", "api-key", "ssl-keyfile", "ssl-certfile", "grpc-port", "allowed-origins", "root-path"),
+    *("model", "served-model-name", "speculative-config", "trust-remote-code", "middleware", "headless"),
+)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,9 @@ def _limits(settings: Mapping[str, Any]) -> list[str]:
 def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str, Any] | None:
     """vLLM's --speculative-config for the draft and its settings; None where nothing is drafted. Raises ConfigError."""
     spec = settings.get("draft") or SpecConfig()
-    given = {name: settings[name] for name in ("num_draft_tokens", "confidence", "policy", "overlap") if name in settings}
+    given = {
+        name: settings[name] for name in ("num_draft_tokens", "confidence", "policy", "overlap") if name in settings
+    }
     options = settings.get("draft_options") or spec.options
     spec = replace(spec, **given, options=options, format=settings.get("draft_format", spec.format))
     if spec.method == "none" or spec.num_draft_tokens == 0:

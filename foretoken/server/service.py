@@ -53,11 +53,7 @@ class Service:
 
     async def body(self, request: Request) -> dict[str, Any]:
         """A request's body. Raises ApiError."""
-        kind_of_body = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind_of_body != "application/json":  # anything else a page of another site could send unasked
-            raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
-        raw = await _body(request)
-        return limits.parse_object(raw) if len(raw) <= INLINE else await asyncio.to_thread(limits.parse_object, raw)
+        return await read_object(request)
 
     def loaded(self, model: str | None) -> Text:
         """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
@@ -203,6 +199,15 @@ def tool_parser(tools: Seq[dict[str, Any]], text: Text) -> Callable[[], Parser] 
 
 def _size(messages: Seq[dict[str, Any]]) -> int:
     return sum(len(m["content"]) for m in messages)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object of a request's body. Raises ApiError 400, 408, 413, 415."""
+    kind_of_body = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind_of_body != "application/json":  # anything else a page of another site could send unasked
+        raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
+    raw = await _body(request)
+    return limits.parse_object(raw) if len(raw) <= INLINE else await asyncio.to_thread(limits.parse_object, raw)
 
 
 async def _body(request: Request) -> bytes:
