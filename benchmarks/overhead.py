@@ -41,7 +41,9 @@ class Served:
             if entry["message"] == "ready":
                 self._address = entry["url"].removeprefix("http://")
                 break
-        self.engine_pid = int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0])
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        worker = b"foretoken.server.worker"
+        self.engine_pid = next(int(c) for c in children if worker in Path(f"/proc/{c}/cmdline").read_bytes())
 
     @property
     def pid(self) -> int:

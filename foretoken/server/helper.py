@@ -71,8 +71,13 @@ class Helper:
         await self._end()
 
     async def _start(self) -> None:
-        self._pid, ours = process.spawn("aside")
-        self._streams = await _streams(ours)
+        try:
+            self._pid, ours = process.spawn("aside")
+            self._streams = await _streams(ours)
+        except OSError as error:  # no process, memory or descriptor is to be had, now
+            log.error("the process beside the server cannot be started: %s", error.strerror)
+            await self._end()
+            raise unavailable("requests cannot be prepared now; try again later") from None
         answer = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
         if answer["type"] == "refused":
             await self._end()

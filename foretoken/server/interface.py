@@ -47,6 +47,8 @@ def _fit(value: Any, model_name: str, text: Text | None) -> Any:
             for name in ("tools", "tool_choice"):
                 properties.pop(name, None)
             properties.pop("tool_call_id", None)
+            if "tool_choice" in properties:
+                properties["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
             if "enum" in properties.get("role", {}):
                 properties["role"] = {
                     **properties["role"],
