@@ -147,6 +147,9 @@ class Grammar(Protocol):
         A function of both and of nothing else, so that looking ahead leaves no trace; it may remember what it found.
         """
 
+    def another(self) -> Grammar:
+        """The same grammar for another reader of the text, which may be in another thread: a drafter."""
+
 
 @dataclass(frozen=True)
 class Request:

@@ -10,7 +10,8 @@ import re
 import sys
 import time
 import types
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Collection, Sequence as Seq
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +109,8 @@ class Matching:
 
     def matched(self, language: Language) -> Matched:
         """A new text."""
-        return Matched(self._library.GrammarMatcher(language.grammar), language.writable, self.vocabulary.eos_token_ids)
+        make = partial(self._library.GrammarMatcher, language.grammar)
+        return Matched(make, language.writable, self.vocabulary.eos_token_ids)
 
     def _language(self, kind: str, grammar: Any) -> Language:
         return Language(grammar, self._of_json if kind in _OF_JSON else self.vocabulary.writable)
@@ -155,9 +157,9 @@ class Matched:
     the rest. So the answer depends on the question alone, and a draft's path costs one step a token.
     """
 
-    def __init__(self, matcher: Any, writable: NDArray[np.bool_], eos_token_ids: Seq[int]) -> None:
-        """`writable` bool [V]: tokens that the text may have at all."""
-        self._matcher = matcher
+    def __init__(self, make: Callable[[], Any], writable: NDArray[np.bool_], eos_token_ids: Collection[int]) -> None:
+        """`make` makes a matcher; `writable` bool [V]: tokens that the text may have at all."""
+        self._make, self._matcher = make, make()
         self._writable = writable
         self._size = len(writable)
         self._ends = frozenset(eos_token_ids)
@@ -178,6 +180,10 @@ class Matched:
         mask = self._after([*output, *path])
         self._spent += time.thread_time() - start
         return mask
+
+    def another(self) -> Matched:
+        """The same grammar with a matcher of its own, for another reader."""
+        return Matched(self._make, self._writable, self._ends)
 
     def _after(self, wanted: list[int]) -> NDArray[np.bool_]:
         """The answer for a text of these tokens, which the matcher then holds as far as they match."""
