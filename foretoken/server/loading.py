@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from foretoken.errors import RequestError
 from foretoken.request import Grammar
 from foretoken.server.frames import Frame
 
@@ -68,6 +69,8 @@ class Loader:
                     self._grammars[frame["key"]] = self._ready().language(frame["data"])
                 else:
                     self._hand_on(frame)
+            except RequestError as error:  # the library is not there: the request is told so
+                log.warning("%s", error)
             except Exception:
                 log.exception("a compiled grammar could not be loaded")
 
