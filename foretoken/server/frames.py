@@ -20,6 +20,7 @@ MAX_SCORES = 1024  # tokens of a prompt whose log-probabilities go in one frame
 LEAST_LOGPROB = -9999.0  # what JSON has for minus infinity, as other servers write it
 _LENGTH = struct.Struct("<I")
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_decode = json.JSONDecoder().raw_decode
 Frame = dict[str, Any]
 
 
@@ -53,10 +54,11 @@ class Unpacker:
             if len(self._buffer) < end:
                 break
             try:
-                frame = json.loads(bytes(self._buffer[_LENGTH.size : end]))
+                text = self._buffer[_LENGTH.size : end].decode()
+                frame, stop = _decode(text)
             except ValueError as error:
                 raise FrameError(str(error)) from None
-            if not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
+            if stop != len(text) or not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
                 raise FrameError("a frame without a type")
             frames.append(frame)
             del self._buffer[:end]
