@@ -208,7 +208,7 @@ class VllmClient:
         environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
         environment = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **environment, **self._environment}
         environment["VLLM_API_KEY"] = key  # not among the arguments, where `ps` would show it
-        command = [*self._command, str(theirs), *self._arguments, "--uds", path]
+        command = [*self._command, str(theirs), *self._arguments, "--uvicorn-log-level", "warning", "--uds", path]
         to_stderr = [(os.POSIX_SPAWN_DUP2, 2, 1)]
         try:
             return os.posix_spawn(command[0], command, environment, file_actions=to_stderr, setpgroup=0), ours

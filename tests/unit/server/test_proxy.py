@@ -1,4 +1,4 @@
-"""In front of vLLM without a vLLM: who may come in, what is passed on, what is said of errors; and its one connection."""
+"""In front of vLLM, without one: who may come in, what is passed on, what errors say; and the one connection."""
 
 from __future__ import annotations
 
