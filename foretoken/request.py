@@ -429,7 +429,9 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished text. `accepted[i]` says whether output token i was drafted; `seed` reproduces it."""
+    """One finished text; `seed` reproduces it. levels[i] names the drafter's level that guessed output token i first,
+    None: the target wrote it itself. text_offset[i]: the character of the text at which the token begins.
+    """
 
     request_id: str
     index: int
@@ -440,9 +442,15 @@ class Completion:
     finish_reason: FinishReason
     seed: int
     metrics: Metrics
-    accepted: tuple[bool, ...]
+    levels: tuple[str | None, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all tokens of the prompt but the first
+    text_offset: tuple[int, ...] = ()
+
+    @property
+    def accepted(self) -> tuple[bool, ...]:
+        """Of each token, whether it is an accepted guess."""
+        return tuple(level is not None for level in self.levels)
 
 
 @dataclass(frozen=True)
@@ -453,7 +461,13 @@ class Delta:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    accepted: tuple[bool, ...]
+    levels: tuple[str | None, ...]
     completion: Completion | None = None
     logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first tokens, if asked for
+    text_offset: tuple[int, ...] = ()
+
+    @property
+    def accepted(self) -> tuple[bool, ...]:
+        """Of each token, whether it is an accepted guess."""
+        return tuple(level is not None for level in self.levels)

@@ -154,6 +154,8 @@ def summary(metrics: Metrics) -> str:
         f" ({metrics.num_output_tokens / max(metrics.total_time, 1e-9):.1f} tokens/s)",
         f"first after {metrics.time_to_first_token * 1e3:.0f} ms",
     ]
+    if metrics.num_cached_tokens:
+        parts.append(f"{metrics.num_cached_tokens} of {metrics.num_prompt_tokens} prompt tokens from the cache")
     if spec.acceptance_rate is not None and spec.mean_acceptance_length is not None:
         parts += [
             f"{spec.num_accepted_tokens} of {spec.num_draft_tokens} drafted accepted ({spec.acceptance_rate:.0%})",

@@ -63,9 +63,10 @@ class CascadeDrafter(Drafter):
         limit = self.followers.limit
         active = self.followers.follow(seqs, num_draft)
         drafting = list(active)
+        levels: list[list[int]] = [[] for _ in seqs]
         while active:
             shadows = [self.followers[seqs[b]] for b in active]
-            failed = self._advance(shadows)
+            failed = self._advance(shadows, [levels[b] for b in active])
             active = [
                 b
                 for b, shadow, stopped in zip(active, shadows, failed, strict=True)
@@ -77,10 +78,14 @@ class CascadeDrafter(Drafter):
             written = self.followers[seqs[b]].token_ids[len(seqs[b]) : len(seqs[b]) + num_draft[b]]
             known = next((i for i, t in enumerate(written) if t >= self.followers.vocab_limit), len(written))
             chains[b] = written[:known]
-        return Draft.chains(chains)
+            del levels[b][known:]
+        return Draft.chains(chains, levels=levels)
 
-    def _advance(self, shadows: list[Sequence]) -> list[bool]:
-        """One pass of the model over a guess from below: each shadow grows by a token or more, unless it failed."""
+    def _advance(self, shadows: list[Sequence], levels: list[list[int]]) -> list[bool]:
+        """One pass of the model over a guess from below: each shadow grows by a token or more, unless it failed.
+
+        levels[b] grows likewise: who guessed each of its tokens first.
+        """
         self.followers.catch_up(shadows)
         pending = [s.num_pending for s in shadows]
         asked = self.below.policy.lengths(shadows, sum(pending))
@@ -92,8 +97,12 @@ class CascadeDrafter(Drafter):
         accepted = [len(nodes) for nodes in result.nodes]
         num_rows = sum(pending) + sum(counts)
         policy.update(Round(shadows, room, counts, accepted, num_rows, times, result.nodes))
-        for guessed, right in zip(counts, accepted, strict=True):
+        own = len(self.below.level_names)
+        for b, (guessed, right) in enumerate(zip(counts, accepted, strict=True)):
             self.metrics.update(guessed, right)
+            by = draft.node_levels(b)
+            levels[b] += [by[node] for node in result.nodes[b]]
+            levels[b] += [own] * (len(result.tokens[b]) - right)
         return [bool(f) for f in result.failed]
 
     def _room(self, shadow: Sequence, wanted: int) -> int:
@@ -113,6 +122,10 @@ class CascadeDrafter(Drafter):
 
     def release(self, seq: Sequence) -> None:
         self.followers.release(seq)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        return (*self.below.level_names, self.name)
 
     def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
         return [*self.below.counted(), (self.below, self.metrics)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ class FirstDrafter(Drafter):
         self.options = options
         self.below = tuple(below)
         self.metrics = tuple(SpecMetrics() for _ in below)  # what was made of each one's guesses
+        widths = [len(d.level_names) for d in self.below]
+        self._starts = [0, *accumulate(widths)]  # of each one's levels among all of them
         self._taken: dict[int, _Taken] = {}  # by sequence, of the round that runs
         self.branches = any(d.branches for d in self.below)
         self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
@@ -66,6 +69,7 @@ class FirstDrafter(Drafter):
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
         sure: list[list[float]] = [[] for _ in seqs]
+        levels: list[list[int]] = [[] for _ in seqs]
         open_ = [b for b, k in enumerate(num_draft) if k > 0]
         self._taken.clear()
         for which, d in enumerate(self.below):
@@ -86,10 +90,11 @@ class FirstDrafter(Drafter):
                 enough = enough and expected >= min(self.options.min_expected, asked[i])
                 if enough or (begin < end and d is self.below[-1]):  # after the last one there is nobody left to ask
                     trees[b], sure[b] = draft.nodes(i), likely.tolist()
+                    levels[b] = [self._starts[which] + level for level in draft.node_levels(i)]
                     taken.append(b)
                     self._taken[seqs[b].seq_id] = _Taken(which, len(seqs[b]))
             open_ = [b for b in open_ if b not in taken]
-        return Draft.trees(trees, sure)
+        return Draft.trees(trees, sure, levels)
 
     def _share_policy(self, drafter: Drafter) -> None:
         """Let a drafter below that has but a fixed length give, and heed, what this one's policy works with."""
@@ -124,6 +129,10 @@ class FirstDrafter(Drafter):
         self._taken.pop(seq.seq_id, None)
         for d in self.below:
             d.release(seq)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        return tuple(name for d in self.below for name in d.level_names)
 
     def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
         own = zip(self.below, self.metrics, strict=True)

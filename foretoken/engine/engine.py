@@ -43,7 +43,8 @@ class _Running:
     arrived: float
     started: float | None = None
     first_token: float | None = None
-    accepted: list[bool] = field(default_factory=list)
+    levels: list[str | None] = field(default_factory=list)  # who guessed each token, None: nobody
+    offsets: list[int] = field(default_factory=list)  # where in the text each token begins
     num_scored: int = 0  # log-probabilities of the prompt that were given out
 
     def scores(self) -> tuple[TokenLogprob, ...]:
@@ -106,6 +107,13 @@ class Engine:
         output = OutputText(self.tokenizer, request.params.stop)
         self._live[seq.seq_id] = _Running(request, seq, output, time.perf_counter())
         self.scheduler.add(seq)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """The drafter's levels, the lowest first, each by a name of its own: a second "cascade" is "cascade 2"."""
+        names = self.drafter.level_names
+        counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+        return tuple(name if n == 1 else f"{name} {n}" for name, n in zip(names, counts, strict=True))
 
     @property
     def has_work(self) -> bool:
@@ -216,6 +224,7 @@ class Engine:
     def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
         """Hand the decided tokens out, one by one up to the first that ends the sequence."""
         deltas: list[Delta] = []
+        names = self.level_names
         for b, seq in enumerate(plan.seqs):
             live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
             if not result.failed[b]:
@@ -240,14 +249,16 @@ class Engine:
             reason: FinishReason | None = None
             taken = 0
             for taken, token in enumerate(tokens, 1):
+                live.offsets.append(len(live.output.text))
                 reason = self._end(live, token, base + taken)
                 if reason is not None:
                     break
             if reason is None and result.failed[b]:
                 reason = FinishReason.ERROR
             del seq.token_ids[base + taken :]
-            flags = [i < num_accepted for i in range(taken)]
-            live.accepted += flags
+            by = draft.node_levels(b)
+            levels = [*(names[by[node]] for node in result.nodes[b]), None][:taken]
+            live.levels += levels
             seq.logprobs += result.logprobs[b][:taken]
             if reason is not None:
                 deltas.append(self._finish(live, reason, tokens[:taken]))
@@ -256,8 +267,20 @@ class Engine:
             r = live.request
             logprobs = tuple(result.logprobs[b][:taken])
             text = live.output.delta()
-            tokens, scores = tokens[:taken], live.scores()
-            deltas.append(Delta(r.request_id, r.index, text, tuple(tokens), tuple(flags), None, logprobs, scores))
+            tokens, scores, offsets = tokens[:taken], live.scores(), live.offsets[-taken:]
+            deltas.append(
+                Delta(
+                    r.request_id,
+                    r.index,
+                    text,
+                    tuple(tokens),
+                    tuple(levels),
+                    None,
+                    logprobs,
+                    scores,
+                    tuple(offsets),
+                )
+            )
         return deltas
 
     def _end(self, live: _Running, token: int, length: int) -> FinishReason | None:
@@ -292,14 +315,16 @@ class Engine:
             finish_reason=reason,
             seed=r.seed,
             metrics=_metrics(live),
-            accepted=tuple(live.accepted),
+            levels=tuple(live.levels),
             logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
             prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
+            text_offset=tuple(live.offsets),
         )
         logprobs = tuple(seq.logprobs[len(seq.logprobs) - len(tokens) :]) if r.params.logprobs is not None else ()
-        flags = tuple(live.accepted[len(live.accepted) - len(tokens) :])
+        new = len(live.levels) - len(tokens)
+        levels, offsets = tuple(live.levels[new:]), tuple(live.offsets[new:])
         text = live.output.delta()
-        return Delta(r.request_id, r.index, text, tuple(tokens), flags, completion, logprobs, live.scores())
+        return Delta(r.request_id, r.index, text, tuple(tokens), levels, completion, logprobs, live.scores(), offsets)
 
 
 def _metrics(live: _Running) -> Metrics:

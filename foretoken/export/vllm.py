@@ -126,8 +126,9 @@ def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
     if asked != "auto" and asked != stored:
         if asked not in DTYPES or stored is not None:
             raise ConfigError(
-                f"vLLM serves weights as the checkpoint stores them ({stored or 'not quantized'}), not as "
-                f"--format {asked}; write them first: foretoken quantize MODEL --scheme {asked} --out DIR, then serve --model DIR"
+                f"vLLM serves weights as the checkpoint stores them ({stored or 'not quantized'}), not as --format "
+                f"{asked}; write them first: foretoken quantize MODEL --scheme {asked} --out DIR, then serve "
+                "--model DIR"
             )
         made += ["--dtype", DTYPES[asked]]
     if kv != "auto":

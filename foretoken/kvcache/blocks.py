@@ -1,8 +1,8 @@
 """BlockManager: which blocks of the cache belong to which sequences. Pure Python.
 
 A block whose rows are all certain may be known by what it holds (prefix.py). Then sequences that begin alike share it,
-and when nobody uses it any more it stays until its room is needed: the one unused for longest goes first. A shared block
-is only read: it is full, and what a sequence writes comes after what it has cached.
+and when nobody uses it any more it stays until its room is needed: the one unused for longest goes first. A shared
+block is only read: it is full, and what a sequence writes comes after what it has cached.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class BlockManager:
     def reserve(self, seq: Sequence, num_rows: int) -> bool:
         """Make sure that `seq` owns blocks for `num_rows` rows: all or nothing, False if too few blocks are free."""
         missing = self.blocks_for(num_rows) - len(seq.blocks)
+        if missing <= 0:
+            return True
         if missing > self.num_free:
             return False
         for _ in range(missing):
@@ -121,6 +123,8 @@ class BlockManager:
     def trim(self, seq: Sequence, num_rows: int) -> None:
         """Give back the blocks of `seq` beyond those that hold `num_rows` rows."""
         keep = self.blocks_for(num_rows)
+        if len(seq.blocks) <= keep:
+            return
         while len(seq.blocks) > keep:
             block = seq.blocks.pop()
             self._owners[block] -= 1

@@ -22,7 +22,7 @@ class Hits:
     num_hits: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Held:
     digest: bytes
     tokens: bytes

@@ -11,13 +11,14 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from foretoken.server.errors import ApiError
+from foretoken.server.errors import ApiError, internal
 from foretoken.server.gate import Ticket
 from foretoken.server.metrics import Metrics
 from foretoken.server.replies import Reply
 from foretoken.server.stream import Piece, Stream
 
 log = logging.getLogger("foretoken.server")
+INLINE = 256  # tokens with log-probabilities that are written out on the event loop; more keep a thread busy
 GRACE = 5.0  # seconds that a client has to read why it was cut off
 LEFT = 499  # what is counted where the client left
 _SSE = [
@@ -92,7 +93,12 @@ class Answer(Response):
             return error.status
         if self._gone:
             return LEFT
-        await JSONResponse(self._reply.body())(scope, receive, send)
+        reply = self._reply
+        if reply.num_scored <= INLINE:
+            response = JSONResponse(reply.body())
+        else:
+            response = await asyncio.to_thread(lambda: JSONResponse(reply.body()))
+        await response(scope, receive, send)
         return 200
 
     async def _as_events(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -110,13 +116,22 @@ class Answer(Response):
                     started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _SSE})
                     await write(reply.begin())
-                await write(reply.events(piece))
+                if len(piece.prompt_logprobs) <= INLINE:
+                    await write(reply.events(piece))
+                else:
+                    await write(iter(await asyncio.to_thread(list, reply.events(piece))))
         except ApiError as error:
             if not started:
                 await error_response(error)(scope, receive, send)
                 return error.status
             await write(reply.fail(error), more=False)
             return error.status
+        except Exception:
+            if not started:
+                raise
+            log.exception("a stream failed", extra={"request_id": reply.id})
+            await write(reply.fail(internal()), more=False)
+            return 500
         if self._gone:
             return LEFT
         await write(reply.end(self._usage), more=False)

@@ -21,6 +21,7 @@ from foretoken.server.config import ServerConfig
 from foretoken.server.errors import ApiError, bad_request, unavailable
 from foretoken.server.guard import Guard
 from foretoken.server.interface import SUMMARY, described, errors, fitted, page
+from foretoken.server.playground import Playground
 from foretoken.server.service import Service
 
 
@@ -43,6 +44,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
         redoc_url=None,
         redirect_slashes=False,
         openapi_url="/openapi.json",
+        responses=errors(400, 401, 403, 500),  # of the guard, on every route
     )
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -50,8 +52,9 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
     _add_writing(app, service)
     _add_reading(app, service)
     _add_tokens(app, service)
+    _add_playground(app)
     describe = app.openapi
-    app.openapi = lambda: fitted(describe(), config.model_name, client.text)  # type: ignore[method-assign]
+    app.openapi = lambda: fitted(describe(), config.model_name, client.text, bool(config.keys))  # type: ignore[method-assign]
     return Guard(app, config, service.metrics), service
 
 
@@ -80,7 +83,11 @@ def _add_reading(app: FastAPI, service: Service) -> None:
 
     def model() -> dict[str, Any]:
         made: dict[str, Any] = {"id": config.model_name, "object": "model", "created": created, "owned_by": "foretoken"}
-        return made | ({"max_model_len": client.facts["max_model_len"]} if client.facts else {})
+        facts = client.facts
+        if facts:
+            made["max_model_len"] = facts["max_model_len"]
+            made["speculation"] = {k: facts[k] for k in ("method", "levels", "policy", "num_draft_tokens")}
+        return made
 
     @app.get("/v1/models", summary="The model that is served")
     async def models() -> JSONResponse:
@@ -139,10 +146,25 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             made["token_strs"] = [text.pieces.text(i) for i in ids]
         return JSONResponse(made)
 
+    @app.get("/tokenizer_info", summary="Special tokens and the chat template", responses=errors(503))
+    async def tokenizer_info() -> JSONResponse:
+        tokenizer = service.loaded(None).tokenizer
+        named = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return JSONResponse({**named, "chat_template": tokenizer.chat_template})
+
     @app.post("/detokenize", **described([protocol.DetokenizeFields], "Text of token ids"))
     async def detokenize(request: Request) -> JSONResponse:
         fields = await service.fields(request, protocol.DetokenizeFields)
         return JSONResponse({"prompt": await service.loaded(fields.model).decode(fields.tokens)})
+
+
+def _add_playground(app: FastAPI) -> None:
+    """The page for people. It is no part of the interface."""
+    shown = Playground.read()
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> Response:
+        return Response(shown.body, media_type="text/html", headers=shown.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -12,23 +12,23 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
-from foretoken.server import frames
+from foretoken.server import frames, process
 from foretoken.server.errors import ApiError, bad_request, internal, unavailable
 from foretoken.server.frames import Frame
+from foretoken.server.grammars import Compiled, Grammars
+from foretoken.server.helper import Helper, HelperDiedError
 from foretoken.server.stream import Job, Piece, Stream
 from foretoken.server.text import Text
 
 log = logging.getLogger("foretoken.server")
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before the engine is started again, doubled each time
 STEADY = 60.0  # seconds after which a death is no longer counted with the one before
+PATIENCE = 6.0  # seconds for a helper's job that should take one: others compute too
 CLOSING = 6.0  # seconds for the process to leave by itself
-SECRETS = ("FORETOKEN_API_KEY",)  # of the server's environment, not of the engine's
 
 
 class EngineClient:
@@ -57,6 +57,10 @@ class EngineClient:
         self._beat_timeout, self._step_timeout, self._max_restarts = beat_timeout, step_timeout, max_restarts
         self._on_failure = on_failure
         self._streams: dict[str, Stream] = {}
+        self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE)
+        self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE)
+        self.grammars = Grammars(self._compiler, self._forget_grammar)
+        self._sent: set[str] = set()  # keys of the grammars that the engine has
         self._transport: asyncio.WriteTransport | None = None
         self._ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -82,7 +86,9 @@ class EngineClient:
     def submit(self, job: Job) -> Stream:
         """Hand a job to the engine. Raises ApiError 503 where there is none."""
         self.check()
-        stream = self._streams[job.id] = Stream(job, self.forget)
+        stream = Stream(job, self.forget)
+        if job.grammar is not None:
+            self._send_grammar(job.grammar)
         self._send(
             {
                 "type": "add",
@@ -94,9 +100,24 @@ class EngineClient:
                 "speculation": frames.wish_to_data(job.speculation),
                 "score_prompt": job.score_prompt,
                 "choice": None if job.choice is None else list(job.choice),
+                "grammar": None if job.grammar is None else job.grammar.key,
             }
         )
+        self._streams[job.id] = stream
+        if job.grammar is not None and job.grammar.key not in self.grammars:
+            self._forget_grammar(job.grammar.key)
         return stream
+
+    def _send_grammar(self, grammar: Compiled) -> None:
+        """Once an engine."""
+        if grammar.key not in self._sent:
+            self._sent.add(grammar.key)
+            self._send({"type": "grammar", "key": grammar.key, "data": grammar.data})
+
+    def _forget_grammar(self, key: str) -> None:
+        if key in self._sent:
+            self._sent.discard(key)
+            self._send({"type": "forget", "key": key})
 
     def forget(self, job_id: str) -> None:
         """Let the engine drop a job, wherever it is."""
@@ -123,8 +144,23 @@ class EngineClient:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        for helper in (self._templates, self._compiler):
+            await helper.close()
         if self.text is not None:
             self.text.close()
+
+    async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]]) -> str:
+        """A conversation as the model's template writes it. Raises ApiError 400."""
+        try:
+            frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
+            return await self._templates.ask(frame, "messages")
+        except HelperDiedError:
+            raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
+
+    def _aside(self, grammars: bool) -> Frame:
+        """What a helper's process must know of the model."""
+        known = {name: self.facts[name] for name in ("tokenizer", "vocab_size", "eos_token_ids")}
+        return {"type": "setup", "grammars": grammars, **known}
 
     def _send(self, frame: Frame) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -144,10 +180,13 @@ class EngineClient:
             if self.state == "closed":
                 return
             deaths, delay = (1, FIRST_DELAY) if lasted > STEADY else (deaths + 1, delay)
-            if self._message or deaths > self._max_restarts or not (loaded or self.num_restarts):
-                self._give_up(self._message or f"the engine's process ended with code {code}")
+            what = "could not be started" if code is None else f"ended with code {code}"
+            short = code is None and self._ready.is_set()  # of descriptors, say: that passes, and is no death
+            deaths -= short
+            if self._message or deaths > self._max_restarts or not (loaded or self._ready.is_set()):
+                self._give_up(self._message or f"the engine's process {what}")
                 return
-            log.error("the engine's process ended with code %s; starting it again in %.1f s", code, delay)
+            log.error("the engine's process %s; starting it again in %.1f s", what, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_DELAY)
             self.num_restarts += 1
@@ -158,14 +197,31 @@ class EngineClient:
         log.error("no engine: %s", message)
         self._on_failure(message)
 
-    async def _run_once(self) -> int:
-        """Start a process, listen until it ends; returns its exit code."""
-        pid, ours = _spawn()
+    async def _run_once(self) -> int | None:
+        """Start a process, listen until it ends; returns its exit code, None where it could not be started."""
+        try:
+            pid, ours = _spawn()
+        except OSError as error:  # no process, memory or descriptor is to be had, now
+            log.error("the engine's process cannot be started: %s", error.strerror)
+            return None
         self.pid = pid
+        self._sent.clear()
+        try:
+            await self._listen(pid, ours)
+        finally:
+            code = await process.end(pid, 0.2 if self.state != "closed" else CLOSING)
+        return code
+
+    async def _listen(self, pid: int, ours: socket.socket) -> None:
+        """Take the process's frames until there will be no more."""
         loop = asyncio.get_running_loop()
-        transport, link = await loop.connect_accepted_socket(
-            lambda: _Link(lambda frame: self._receive(frame, pid)), sock=ours
-        )
+        try:
+            transport, link = await loop.connect_accepted_socket(
+                lambda: _Link(lambda frame: self._receive(frame, pid)), sock=ours
+            )
+        except BaseException:
+            ours.close()
+            raise
         self._transport, self._heard = transport, time.monotonic()
         self._send(self._load)
         watchdog = loop.create_task(self._watch(pid))
@@ -173,12 +229,10 @@ class EngineClient:
             await link.closed
         finally:
             if self.state not in ("closed", "failed"):
-                self.state = "down" if self._ready_since else "loading"
+                self.state = "down" if self._ready.is_set() else "loading"
             watchdog.cancel()
             transport.close()
             self._transport = None
-            code = await _end(pid, 0.2 if self.state != "closed" else CLOSING)
-        return code
 
     def _receive(self, frame: Frame, pid: int) -> None:
         self._heard = time.monotonic()
@@ -194,6 +248,10 @@ class EngineClient:
                     elif not stream.num_open:
                         del self._streams[stream.id]
             self.stats = frame["stats"] or self.stats
+        elif kind == "scores":
+            stream = self._streams.get(frame["id"])
+            if stream is not None:
+                stream.hold(frame["index"], frame["items"])
         elif kind == "beat":
             self.stats = frame["stats"] or self.stats
             if frame["step_seconds"] > self._step_timeout:
@@ -202,7 +260,7 @@ class EngineClient:
         elif kind == "ready":
             self.facts = frame
             if self.text is None:
-                self.text = Text(frame["tokenizer"], frame["vocab_size"], frame["max_model_len"])
+                self.text = Text(frame["tokenizer"], frame["vocab_size"], frame["max_model_len"], self.render)
             self.state, self._ready_since = "ready", time.monotonic()
             self._ready.set()
         elif kind == "refused":
@@ -249,32 +307,5 @@ class _Link(asyncio.Protocol):
 
 
 def _spawn() -> tuple[int, socket.socket]:
-    """Start the engine's process; returns its id and our end of the socket. The one place that starts a program."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        os.set_inheritable(theirs.fileno(), True)
-        environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
-        root = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        safe = ["-P"] if sys.version_info >= (3, 11) else []  # nothing is imported from the working directory
-        command = [sys.executable, *safe, "-m", "foretoken.server.worker", str(theirs.fileno())]
-        try:
-            pid = os.posix_spawn(sys.executable, command, environment)
-        except BaseException:
-            ours.close()
-            raise
-    ours.setblocking(False)
-    return pid, ours
-
-
-async def _end(pid: int, patience: float) -> int:
-    """Wait for a process that should end by itself, and end it if it does not; returns its exit code."""
-    until = time.monotonic() + patience
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > until:
-            os.kill(pid, signal.SIGKILL)
-            until = float("inf")
-        await asyncio.sleep(0.01)
+    """Start the engine's process."""
+    return process.spawn("worker")

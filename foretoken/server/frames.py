@@ -16,6 +16,7 @@ from foretoken.config import SpecConfig
 from foretoken.request import Completion, Delta, SamplingParams, Speculation, TokenLogprob
 
 MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has lost its mind
+MAX_SCORES = 1024  # tokens of a prompt whose log-probabilities go in one frame
 LEAST_LOGPROB = -9999.0  # what JSON has for minus infinity, as other servers write it
 _LENGTH = struct.Struct("<I")
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -107,17 +108,28 @@ def wish_from_data(data: list[Any] | None) -> Speculation | None:
     return None if data is None else Speculation(data[0], data[1])
 
 
+def scores_first(delta: Delta) -> tuple[list[Frame], Delta]:
+    """Frames of a long prompt's log-probabilities, and the delta without them: no frame grows with the prompt."""
+    scores, id, index = delta.prompt_logprobs, delta.request_id, delta.index
+    if len(scores) <= MAX_SCORES:
+        return [], delta
+    parts = [[_logprob(p) for p in scores[at : at + MAX_SCORES]] for at in range(0, len(scores), MAX_SCORES)]
+    made = [{"type": "scores", "id": id, "index": index, "items": part} for part in parts]
+    return made, dataclasses.replace(delta, prompt_logprobs=())
+
+
 def delta_to_data(delta: Delta) -> list[Any]:
-    """A delta of the engine: id, index, text, tokens, accepted, logprobs, those of the prompt, completion."""
+    """A delta of the engine as a list: its id, then the fields of a `Piece`."""
     return [
         delta.request_id,
         delta.index,
         delta.text,
         list(delta.token_ids),
-        [int(a) for a in delta.accepted],
+        list(delta.levels),
         [_logprob(p) for p in delta.logprobs],
         [_logprob(p) for p in delta.prompt_logprobs],
         None if delta.completion is None else _completion(delta.completion),
+        list(delta.text_offset),
     ]
 
 

@@ -1,6 +1,7 @@
 """Guard: what every request passes before any route is looked up. Keys, hosts, sizes; ids, counts; errors in one shape.
 
-It decides on the raw path of the connection, never on a URL put together from headers, and lets only GET /health by.
+It decides on the raw path of the connection, never on a URL put together from headers. Without a key it lets by
+GET /health, and GET /: the playground's page, the same bytes for everybody, which asks for its data with a key.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from foretoken.server.config import ServerConfig
 from foretoken.server.errors import ApiError, internal
 
 log = logging.getLogger("foretoken.server")
-OPEN = "/health"
+OPEN = ("/health", "/")
 MAX_HEADERS = 100
 MAX_CLIENT_ID = 128
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
@@ -92,7 +93,7 @@ class Guard:
         if len(scope["headers"]) > MAX_HEADERS:
             raise ApiError(400, f"more than {MAX_HEADERS} headers")
         self._check_host(headers.get(b"host"))
-        if self._config.keys and not (scope["path"] == OPEN and scope["method"] in ("GET", "HEAD")):
+        if self._config.keys and not (scope["path"] in OPEN and scope["method"] in ("GET", "HEAD")):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             tenant = self._config.keys.tenant(key.strip()) if scheme.lower() == b"bearer" else None
             if tenant is None:
@@ -111,7 +112,7 @@ class Guard:
         name = host.decode("latin-1").lower()
         if name.rpartition(":")[2].isdigit():
             name = name.rpartition(":")[0]
-        if name not in (*_LOCAL, self._config.host, *self._config.allowed_hosts):
+        if name not in (*_LOCAL, *(known.lower() for known in (self._config.host, *self._config.allowed_hosts))):
             raise ApiError(403, "this Host is not served here; call it localhost, or start it with --allowed-host")
 
 

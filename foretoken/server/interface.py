@@ -15,9 +15,21 @@ from foretoken.server.tools import parser_for
 SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
 
 
-def fitted(document: dict[str, Any], model_name: str, text: Text | None) -> dict[str, Any]:
-    """The document for the model that is served: its name, its vocabulary, its context, whether it knows tools."""
-    return {**document, "components": {}, "paths": _fit(document["paths"], model_name, text)}
+# Other names for what `response_format` and `structured_outputs` say; of all of these a request may have one.
+ONE_OF_THEM = ("guided_choice", "guided_json", "guided_regex", "guided_grammar")
+
+
+def fitted(document: dict[str, Any], model_name: str, text: Text | None, locked: bool) -> dict[str, Any]:
+    """The document for the model that is served: its name, its vocabulary, its context, whether it knows tools.
+
+    `locked`: the server wants a key.
+    """
+    made = {**document, "components": {}, "paths": _fit(document["paths"], model_name, text)}
+    if locked:
+        made["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        made["security"] = [{"key": []}]
+        made["paths"]["/health"]["get"]["security"] = []
+    return made
 
 
 def _fit(value: Any, model_name: str, text: Text | None) -> Any:
@@ -32,13 +44,18 @@ def _fit(value: Any, model_name: str, text: Text | None) -> Any:
         if "model" in properties:
             properties["model"] = {"enum": [model_name, None], "title": "Model"}
         if text is not None and parser_for(text.tokenizer.chat_template) is None:
-            properties.pop("tools", None)
+            for name in ("tools", "tool_choice"):
+                properties.pop(name, None)
             properties.pop("tool_call_id", None)
+            if "tool_choice" in properties:
+                properties["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
             if "enum" in properties.get("role", {}):
                 properties["role"] = {
                     **properties["role"],
                     "enum": [r for r in properties["role"]["enum"] if r != "tool"],
                 }
+        for name in ONE_OF_THEM:
+            properties.pop(name, None)
         if "logit_bias" in properties and text is not None:
             properties["logit_bias"] = _with_keys(properties["logit_bias"], text.vocab_size)
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -11,6 +12,8 @@ from foretoken.server.errors import ApiError, bad_request
 MAX_BODY = 8 * 2**20  # bytes
 MAX_HEADERS = 64 * 2**10  # bytes, request line included
 MAX_NESTING = 64
+MAX_VALUES = 2**20  # values in a body: each takes many times the memory of its bytes
+MAX_CONTAINERS = 2**16  # lists and objects among them
 MAX_N = 16
 MAX_PROMPTS = 64
 MAX_TOP_LOGPROBS = 20
@@ -22,15 +25,24 @@ MAX_ALLOWED = 4096
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_CHOICES, MAX_CHOICE_LENGTH = 256, 1024
+MAX_GRAMMAR = 64 * 2**10  # characters of a schema or a grammar
+MAX_REGEX = 4096  # characters
+MAX_SCHEMA_NODES, MAX_SCHEMA_DEPTH, MAX_ENUM, MAX_PATTERNS = 2000, 32, 1000, 64
+MAX_COMPILED = 16 * 2**20  # bytes of a compiled grammar
+COMPILE_SECONDS, TEMPLATE_SECONDS = 1.0, 1.0  # of work
+COMPILE_MEMORY = 512 * 2**20  # bytes beyond what the process has
 BODY_TIMEOUT = 30.0  # seconds for a body to arrive
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object of a request's body. Raises ApiError 400 for anything else, 413 for a body beyond the limit."""
     if len(raw) > MAX_BODY:
         raise too_large()
+    if _too_many(raw) and _too_many(_STRING.sub(b"", raw)):  # the second look, at what is no text, takes longer
+        raise bad_request(f"the body holds more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values")
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
     except UnicodeDecodeError as error:
@@ -51,6 +63,10 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         except UnicodeEncodeError:
             raise bad_request("the body holds half of a surrogate pair, which is no text") from None
     return value
+
+
+def _too_many(raw: bytes) -> bool:
+    return raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS or raw.count(b",") > MAX_VALUES
 
 
 def check_nesting(value: Any) -> None:
@@ -76,7 +92,9 @@ def too_large() -> ApiError:
 def _number(text: str) -> float | int:
     """To JSON 5.0 and 5 are one number."""
     value = float(text)
-    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+    if math.isinf(value):
+        raise bad_request("numbers must be finite, got one that is too large", code="invalid_json")
+    return int(value) if value.is_integer() else value
 
 
 def _too_deep() -> ApiError:

@@ -24,9 +24,9 @@ from foretoken.server.config import ServerConfig
 from foretoken.server.errors import ApiError, bad_request, unavailable
 from foretoken.server.gate import Gate
 from foretoken.server.guard import Guard, Visit
+from foretoken.server.intake import INLINE, Intake
 from foretoken.server.metrics import CONTENT_TYPE
 from foretoken.server.relay import Relay
-from foretoken.server.service import INLINE, read_object
 from foretoken.server.vllm import VllmClient
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
@@ -92,18 +92,19 @@ def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gat
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ApiError, _api_error)
+    intake = Intake()
     for path in PATHS:
-        app.add_api_route(path, _passing(client, config, gate, path), methods=["POST"])
+        app.add_api_route(path, _passing(client, config, gate, intake, path), methods=["POST"])
     _add_reading(app, client, config, gate, metrics)
     return Guard(app, config, metrics), gate
 
 
-def _passing(client: VllmClient, config: ServerConfig, gate: Gate, path: str) -> Any:
+def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intake, path: str) -> Any:
     """The route that passes bodies on to vLLM's route of the same path."""
 
     async def route(request: Request) -> Relay:
         visit: Visit = request.scope["foretoken"]
-        body = await read_object(request)
+        body = await intake.read_object(request)
         client.check()
         check(body)
         if path.startswith("/v1/"):

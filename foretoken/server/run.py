@@ -12,61 +12,20 @@ from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.errors import ConfigError
 from foretoken.server import limits, logs
 from foretoken.server.app import create_app
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
+from foretoken.server.connection import Patient
 from foretoken.server.errors import ApiError, unavailable
 from foretoken.server.gate import Gate
 
 log = logging.getLogger("foretoken.server")
 KEEP_ALIVE = 75  # seconds that an idle connection stays: pooled clients must not find it closed under them
-WAIT = 80.0
 LAST_WORDS = 2.0  # seconds for the error events of a drain that took too long
 EXIT_ENGINE = 1
-
-
-class Patient(H11Protocol):
-    """HTTP/1.1 whose clients have `WAIT` seconds for the head of each request; uvicorn would wait for ever."""
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._mind()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._mind()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._mind()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        super().connection_lost(exc)
-
-    @property
-    def _waiting(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _mind(self) -> None:
-        """The clock runs while no request is being answered."""
-        if self._waiting and self._deadline is None:
-            self._deadline = self.loop.call_later(WAIT, self._late)
-        elif not self._waiting and self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _late(self) -> None:
-        self._deadline = None
-        if self._waiting and not self.transport.is_closing():
-            self.transport.close()
 
 
 class _Server(uvicorn.Server):

@@ -7,16 +7,17 @@ from collections.abc import Awaitable, Callable, Sequence as Seq
 from functools import partial
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from foretoken.request import SamplingParams
-from foretoken.server import limits
 from foretoken.server.answer import Answer
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
+from foretoken.server.conversation import NamedTool
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.server.gate import Gate
 from foretoken.server.guard import Visit
+from foretoken.server.intake import INLINE, Intake
 from foretoken.server.metrics import Metrics
 from foretoken.server.parameters import check_length, sampling, tenant, wish
 from foretoken.server.protocol import (
@@ -30,10 +31,10 @@ from foretoken.server.protocol import (
 from foretoken.server.replies import ChatReply, CompletionReply, Reply
 from foretoken.server.responses import ResponseReply
 from foretoken.server.stream import Job
+from foretoken.server.structured import Source
 from foretoken.server.text import Text
 from foretoken.server.tools import PARSERS, Parser, parser_for
 
-INLINE = 2**16  # bytes of a body that are read on the spot
 COMPLETION_TOKENS = 16  # OpenAI's default
 
 
@@ -43,6 +44,7 @@ class Service:
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client, self.config = client, config
         self.gate = Gate(config.max_queue)
+        self._intake = Intake()
         self.metrics = Metrics(client, self.gate, config.model_name, config.metrics_prefix)
 
     async def fields(self, request: Request, kind: type[F]) -> F:
@@ -53,7 +55,7 @@ class Service:
 
     async def body(self, request: Request) -> dict[str, Any]:
         """A request's body. Raises ApiError."""
-        return await read_object(request)
+        return await self._intake.read_object(request)
 
     def loaded(self, model: str | None) -> Text:
         """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
@@ -75,6 +77,7 @@ class Service:
         fields = await self.fields(request, CompletionFields)
         text = self.loaded(fields.model)
         prompts, hidden = fields.prompts, fields.max_tokens == 0
+        source = fields.source()
         n = fields.n or 1
 
         async def encode() -> list[list[int]]:
@@ -85,7 +88,7 @@ class Service:
             asked = COMPLETION_TOKENS if fields.max_tokens is None else max(1, fields.max_tokens)
             if fields.max_tokens is None:
                 asked = min(asked, room)
-            params = sampling(fields, text, asked, room, fields.logprobs)
+            params = sampling(fields, text, asked, room, fields.logprobs, source is not None)
             texts = [p if isinstance(p, str) else await text.decode(p) for p in prompts] if fields.echo else []
             reply = CompletionReply(
                 f"cmpl-{id}",
@@ -99,7 +102,8 @@ class Service:
             )
             return reply, params, bool(fields.echo) and fields.logprobs is not None
 
-        return await self._answer(request, fields, len(prompts) * n, sum(len(p) for p in prompts), encode, make)
+        size = sum(len(p) for p in prompts)
+        return await self._answer(request, fields, len(prompts) * n, size, source, encode, make)
 
     async def chat(self, request: Request) -> Answer:
         """/v1/chat/completions."""
@@ -111,6 +115,8 @@ class Service:
         check_length(fields.max_tokens or 0, text)
         tools = fields.offered
         parser = tool_parser(tools, text)
+        source = grammar_source(fields, text)
+        named = isinstance(fields.tool_choice, NamedTool)
 
         async def encode() -> list[list[int]]:
             return [await text.chat(messages, tools)]
@@ -118,20 +124,21 @@ class Service:
         async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
             top = (fields.top_logprobs or 0) if with_logprobs else None
-            params = sampling(fields, text, room if asked is None else asked, room, top)
+            params = sampling(fields, text, room if asked is None else asked, room, top, source is not None)
             more = self._shown(fields)
             more |= {"logprobs": with_logprobs, "parser": parser}
-            more |= {"one_call": fields.parallel_tool_calls is False}
+            more |= {"one_call": named or fields.parallel_tool_calls is False, "named": named}
             reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
             return reply, params, False
 
-        return await self._answer(request, fields, fields.n or 1, _size(messages), encode, make)
+        return await self._answer(request, fields, fields.n or 1, _size(messages), source, encode, make)
 
     async def responses(self, request: Request) -> Answer:
         """/v1/responses."""
         fields = await self.fields(request, ResponseFields)
         text = self.loaded(fields.model)
         messages = fields.messages
+        source = fields.source()
 
         async def encode() -> list[list[int]]:
             return [await text.chat(messages)]
@@ -139,11 +146,11 @@ class Service:
         async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
             asked = room if fields.max_output_tokens is None else fields.max_output_tokens
-            params = sampling(fields, text, asked, room, None)
+            params = sampling(fields, text, asked, room, None, source is not None)
             reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, asked=fields, **self._shown(fields))
             return reply, params, False
 
-        return await self._answer(request, fields, 1, _size(messages), encode, make)
+        return await self._answer(request, fields, 1, _size(messages), source, encode, make)
 
     async def _answer(
         self,
@@ -151,6 +158,7 @@ class Service:
         fields: Common,
         num_seqs: int,
         size: int,
+        source: Source | None,
         encode: Callable[[], Awaitable[list[list[int]]]],
         make: Callable[[str, Seq[list[int]]], Awaitable[tuple[Reply, SamplingParams, bool]]],
     ) -> Answer:
@@ -158,11 +166,12 @@ class Service:
         visit: Visit = request.scope["foretoken"]
         ticket = self.gate.enter(num_seqs, size)
         try:
+            grammar = None if source is None else await self.client.grammars.compiled(source)
             ids = await encode()
             reply, params, score = await make(visit.id, ids)
             reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(len(i) for i in ids)
-            whose = tenant(visit, fields.cache_salt)
-            job = Job(visit.id, ids, params, whose, wish(fields), score, fields.choice, fields.priority or 0)
+            whose, priority = tenant(visit, fields.cache_salt), fields.priority or 0
+            job = Job(visit.id, ids, params, whose, wish(fields), score, fields.choice, priority, grammar)
             stream = self.client.submit(job)
         except BaseException:
             ticket.leave()
@@ -197,35 +206,13 @@ def tool_parser(tools: Seq[dict[str, Any]], text: Text) -> Callable[[], Parser] 
     return partial(PARSERS[name], names)
 
 
+def grammar_source(fields: ChatFields, text: Text) -> Source | None:
+    """What the answer must look like, by its format or by its tools. Raises ApiError 400 where both say so."""
+    source, calls = fields.source(), fields.compelled(parser_for(text.tokenizer.chat_template))
+    if calls is not None and (source is not None or fields.choice is not None):
+        raise bad_request("a format, and tools that must be called (or are 'strict'), contradict each other", "tools")
+    return calls or source
+
+
 def _size(messages: Seq[dict[str, Any]]) -> int:
     return sum(len(m["content"]) for m in messages)
-
-
-async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object of a request's body. Raises ApiError 400, 408, 413, 415."""
-    kind_of_body = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind_of_body != "application/json":  # anything else a page of another site could send unasked
-        raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
-    raw = await _body(request)
-    return limits.parse_object(raw) if len(raw) <= INLINE else await asyncio.to_thread(limits.parse_object, raw)
-
-
-async def _body(request: Request) -> bytes:
-    """The body, as long as it is neither too long nor too slow. Raises ApiError 413, 408."""
-    parts: list[bytes] = []
-
-    async def collect() -> None:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limits.MAX_BODY:
-                raise limits.too_large()
-            parts.append(part)
-
-    try:
-        await asyncio.wait_for(collect(), limits.BODY_TIMEOUT)
-    except asyncio.TimeoutError:
-        raise ApiError(408, "the body did not arrive in time", code="timeout") from None
-    except ClientDisconnect:
-        raise ApiError(400, "the client left") from None
-    return b"".join(parts)

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from foretoken.request import SamplingParams, Speculation
 from foretoken.server.errors import ApiError, bad_request, internal
+from foretoken.server.grammars import Compiled
 
 NO_TOKEN = (
-    "no token was left to choose: the request's allowed or banned tokens, biases and choices rule out all of them"
+    "no token was left to choose: the request's allowed or banned tokens, biases and grammar rule out all of them, "
+    "or the grammar takes too long to follow"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A delta of one sequence, as `frames` writes it: log-probabilities are [token, logprob, [[token, logprob]]]."""
+    """A delta of one sequence, as `frames` writes it: log-probabilities are [token, logprob, [[token, logprob]]].
+
+    `levels`: the name of the drafter's level that guessed each token, None for those that nobody did.
+    """
 
     index: int
     text: str
     token_ids: list[int]
-    accepted: list[int]
+    levels: list[str | None]
     logprobs: list[Any]
     prompt_logprobs: list[Any]
     completion: dict[str, Any] | None
+    text_offset: list[int] = field(default_factory=list)  # where in the text each token begins
 
 
 class Job(NamedTuple):
@@ -39,6 +45,7 @@ class Job(NamedTuple):
     score_prompt: bool = False
     choice: Seq[str] | None = None  # the text must be one of these
     priority: int = 0  # lower goes first
+    grammar: Compiled | None = None  # the text must match this
 
 
 class Stream:
@@ -51,13 +58,19 @@ class Stream:
         self.num_open = len(job.prompts) * job.params.n  # sequences that the engine has not completed
         self._num_unread = self.num_open
         p = job.params
-        self._restricted = bool(p.allowed_token_ids or p.banned_token_ids or p.logit_bias or job.choice)
+        self._restricted = bool(p.allowed_token_ids or p.banned_token_ids or p.logit_bias or job.choice or job.grammar)
+        self._scores: dict[int, list[Any]] = {}
         self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
+
+    def hold(self, index: int, scores: list[Any]) -> None:
+        """Log-probabilities of a prompt that belong to the sequence's next piece."""
+        self._scores.setdefault(index, []).extend(scores)
 
     def push(self, item: Piece | ApiError | None) -> None:
         """A piece, or the error that ends the stream, or None: its reader has left."""
-        if isinstance(item, Piece) and item.completion is not None:
-            self.num_open -= 1
+        if isinstance(item, Piece):
+            item.prompt_logprobs[:0] = self._scores.pop(item.index, ())
+            self.num_open -= item.completion is not None
         self._queue.put_nowait(item)
 
     async def pieces(self) -> AsyncIterator[Piece]:

@@ -9,7 +9,8 @@ from typing import Any
 def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any]:
     """`speculative_decoding` as vLLM writes it (null where nothing was drafted); `foretoken`: why, and where time went.
 
-    Sums over completions; times are the sequences' shares of the engine's, in seconds.
+    Sums over completions; `time_split_s` are the sequences' shares of the engine's time, the other times its clock's
+    from their arrival to the first token of any, and to the end of all, in seconds.
     """
     found = [c["metrics"] for c in completions]
     drafts, drafted, accepted = (
@@ -43,6 +44,8 @@ def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) 
         "num_rounds": sum(m["num_rounds"] for m in found),
         "undrafted": undrafted,
         "time_split_s": split,
+        "time_to_first_token_s": min((m["time_to_first_token_s"] for m in found), default=0.0),
+        "total_time_s": max((m["total_time_s"] for m in found), default=0.0),
         "num_preemptions": sum(m["num_preemptions"] for m in found),
         "seeds": [c["seed"] for c in completions],
     }

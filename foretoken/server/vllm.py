@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from foretoken.errors import ConfigError
-from foretoken.server.client import FIRST_DELAY, LAST_DELAY, SECRETS, STEADY
+from foretoken.server.client import FIRST_DELAY, LAST_DELAY, STEADY
 from foretoken.server.errors import ApiError, unavailable
 from foretoken.server.link import Link
+from foretoken.server.process import SECRETS
 
 log = logging.getLogger("foretoken.server")
 START = Path(__file__).with_name("vllm_start.py")

@@ -19,9 +19,10 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ForetokenError
-from foretoken.request import Delta, Grammar, Request
-from foretoken.server import frames
+from foretoken.request import Delta, Request
+from foretoken.server import frames, logs
 from foretoken.server.frames import Frame
+from foretoken.server.loading import Loader
 
 if TYPE_CHECKING:
     from foretoken.engine.engine import Engine
@@ -45,7 +46,7 @@ class Worker:
         self._closed = False
         self._step_start: float | None = None
         self.engine: Engine | None = None
-        self._vocabulary: Vocabulary | None = None  # made when the first grammar comes
+        self._loader = Loader(self._put, self._vocabulary)
 
     def run(self) -> int:
         """Load what the first frame asks for, serve until the socket closes; returns the exit code."""
@@ -96,7 +97,7 @@ class Worker:
     def _act(self, engine: Engine, frame: Frame) -> None:
         if frame["type"] == "add":
             try:
-                for request in _requests(frame, self._grammar(frame["choice"])):
+                for request in _requests(frame):
                     engine.add(request)
             except Exception as error:
                 if not isinstance(error, ForetokenError):
@@ -107,25 +108,15 @@ class Worker:
         elif frame["type"] == "abort":
             engine.abort(frame["id"])
 
-    def _grammar(self, choice: list[str] | None) -> Grammar | None:
-        """What the text must be, if that is said."""
-        from foretoken.server.text import Pieces
-        from foretoken.spec.grammar import Choice, Vocabulary
-
-        if choice is None:
-            return None
-        assert self.engine is not None
-        if self._vocabulary is None:
-            config = self.engine.runner.model.config
-            pieces = Pieces.of(self.engine.tokenizer)
-            spelled = [b"" if pieces.is_added(i) else pieces.raw(i) for i in range(config.vocab_size)]
-            self._vocabulary = Vocabulary(spelled, config.eos_token_ids)
-        return Choice(choice, self._vocabulary)
-
     def _deliver(self, deltas: Seq[Delta]) -> None:
         if deltas:
             ended = any(d.completion is not None for d in deltas)  # counters are current when an answer is complete
-            items = [frames.delta_to_data(d) for d in deltas]
+            items = []
+            for delta in deltas:
+                before, rest = frames.scores_first(delta)
+                for frame in before:
+                    self.send(frame)
+                items.append(frames.delta_to_data(rest))
             self.send({"type": "deltas", "items": items, "stats": self._stats() if ended else None})
 
     def _stats(self) -> dict[str, Any]:
@@ -168,6 +159,19 @@ class Worker:
             taken, self._inbox = self._inbox, []
             return taken
 
+    def _put(self, frame: Frame) -> None:
+        with self._wake:
+            self._inbox.append(frame)
+            self._wake.notify()
+
+    def _vocabulary(self) -> Vocabulary:
+        """What the model's tokens write, for grammars."""
+        from foretoken.server.text import vocabulary
+
+        assert self.engine is not None
+        config = self.engine.runner.model.config
+        return vocabulary(self.engine.tokenizer, config.vocab_size, config.eos_token_ids)
+
     def _close(self) -> None:
         with self._wake:
             self._closed = True
@@ -177,10 +181,9 @@ class Worker:
         unpacker = frames.Unpacker()
         try:
             while data := self._socket.recv(2**16):
-                arrived = unpacker.feed(data)
-                with self._wake:
-                    self._inbox += arrived
-                    self._wake.notify()
+                for frame in unpacker.feed(data):
+                    if not self._loader.takes(frame):
+                        self._put(frame)
         except (OSError, frames.FrameError) as error:
             log.error("the server's frames cannot be read: %s", error)
         self._close()
@@ -199,7 +202,7 @@ class Worker:
             time.sleep(BEAT)
 
 
-def _requests(frame: Frame, grammar: Grammar | None) -> list[Request]:
+def _requests(frame: Frame) -> list[Request]:
     """The engine's requests of an "add" frame: every prompt with its n seeds, numbered in that order."""
     from foretoken.spec.sampling import derive_seed
 
@@ -217,7 +220,7 @@ def _requests(frame: Frame, grammar: Grammar | None) -> list[Request]:
             priority=frame["priority"],
             speculation=wish,
             score_prompt=frame["score_prompt"],
-            grammar=grammar,
+            grammar=frame["make"]() if "make" in frame else None,
         )
         for p, prompt in enumerate(frame["prompts"])
         for i in range(params.n)
@@ -229,9 +232,12 @@ def _facts(engine: Engine, config: Any) -> dict[str, Any]:
     return {
         "tokenizer": engine.tokenizer.as_files(),
         "vocab_size": engine.runner.model.config.vocab_size,
+        "eos_token_ids": list(engine.runner.model.config.eos_token_ids),
         "max_model_len": engine.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "method": config.spec.method,
+        "policy": config.spec.policy,
+        "levels": list(engine.level_names),
         "num_draft_tokens": config.spec.num_draft_tokens,
     }
 
@@ -240,7 +246,7 @@ def main() -> None:
     """Take over the inherited socket. Signals are the server's business: this process ends when its socket closes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logs.set_up("warning")
     code = EXIT_FAILED
     try:
         code = Worker(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -20,13 +20,15 @@ class Draft:
 
     A parent is an index among the same sequence's nodes, before its child; -1 is the sequence's last known token.
     At most 64 nodes a sequence. Confidence is how likely the drafter holds the whole path to a node, NaN where it
-    cannot say; it serves length policies only: acceptance never looks at it.
+    cannot say; it serves length policies only: acceptance never looks at it. `levels` int8 [N], for those who watch:
+    which of the drafter's `level_names` guessed a node; None: the first of them all.
     """
 
     tokens: Ints
     parents: Ints
     offsets: Ints
     confidence: NDArray[np.float32] | None = None
+    levels: NDArray[np.int8] | None = None
 
     @classmethod
     def empty(cls, num_seqs: int) -> Draft:
@@ -34,12 +36,22 @@ class Draft:
         return cls.chains([[] for _ in range(num_seqs)])
 
     @classmethod
-    def chains(cls, chains: Seq[Seq[int]], confidence: Seq[Seq[float]] | None = None) -> Draft:
+    def chains(
+        cls,
+        chains: Seq[Seq[int]],
+        confidence: Seq[Seq[float]] | None = None,
+        levels: Seq[Seq[int]] | None = None,
+    ) -> Draft:
         """One chain of tokens for each sequence."""
-        return cls.trees([(c, range(-1, len(c) - 1)) for c in chains], confidence)
+        return cls.trees([(c, range(-1, len(c) - 1)) for c in chains], confidence, levels)
 
     @classmethod
-    def trees(cls, trees: Seq[tuple[Seq[int], Seq[int]]], confidence: Seq[Seq[float]] | None = None) -> Draft:
+    def trees(
+        cls,
+        trees: Seq[tuple[Seq[int], Seq[int]]],
+        confidence: Seq[Seq[float]] | None = None,
+        levels: Seq[Seq[int]] | None = None,
+    ) -> Draft:
         """(tokens, parents) for each sequence. Raises ConfigError: over 64 nodes, or a parent after its child."""
         tokens: list[int] = []
         parents: list[int] = []
@@ -53,7 +65,8 @@ class Draft:
             parents += node_parents
             offsets.append(len(tokens))
         flat = None if confidence is None else np.array([c for row in confidence for c in row], np.float32)
-        return cls(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(offsets, np.int32), flat)
+        by = None if levels is None else np.array([level for row in levels for level in row], np.int8)
+        return cls(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(offsets, np.int32), flat, by)
 
     @property
     def num_seqs(self) -> int:
@@ -68,10 +81,18 @@ class Draft:
         part = slice(self.offsets[b], self.offsets[b + 1])
         return self.tokens[part].tolist(), self.parents[part].tolist()
 
+    def node_levels(self, b: int) -> list[int]:
+        """Which level guessed each node of sequence b."""
+        if self.levels is None:
+            return [0] * self.count(b)
+        found: list[int] = self.levels[self.offsets[b] : self.offsets[b + 1]].tolist()
+        return found
+
     def kept(self, keep: Seq[Seq[int] | None]) -> Draft:
         """The draft with only these nodes of each sequence, ascending, each with its parent; None: all of them."""
         trees: list[tuple[Seq[int], Seq[int]]] = []
         sure: list[list[float]] = []
+        levels: list[list[int]] = []
         for b, chosen in enumerate(keep):
             tokens, parents = self.nodes(b)
             nodes = range(len(tokens)) if chosen is None else chosen
@@ -80,7 +101,10 @@ class Draft:
             if self.confidence is not None:
                 own = self.confidence[self.offsets[b] : self.offsets[b + 1]]
                 sure.append([float(own[i]) for i in nodes])
-        return Draft.trees(trees, None if self.confidence is None else sure)
+            if self.levels is not None:
+                by = self.node_levels(b)
+                levels.append([by[i] for i in nodes])
+        return Draft.trees(trees, None if self.confidence is None else sure, None if self.levels is None else levels)
 
     def shallow(self, depths: Seq[int]) -> Draft:
         """The draft without nodes that have depths[b] others above them or more."""

@@ -109,6 +109,11 @@ class Drafter:
         """Its name on the shelf."""
         return type(self).__module__.rsplit(".", 1)[-1]
 
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """Those that may have guessed a token of its drafts (`Draft.levels`), the lowest level first."""
+        return (self.name,)
+
     def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
         """Drafters below whose guesses are counted apart, the lowest first, with what was made of their guesses."""
         return []
@@ -120,6 +125,8 @@ class Drafter:
 
 class NoDrafter(Drafter):
     """Plain decoding: speculation with an empty draft."""
+
+    level_names = ()
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         return Draft.empty(len(seqs))

@@ -117,7 +117,7 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
         row[:] = -np.inf
         row[allowed] = kept
     if seq.grammar is not None and seq.num_output >= 0:
-        row[~seq.grammar.allowed(seq.output_token_ids, path)] = -np.inf
+        _allow(row, seq.grammar.allowed(seq.output_token_ids, path))
     banned = list(params.banned_token_ids)
     if 0 <= seq.num_output + len(path) < params.min_tokens:
         banned += [*eos_token_ids, *params.stop_token_ids]
@@ -128,6 +128,17 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
     if params.has_penalties:
         _penalize(row, params, SamplingState.of(seq, len(row)), path)
     return row
+
+
+def _allow(row: Floats, mask: NDArray[np.bool_]) -> None:
+    """Leave the tokens of a mask [V]. Nearly all or nearly none are in it: the fewer are the ones to handle."""
+    if 2 * np.count_nonzero(mask) > len(mask):
+        row[np.flatnonzero(~mask)] = -np.inf
+        return
+    allowed = np.flatnonzero(mask)
+    kept = row[allowed]
+    row.fill(-np.inf)
+    row[allowed] = kept
 
 
 def _penalize(row: Floats, params: SamplingParams, state: SamplingState, path: Seq[int]) -> None:

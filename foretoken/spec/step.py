@@ -83,7 +83,9 @@ def _with_scripts(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int]) -> Dra
     if not any(seq.num_scripted for seq in seqs):
         return draft
     trees: list[tuple[Seq[int], Seq[int]]] = [draft.nodes(b) for b in range(len(seqs))]
+    levels = [draft.node_levels(b) for b in range(len(seqs))]
     for b, seq in enumerate(seqs):
         if seq.num_scripted:
             trees[b] = (seq.script[len(seq) : len(seq) + num_draft[b]], range(-1, num_draft[b] - 1))
-    return Draft.trees(trees)
+            levels[b] = [0] * len(trees[b][0])
+    return Draft.trees(trees, levels=levels)

@@ -77,6 +77,9 @@ def test_drafts_are_well_formed(engine: Engine, name: str) -> None:
             most = max(most, len(tokens))
         assert len(draft.tokens) == len(draft.parents) == draft.offsets[-1]
         assert draft.confidence is None or len(draft.confidence) == len(draft.tokens)
+        levels = [level for b in range(6) for level in draft.node_levels(b)]
+        assert len(levels) == len(draft.tokens)
+        assert set(levels) <= set(range(len(engine.drafter.level_names)))
     assert most > 2, "some guess was made"
 
 

@@ -114,6 +114,7 @@ def test_choices_prompts_and_usage(http: httpx.Client, llm: LLM) -> None:
         "prompt_tokens": num_prompt,
         "completion_tokens": 6 * 24,
         "total_tokens": num_prompt + 6 * 24,
+        "prompt_tokens_details": {"cached_tokens": 0},  # a prompt is shorter than a block
     }
     pieces = streamed(http, PROMPTS[:2], n=3, stream_options={"include_usage": True}, **SAMPLED)
     texts = [""] * 6
@@ -149,6 +150,66 @@ def test_metrics_of_a_request(http: httpx.Client) -> None:
     off = complete(http, "the sum of", speculation="off", **SAMPLED)["metrics"]
     assert off["speculative_decoding"] is None
     assert off["foretoken"]["undrafted"]["off"] > 10
+
+
+def test_a_prefix_is_computed_once_for_each_tenant(http: httpx.Client, llm: LLM) -> None:
+    """Who begins alike is told how much was there, and how much of it is counted; a salt keeps apart."""
+    prompt = " ".join(PROMPTS * 2)
+    ids = llm.tokenizer.encode(prompt)
+    asked = {"max_tokens": 4, "ignore_eos": True, "seed": 2}
+
+    def found(**fields: Any) -> tuple[str, int]:
+        made = complete(http, prompt, **asked, **fields)
+        return made["choices"][0]["text"], made["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    before = {name: gauge(http, f"prefix_cache_{name}_total") for name in ("queries", "hits")}
+    whole = (len(ids) - 1) // 16 * 16
+    assert whole > 32
+    first, second, salted, again = found(), found(), found(cache_salt="mine"), found(cache_salt="mine")
+    assert [n for _, n in (first, second, salted, again)] == [0, whole, 0, whole]
+    assert len({text for text, _ in (first, second, salted, again)}) == 1
+    assert gauge(http, "prefix_cache_queries_total") - before["queries"] == 4 * len(ids)
+    assert gauge(http, "prefix_cache_hits_total") - before["hits"] == 2 * whole
+    streamed_usage = streamed(http, prompt, **asked, stream_options={"include_usage": True})[-1]["usage"]
+    assert streamed_usage["prompt_tokens_details"] == {"cached_tokens": whole}
+    several = complete(http, [prompt, prompt + " more"], n=2, **asked)["usage"]
+    assert several["prompt_tokens"] == len(ids) + len(llm.tokenizer.encode(prompt + " more"))
+    assert several["prompt_tokens_details"]["cached_tokens"] == whole + len(ids) // 16 * 16
+    answer = http.post("/v1/responses", json={"input": prompt, "max_output_tokens": 2}).json()
+    assert answer["usage"]["input_tokens_details"]["cached_tokens"] == 0, "the template begins otherwise"
+
+
+def test_times_of_a_request_are_counted(http: httpx.Client) -> None:
+    names = [f"request_{part}_time_seconds" for part in ("queue", "prefill", "decode")]
+    before = [gauge(http, f"{name}_count") for name in names]
+    complete(http, "the sum of", max_tokens=3, n=2)
+    assert [gauge(http, f"{name}_count") for name in names] == [n + 2 for n in before]
+    assert gauge(http, f"{names[2]}_sum") > 0
+
+
+def test_priorities_change_no_text(http: httpx.Client) -> None:
+    texts = [text_of(http, "the sum of", seed=3, max_tokens=6, priority=p) for p in (0, -5, 2**31 - 1)]
+    assert len(set(texts)) == 1
+    assert "priority" in refused(http, prompt="a", priority=2**31)["message"]
+    assert "priority" in refused(http, prompt="a", priority="high")["message"]
+
+
+def test_tokens_and_who_guessed_them(http: httpx.Client) -> None:
+    fields = {**SAMPLED, "return_token_ids": True}
+    choice = complete(http, "für 你好 🙂", **fields)["choices"][0]
+    assert choice["accepted"] == [int(level is not None) for level in choice["levels"]]
+    assert set(choice["levels"]) == {None, "draft_model"}
+    starts = choice["text_offset"]
+    assert len(starts) == len(choice["token_ids"]) == len(choice["levels"]) == 24
+    assert starts[0] == 0 and starts == sorted(starts) and starts[-1] <= len(choice["text"])
+    pieces = [p["choices"][0] for p in streamed(http, "für 你好 🙂", **fields)]
+    for key in ("token_ids", "accepted", "levels", "text_offset"):
+        assert [value for piece in pieces for value in piece[key]] == choice[key]
+    card = http.get("/v1/models").json()["data"][0]["speculation"]
+    assert card == {"method": "draft_model", "levels": ["draft_model"], "policy": "fixed", "num_draft_tokens": 4}
+    off = complete(http, "the", speculation="off", **fields)["choices"][0]
+    assert set(off["levels"]) == {None}
+    assert "levels" not in complete(http, "the", max_tokens=2)["choices"][0]
 
 
 def test_stops(http: httpx.Client, llm: LLM) -> None:
@@ -204,7 +265,7 @@ def test_choices_that_are_given(http: httpx.Client) -> None:
     assert refused(http, prompt="x", guided_choice=[])["param"] == "guided_choice"
     assert text_of(http, "x", guided_choice=["a"], ignore_eos=True, min_tokens=9) == "a", "it ends where it ends"
     assert "no token was left" in refused(http, prompt="x", guided_choice=["a"], allowed_token_ids=[0])["message"]
-    assert refused(http, prompt="x", structured_outputs={"regex": "a*"})["param"] == "structured_outputs"
+    assert refused(http, prompt="x", structured_outputs={"lark": "a*"})["param"] == "structured_outputs"
 
 
 def test_log_probabilities_and_echo(http: httpx.Client, llm: LLM) -> None:
@@ -292,7 +353,9 @@ def test_tokens_and_models(http: httpx.Client, llm: LLM) -> None:
     ).json()
     assert chat["tokens"] == llm.tokenizer.chat([{"role": "user", "content": "x"}])
     assert len(chat["token_strs"]) == chat["count"]
-    assert http.get("/v1/models").json()["data"][0] | {"created": 0} == {
+    card = http.get("/v1/models").json()["data"][0]
+    assert card.pop("speculation")["levels"] == ["draft_model"]
+    assert card | {"created": 0} == {
         "id": "tiny",
         "object": "model",
         "created": 0,

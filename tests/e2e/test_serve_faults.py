@@ -82,7 +82,7 @@ class Reader(threading.Thread):
 def test_keys(server: Server, http: httpx.Client) -> None:
     with server.client() as stranger:
         assert stranger.get("/health").status_code == 200
-        for path in ("/ready", "/metrics", "/v1/models", "/docs", "/openapi.json", "/"):
+        for path in ("/ready", "/metrics", "/v1/models", "/docs", "/openapi.json", "/nowhere"):
             assert stranger.get(path).status_code == 401
         assert stranger.post("/v1/completions", json={"prompt": "x"}).status_code == 401
     assert complete(http)

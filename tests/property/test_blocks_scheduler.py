@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts
 
 from foretoken import LLM
-from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.scheduler import PATIENCE, Scheduler
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.request import Completion, FinishReason, Request, SamplingParams, Sequence
 
 
 def check_ownership(blocks: BlockManager, seqs: list[Sequence]) -> None:
-    """Every block is free or belongs to one sequence, and none is lost."""
-    held = [b for seq in seqs for b in seq.blocks] + blocks.free_blocks
-    assert sorted(held) == list(range(blocks.num_blocks))
-    assert blocks.num_free == blocks.num_blocks - sum(len(seq.blocks) for seq in seqs)
+    """Every block is free or belongs to sequences, to more than one only if it is known, and none is lost."""
+    held, free = Counter(b for seq in seqs for b in seq.blocks), blocks.free_blocks
+    assert sorted([*held, *free]) == list(range(blocks.num_blocks))
+    assert len(free) == blocks.num_free
+    shared = {b for b, count in held.items() if count > 1}
+    assert all(b in seq.blocks[: seq.num_known] for b in shared for seq in seqs if b in seq.blocks)
 
 
 class BlockMachine(RuleBasedStateMachine):
@@ -64,7 +67,7 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random requests, aborts and acceptance on a cache that is usually too small."""
+    """Random requests, priorities, aborts and acceptance on a cache that is usually too small; texts begin alike."""
 
     @initialize(
         block_size=st.integers(1, 6),
@@ -80,10 +83,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.all: list[Sequence] = []
         self.open: list[Sequence] = []
 
-    @rule(length=st.integers(1, 39), max_tokens=st.integers(1, 20))
-    def add(self, length: int, max_tokens: int) -> None:
+    @rule(
+        length=st.integers(1, 39),
+        max_tokens=st.integers(1, 20),
+        priority=st.sampled_from((0, 0, -3, 9)),
+        tenant=st.sampled_from("ab"),
+    )
+    def add(self, length: int, max_tokens: int, priority: int, tenant: str) -> None:
         length = min(length, self.scheduler.max_model_len - 1)
-        seq = Sequence(len(self.all), [1] * length, SamplingParams(max_tokens=max_tokens), 0)
+        seq = Sequence(len(self.all), [1] * length, SamplingParams(max_tokens=max_tokens), 0, tenant)
+        seq.priority = priority
         self.all.append(seq)
         self.open.append(seq)
         self.scheduler.add(seq)
@@ -117,9 +126,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.seqs == s.running, "a running sequence gets a row"
         assert all(seq in s.running or seq in s.waiting for seq in before), "or was preempted"
         if before:
-            assert s.running[0] is before[0], "the oldest is never preempted"
+            assert before[0] in s.running, "the first in rank is never preempted"
         for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
             assert 1 <= num_pending <= seq.num_pending
+            if num_pending < seq.num_pending and plan.num_rows < s.max_num_rows:
+                end = seq.num_cached + num_pending
+                assert s.blocks.reservable(seq) == end, "no row stays empty while a prompt waits for it"
             assert 0 <= num_draft <= wanted.get(seq.seq_id, 0)
             assert len(seq.blocks) * self.blocks.block_size >= seq.num_cached + num_pending + num_draft
             if num_draft:
@@ -130,7 +142,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_ownership(self.blocks, self.all)
 
     def decode(self, seq: Sequence, num_pending: int, num_accepted: int) -> None:
-        seq.num_cached += num_pending + num_accepted
+        seq.num_cached += num_pending
+        self.blocks.enter(seq, seq.num_cached)
+        seq.num_cached += num_accepted
         if seq.num_cached - num_accepted < len(seq):
             return  # a chunk of the prompt
         seq.token_ids += [1] * (num_accepted + 1)
@@ -157,13 +171,80 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         rng = random.Random(len(self.all))
-        limit = sum(len(q) + q.params.max_tokens + 1 for q in self.open)
+        # Who lost patience may go before the first, which then begins anew: once for each.
+        limit = sum(len(q) + q.params.max_tokens + 1 for q in self.open) * (
+            1 + (len({q.priority for q in self.open}) > 1)
+        )
         for _ in range(limit):
             if not self.open:
                 break
             self.pass_once(lambda high: rng.randint(0, high))
         assert not self.open
         assert self.blocks.num_free == self.blocks.num_blocks
+
+
+def decode_all(scheduler: Scheduler, waits_for: Sequence, arrive: Any, limit: int) -> int:
+    """Passes of one token each until a sequence ends, others arriving all the time."""
+    for number in range(limit):
+        for seq in arrive(number):
+            scheduler.add(seq)
+        plan = scheduler.schedule(lambda seqs, rows, budget: [0] * len(seqs))
+        for seq, num_pending in zip(plan.seqs, plan.num_pending, strict=True):
+            seq.num_cached += num_pending
+            if not seq.num_pending:
+                seq.token_ids.append(1)
+            if seq.num_output == seq.params.max_tokens:
+                scheduler.finish(seq)
+                if seq is waits_for:
+                    return number
+    raise AssertionError("it starves")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_one_starves(seed: int) -> None:
+    """Whatever comes later, and however important: each of those may pass it once, then only who was here before."""
+    rng = random.Random(seed)
+    longest, most = 24, 8
+    blocks = BlockManager(rng.randint(8, 20), 4)
+    scheduler = Scheduler(blocks, rng.randint(4, 24), rng.randint(1, 4), longest + most)
+    made = 0
+
+    def sequence(priority: int) -> Sequence:
+        nonlocal made
+        made += 1
+        seq = Sequence(made, [made] * rng.randint(1, longest), SamplingParams(max_tokens=rng.randint(1, most)), 0)
+        seq.priority = priority
+        return seq
+
+    before = [sequence(rng.randint(-2, 2)) for _ in range(rng.randint(0, 5))]
+    for seq in before:
+        scheduler.add(seq)
+    poor = sequence(1000)
+    scheduler.add(poor)
+    work = longest + most + 1
+    bound = work * (len(before) + 1 + PATIENCE) * 2
+    assert decode_all(scheduler, poor, lambda number: [sequence(-1000), sequence(0)], bound) < bound
+
+
+def test_a_priority_goes_first_and_a_wrong_order_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def passes(priority: int, patience: int) -> int:
+        monkeypatch.setattr("foretoken.engine.scheduler.PATIENCE", patience)
+        scheduler = Scheduler(BlockManager(12, 4), 16, 2, 40)
+        poor = Sequence(0, [0] * 8, SamplingParams(max_tokens=4), 0)
+        poor.priority = priority
+
+        def arrive(number: int) -> list[Sequence]:
+            return [Sequence(1 + number, [1] * 8, SamplingParams(max_tokens=4), 0)]
+
+        for seq in (arrive(-2), arrive(-1)):
+            scheduler.add(seq[0])
+        scheduler.schedule(lambda seqs, rows, budget: [0] * len(seqs))
+        scheduler.add(poor)
+        return decode_all(scheduler, poor, arrive, 400)
+
+    assert passes(-1, 32) <= passes(0, 32) < passes(1, 8) < passes(1, 32)
+    with pytest.raises(AssertionError, match="starves"):
+        passes(1, 10**9)
 
 
 TestBlocks = BlockMachine.TestCase

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lawkit import SAMPLED, Pair, load_pair, make_engine, run, texts
 
-from foretoken import registry
+from foretoken import LLM, registry
 from foretoken.engine.engine import Engine
 from foretoken.kvcache.prefix import Prefixes
 from foretoken.request import Completion, FinishReason, Request, SamplingParams
@@ -47,12 +47,12 @@ def _load(target: Path, draft: Path) -> Pair:
     return load_pair(target, draft)
 
 
-@pytest.fixture(scope="module", params=["fp32", "int8", "int4"])
-def plain(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, list[Any]]:
-    """The pair, a cache's format, and texts that no cache had a part in."""
-    pair = _load(*pair_folders)
-    engine = without_sharing(make_engine(pair, kv=request.param))
-    return pair, request.param, texts(run(engine, PROMPTS, EACH, alone=True))
+@pytest.fixture(scope="module", params=[("fp32", 16), ("int8", 4), ("int4", 5)], ids=str)
+def plain(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, int, list[Any]]:
+    """The pair, a cache's format and block size, and texts that no cache had a part in."""
+    pair, (kv, block) = _load(*pair_folders), request.param
+    engine = without_sharing(make_engine(pair, kv=kv))
+    return pair, kv, block, texts(run(engine, PROMPTS, EACH, alone=True))
 
 
 def hits(engine: Engine) -> int:
@@ -60,10 +60,9 @@ def hits(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("block", [4, 16])
-def test_text_is_the_same_from_the_cache(plain: tuple[Pair, str, list[Any]], name: str, block: int) -> None:
-    """Together, then one by one with all that the first run left; then short of blocks, when what is known is evicted."""
-    pair, kv, wanted = plain
+def test_text_is_the_same_from_the_cache(plain: tuple[Pair, str, int, list[Any]], name: str) -> None:
+    """Together, then one by one with all that the first run left; then short of blocks: what is known is evicted."""
+    pair, kv, block, wanted = plain
     engine = make_engine(pair, name, k=5, kv=kv, block=block, rows=64)
     assert texts(run(engine, PROMPTS, EACH)) == wanted
     early = hits(engine)
@@ -100,6 +99,36 @@ def test_a_draft_model_finds_its_own_rows_again(pair: Pair) -> None:
     assert max(passes) <= 2 * 4, "no prompt was computed anew"
 
 
+def test_a_head_begins_where_the_target_computes(pair: Pair) -> None:
+    """It gets no hidden states of rows that were skipped; it drafts nevertheless."""
+    engine = make_engine(pair, "eagle", k=5, block=4)
+    run(engine, PROMPTS[:1], EACH[:1])
+    drafted = engine.metrics.num_draft_tokens
+    engine.add(Request("again", tuple(PROMPTS[0]), EACH[0], 0))
+    engine.step()
+    seq = engine.scheduler.running[0]
+    assert seq.num_shared == 40
+    assert engine.drafter.followers[seq].start == 40  # type: ignore[attr-defined]
+    engine.step()
+    assert engine.metrics.num_draft_tokens > drafted
+    engine.abort("again")
+
+
+@pytest.mark.parametrize("draft", ["none", "draft_model"])
+def test_it_can_be_turned_off(pair_folders: tuple[Path, Path], draft: str) -> None:
+    target, small = map(str, pair_folders)
+    found = []
+    for on in (True, False):
+        llm = LLM(target, None if draft == "none" else small, prefix_cache=on, max_num_seqs=2)
+        params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+        done = [llm.generate([PROMPTS[0]], params)[0] for _ in range(2)]
+        assert done[0].token_ids == done[1].token_ids
+        found.append([c.metrics.num_cached_tokens for c in done])
+        runners = [llm.engine.runner, *([llm.engine.drafter.runner] if draft != "none" else [])]  # type: ignore[attr-defined]
+        assert all(r.blocks.shares == on and bool(len(r.blocks.prefixes)) == on for r in runners)
+    assert found == [[0, 32], [0, 0]]
+
+
 def test_the_second_tenant_finds_nothing(pair: Pair) -> None:
     engine = make_engine(pair, block=4)
     found = []
@@ -129,7 +158,7 @@ def test_scoring_a_prompt_takes_nothing_from_the_cache(pair: Pair) -> None:
 
 
 def test_numbers_that_are_not_finite_leave_the_cache(pair_folders: tuple[Path, Path]) -> None:
-    """The request ends with an error, its prefix is computed anew; its neighbour, of the same beginning, is as alone."""
+    """The request ends with an error, its prefix is computed anew; a neighbour that begins alike is as alone."""
     pair = load_pair(*pair_folders)
     engine = make_engine(pair, block=4)
     wanted = texts(run(engine, PROMPTS[:2], EACH[:2]))

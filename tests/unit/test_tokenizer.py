@@ -162,6 +162,42 @@ def test_any_bytes_stream_as_they_decode(kind, data):
     assert text == tokenizer.decode(token_ids) == data.decode("utf-8", errors="replace")
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("unit", [b"\xff", b"\x82", b"\xe2\x82", b"\xf0\x9f\xff", b"\xff\xf0\x9f\xa4\x96"])
+def test_bytes_that_are_no_text_are_not_waited_for(kind, unit, monkeypatch):
+    """A run of them, however long, is given out as it comes, and a token costs the same wherever it stands."""
+    tokenizer = KINDS[kind]()
+    sizes: list[int] = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1])
+    token_ids = [byte_tokens(kind)[b] for b in unit * 300]
+    stream = tokenizer.stream()
+    given_out = "".join(stream.push(t) for t in token_ids)
+    assert max(sizes) < 50
+    whole = (unit * 300).decode("utf-8", errors="replace")
+    if kind == "byte_level":
+        assert given_out + stream.flush() == whole
+    assert len(given_out) > 0.9 * len(whole)
+
+
+@given(st.lists(st.sampled_from([b"\xff", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"a", "é".encode()]), max_size=90))
+@settings(max_examples=100)
+def test_long_runs_of_bytes_stream_as_they_decode(parts):
+    tokenizer, data = byte_level(), b"".join(parts)
+    token_ids = [byte_tokens("byte_level")[b] for b in data]
+    assert "".join(pieces_of(tokenizer, token_ids)) == data.decode("utf-8", errors="replace")
+
+
+def test_special_tokens_are_not_waited_for():
+    tokenizer = byte_level()
+    special = next(i for i in range(tokenizer.vocab_size) if tokenizer.is_silent(i))
+    stream, other = tokenizer.stream(), tokenizer.encode("the", add_special_tokens=False)
+    for _ in range(100):
+        assert stream.push(special) == "" and stream.push(tokenizer.vocab_size + 5) == ""
+    assert not stream._waiting
+    assert "".join(stream.push(t) for t in other) == "the"
+
+
 @given(st.lists(st.integers(0, 399), max_size=40))
 @settings(max_examples=100)
 def test_any_tokens_stream_as_they_decode(token_ids):

@@ -252,8 +252,8 @@ CHECKS = (
         "L2",
         "logits whichever way",
         "The logits of a position are the same bits computed token by token, in one prefill, in chunks of 2 to 17, as "
-        "drafted chains and trees, among 16 other sequences, after preemption, after another's prefix, in other blocks, "
-        "on more threads.",
+        "drafted chains and trees, among 16 other sequences, after preemption, after another's prefix, in other "
+        "blocks, on more threads.",
         "0 differing values",
         {"prompts": 200, "positions": 25_600},
         logits,

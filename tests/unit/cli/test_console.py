@@ -27,7 +27,7 @@ def write(tokenizer: Tokenizer, tokens: list[int], flags: list[bool], stop: tupl
     writer = TextWriter(stream, tokenizer, show_draft=True)
     for token, flag in zip(tokens, flags):
         done = output.push(token)
-        writer.write(Delta("r", 0, output.delta(), (token,), (flag,)))
+        writer.write(Delta("r", 0, output.delta(), (token,), ("ngram" if flag else None,)))
         if done:
             break
     output.finish()
@@ -106,10 +106,10 @@ def test_control_characters_do_not_reach_a_terminal(tokenizer: Tokenizer, monkey
     writer = TextWriter(stream, tokenizer, show_draft=True)
     tokens = spelled(tokenizer, "a\x1b[2Jé\n")
     text = "a\x1b[2Jé\n"
-    writer.write(Delta("r", 0, text, tuple(tokens), (False,) * len(tokens)))
+    writer.write(Delta("r", 0, text, tuple(tokens), (None,) * len(tokens)))
     assert stream.getvalue() == "a\ufffd[2Jé\n"
     plain = io.StringIO()
-    TextWriter(plain, tokenizer).write(Delta("r", 0, text, tuple(tokens), (False,) * len(tokens)))
+    TextWriter(plain, tokenizer).write(Delta("r", 0, text, tuple(tokens), (None,) * len(tokens)))
     assert plain.getvalue() == text, "a file gets the text as it is"
 
 

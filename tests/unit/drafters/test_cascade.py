@@ -350,3 +350,54 @@ def test_levels_of_a_tower(pair: Pair) -> None:
     assert names == ["level 1: ngram", "level 2: suffix", "level 3: first", "level 4: cascade"]
     ngram, suffix, both, _ = (metrics for _, metrics in engine.drafter.levels())
     assert ngram.num_accepted_tokens + suffix.num_accepted_tokens == both.num_accepted_tokens > 0
+
+
+# --- who guessed a token ---
+
+
+@pytest.mark.parametrize(
+    ("wrong", "levels"),
+    [
+        ({1}, [0, 1, 0, 0, 0, 1]),
+        (set(), [0, 0, 0, 1, 0, 0]),
+        ({0, 1, 2, 3, 4, 5, 6}, [1] * 6),
+        ({3}, [0, 0, 0, 1, 0, 0]),
+    ],
+)
+def test_a_cascade_tells_its_own_tokens_from_those_below(pair: Pair, wrong: set[int], levels: list[int]) -> None:
+    """Below guesses three tokens at a time; where it is wrong, and after the three, the model wrote itself."""
+    prompt = PROMPTS[0]
+    below = Scripted({0: written(pair, prompt, 12)}, {len(prompt) + i for i in wrong})
+    below.policy = FixedLength(3)
+    engine = cascade_of(pair, below, k=6, min_length=6)
+    draft = engine.drafter.propose([Sequence(0, prompt, GREEDY, 2)], [6])
+    assert draft.node_levels(0) == levels
+    assert draft.tokens.tolist() == below.right[0][len(prompt) :][:6]
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
+def test_completions_name_who_guessed_their_tokens(pair: Pair, params: SamplingParams) -> None:
+    engine = make_engine(pair, "cascade", k=6, below=(NGRAM,))
+    done = run(engine, [*PROMPTS, [5, 6, 7] * 8], params)
+    assert {level for c in done for level in c.levels} == {"ngram", "cascade", None}
+    for c in done:
+        assert len(c.levels) == len(c.token_ids) and c.levels[0] is None
+        assert c.accepted == tuple(level is not None for level in c.levels)
+    ended_within = sum(c.metrics.spec.num_accepted_tokens - sum(c.accepted) for c in done)
+    assert 0 <= ended_within <= len(done)
+
+
+def test_every_level_has_a_name_of_its_own(pair: Pair) -> None:
+    tower = SpecConfig("cascade", below=(SpecConfig("cascade", below=(NGRAM,)),))
+    engine = make_engine(pair, "first", k=6, below=(SUFFIX, tower))
+    assert engine.drafter.level_names == ("suffix", "ngram", "cascade", "cascade")
+    assert engine.level_names == ("suffix", "ngram", "cascade", "cascade 2")
+    made = run(engine, [*PROMPTS, [5, 6, 7] * 8], GREEDY)
+    assert {level for c in made for level in c.levels if level} >= {"suffix", "cascade"}
+    assert make_engine(pair).level_names == ()
+
+
+def test_first_names_who_it_asked() -> None:
+    drafter = FirstDrafter(FirstDrafter.Options(), [Fixed([7, 8, 9], 0.1), Fixed([1, 2, 3], 0.9)])
+    draft = drafter.propose([Sequence(0, [1], SamplingParams(), 0)], [5])
+    assert draft.node_levels(0) == [1, 1, 1]

@@ -45,7 +45,8 @@ def test_full_blocks_are_found_while_in_use_and_afterwards() -> None:
 def test_the_last_token_is_always_computed() -> None:
     blocks = BlockManager(10, SIZE)
     computed(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert blocks.adopt(same := sequence([1, 2, 3, 4, 5, 6, 7, 8])) == 4
+    same = sequence([1, 2, 3, 4, 5, 6, 7, 8])
+    assert blocks.adopt(same) == 4
     assert same.num_pending == 4
     assert blocks.adopt(sequence([1])) == 0
 
@@ -94,7 +95,8 @@ def test_the_block_unused_for_longest_goes_first_and_ends_before_beginnings() ->
     blocks.release(old)
     blocks.release(new)
     assert blocks.free_blocks == order
-    assert blocks.adopt(again := sequence([1] * 5)) == 4
+    again = sequence([1] * 5)
+    assert blocks.adopt(again) == 4
     blocks.release(again)
     taker = sequence([3] * 12)
     blocks.reserve(taker, 12)
@@ -124,7 +126,8 @@ def test_fits_counts_shared_blocks_once() -> None:
 def test_rows_that_are_written_anew_are_nobody_elses() -> None:
     blocks = BlockManager(10, SIZE)
     first = computed(blocks, [1] * 9)
-    blocks.adopt(second := sequence([1] * 9))
+    second = sequence([1] * 9)
+    blocks.adopt(second)
     blocks.rewind(second, 6)
     assert (second.num_cached, len(second.blocks)) == (4, 1), "others read the block that it would write to"
     assert first.num_cached == 9

@@ -18,7 +18,7 @@ import uvicorn
 from lawkit import Pair
 
 from foretoken.request import SamplingParams
-from foretoken.server import client as clients, frames, logs, run
+from foretoken.server import client as clients, connection, frames, logs, process, run
 from foretoken.server.client import EngineClient
 from foretoken.server.errors import ApiError
 from foretoken.server.stream import Job, Stream
@@ -122,6 +122,55 @@ async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, setti
     await client.close()
 
 
+async def test_a_process_that_cannot_be_started_is_tried_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine dies while no file descriptor is to be had: that passes."""
+    client = start("dies", max_restarts=1)
+    await asyncio.wait_for(client.wait_ready(), 20)
+    spawn, failed = clients._spawn, []
+
+    def short() -> tuple[int, socket.socket]:
+        failed.append(client.state)
+        if len(failed) < 5:
+            raise OSError(24, "Too many open files")
+        return spawn()
+
+    monkeypatch.setattr(clients, "_spawn", short)
+    submit(client)
+    for _ in range(1000):
+        if client.num_restarts >= 5 and client.state == "ready":
+            break
+        await asyncio.sleep(0.02)
+    assert failed[:5] == ["down"] * 5 and client.state == "ready"
+    await client.close()
+
+
+async def test_a_first_process_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short() -> tuple[int, socket.socket]:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    said: list[str] = []
+    monkeypatch.setattr(clients, "_spawn", short)
+    client = EngineClient("x", {}, on_failure=said.append)
+    client.start()
+    with pytest.raises(ApiError):
+        await asyncio.wait_for(client.wait_ready(), 20)
+    assert said == ["the engine's process could not be started"]
+    await client.close()
+
+
+async def test_a_stop_while_a_process_is_ended_leaves_none(start: Start) -> None:
+    client = start("silent", beat_timeout=60.0)
+    await asyncio.wait_for(client.wait_ready(), 20)
+    pid = client.pid
+    ending = asyncio.create_task(process.end(pid, 60.0))  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert not Path(f"/proc/{pid}").exists()
+    client._task.cancel()  # type: ignore[union-attr]
+
+
 async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None:
     client = start("alive")
     await asyncio.wait_for(client.wait_ready(), 20)
@@ -137,7 +186,7 @@ async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None
 
 
 async def test_half_requests_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "WAIT", 0.4)
+    monkeypatch.setattr(connection, "WAIT", 0.4)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0.6)  # an answer may take its time
@@ -145,7 +194,7 @@ async def test_half_requests_are_not_waited_for(monkeypatch: pytest.MonkeyPatch)
         await send({"type": "http.response.body", "body": b"ok"})
 
     listener = run.bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, http=run.Patient, lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(app, http=connection.Patient, lifespan="off", log_config=None, access_log=False)
     server = run._Server(config)
     serving = asyncio.create_task(server.serve([listener]))
     request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -185,4 +234,4 @@ async def test_the_engine_does_not_outlive_its_server() -> None:
         assert received, "it beats before it is asked for anything"
     finally:
         ours.close()
-    assert await asyncio.wait_for(clients._end(pid, 20), 30) == 0
+    assert await asyncio.wait_for(process.end(pid, 20), 30) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from foretoken.config import SpecConfig, parse_draft
 from foretoken.request import Delta, SamplingParams, Speculation, TokenLogprob
 from foretoken.server import frames
+from foretoken.server.stream import Job, Piece, Stream
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(st.characters(exclude_categories=["Cs"])),
@@ -49,9 +51,32 @@ def test_numbers_that_json_has_not_are_not_sent() -> None:
     with pytest.raises(ValueError, match="JSON"):
         frames.pack({"type": "x", "value": float("nan")})
     token = TokenLogprob(1, float("-inf"), ((2, float("nan")), (3, -1.5)))
-    data = frames.delta_to_data(Delta("r", 0, "t", (1,), (True,), None, (token,)))
+    data = frames.delta_to_data(Delta("r", 0, "t", (1,), ("ngram",), None, (token,)))
     assert data[5] == [[1, frames.LEAST_LOGPROB, [[2, frames.LEAST_LOGPROB], [3, -1.5]]]]
     assert frames.pack({"type": "deltas", "items": [data]})
+
+
+def test_no_frame_grows_with_the_prompt() -> None:
+    scores = tuple(TokenLogprob(i, -1.0, ((i, -1.0),)) for i in range(frames.MAX_SCORES * 2 + 5))
+    delta = Delta("r", 3, "t", (1,), ("ngram",), None, (), scores)
+    before, rest = frames.scores_first(delta)
+    assert [len(f["items"]) for f in before] == [frames.MAX_SCORES, frames.MAX_SCORES, 5]
+    assert not rest.prompt_logprobs and rest.text == "t"
+    stream = Stream(Job("r", [[1]], SamplingParams(n=4)), lambda job_id: None)
+    for frame in before:
+        assert frame["id"] == "r"
+        stream.hold(frame["index"], frame["items"])
+    stream.push(piece := Piece(*frames.delta_to_data(rest)[1:]))
+    assert [token for token, _, _ in piece.prompt_logprobs] == list(range(len(scores)))
+    short = dataclasses.replace(delta, prompt_logprobs=scores[:5])
+    assert frames.scores_first(short) == ([], short)
+
+
+def test_pieces_name_who_guessed_their_tokens() -> None:
+    delta = Delta("r", 1, "ab", (5, 6, 7), (None, "ngram", "cascade"))
+    assert delta.accepted == (False, True, True)
+    piece = Piece(*json.loads(json.dumps(frames.delta_to_data(delta)))[1:])
+    assert (piece.index, piece.token_ids, piece.levels) == (1, [5, 6, 7], [None, "ngram", "cascade"])
 
 
 def through_json(value: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from foretoken.server import intake
 from foretoken.server.app import create_app
 from foretoken.server.client import EngineClient
 from foretoken.server.config import Keys, ServerConfig
@@ -56,13 +58,14 @@ async def test_every_route_but_health_wants_a_key(locked: httpx.AsyncClient) -> 
     document = (await locked.get("/openapi.json", headers=AUTHORIZED)).json()
     routes = [(m.upper(), p.replace("{name}", "x")) for p, ops in document["paths"].items() for m in ops]
     assert {p for _, p in routes} >= {*WRITING, "/health", "/ready", "/version", "/metrics", "/tokenize", "/detokenize"}
-    routes += [("GET", p) for p in ("/openapi.json", "/docs", "/", "/nowhere", "//health", "/health/", "/HEALTH")]
-    routes += [("POST", "/health"), ("OPTIONS", "/v1/models"), ("HEAD", "/metrics")]
+    routes += [("GET", p) for p in ("/openapi.json", "/docs", "/nowhere", "//", "//health", "/health/", "/HEALTH")]
+    routes += [("POST", "/health"), ("POST", "/"), ("OPTIONS", "/v1/models"), ("HEAD", "/metrics")]
     for method, path in routes:
         if (method, path) == ("GET", "/health"):
             continue
         for headers in ({}, {"authorization": "Bearer wrong-key"}, {"authorization": f"Basic {KEY}"}, {"api-key": KEY}):
-            response = await locked.request(method, path, headers=headers, content=b"{}")
+            url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # as it is, nothing put in order
+            response = await locked.request(method, url, headers=headers, content=b"{}")
             assert response.status_code == 401, (method, path)
             assert "bearer" in response.headers["www-authenticate"].lower()
             if method != "HEAD":
@@ -70,6 +73,7 @@ async def test_every_route_but_health_wants_a_key(locked: httpx.AsyncClient) -> 
         allowed = await locked.request(method, path, headers=AUTHORIZED)
         assert allowed.status_code != 401, (method, path)
     assert (await locked.get("/health")).status_code == 200
+    assert (await locked.get("/")).status_code == 200  # the playground: the same page everywhere, without data
 
 
 @pytest.mark.parametrize("host", ["x/health?", "localhost/health#", "x", "a@b:1/health"])
@@ -90,7 +94,7 @@ async def test_other_names_of_this_machine_are_refused(open_: httpx.AsyncClient)
         assert (await open_.get("/version", headers={"host": host})).status_code == 200
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "localhost@evil.example", ""):
         is_error(await open_.get("/version", headers={"host": host}), 403)
-    named, _ = visitor(ServerConfig(allowed_hosts=("my.machine",)))
+    named, _ = visitor(ServerConfig(allowed_hosts=("My.Machine",)))
     async with named:
         assert (await named.get("/version", headers={"host": "my.machine:80"})).status_code == 200
 
@@ -119,6 +123,25 @@ async def test_large_bodies_are_refused_before_they_are_read(open_: httpx.AsyncC
 
     is_error(await open_.post("/tokenize", content=endless(), headers=json_type), 413)
     is_error(await open_.get("/version", headers={f"x-{i}": "1" for i in range(200)}), 400)
+
+
+async def test_bodies_are_bounded_together(open_: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a body is read whole nothing is known of it: many at once must not fill the memory."""
+    monkeypatch.setattr(intake, "MAX_INSIDE", 1000)
+    json_type, go_on = {"content-type": "application/json"}, asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "' + b"x" * 900
+        await go_on.wait()
+        yield b'"}'
+
+    waiting = asyncio.create_task(open_.post("/tokenize", content=slow(), headers=json_type))
+    await asyncio.sleep(0.05)
+    refused = await open_.post("/tokenize", json={"prompt": "x" * 200})
+    assert "large requests" in is_error(refused, 503)["message"] and refused.headers["retry-after"] == "1"
+    go_on.set()
+    assert "loaded" in is_error(await waiting, 503)["message"], "it came as far as the engine"
+    assert "loaded" in is_error(await open_.post("/tokenize", json={"prompt": "x" * 200}), 503)["message"]
 
 
 async def test_without_an_engine(open_: httpx.AsyncClient) -> None:
@@ -157,6 +180,11 @@ async def test_metrics_and_docs(open_: httpx.AsyncClient) -> None:
         "num_requests_waiting",
         "kv_cache_usage_perc",
         "num_preemptions_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "request_queue_time_seconds_bucket",
+        "request_prefill_time_seconds_count",
+        "request_decode_time_seconds_sum",
         "prompt_tokens_total",
         "generation_tokens_total",
         "spec_decode_num_drafts_total",

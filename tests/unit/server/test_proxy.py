@@ -1,4 +1,4 @@
-"""In front of vLLM, without one: who may come in, what is passed on, what errors say; and the one connection."""
+"""In front of vLLM without a vLLM: who may come in, what is passed on and said of errors; and its one connection."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ async def test_every_route_but_health_wants_a_key() -> None:
         routes = [("POST", p) for p in PATHS]
         routes += [("GET", p) for p in ("/v1/models", "/ready", "/version", "/metrics", "/docs", "/pause", "//health")]
         for method, path in routes:
-            response = await client.request(method, path)
+            url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # as it is, nothing put in order
+            response = await client.request(method, url)
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key", path
         assert (await client.get("/health")).status_code == 200
 

@@ -27,6 +27,8 @@ def completion(per_pos: list[int], drafts: int, drafted: int) -> dict[str, Any]:
             "undrafted": {"prompt": 1},
             "time_split_s": {"draft": 0.5, "target": 1.0, "verify": 0.25, "schedule": 0.0},
             "num_preemptions": 0,
+            "time_to_first_token_s": 1.0 / drafts if drafts else 9.0,
+            "total_time_s": 2.0 + drafts,
         },
     }
 
@@ -52,6 +54,7 @@ def test_sums_and_longer_drafts_than_usual() -> None:
     assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] == 3
     assert made["foretoken"]["undrafted"] == {"prompt": 3}
     assert made["foretoken"]["time_split_s"]["target"] == 3.0
+    assert (made["foretoken"]["time_to_first_token_s"], made["foretoken"]["total_time_s"]) == (0.5, 4.0)
     assert metrics([completion([], 0, 0)], 4)["speculative_decoding"] is None
 
 

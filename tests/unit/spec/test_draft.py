@@ -30,6 +30,15 @@ def test_confidence_is_flat() -> None:
     assert draft.confidence.tolist() == pytest.approx([0.9, 0.5, 0.25])
 
 
+def test_levels_stay_with_their_nodes() -> None:
+    draft = Draft.trees([([4, 5, 6], [-1, 0, -1]), ([7], [-1])], levels=[[2, 1, 0], [1]])
+    assert draft.node_levels(0) == [2, 1, 0]
+    assert draft.kept([[0, 2], None]).node_levels(0) == [2, 0]
+    assert draft.shallow([1, 1]).node_levels(0) == [2, 0]
+    assert draft.shallow([1, 0]).node_levels(1) == []
+    assert Draft.chains([[4, 5], []]).node_levels(0) == [0, 0]
+
+
 def test_limits() -> None:
     Draft.trees([([1] * 64, [-1] * 64)])
     with pytest.raises(ConfigError, match="65 nodes; at most 64"):

@@ -170,3 +170,16 @@ def test_a_draft_that_is_no_use_is_marked(measured: Measured, pair_folders: tupl
     assert "take a draft of this very target" in report.levels(told)[0]
     looked_up = record.make_record({**config, "draft": "ngram"}, useless, plain, "run", {})
     assert "useless_draft" not in looked_up
+
+
+def test_no_repetition_finds_what_an_earlier_one_left(measured: Measured) -> None:
+    """A prompt that is found in the prefix cache costs no prefill: every arm but the first would seem faster."""
+    bench, workload, runs = measured
+    assert all(c.metrics.num_cached_tokens == 0 for arm in bench.arms for run in runs[arm] for c in run.completions)
+    drafters = [bench.install(arm).drafter for arm in bench.arms]
+    caches = [bench.llm.engine.runner.blocks, *(d.runner.blocks for d in drafters if hasattr(d, "runner"))]
+    assert len(caches) > 1
+    assert all(len(blocks.prefixes) == 0 for blocks in caches)
+    long = replace(workload, prompts=(tuple(range(1, 60)),) * 2, batch_size=1)
+    for arm, found in bench.measure(long, 2).items():
+        assert [c.metrics.num_cached_tokens for run in found for c in run.completions] == [0] * 4, arm.label

@@ -1,0 +1,394 @@
+"""The playground as a person sees it, in a headless browser: chat, race, stop, key, keyboard, phone, dark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fixtures_browser import Browser, chromium
+from fixtures_server import Server, wait_until
+
+from foretoken.models.loader import resolve_model
+
+KEY = "a-key-for-the-test"
+ENTER, ESCAPE, TAB, SHIFT, LEFT, NULL = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue012", "\ue000"
+PROMPT = "John buys 4 pounds of beef. He uses all but 1 pound in soup. How many pounds are in the soup?"
+
+# What the page sends from now on.
+WATCH = """
+const fetched = fetch;
+window.bodies = [];
+window.fetch = (path, options) => { bodies.push(JSON.parse(options.body)); return fetched(path, options); };
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(browser: Browser) -> Iterator[Server]:
+    """The embedded pair, with n-grams looked up first, behind a key."""
+    if not (resolve_model("embedded") / "model.safetensors").exists():
+        pytest.skip("the embedded weights are not in this checkout; `foretoken train` makes them")
+    made = Server("--draft", "ngram + embedded-draft", env={"FORETOKEN_API_KEY": KEY})
+    try:
+        made.wait_log("ready")
+        yield made
+    finally:
+        assert made.stop() == 0
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[Browser]:
+    """The page with its key, wide and light, greedy and short; at the end nothing was complained of."""
+    browser.resize(1280, 860)
+    browser.media(prefers_color_scheme="light")
+    browser.driver.get(server.url)
+    if browser.run("localStorage.clear(); return sessionStorage.getItem('foretoken-key')") != KEY:
+        browser.run("sessionStorage.setItem('foretoken-key', arguments[0])", KEY)
+        browser.driver.refresh()
+    browser.until(lambda: "embedded" in browser["facts"].text)
+    browser.complaints()
+    settings(browser, temperature=0, seed=7, **{"max-tokens": 48})
+    yield browser
+    assert browser.complaints() == []
+
+
+def settings(page: Browser, **values: object) -> None:
+    for name, value in values.items():
+        page.run("document.getElementById(arguments[0]).value = arguments[1]", name, str(value))
+
+
+def asked(page: Browser, text: str) -> Any:
+    """Send a message with the keyboard; the answer's element when it is complete."""
+    before = page.all(".answer")[-1:]
+    page["text"].send_keys(text, ENTER)
+    page.until(lambda: page.all(".answer")[-1:] != before and page["send"].is_displayed())
+    return page.all(".answer")[-1]
+
+
+def api(server: Server, **fields: Any) -> dict[str, Any]:
+    """The same question without a browser."""
+    body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "seed": 7, "max_tokens": 48, **fields}
+    headers = {"authorization": f"Bearer {KEY}"}
+    made: dict[str, Any] = httpx.post(
+        f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60
+    ).json()
+    return made
+
+
+def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(browser: Browser, server: Server) -> None:
+    browser.driver.get(server.url)
+    browser.run("sessionStorage.clear()")
+    browser.driver.refresh()
+    browser.until(lambda: browser["key-dialog"].is_displayed())
+    assert browser.focused == "key-field"
+    browser.press("a-wrong-key", ENTER)
+    browser.until(
+        lambda: "does not know this API key" in browser["facts"].text and browser["key-dialog"].is_displayed()
+    )
+    browser.press(KEY, ENTER)
+    browser.until(lambda: "embedded" in browser["facts"].text)
+    assert not browser["key-dialog"].is_displayed()
+    assert browser.run("return [localStorage.getItem('foretoken-key'), document.cookie, location.search]") == [
+        None,
+        "",
+        "",
+    ]
+    browser.driver.refresh()
+    browser.until(lambda: "embedded" in browser["facts"].text)
+    browser["key"].click()
+    browser["key-forget"].click()
+    browser.until(lambda: "wants an API key" in browser["facts"].text)
+    assert browser.run("return sessionStorage.length") == 0
+    assert KEY not in browser.driver.page_source
+
+
+def test_chat_shows_who_guessed_each_token(page: Browser, server: Server) -> None:
+    answer = asked(page, PROMPT)
+    made = api(server, return_token_ids=True)["choices"][0]
+    assert answer.find_element("css selector", ".said").get_property("textContent") == made["message"]["content"]
+    shown = page.run(
+        "return [...document.querySelectorAll('.answer .said span')].map((s) => [s.textContent, s.className])"
+    )
+    classes = {None: "own", "ngram": "guess g1", "draft_model": "guess g2"}
+    assert [c for _, c in shown] == [classes[level] for level in made["levels"]]
+    assert {"own", "guess g1", "guess g2"} == {c for _, c in shown}
+    starts = made["text_offset"]
+    assert [text for text, _ in shown] == [
+        made["message"]["content"][a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)
+    ]
+    looks = page.run(
+        "return ['.g1', '.g2', '.own'].map((c) => getComputedStyle(document.querySelector('.answer ' + c)))"
+        ".map((s) => [s.textDecorationLine, s.textDecorationStyle, s.backgroundColor])"
+    )
+    assert len({tuple(look) for look in looks}) == 3
+    assert [look[:2] for look in looks] == [["underline", "solid"], ["underline", "dashed"], ["none", "solid"]]
+    titles = {s.get_attribute("title") for s in page.all(".answer .guess")}
+    assert titles == {f"guessed by {name}, accepted by the model" for name in ("n-gram lookup", "draft model")}
+    counts = [item.text for item in page.all("#legend li")]
+    assert counts == [
+        f"{name} {made['levels'].count(level)}"
+        for name, level in (("n-gram lookup", "ngram"), ("draft model", "draft_model"), ("the model itself", None))
+    ]
+
+
+def test_figures_are_those_of_the_last_chunk(page: Browser) -> None:
+    page.run(
+        "const fetched = fetch; window.seen = []; window.fetch = async (...a) => { const r = await fetched(...a);"
+        " r.clone().text().then((t) => seen.push(t)); return r; }"
+    )
+    asked(page, PROMPT)
+    stream = page.until(lambda: page.run("return seen[0]"))
+    metrics = json.loads(stream.split("\n\n")[-3][6:])["metrics"]
+    spec, own = metrics["speculative_decoding"], metrics["foretoken"]
+    page.until(lambda: "%" in page["f-accepted"].text)
+    assert page["f-length"].text == f"{spec['mean_acceptance_length']:.2f} tokens"
+    assert page["f-accepted"].text == f"{100 * spec['draft_acceptance_rate']:.0f} %"
+    assert page["f-first"].text == f"{1000 * own['time_to_first_token_s']:.0f} ms"
+    assert float(page["f-rate"].text) > 0
+    widths = page.run("return [...document.querySelectorAll('#split i')].map((i) => i.getBoundingClientRect().width)")
+    split = own["time_split_s"]
+    assert widths[1] / widths[0] == pytest.approx(split["target"] / split["draft"], rel=0.05)
+    columns = page.run(
+        "return new Set([...document.querySelectorAll('#passes rect')].map((r) => r.getAttribute('x'))).size"
+    )
+    assert columns == own["num_rounds"]
+    assert "tokens a second" in page["status"].get_property("textContent")
+
+
+def test_a_conversation_goes_on_and_begins_anew(page: Browser) -> None:
+    asked(page, "Hey, can I get a latte?")
+    page.run(WATCH)
+    asked(page, "And a tea?")
+    roles = [m["role"] for m in page.run("return bodies[0].messages")]
+    assert roles == ["user", "assistant", "user"]
+    assert page.run("return bodies[0].messages[1].content") == page.run(
+        "return document.querySelector('.answer .said').textContent"
+    )
+    page["anew"].click()
+    assert not page.all(".turn") and page["welcome"].is_displayed()
+    settings(page, policy="off", k=3)
+    asked(page, "Hey, can I get a latte?")
+    assert page.run("return bodies[1].messages.length") == 1
+    assert page.run("return bodies[1].speculation") == {"policy": "off", "num_draft_tokens": 3}
+    assert not page.all(".answer .guess"), "nothing was drafted"
+
+
+def test_the_race_ends_in_the_same_text(page: Browser) -> None:
+    settings(page, temperature=0.8)
+    page.run(WATCH)
+    page["tab-race"].click()
+    page["race-text"].clear()
+    page["race-text"].send_keys(PROMPT, ENTER)
+    page.until(lambda: page["verdict"].is_displayed())
+    assert page["same"].text == "Same text"
+    off, on = (page.run(f"return document.querySelector('#lane-{w} .said').textContent") for w in ("off", "on"))
+    assert off == on and len(on) > 20
+    assert f"{len(on.encode())} bytes, all equal" in page["bytes"].text
+    assert not page.all("#lane-off .guess") and page.all("#lane-on .guess")
+    clocks = [float(c.text.split()[0]) for c in page.all('[data-part="clock"]')]
+    assert float(page["factor"].text[:-1]) == pytest.approx(clocks[0] / clocks[1], rel=0.05)
+    warm, off_body, on_body = page.run("return bodies")
+    assert len({b.pop("cache_salt") for b in (warm, off_body, on_body)}) == 3, "neither run leaves the other anything"
+    assert off_body.pop("speculation") == warm["speculation"] == "off" and on_body == off_body
+    page["replay"].click()
+    page.until(lambda: page["race-go"].is_displayed())
+    assert page.run("return document.querySelector('#lane-on .said').textContent") == on
+
+
+def test_a_race_that_differs_says_so(page: Browser) -> None:
+    """It never should; so the second text is changed on its way."""
+    page.run(
+        "const f = fetch; let n = 0; window.fetch = async (p, o) => { const r = await f(p, o); if (++n < 3) return r;"
+        ' const t = (await r.text()).replace(/"content":"([^"\\\\]+)"/, \'"content":"X$1"\'); return new Response(t); }'
+    )
+    page["tab-race"].click()
+    page["race-go"].click()
+    page.until(lambda: page["verdict"].is_displayed())
+    assert page["same"].text == "The texts differ"
+    assert "from byte 0 on" in page["bytes"].text and "report" in page["bytes"].text
+
+
+@pytest.mark.parametrize("by", ["escape", "button"])
+def test_stop_cancels_in_the_engine(page: Browser, server: Server, by: str) -> None:
+    settings(page, temperature=1.4, **{"max-tokens": 1800})
+    at = len(server.log)
+    page["text"].send_keys("Tell me everything.", ENTER)
+    page.until(lambda: page.all(".answer .said span"))
+    if by == "escape":
+        page.press(ESCAPE)
+    else:
+        page["stop"].click()
+    page.until(lambda: page["send"].is_displayed())
+    assert "stopped" in page.all(".answer .took")[-1].text
+    kept = page.run("return document.querySelector('.answer .said').textContent")
+    assert kept
+    wait_until(lambda: any(e["message"] == "answered" for e in server.log[at:]))
+    last = [e for e in server.log[at:] if e["message"] == "answered"][-1]
+    assert last["status"] == 499 and last["output_tokens"] < 1800
+    assert page.run("return document.querySelector('.answer .said').textContent") == kept
+
+
+def test_what_a_model_writes_stays_text(page: Browser) -> None:
+    evil = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script><b>x</b>&amp;\u202e'
+    chunk = {
+        "token_ids": [1],
+        "levels": [evil],
+        "text_offset": [0],
+        "finish_reason": "stop",
+        "delta": {"content": evil},
+    }
+    stream = f"data: {json.dumps({'choices': [chunk]})}\n\ndata: [DONE]\n\n"
+    page.run("window.fetch = async () => new Response(arguments_[0])".replace("arguments_[0]", json.dumps(stream)))
+    answer = asked(page, evil)
+    assert answer.find_element("css selector", ".said").get_property("textContent") == evil
+    assert not page.all("main img, main script, main b") and page.run("return window.pwned") is None
+    assert evil in page["legend"].get_property("textContent")
+
+
+def test_the_browser_keeps_the_page_to_its_rules(page: Browser) -> None:
+    tried = page.run("""
+        const p = document.createElement('p'), script = document.createElement('script'), tried = {};
+        document.body.append(p);
+        const acts = {
+          markup: () => { p.innerHTML = '<b>x</b>'; },
+          handler: () => p.setAttribute('onclick', 'window.ran = 1'),
+          script: () => { script.textContent = 'window.ran = 1'; p.append(script); },
+          outside: () => fetch('http://127.0.0.1:9/'),  // nobody listens there; the rule comes first
+          code: () => eval('1'),
+          made: () => new Function('return 1')(),
+        };
+        const attempt = async ([name, act]) => {
+          try { await act(); tried[name] = 'done'; } catch (e) { tried[name] = e.name; }
+        };
+        // Later, on the page's own behalf: what a driver runs itself is under no rule.
+        return new Promise((done) => setTimeout(async () => {
+          await Promise.all(Object.entries(acts).map(attempt));
+          done(tried);
+        }));
+        """)
+    refused = dict.fromkeys(("markup", "handler", "script", "outside"), "TypeError")
+    assert tried == refused | {"code": "EvalError", "made": "EvalError"}
+    assert page.run("return window.ran") is None
+    said = " ".join(page.complaints())
+    assert "Content Security Policy" in said and "connect-src" in said and "TrustedScript" in said
+
+
+def test_errors_say_what_to_do(page: Browser) -> None:
+    settings(page, **{"max-tokens": 99999})
+    page["text"].send_keys("x", ENTER)
+    assert "2048" in page.until(lambda: page.all(".fault"))[0].text
+    settings(page, **{"max-tokens": 48})
+    page.run("document.getElementById('text').value = 'many words '.repeat(4000)")
+    assert "begin a new conversation" in asked(page, "x").text
+    page.complaints()  # the browser's own line on status 400
+    replies = {
+        "window.fetch = async () => { throw new TypeError('x'); }": "whether it still runs",
+        'window.fetch = async () => new Response(\'{"error":{"message":"the queue is full; try again later"}}\','
+        " {status: 429, headers: {'retry-after': '7'}})": "The queue is full. Try again in 7 s.",
+        'window.fetch = async () => new Response(\'data: {"error":{"message":"lost it"}}\\n\\n\')': "lost it",
+        "window.fetch = async () => new Response('data: {\"choices\":[]}\\n\\n')": "broke off",
+        "window.fetch = async () => new Response('<p>bad gateway', {status: 502})": "status 502",
+    }
+    for answer, remedy in replies.items():
+        page.run(answer)
+        page["text"].clear()
+        asked(page, "my words")
+        assert remedy in page.all(".fault")[-1].text
+        assert page["text"].get_property("value") == "my words", "nothing is lost"
+        assert remedy in page["status"].get_property("textContent")
+        assert len(page.all(".turn")) == 2, "what failed before is gone"
+
+
+def test_keyboard(page: Browser) -> None:
+    page["text"].send_keys("one", SHIFT, ENTER, NULL, "two")
+    assert page["text"].get_property("value") == "one\ntwo" and not page.all(".turn")
+    page["text"].clear()
+    page.run("document.querySelector('.skip').focus()")
+    order = []
+    for _ in range(10):
+        page.press(TAB)
+        order.append(page.focused)
+    assert order == ["key", "theme", "tab-chat", "", "", "", "text", "send", "", "temperature"]
+    page.run("document.getElementById('tab-chat').focus()")
+    page.press(LEFT)
+    assert page.focused == "tab-race" and page["race"].is_displayed() and not page["ask"].is_displayed()
+    assert page["tab-race"].get_attribute("aria-selected") == "true"
+    outline = page.run("return getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid", "the focus is seen"
+
+
+def test_phone(page: Browser) -> None:
+    page.resize(340, 740)
+    answer = asked(page, PROMPT + " " + "unbreakable" * 12)
+    below = page.run("return document.getElementById('ask').getBoundingClientRect().top")
+    page.until(lambda: page.run("return arguments[0].getBoundingClientRect().bottom", answer) <= below + 16)
+    for tab in ("chat", "race"):
+        page[f"tab-{tab}"].click()
+        if tab == "race":
+            page["race-go"].click()
+            page.until(lambda: page["verdict"].is_displayed())
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+        beyond = page.run(
+            "return [...document.querySelectorAll('body *')]"
+            ".filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.tagName + e.id)"
+        )
+        assert beyond == []
+    small = page.run(
+        "return [...document.querySelectorAll('button, input, select, summary')].filter((e) => e.checkVisibility())"
+        ".filter((e) => e.getBoundingClientRect().height < 24).map((e) => e.id)"
+    )
+    assert small == [], "large enough for a finger"
+
+
+def contrast(a: list[float], b: list[float]) -> float:
+    """As WCAG defines it, of two colours."""
+
+    def luminance(colour: list[float]) -> float:
+        parts = [c / 255 for c in colour]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_by_system_and_by_switch(page: Browser) -> None:
+    painted = """
+        const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+        const p = document.createElement('p');
+        document.body.append(p);
+        const colours = arguments[0].map((name) => {
+          p.style.color = `var(--${name})`;
+          canvas.fillStyle = getComputedStyle(p).color;
+          canvas.fillRect(0, 0, 1, 1);
+          return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+        });
+        p.remove();
+        return colours;
+    """
+    names = ["ink", "soft", "accent", "bad", "good", "l1", "l2", "l3", "l4", "l5"]
+    for scheme in ("light", "dark"):
+        page.media(prefers_color_scheme=scheme)
+        paper, card, *inks = page.run(painted, ["paper", "card", *names])
+        assert (sum(paper) < 200) == (scheme == "dark")
+        for name, ink in zip(names, inks, strict=True):
+            for ground in (paper, card):
+                assert contrast(ink, ground) >= (3 if name.startswith("l") else 4.5), name  # WCAG: marks 3, text 4.5
+    switched = []
+    for _ in range(3):
+        page["theme"].click()
+        switched.append((page["theme"].text.split()[1], sum(page.run(painted, ["paper"])[0]) < 200))
+    assert switched == [("Light", False), ("Dark", True), ("Auto", True)]
+    moving = "document.getElementById('race').hidden = false; const said = document.querySelector('.lane .said');"
+    moving += "said.classList.add('writing'); return getComputedStyle(said, '::after').animationName"
+    assert page.run(moving) == "blink"
+    page.media(prefers_reduced_motion="reduce")
+    assert page.run(moving) == "none"

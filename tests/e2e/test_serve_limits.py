@@ -1,0 +1,135 @@
+"""A server with few file descriptors, a full disk for its log and clients that only wait: it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fixtures_server import START, children, gauge, program_of, wait_until
+
+FILES = 120
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+FIELDS: dict[str, Any] = {"prompt": "the sum of", "max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+
+
+class Poor:
+    """A server that has next to nothing. Its log goes to a device that is always full."""
+
+    def __init__(self, *flags: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "foretoken", "serve", "--port", str(self.port), "--threads", "1", *flags]
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with open("/dev/full", "w") as full:
+            self.process = subprocess.Popen(
+                command, stderr=full, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))
+            )
+        wait_until(self._is_ready, START)
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, "the server ended"
+        try:
+            return httpx.get(f"{self.url}/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    @property
+    def num_files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def child(self, program: str) -> int:
+        return program_of(self.process.pid, program)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), 10)
+
+
+@pytest.fixture(scope="module")
+def server(pair_folders: tuple[Path, Path]) -> Iterator[Poor]:
+    made = Poor("--model", str(pair_folders[0]), "--draft", "ngram", "--max-num-seqs", "4")
+    try:
+        yield made
+    finally:
+        made.process.terminate()
+        assert made.process.wait(30) == 0
+        assert not children(made.process.pid)
+
+
+def text_of(http: httpx.Client) -> str:
+    response = http.post("/v1/completions", json=FIELDS)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def was_refused(connection: socket.socket) -> bool:
+    """Was it told at once that there are too many?"""
+    connection.settimeout(0.05)
+    try:
+        said = connection.recv(4096)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    assert not said or (b"503 Service Unavailable" in said and json.loads(said.partition(b"\r\n\r\n")[2])["error"])
+    return True
+
+
+def test_connections_without_number(server: Poor) -> None:
+    """200 that say nothing take what descriptors there are for clients, and no more. Who is inside does not notice, a
+    dead engine is replaced all the while, and when they leave there is room again."""
+    with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
+        alone, before = text_of(http), server.num_files
+        idle = [stack.enter_context(server.connect()) for _ in range(200)]
+        assert text_of(http) == alone
+        refused = [was_refused(connection) for connection in idle]
+        assert refused.count(False) < FILES and refused.count(True) > 200 - FILES
+        assert server.num_files < FILES
+        engine = server.child("worker")
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: http.get("/health").status_code == 503)
+        wait_until(lambda: http.get("/ready").status_code == 200, 60)
+        assert text_of(http) == alone and server.child("worker") != engine
+        stack.close()
+        wait_until(lambda: server.num_files <= before)
+        with httpx.Client(base_url=server.url, timeout=60) as other:
+            assert text_of(other) == alone
+
+
+def test_who_does_not_read_holds_up_nobody(server: Poor) -> None:
+    body = json.dumps({**FIELDS, "n": 8, "max_tokens": 200, "stream": True, "logprobs": 20}).encode()
+    with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
+        alone = text_of(http)
+        for _ in range(4):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(HEAD + b"%d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: gauge(http, "num_requests_running") > 0)
+        assert text_of(http) == alone
+        wait_until(lambda: gauge(http, "num_requests_running") == 0, 60)  # the engine does not wait for readers
+        stack.close()
+        wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
+        wait_until(lambda: server.num_files < 40)
+        assert text_of(http) == alone
+
+
+def test_half_of_a_body_and_no_more(server: Poor) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
+        before = server.num_files
+        for _ in range(20):
+            stack.enter_context(server.connect()).sendall(HEAD + b"999\r\n\r\n{")
+        assert text_of(http)
+        stack.close()
+        wait_until(lambda: server.num_files <= before + 1)

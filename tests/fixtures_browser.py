@@ -1,0 +1,83 @@
+"""A headless Chromium for tests of the playground; what needs one is left out, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+WAIT = 30.0  # seconds at most, on a busy machine
+
+
+class Browser:
+    """One tab. Elements are named by their id."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.run: Callable[..., Any] = driver.execute_script
+
+    def __getitem__(self, id: str) -> Any:
+        return self.driver.find_element("id", id)
+
+    def all(self, selector: str) -> list[Any]:
+        """Elements by CSS selector."""
+        found: list[Any] = self.driver.find_elements("css selector", selector)
+        return found
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Wait until it holds; what it holds."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.driver, WAIT, 0.02).until(lambda _: condition())
+
+    def press(self, *keys: str) -> None:
+        """Keys, wherever the focus is."""
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver, duration=0).send_keys(*keys).perform()
+
+    @property
+    def focused(self) -> str:
+        """The id of the element with the focus."""
+        return str(self.run("return document.activeElement.id"))
+
+    def resize(self, width: int, height: int) -> None:
+        """Make the page so large, in its own pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def media(self, **features: str) -> None:
+        """What the system prefers: `prefers_color_scheme="dark"`; nothing named: as it is."""
+        pairs = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": pairs})
+
+    def complaints(self) -> list[str]:
+        """Errors in the browser's console since it was last asked."""
+        return [e["message"] for e in self.driver.get_log("browser") if e["level"] == "SEVERE"]
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser; skips the test where there is no Chromium, no driver of its kind or no selenium."""
+    pytest.importorskip("selenium", reason="selenium is not installed (it is in the extra 'dev')")
+    binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    driver_binary = shutil.which("chromedriver")
+    if binary is None or driver_binary is None:
+        pytest.skip("no Chromium with its chromedriver here (Debian: chromium, chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    # Both are named, so selenium has nothing to look for, or to load from elsewhere.
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_binary))
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()

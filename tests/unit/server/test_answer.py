@@ -1,0 +1,107 @@
+"""Answers as responses: what goes wrong in the middle of a stream is said in it, and no answer blocks the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lawkit import Pair
+
+from foretoken.request import SamplingParams
+from foretoken.server.answer import INLINE, Answer
+from foretoken.server.client import EngineClient
+from foretoken.server.gate import Gate
+from foretoken.server.guard import Visit
+from foretoken.server.metrics import Metrics
+from foretoken.server.replies import CompletionReply
+from foretoken.server.stream import Job, Piece, Stream
+from foretoken.server.text import Text
+
+pytestmark = pytest.mark.asyncio
+DONE = {
+    "finish_reason": "stop",
+    "seed": 1,
+    "metrics": {
+        **dict.fromkeys(("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_preemptions"), 0),
+        "time_to_first_token_s": 0.0,
+        "total_time_s": 0.0,
+        "num_accepted_tokens_per_pos": [],
+        "undrafted": {},
+        "time_split_s": dict.fromkeys(("draft", "target", "verify", "schedule"), 0.0),
+    },
+}
+
+
+class Recorded(CompletionReply):
+    """Remembers which threads wrote it; fails at its second piece where it is told to."""
+
+    breaks = False
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.threads: set[int] = set()
+
+    def body(self) -> dict[str, Any]:
+        self.threads.add(threading.get_ident())
+        return super().body()
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        self.threads.add(threading.get_ident())
+        if self.breaks and len(self.choices[0].text) > 1:
+            raise ValueError("a fault of ours at 0x7fffdeadbeef")
+        yield from super().events(piece)
+
+
+async def answered(reply: Recorded, pieces: list[Piece], events: bool) -> tuple[int, bytes, Gate]:
+    """Status and body of the answer that these pieces make, and the gate that it came through."""
+    gate = Gate(10)
+    stream = Stream(Job("r", [[1]], SamplingParams()), lambda job_id: None)
+    for piece in pieces:
+        stream.push(piece)
+    metrics = Metrics(EngineClient("x", {}), gate, "x", "vllm:")
+    answer = Answer(reply, stream, gate.enter(1, 1), metrics, events=events, usage=False, timeout=10)
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await answer({"type": "http", "foretoken": Visit("r")}, receive, send)  # type: ignore[arg-type]
+    return sent[0]["status"], b"".join(m.get("body", b"") for m in sent), gate
+
+
+@pytest.fixture
+def reply(pair: Pair) -> Recorded:
+    text = Text(pair.tokenizer.as_files(), 304, 256)
+    return Recorded("cmpl-1", "x", text, 1, logprobs=True, echoes=[], hidden=False)
+
+
+def piece(text: str, scores: int = 0, done: bool = False) -> Piece:
+    entries = [[5, -1.0, []] for _ in range(scores)]
+    return Piece(0, text, [5], [0], [[5, -1.0, []]], entries, DONE if done else None)
+
+
+async def test_a_fault_in_the_middle_is_said(reply: Recorded) -> None:
+    reply.breaks = True
+    status, body, gate = await answered(reply, [piece("a"), piece("b"), piece("c", done=True)], True)
+    lines = [line[6:] for line in body.decode().split("\n\n") if line]
+    assert status == 200 and lines[-1] == "[DONE]" and len(lines) == 3
+    assert json.loads(lines[1])["error"]["type"] == "server_error" and "0x7f" not in body.decode()
+    assert gate.num_inside == 0
+
+
+@pytest.mark.parametrize("events", [True, False])
+async def test_many_log_probabilities_are_written_out_elsewhere(reply: Recorded, events: bool) -> None:
+    """The event loop has other requests to serve meanwhile."""
+    await answered(reply, [piece("a", scores=INLINE + 1), piece("b", done=True)], events)
+    assert reply.threads - {threading.get_ident()}
+    few = Recorded("cmpl-1", "x", reply.text, 1, logprobs=True, echoes=[], hidden=False)
+    await answered(few, [piece("a", done=True)], events)
+    assert few.threads == {threading.get_ident()}
