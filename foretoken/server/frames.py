@@ -18,6 +18,7 @@ from foretoken.request import Completion, Delta, SamplingParams, Speculation, To
 MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has lost its mind
 MAX_SCORES = 1024  # tokens of a prompt whose log-probabilities go in one frame
 LEAST_LOGPROB = -9999.0  # what JSON has for minus infinity, as other servers write it
+PASS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a pass: vLLM's buckets
 _LENGTH = struct.Struct("<I")
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _decode = json.JSONDecoder().raw_decode
