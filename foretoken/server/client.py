@@ -98,6 +98,7 @@ class EngineClient:
                 "params": frames.params_to_data(job.params),
                 "tenant": job.tenant,
                 "priority": job.priority,
+                "detailed": job.detailed,
                 "speculation": frames.wish_to_data(job.speculation),
                 "score_prompt": job.score_prompt,
                 "choice": None if job.choice is None else list(job.choice),
