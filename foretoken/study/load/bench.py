@@ -129,7 +129,9 @@ class Bench:
         limit = chosen.get("max_model_len")
         if isinstance(limit, int):
             self.max_model_len = min(limit, self.max_model_len or limit)
-        return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")))
+        about = chosen.get("speculation")
+        about = about if isinstance(about, dict) else None
+        return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")), speculation=about)
 
     async def _check_wish(self, arm: Arm) -> None:
         """A server that does not read `speculation` would measure one thing twice. Raises ConfigError."""
