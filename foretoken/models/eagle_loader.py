@@ -133,7 +133,9 @@ def _in_format(ops: Ops, w: QuantTensor, quant: QuantScheme) -> QuantTensor:
     if quant.rows_together != 1:
         return ops.pack(quant.encode(scheme.get(plain.format).decode(plain)))
     parts = [
-        quant.encode(scheme.get(plain.format).decode_rows(plain, torch.arange(i, min(i + CHUNK, w.shape[0]), device=device)))
+        quant.encode(
+            scheme.get(plain.format).decode_rows(plain, torch.arange(i, min(i + CHUNK, w.shape[0]), device=device))
+        )
         for i in range(0, w.shape[0], CHUNK)
     ]
     return ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))

@@ -205,7 +205,9 @@ class WeightReader:
         o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
         gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
         return LayerWeights(
-            input_norm=self.vector(f"{at}.input_layernorm.weight") if first_norm else torch.empty(0, device=self.device),
+            input_norm=self.vector(f"{at}.input_layernorm.weight")
+            if first_norm
+            else torch.empty(0, device=self.device),
             qkv=self.stack(qkv),
             qkv_bias=self.biases(qkv, c.qkv_bias),
             q_norm=self.vector(f"{at}.self_attn.q_norm.weight") if c.qk_norm else None,
