@@ -18,7 +18,7 @@ from foretoken.ops.triton.packing import embedding, pack, serves, unpack
 
 _missing: str | None = None
 try:
-    from foretoken.ops.triton.linear import linear, norm_linear, rms_norm, rope, silu_linear, silu_mul
+    from foretoken.ops.triton.dispatch import linear, norm_linear, rms_norm, rope, silu_linear, silu_mul
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise
