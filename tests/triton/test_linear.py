@@ -23,10 +23,26 @@ from foretoken.ops.triton import dispatch as host, packing, tiling as cuts
 ROUNDING = {"half": 2.0**-11, "bf16": 2.0**-8, "single": 0.0, "int8": 0.0, "fp8_half": 0.0}
 SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
 
-FORMATS = (
-    "bf16 fp16 fp32 w8a16 w8a8 w8a8-g64 w4a16 w4a16-g32-asym w4a8 w4a8-g32 w4a8-asym fp8 fp8-b128 fp8-a8 "
-    "fp8_e5m2 fp8_e5m2-a8 qoq w4a8-qoq"
-).split()
+FORMATS = [
+    "bf16",
+    "fp16",
+    "fp32",
+    "w8a16",
+    "w8a8",
+    "w8a8-g64",
+    "w4a16",
+    "w4a16-g32-asym",
+    "w4a8",
+    "w4a8-g32",
+    "w4a8-asym",
+    "fp8",
+    "fp8-b128",
+    "fp8-a8",
+    "fp8_e5m2",
+    "fp8_e5m2-a8",
+    "qoq",
+    "w4a8-qoq",
+]
 every_format = pytest.mark.parametrize("name", FORMATS)
 FEW = ["bf16", "fp32", "w4a16-g32", "w4a8-g32-asym", "w8a8-g64", "fp8-a8"]
 backend = ops.resolve("triton")
@@ -152,19 +168,21 @@ def test_small_ops():
 @every_format
 def test_rows_do_not_know_their_company(name):
     _, w = packed(name, 33, 256 if name == "fp8-b128" else 128)
-    x, bias = randn(70, w.shape[1]), randn(33, seed=2)
+    x, bias = randn(70 if name in FEW else 20, w.shape[1]), randn(33, seed=2)
     whole = backend.linear(x, w, bias)
-    for start, count in ((69, 1), (3, 16), (2, 17), (37, 33)):
+    for start, count in ((69, 1), (2, 17), (37, 33)) if name in FEW else ((19, 1),):
         assert backend.linear(x[start : start + count].clone(), w, bias).equal(whole[start : start + count]), count
-    assert backend.linear(x[3:4], w, bias).equal(whole[3:4])  # wherever it lies in memory
 
 
-def test_every_number_of_rows_up_to_64_gives_a_row_the_same_bits():
+def test_a_row_keeps_its_bits_as_others_join_it():
+    """Numbers of rows on either side of every border; that all others run the same code, the cut's test says."""
     _, w = packed("w4a16-g32", 8, 64)
     x = randn(64, 64)
     whole = backend.linear(x, w)
-    for count in range(1, 65):
+    for count in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63):
         assert backend.linear(x[:count].clone(), w).equal(whole[:count]), count
+    lies = torch.cat([torch.zeros(1), x.flatten()])[1:].view(64, 64)
+    assert lies.data_ptr() % 16 and backend.linear(lies, w).equal(whole)  # wherever it lies in memory
 
 
 @pytest.fixture
@@ -177,7 +195,7 @@ def short_parts(monkeypatch):
 def test_split_sums_keep_the_law(name, short_parts, monkeypatch):
     plain, w = packed(name, 20, 512)
     assert cuts.tiling(w).split >= 4
-    x, bias, residual = randn(70, 512), randn(20, seed=2), randn(70, 20, seed=3)
+    x, bias, residual = randn(65, 512), randn(20, seed=2), randn(65, 20, seed=3)
     whole = backend.linear(x, w, bias, residual)
     assert backend.linear(x[17:18].clone(), w, bias, residual[17:18]).equal(whole[17:18])
     wanted = as_entered(x, plain) @ scheme.get(plain.format).decode(plain).double().T + bias + residual
@@ -203,7 +221,7 @@ def test_fused_forms_have_the_bits_of_their_parts(name):
 
 @every_format
 def test_the_cut_depends_on_the_weight_alone(name):
-    """Nothing that is compiled or launched changes with the rows but how many programs there are, and of how many tiles."""
+    """Nothing that is compiled or launched changes with the rows but the number of programs, and of tiles in one."""
     _, w = packed(name, 100, 4096)
     seen = set()
     for count in (*range(1, 65), 100, 500):
@@ -253,6 +271,6 @@ def test_rows_that_do_not_fit_are_refused():
         gpu.linear(randn(2, 65), w)
     with pytest.raises(ValueError, match="to be float32"):
         gpu.linear(randn(2, 64).half(), w)
-    with pytest.raises(ValueError, match="do not fit its shape|do not fit a weight"):
+    with pytest.raises(ValueError, match="do not fit a weight"):
         gpu.pack(replace(gpu.unpack(w), shape=(5, 64)))
     assert gpu.linear(randn(0, 64), w).shape == (0, 4)
