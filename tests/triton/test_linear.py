@@ -44,7 +44,7 @@ FORMATS = [
     "w4a8-qoq",
 ]
 every_format = pytest.mark.parametrize("name", FORMATS)
-FEW = ["bf16", "fp32", "w4a16-g32", "w4a8-g32-asym", "w8a8-g64", "fp8-a8"]
+FEW = ["bf16", "fp32", "w4a16-g32-asym", "w4a8-g32", "fp8-a8"]
 backend = ops.resolve("triton")
 
 
@@ -83,7 +83,7 @@ def size(x: Tensor, w: QuantTensor) -> Tensor:
 
 
 @every_format
-@pytest.mark.parametrize(("T", "O", "K"), [(19, 70, 384), (1, 3, 40), (40, 33, 160)])
+@pytest.mark.parametrize(("T", "O", "K"), [(19, 40, 256), (1, 3, 40), (33, 70, 96)])
 def test_values(T, O, K, name):  # noqa: E741
     if not fits(name, K):
         return
@@ -179,7 +179,7 @@ def test_a_row_keeps_its_bits_as_others_join_it():
     _, w = packed("w4a16-g32", 8, 64)
     x = randn(64, 64)
     whole = backend.linear(x, w)
-    for count in (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63):
+    for count in (1, 2, 7, 15, 16, 17, 32, 33, 48, 63):
         assert backend.linear(x[:count].clone(), w).equal(whole[:count]), count
     lies = torch.cat([torch.zeros(1), x.flatten()])[1:].view(64, 64)
     assert lies.data_ptr() % 16 and backend.linear(lies, w).equal(whole)  # wherever it lies in memory
@@ -191,15 +191,15 @@ def short_parts(monkeypatch):
     monkeypatch.setattr(cuts, "SHORTEST", 1)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "w8a8-g64", "fp8-a8"])
 def test_split_sums_keep_the_law(name, short_parts, monkeypatch):
-    plain, w = packed(name, 20, 512)
-    assert cuts.tiling(w).split >= 4
-    x, bias, residual = randn(65, 512), randn(20, seed=2), randn(65, 20, seed=3)
+    plain, w = packed(name, 20, 256)
+    assert cuts.tiling(w).split == (2 if name == "fp8-a8" else 4)
+    x, bias, residual = randn(65, 256), randn(20, seed=2), randn(65, 20, seed=3)
     whole = backend.linear(x, w, bias, residual)
     assert backend.linear(x[17:18].clone(), w, bias, residual[17:18]).equal(whole[17:18])
     wanted = as_entered(x, plain) @ scheme.get(plain.format).decode(plain).double().T + bias + residual
-    assert (whole - wanted).abs().max() <= SUMS * 3 * math.sqrt(512) * 4
+    assert (whole - wanted).abs().max() <= SUMS * 3 * math.sqrt(256) * 4
     monkeypatch.setattr(host, "ROWS_AT_ONCE", 64)  # a long pass goes in slices
     assert backend.linear(x, w, bias, residual).equal(whole)
 

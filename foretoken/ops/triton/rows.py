@@ -27,7 +27,7 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
     else:
         x = tl.load(x_ptr + row * width + cols, mask=inside, other=0.0)
         if SOURCE == "norm":
-            mean = tl.div_rn(tl.sum(x * x, axis=0), width.to(tl.float32))
+            mean = tl.div_rn(tl.sum(x * x, axis=0), tl.full((), width, tl.float32))
             x = x * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
             x = x * tl.load(norm_ptr + cols, mask=inside, other=0.0)
     return x

@@ -185,6 +185,31 @@ def test_products_compile_everywhere(name, capability, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+def test_the_smallest_shapes_compile(tmp_path, monkeypatch):
+    """Sizes of 1 become constants of a kernel, which must bear that."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    w = gpu.pack(QuantScheme.parse("w4a8").encode(torch.ones(1, 64)))
+    launch, ready = dispatch.preparation(torch.empty(1, 64), "int8", w.group)
+    launches = [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
+    launches.append(dispatch.preparation(torch.empty(1, 1), "single", 1, "norm", torch.ones(1), 1e-5)[0])
+    launches.append(dispatch.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
+    assert all(launch.compile(90).asm["cubin"] for launch in launches)
+
+
+@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+def test_kernels_are_not_compiled_for_numbers_of_rows():
+    """What a launch leaves free, Triton must not specialize on: one row, or a multiple of 16, would be other code."""
+    w = gpu.pack(QuantScheme.parse("w4a16").encode(torch.ones(8, 4096)))
+    launch, ready = dispatch.preparation(torch.empty(3, 4096), "half", w.group)
+    launches = [launch, *dispatch.multiplication(ready, w, None, None, torch.empty(3, 8))]
+    assert len(launches) == 3
+    for launch in launches:
+        given = {p.name for p in launch.kernel.params if p.do_not_specialize}
+        rows = {name for name, value in launch.arguments.items() if name == "num_rows"}
+        assert given == launch.free == rows
+
+
+@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_small_ops_compile(capability, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
