@@ -104,7 +104,7 @@ def main() -> None:
                     row["engine_ms"] = seconds / (args.tokens - 1) * 1e3
                 else:
                     before = cpu_seconds(server.pid), cpu_seconds(server.engine_pid)
-                    seconds, _events, its = server.stream(common)
+                    seconds, events, its = server.stream(common)
                     spent = cpu_seconds(server.pid) - before[0]
                     row["http_ms"] = seconds / (args.tokens - 1) * 1e3
                     row["server_cpu_ms"] = spent / args.tokens * 1e3

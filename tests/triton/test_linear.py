@@ -131,7 +131,7 @@ def test_every_code_of_eight_bit_floats():
 @pytest.mark.parametrize("form", ["int8", "fp8_half"])
 def test_rows_are_quantized_as_the_formats_say(form):
     x = randn(6, 256)
-    x[1], x[2], x[3] = 0.0, x[2] * 2.0**-99, x[3] * 1e35
+    x[1], x[2], x[3] = 0.0, x[2] * 2.0**-103, x[3] * 1e35  # row 2 lies below 2^-100
     x[4, 3], x[5, 200] = math.nan, math.inf
     x[0, :128] = torch.arange(128) - 63.5  # ties
     for group in (64, 256):
@@ -144,6 +144,16 @@ def test_rows_are_quantized_as_the_formats_say(form):
         else:
             values = (ready.values.float().view(6, -1, group) * ready.scales[..., None]).flatten(1)
             torch.testing.assert_close(values, scheme.round_rows(x, group), rtol=0, atol=0, equal_nan=True)
+
+
+def test_halves_of_the_largest_and_the_smallest_rows():
+    """A row's power of two never reaches the ends of float32."""
+    x = torch.tensor([[3.4e38, -1.7e38, 1.0], [2.0**-126, 2.0**-100, -(2.0**-99)], [0.0, -0.0, 0.0]])
+    launch, ready = host.preparation(x, "half", 3)
+    launch.run()
+    assert ready.values.isfinite().all() and (ready.values.abs() < 4).all()
+    back = ready.values.double() * ready.scales.double()[:, None]
+    assert ((back - x.double()).abs() <= 2.0**-11 * x.abs().double().amax(-1, keepdim=True)).all()
 
 
 def test_small_ops():
@@ -217,6 +227,8 @@ def test_fused_forms_have_the_bits_of_their_parts(name):
     assert gpu.norm_linear(x, norm, 1e-5, w, rows=index).equal(gpu.norm_linear(x, norm, 1e-5, w)[index.long()])
     gate_up, residual = randn(18, 256, seed=6), randn(18, 20, seed=7)
     assert gpu.silu_linear(gate_up, w, bias, residual).equal(gpu.linear(gpu.silu_mul(gate_up), w, bias, residual))
+    alone, added = gpu.silu_linear(gate_up, w), gpu.silu_linear(gate_up, w, residual=residual)
+    assert added.equal(residual + alone)
 
 
 @every_format
