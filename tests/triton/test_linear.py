@@ -1,4 +1,4 @@
-"""Products, norms and gates of the GPU's kernels in Triton's interpreter: values, bits, and what they are cut into."""
+"""Products, norms and gates of the GPU's kernels: values, bits, and what they are cut into."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures_ops import randn
+from fixtures_ops import randn as randn_here
 from torch import Tensor
 
 from foretoken import ops
@@ -16,11 +16,11 @@ from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import RopeConfig
 from foretoken.models.layers import rope_table
 from foretoken.ops import reference, triton as gpu
-from foretoken.ops.triton import dispatch as host, packing, tiling as cuts
+from foretoken.ops.triton import dispatch as host, guard, packing, tiling as cuts
 
 # Law 4, written down: the largest difference from the reference over the sum of |x w|. Rows in float16 under a power of
 # two keep 11 bits, bfloat16 8; other rows enter as the reference has them.
-ROUNDING = {"half": 2.0**-11, "bf16": 2.0**-8, "single": 0.0, "int8": 0.0, "fp8_half": 0.0}
+ROUNDING = {"half": 2.0**-11, "bf16": 2.0**-8, "single": 0.0, "int8": 0.0, "fp8": 0.0, "fp8_half": 0.0}
 SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
 
 FORMATS = [
@@ -45,7 +45,18 @@ FORMATS = [
 ]
 every_format = pytest.mark.parametrize("name", FORMATS)
 FEW = ["bf16", "fp32", "w4a16-g32-asym", "w4a8-g32", "fp8-a8"]
-backend = ops.resolve("triton")
+DEVICE = "cpu" if guard.interpreted() else "cuda"
+backend = ops.resolve("triton", DEVICE)
+NATIVE = host.has_fp8(torch.device(DEVICE))
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    with torch.device("cpu"):
+        return randn_here(*shape, seed=seed).to(DEVICE)
+
+
+def form_for(w: QuantTensor) -> str:
+    return host.form_for(w, NATIVE)
 
 
 def packed(name: str, O: int, K: int) -> tuple[QuantTensor, QuantTensor]:  # noqa: E741
@@ -63,14 +74,14 @@ def fits(name: str, K: int) -> bool:
 
 def as_entered(x: Tensor, w: QuantTensor) -> Tensor:
     """Rows as they enter the product, float64."""
-    form = host.form_for(w, False)
+    form = form_for(w)
     if form == "half":
         power = torch.exp2(torch.floor(torch.log2(x.abs().amax(-1, keepdim=True))))
         return (x / power).half().double() * power
     if form == "int8":
         codes, scales = scheme.quantize_rows(x, w.group)
         return (codes.double().view(x.shape[0], -1, w.group) * scales.double()[..., None]).flatten(1)
-    if form == "fp8_half":
+    if form in ("fp8", "fp8_half"):
         return scheme.round_rows(x, w.group).double()
     return x.bfloat16().double() if form == "bf16" else x.double()
 
@@ -94,7 +105,7 @@ def test_values(T, O, K, name):  # noqa: E741
     wanted = as_entered(x, plain) @ decoded.T + bias + residual
     assert got.dtype == torch.float32 and got.shape == (T, O)
     assert (got - wanted).abs().max() <= SUMS * 3 * math.sqrt(K) * max(1.0, decoded.abs().max().item())
-    bound = (ROUNDING[host.form_for(w, False)] + SUMS) * (size(x, plain) + 4)
+    bound = (ROUNDING[form_for(w)] + SUMS) * (size(x, plain) + 4)
     assert ((got - reference.linear(x, plain, bias, residual)).abs() <= bound).all()
 
 
@@ -237,7 +248,7 @@ def test_the_cut_depends_on_the_weight_alone(name):
     _, w = packed(name, 100, 4096)
     seen = set()
     for count in (*range(1, 65), 100, 500):
-        _, ready = host.preparation(torch.empty(count, 4096), host.form_for(w, False), w.group)
+        _, ready = host.preparation(torch.empty(count, 4096), form_for(w), w.group)
         launches = host.multiplication(ready, w, None, None, torch.empty(count, 100))
         cut = []
         for launch in launches:

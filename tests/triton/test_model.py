@@ -9,6 +9,9 @@ from lawkit import load_pair, make_engine, random_prompts, run, texts, write_mod
 
 from foretoken import SamplingParams
 from foretoken.models import weights
+from foretoken.ops.triton import guard
+
+pytestmark = pytest.mark.skipif(not guard.interpreted(), reason="its models are made on the CPU")
 
 
 @pytest.mark.parametrize("name", ["w4a8", "fp32"])

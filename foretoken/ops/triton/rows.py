@@ -33,7 +33,7 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def prepare(
     x_ptr,
     index_ptr,
@@ -99,7 +99,7 @@ def prepare(
         tl.store(scale_ptr + t * num_groups + g, scales, mask=g < num_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def rotate(x_ptr, positions_ptr, table_ptr, out_ptr, row_stride, num_heads, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """One head of one row: halves x1, x2 become x1 cos - x2 sin, x2 cos + x1 sin."""
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -26,13 +26,23 @@ CASES = Path(__file__).parents[2] / "triton"
 interpreted = guard.interpreted()
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py")))
-def test_in_the_interpreter(name):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+def run_cases(name: str, **settings: str) -> None:
+    environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES / name)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=CASES.parents[1])
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py")))
+def test_in_the_interpreter(name):
+    run_cases(name, TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py") if p.name != "test_model.py"))
+def test_on_the_gpu(name):
+    run_cases(name, TRITON_INTERPRET="0", FORETOKEN_TEST_GPU="1")
 
 
 # --- kernels that fail ---
