@@ -94,7 +94,7 @@ def size(x: Tensor, w: QuantTensor) -> Tensor:
 
 
 @every_format
-@pytest.mark.parametrize(("T", "O", "K"), [(19, 40, 256), (1, 3, 40), (33, 70, 96)])
+@pytest.mark.parametrize(("T", "O", "K"), [(5, 70, 256), (1, 3, 40), (33, 20, 96)])
 def test_values(T, O, K, name):  # noqa: E741
     if not fits(name, K):
         return
@@ -188,10 +188,10 @@ def test_small_ops():
 
 @every_format
 def test_rows_do_not_know_their_company(name):
-    _, w = packed(name, 33, 256 if name == "fp8-b128" else 128)
-    x, bias = randn(70 if name in FEW else 20, w.shape[1]), randn(33, seed=2)
+    _, w = packed(name, 33, 64)
+    x, bias = randn(40 if name in FEW else 20, 64), randn(33, seed=2)
     whole = backend.linear(x, w, bias)
-    for start, count in ((69, 1), (2, 17), (37, 33)) if name in FEW else ((19, 1),):
+    for start, count in ((39, 1), (2, 17)) if name in FEW else ((19, 1),):
         assert backend.linear(x[start : start + count].clone(), w, bias).equal(whole[start : start + count]), count
 
 
@@ -231,12 +231,12 @@ def test_some_sums_are_split_as_it_is():
 
 @pytest.mark.parametrize("name", FEW)
 def test_fused_forms_have_the_bits_of_their_parts(name):
-    _, w = packed(name, 20, 128)
-    x, norm, bias = randn(18, 128), randn(128, seed=4), randn(20, seed=5)
+    _, w = packed(name, 20, 64)
+    x, norm, bias = randn(5, 64), randn(64, seed=4), randn(20, seed=5)
     assert gpu.norm_linear(x, norm, 1e-5, w, bias).equal(gpu.linear(gpu.rms_norm(x, norm, 1e-5), w, bias))
-    index = torch.tensor([17, 3, 3], dtype=torch.int32)
+    index = torch.tensor([4, 3, 3], dtype=torch.int32)
     assert gpu.norm_linear(x, norm, 1e-5, w, rows=index).equal(gpu.norm_linear(x, norm, 1e-5, w)[index.long()])
-    gate_up, residual = randn(18, 256, seed=6), randn(18, 20, seed=7)
+    gate_up, residual = randn(5, 128, seed=6), randn(5, 20, seed=7)
     assert gpu.silu_linear(gate_up, w, bias, residual).equal(gpu.linear(gpu.silu_mul(gate_up), w, bias, residual))
     alone, added = gpu.silu_linear(gate_up, w), gpu.silu_linear(gate_up, w, residual=residual)
     assert added.equal(residual + alone)
