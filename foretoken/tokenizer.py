@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HFTokenizer
 
 from foretoken.errors import ModelLoadError, RequestError
 
+MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 LONGEST_CHARACTER = 4  # bytes of UTF-8, and a token that gives text has one of them at least
 LONGEST_WAIT = 12  # tokens that may wait for a character to be whole; more than that are bytes that never will be
@@ -27,6 +28,7 @@ class Tokenizer:
         self._backend = backend
         self._template = chat_template
         self._silent = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._compiled: Template | None = None
         self.special = special or {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
@@ -144,16 +146,15 @@ class Tokenizer:
         for m in messages:
             if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
                 raise RequestError(f"a message needs 'role' and 'content', both text, got {m!r}")
-        # As transformers sets it up, but for the date (strftime_now): the same messages give the same tokens every day.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = _to_json
         values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self.special}
+        most = MAX_ADDED + sum(len(m["content"]) for m in messages)
         try:
+            if self._compiled is None:
+                self._compiled = _environment().from_string(self._template)
             offered = list(tools) if tools else None
-            return environment.from_string(self._template).render(tools=offered, documents=None, **values)
+            return _bounded(self._compiled.generate(tools=offered, documents=None, **values), most)
+        except RequestError:
+            raise
         except TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None
         except Exception as error:  # whatever the template's own code runs into
@@ -209,6 +210,27 @@ class IncrementalDecoder:
     def _pending_text(self) -> str:
         known = self._tokenizer.decode(self._context)
         return self._tokenizer.decode(self._context + self._waiting)[len(known) :]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As transformers sets it up, but for the date (strftime_now): the same messages give the same tokens every day."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _bounded(parts: Iterable[str], most: int) -> str:
+    """The parts joined, unless they are longer than anything that a template should write."""
+    kept, size = [], 0
+    for part in parts:
+        size += len(part)
+        if size > most:
+            raise RequestError(f"the chat template writes more than {most} characters; use a plain prompt")
+        kept.append(part)
+    return "".join(kept)
 
 
 def _refuse(message: str) -> None:

@@ -58,8 +58,12 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """The process of the engine: the server's only child."""
-        return next(iter(children(self.process.pid)))
+        """The process of the engine: one of the server's children."""
+        return self.child("worker")
+
+    def child(self, program: str) -> int:
+        """The first of the server's processes that runs this program of the server's."""
+        return program_of(self.process.pid, program)
 
     def stop(self) -> int:
         """End it, if it has not ended; returns the exit code."""
@@ -82,6 +86,12 @@ def children(pid: int) -> list[int]:
         if int(fields[1]) == pid and fields[0] != "Z":
             found.append(int(stat.parent.name))
     return found
+
+
+def program_of(server: int, program: str) -> int:
+    """The process of a server that runs this program of its own."""
+    name = f"foretoken.server.{program}".encode()
+    return next(pid for pid in children(server) if name in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
 
 
 def gauge(client: httpx.Client, name: str) -> float:

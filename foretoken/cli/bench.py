@@ -27,7 +27,8 @@ LEFT_OUT = ("overlap", "temperature", "n", "logprobs")
 class Args:
     """Measure ways to guess against plain decoding: medians of repetitions in which they take turns.
 
-    Lists make a grid: drafts x ks x overlaps x temperatures x batch sizes x formats.
+    Lists make a grid: drafts x ks x overlaps x temperatures x batch sizes x formats. `foretoken bench serve` measures a
+    server instead: see its --help.
     """
 
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
@@ -44,7 +45,11 @@ class Args:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Parse, measure, write; exit code 1 if a text differed from plain decoding's."""
+    """Parse, measure, write; exit code 1 if a text differed from plain decoding's. `bench serve` loads a server."""
+    if argv and argv[0] == "serve":
+        from foretoken.cli import bench_serve
+
+        return bench_serve.run(argv[1:], f"{prog} serve")
     defaults = {"max_tokens": 96, "seed": 1, "top_p": 0.95}
     left_out = (*LEFT_OUT, "prefix_cache", "draft", "format", "num_draft_tokens")
     parsed = parse(Args, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)

@@ -6,10 +6,14 @@ import importlib.util
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from foretoken.cli.options import option, parse
+from foretoken.cli.options import EngineChoice, option, parse
 from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.export.vllm import Spread
+    from foretoken.server.config import ServerConfig
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,13 @@ class Args:
     drain_timeout: float = 30.0  # seconds that running requests get after SIGTERM
     metrics_prefix: Literal["vllm:", "foretoken:"] = "vllm:"  # of the names in /metrics
     log_level: Literal["debug", "info", "warning", "error"] = "info"  # of the JSON lines on stderr
+    per_request_spec_decode_metrics: Literal["summary", "detailed"] = "summary"  # detailed: every round of a request
+    engine: Literal["foretoken", "vllm"] = "foretoken"  # vllm: start vLLM with the same flags, and stand in front of it
+    vllm_python: Annotated[str | None, option("PYTHON")] = None  # whose vLLM; unset: that of this environment
+    vllm_args: Annotated[str, option("FLAGS")] = ""  # vLLM's own flags, e.g. --vllm-args='--enforce-eager'
+    tensor_parallel_size: int = 1  # vllm: GPUs that share each layer
+    pipeline_parallel_size: Annotated[int | None, option("N")] = None  # vllm: groups of layers; unset: one a node
+    nodes: int = 1  # vllm: nodes of a Ray cluster, which must run
 
 
 def run(argv: Seq[str], prog: str) -> int:
@@ -35,6 +46,7 @@ def run(argv: Seq[str], prog: str) -> int:
     missing = [m for m in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(m) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}; install it: pip install 'foretoken[server]'")
+    from foretoken.export.vllm import Spread
     from foretoken.server.config import Keys, ServerConfig
     from foretoken.server.run import serve
 
@@ -48,5 +60,41 @@ def run(argv: Seq[str], prog: str) -> int:
         request_timeout=args.request_timeout,
         drain_timeout=args.drain_timeout,
         metrics_prefix=args.metrics_prefix,
+        detailed=args.per_request_spec_decode_metrics == "detailed",
     )
+    spread = Spread(args.tensor_parallel_size, args.pipeline_parallel_size, args.nodes)
+    if args.engine == "vllm":
+        return _serve_vllm(args, engine, spread, config)
+    if spread != Spread() or args.vllm_python is not None or args.vllm_args:
+        raise ConfigError(
+            "several GPUs or nodes, and --vllm-... flags, are for --engine vllm; give that, or leave them"
+        )
     return serve(engine.model, engine.settings, config, args.log_level)
+
+
+def _serve_vllm(args: Args, engine: EngineChoice, spread: Spread, config: ServerConfig) -> int:
+    """The same flags in vLLM's words. Raises ConfigError, ModelLoadError for what vLLM cannot do."""
+    from foretoken.export import vllm
+    from foretoken.server.run import serve_vllm
+
+    spec = vllm.speculative_config(engine.settings, spread)
+    facts = {
+        "max_num_seqs": engine.settings["max_num_seqs"],
+        "method": "none" if spec is None else spec["method"],
+    }
+    arguments = vllm.arguments(
+        engine.model,
+        engine.settings,
+        spread,
+        config.model_name,
+        args.per_request_spec_decode_metrics,
+        args.vllm_args,
+    )
+    return serve_vllm(
+        arguments,
+        facts,
+        config,
+        python=args.vllm_python,
+        environment=vllm.environment(engine.settings),
+        log_level=args.log_level,
+    )

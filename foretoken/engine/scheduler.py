@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.request import Sequence
 
+KEPT = 4  # a prompt leaves one row in so many to those behind it, so that a short one need not wait for a long one
 PATIENCE = 32  # later ones that may go before a sequence, by their priority, until it goes before all of them
 DraftLengths = Callable[[Seq[Sequence], int, int], list[int]]  # sequences, rows of known tokens, room for draft tokens
 
@@ -27,6 +28,11 @@ class Plan:
     @property
     def num_rows(self) -> int:
         return sum(self.num_pending) + sum(self.num_draft)
+
+
+def _part(wanted: int, left: int, crowded: bool) -> int:
+    """Rows of a prompt that could use so many; `crowded`: there are others behind it."""
+    return min(wanted, left - left // KEPT if crowded else left)
 
 
 @dataclass
@@ -87,6 +93,7 @@ class Scheduler:
         chunks = self._chunks()
         left = self.max_num_rows - sum(chunks.values())
         left -= self._admit(chunks, left)
+        left -= self._fill(chunks, left)
         plan = [seq for seq in self.running if seq in chunks]
         num_draft = self._drafts(plan, chunks, draft_lengths, left)
         return Plan(plan, [chunks[seq] for seq in plan], num_draft)
@@ -98,8 +105,10 @@ class Scheduler:
         for seq in list(self.running):
             if seq not in self.running:
                 continue  # preempted by one before it
-            self._share(seq)  # what others have computed since
-            size = 1 + min(seq.num_pending - 1, left)
+            size = 1
+            if seq.num_pending > 1:
+                self._share(seq)  # what others have computed since
+                size += _part(seq.num_pending - 1, left, seq is not self.running[-1] or bool(self.waiting))
             while not self.blocks.reserve(seq, seq.num_cached + size):
                 last = self.running[-1]
                 self._preempt(last)
@@ -140,11 +149,24 @@ class Scheduler:
             if not seq.num_preemptions:
                 self.blocks.prefixes.hits.num_queries += len(seq)
             self._share(seq)
-            size = min(seq.num_pending, left - used)
+            size = _part(seq.num_pending, left - used, len(self.waiting) > 1)
             self.blocks.reserve(seq, seq.num_cached + size)
             self._start(self.waiting.pop(0))
             chunks[seq] = size
             used += size
+        return used
+
+    def _fill(self, chunks: dict[Sequence, int], left: int) -> int:
+        """Rows that were kept and that nobody took go to the first prompts; returns how many."""
+        used = 0
+        cut = {seq for seq, size in chunks.items() if len(seq.token_ids) - seq.num_cached > size}
+        for seq in self.running if cut else ():
+            if seq in cut:
+                end = seq.num_cached + chunks[seq]
+                more = min(len(seq) - end, left - used, self.blocks.reservable(seq) - end)
+                self.blocks.reserve(seq, end + more)
+                chunks[seq] += more
+                used += more
         return used
 
     def _start(self, seq: Sequence) -> None:

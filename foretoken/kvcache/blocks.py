@@ -45,6 +45,8 @@ class BlockManager:
     def reserve(self, seq: Sequence, num_rows: int) -> bool:
         """Make sure that `seq` owns blocks for `num_rows` rows: all or nothing, False if too few blocks are free."""
         missing = self.blocks_for(num_rows) - len(seq.blocks)
+        if missing <= 0:
+            return True
         if missing > self.num_free:
             return False
         for _ in range(missing):
@@ -121,6 +123,8 @@ class BlockManager:
     def trim(self, seq: Sequence, num_rows: int) -> None:
         """Give back the blocks of `seq` beyond those that hold `num_rows` rows."""
         keep = self.blocks_for(num_rows)
+        if len(seq.blocks) <= keep:
+            return
         while len(seq.blocks) > keep:
             block = seq.blocks.pop()
             self._owners[block] -= 1

@@ -12,23 +12,24 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
-from foretoken.server import frames
+from foretoken.server import frames, process
 from foretoken.server.errors import ApiError, bad_request, internal, unavailable
 from foretoken.server.frames import Frame
+from foretoken.server.grammars import Compiled, Grammars
+from foretoken.server.helper import Helper, HelperDiedError
 from foretoken.server.stream import Job, Piece, Stream
 from foretoken.server.text import Text
 
 log = logging.getLogger("foretoken.server")
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before the engine is started again, doubled each time
 STEADY = 60.0  # seconds after which a death is no longer counted with the one before
+PATIENCE = 6.0  # seconds for a helper's job that should take one: others compute too
+MAX_COMPILING = 16  # requests that may wait for the compiler
 CLOSING = 6.0  # seconds for the process to leave by itself
-SECRETS = ("FORETOKEN_API_KEY",)  # of the server's environment, not of the engine's
 
 
 class EngineClient:
@@ -57,6 +58,10 @@ class EngineClient:
         self._beat_timeout, self._step_timeout, self._max_restarts = beat_timeout, step_timeout, max_restarts
         self._on_failure = on_failure
         self._streams: dict[str, Stream] = {}
+        self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE)
+        self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE, MAX_COMPILING)
+        self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send({"type": "prepare"}))
+        self._sent: set[str] = set()  # keys of the grammars that the engine has
         self._transport: asyncio.WriteTransport | None = None
         self._ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -83,6 +88,8 @@ class EngineClient:
         """Hand a job to the engine. Raises ApiError 503 where there is none."""
         self.check()
         stream = Stream(job, self.forget)
+        if job.grammar is not None:
+            self._send_grammar(job.grammar)
         self._send(
             {
                 "type": "add",
@@ -91,13 +98,28 @@ class EngineClient:
                 "params": frames.params_to_data(job.params),
                 "tenant": job.tenant,
                 "priority": job.priority,
+                "detailed": job.detailed,
                 "speculation": frames.wish_to_data(job.speculation),
                 "score_prompt": job.score_prompt,
                 "choice": None if job.choice is None else list(job.choice),
+                "grammar": None if job.grammar is None else job.grammar.key,
             }
         )
         self._streams[job.id] = stream
+        if job.grammar is not None and job.grammar.key not in self.grammars:
+            self._forget_grammar(job.grammar.key)
         return stream
+
+    def _send_grammar(self, grammar: Compiled) -> None:
+        """Once an engine."""
+        if grammar.key not in self._sent:
+            self._sent.add(grammar.key)
+            self._write(grammar.frame)
+
+    def _forget_grammar(self, key: str) -> None:
+        if key in self._sent:
+            self._sent.discard(key)
+            self._send({"type": "forget", "key": key})
 
     def forget(self, job_id: str) -> None:
         """Let the engine drop a job, wherever it is."""
@@ -124,12 +146,30 @@ class EngineClient:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        for helper in (self._templates, self._compiler):
+            await helper.close()
         if self.text is not None:
             self.text.close()
 
+    async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]]) -> str:
+        """A conversation as the model's template writes it. Raises ApiError 400."""
+        try:
+            frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
+            return await self._templates.ask(frame, "messages", sum(len(m["content"]) for m in messages))
+        except HelperDiedError:
+            raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
+
+    def _aside(self, grammars: bool) -> Frame:
+        """What a helper's process must know of the model."""
+        known = {name: self.facts[name] for name in ("tokenizer", "vocab_size", "eos_token_ids")}
+        return {"type": "setup", "grammars": grammars, **known}
+
     def _send(self, frame: Frame) -> None:
+        self._write(frames.pack(frame))
+
+    def _write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frames.pack(frame))
+            self._transport.write(data)
 
     async def _supervise(self) -> None:
         """One process after the other."""
@@ -170,10 +210,11 @@ class EngineClient:
             log.error("the engine's process cannot be started: %s", error.strerror)
             return None
         self.pid = pid
+        self._sent.clear()
         try:
             await self._listen(pid, ours)
         finally:
-            code = await _end(pid, 0.2 if self.state != "closed" else CLOSING)
+            code = await process.end(pid, 0.2 if self.state != "closed" else CLOSING)
         return code
 
     async def _listen(self, pid: int, ours: socket.socket) -> None:
@@ -224,7 +265,7 @@ class EngineClient:
         elif kind == "ready":
             self.facts = frame
             if self.text is None:
-                self.text = Text(frame["tokenizer"], frame["vocab_size"], frame["max_model_len"])
+                self.text = Text(frame["tokenizer"], frame["vocab_size"], frame["max_model_len"], self.render)
             self.state, self._ready_since = "ready", time.monotonic()
             self._ready.set()
         elif kind == "refused":
@@ -271,37 +312,5 @@ class _Link(asyncio.Protocol):
 
 
 def _spawn() -> tuple[int, socket.socket]:
-    """Start the engine's process; returns its id and our end of the socket. The one place that starts a program."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        os.set_inheritable(theirs.fileno(), True)
-        environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
-        root = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        safe = ["-P"] if sys.version_info >= (3, 11) else []  # nothing is imported from the working directory
-        command = [sys.executable, *safe, "-m", "foretoken.server.worker", str(theirs.fileno())]
-        try:
-            pid = os.posix_spawn(sys.executable, command, environment)
-        except BaseException:
-            ours.close()
-            raise
-    ours.setblocking(False)
-    return pid, ours
-
-
-async def _end(pid: int, patience: float) -> int:
-    """Wait for a process that should end by itself, and end it if it does not; returns its exit code."""
-    until = time.monotonic() + patience
-    try:
-        while True:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > until:
-                os.kill(pid, signal.SIGKILL)
-                until = float("inf")
-            await asyncio.sleep(0.01)
-    except asyncio.CancelledError:  # the server ends meanwhile, and leaves nothing behind
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
+    """Start the engine's process."""
+    return process.spawn("worker")

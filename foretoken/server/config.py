@@ -29,6 +29,7 @@ class ServerConfig:
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
     metrics_prefix: str = "vllm:"
+    detailed: bool = False  # does each answer list every round's drafted and accepted tokens?
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -101,6 +101,7 @@ class OfferedFunction(Fields):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # arguments must match the schema even where a call is the model's own choice
 
 
 class Tool(Fields):
@@ -108,3 +109,16 @@ class Tool(Fields):
 
     type: Literal["function"]
     function: OfferedFunction
+
+
+class NamedFunction(Fields):
+    """The name of a function."""
+
+    name: Annotated[str, Field(max_length=64)]
+
+
+class NamedTool(Fields):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,7 +18,6 @@ from foretoken.server import limits
 from foretoken.server.answer import error_response
 from foretoken.server.config import ServerConfig
 from foretoken.server.errors import ApiError, internal
-from foretoken.server.metrics import Metrics
 
 log = logging.getLogger("foretoken.server")
 OPEN = ("/health", "/")
@@ -37,10 +37,17 @@ class Visit:
     outcome: int | None = None  # a status other than that of the response: 499, or an error in a stream
 
 
+class Counted(Protocol):
+    """What counts answers."""
+
+    def answered(self, route: str, status: int) -> None:
+        """A request was answered, or its client left (499)."""
+
+
 class Guard:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Counted) -> None:
         self._app, self._config, self._metrics = app, config, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,6 +15,10 @@ from foretoken.server.tools import parser_for
 SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
 
 
+# Other names for what `response_format` and `structured_outputs` say; of all of these a request may have one.
+ONE_OF_THEM = ("guided_choice", "guided_json", "guided_regex", "guided_grammar")
+
+
 def fitted(document: dict[str, Any], model_name: str, text: Text | None, locked: bool) -> dict[str, Any]:
     """The document for the model that is served: its name, its vocabulary, its context, whether it knows tools.
 
@@ -42,11 +46,15 @@ def _fit(value: Any, model_name: str, text: Text | None) -> Any:
         if text is not None and parser_for(text.tokenizer.chat_template) is None:
             properties.pop("tools", None)
             properties.pop("tool_call_id", None)
+            if "tool_choice" in properties:
+                properties["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
             if "enum" in properties.get("role", {}):
                 properties["role"] = {
                     **properties["role"],
                     "enum": [r for r in properties["role"]["enum"] if r != "tool"],
                 }
+        for name in ONE_OF_THEM:
+            properties.pop(name, None)
         if "logit_bias" in properties and text is not None:
             properties["logit_bias"] = _with_keys(properties["logit_bias"], text.vocab_size)
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):

@@ -13,8 +13,14 @@ from foretoken.server.protocol import Common, SpeculationFields
 from foretoken.server.text import Text
 
 
-def sampling(fields: Common, text: Text, max_tokens: int, room: int, logprobs: int | None) -> SamplingParams:
-    """The engine's parameters, with OpenAI's defaults. Raises ApiError 400."""
+def sampling(
+    fields: Common, text: Text, max_tokens: int, room: int, logprobs: int | None, bound: bool = False
+) -> SamplingParams:
+    """The engine's parameters, with OpenAI's defaults. Raises ApiError 400.
+
+    `bound`: a grammar says what the text may be, which ends where that ends.
+    """
+    bound = bound or fields.choice is not None
     check_length(max_tokens, text)
     max_tokens = min(max_tokens, room)  # then the text ends where the context does, with finish_reason "length"
     for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
@@ -27,9 +33,8 @@ def sampling(fields: Common, text: Text, max_tokens: int, room: int, logprobs: i
         "stop_token_ids": tuple(fields.stop_token_ids or ()),
         "banned_token_ids": tuple(fields.banned_token_ids or ()),
         "allowed_token_ids": None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
-        # A choice ends where it ends.
-        "ignore_eos": bool(fields.ignore_eos) and fields.choice is None,
-        "min_tokens": min(fields.min_tokens or 0, max_tokens) if fields.choice is None else 0,
+        "ignore_eos": bool(fields.ignore_eos) and not bound,
+        "min_tokens": 0 if bound else min(fields.min_tokens or 0, max_tokens),
         "seed": None if fields.seed is None else fields.seed % 2**63,
     }
     for name in (

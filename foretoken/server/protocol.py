@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from foretoken.request import Speculation
-from foretoken.server import limits
+from foretoken.server import calls, limits, structured
 from foretoken.server.conversation import (
     CallMessage,
     Fields,
     Function,
     Message,
     Messages,
+    NamedTool,
     OfferedFunction,
     TextPart,
     Tool,
@@ -31,10 +32,6 @@ TOKEN = "x-token"  # marks token ids in a schema: how many there are is known on
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={TOKEN: True})]
 StopText = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
-Choices = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=limits.MAX_CHOICE_LENGTH)]],
-    Field(min_length=1, max_length=limits.MAX_CHOICES),
-]
 PromptText = Annotated[str, Field(min_length=1)]
 Tokens = list[TokenId]
 
@@ -46,11 +43,9 @@ REFUSED = {
     "functions": "use no 'functions'; they are not offered",
     "function_call": "use no 'functions'; they are not offered",
     "tools": "tools are for /v1/chat/completions",
-    "response_format": "only {'type': 'text'} is offered",
-    "guided_json": "structured output is not offered yet",
-    "guided_regex": "structured output is not offered yet",
-    "guided_grammar": "structured output is not offered yet",
-    "grammar": "structured output is not offered yet",
+    "grammar": "use 'guided_grammar'",
+    "guided_whitespace_pattern": "space between parts of JSON is one character at most",
+    "structural_tag": "use 'tools'",
     "chat_template": "the model's own chat template is used, never a request's",
     "chat_template_kwargs": "the model's own chat template is used, without arguments",
     "continue_final_message": "send the beginning of the answer to /v1/completions",
@@ -84,14 +79,6 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
-class StructuredOutputs(Fields):
-    """What the text must be. Of vLLM's forms only `choice` so far."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    choice: Choices
-
-
 class Common(Fields):
     """Fields that every route that writes text has."""
 
@@ -122,13 +109,29 @@ class Common(Fields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     speculation: SpeculationFields | Literal["off", "fixed", "goodput"] | None = None
-    guided_choice: Choices | None = None
-    structured_outputs: StructuredOutputs | None = None
+    response_format: structured.ResponseFormat | None = None
+    structured_outputs: structured.StructuredOutputs | None = None
+    guided_choice: structured.Choices | None = None
+    guided_json: Annotated[structured.Schema | None, Field(json_schema_extra=structured.SOME_SCHEMAS)] = None
+    guided_regex: Annotated[str | None, Field(json_schema_extra=structured.SOME_PATTERNS)] = None
+    guided_grammar: Annotated[str | None, Field(json_schema_extra=structured.SOME_GRAMMARS)] = None
 
     @property
     def choice(self) -> list[str] | None:
         """Texts of which the answer must be one."""
-        return self.guided_choice if self.structured_outputs is None else self.structured_outputs.choice
+        return self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else None)
+
+    def source(self) -> structured.Source | None:
+        """What the answer must look like. Raises ApiError 400 where that cannot be, or is said twice."""
+        found = self._formats()
+        found += structured.of_guides("guided_", self.guided_json, self.guided_regex, self.guided_grammar, None)
+        if (s := self.structured_outputs) is not None:
+            found += structured.of_guides("structured_outputs.", s.json_, s.regex, s.grammar, s.json_object)
+        return structured.only(found, self.choice is not None)
+
+    def _formats(self) -> list[structured.Source]:
+        made = structured.of_format(self.response_format, "response_format")
+        return [] if made is None else [made]
 
     @property
     def include_usage(self) -> bool:
@@ -168,14 +171,18 @@ class ChatFields(Common):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None  # nothing yet compels a model to call
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
     @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools as a chat template takes them."""
         wanted = self.tools if self.tools and self.tool_choice != "none" else []
-        return [t.model_dump(exclude_none=True) for t in wanted]
+        return [t.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for t in wanted]
+
+    def compelled(self, parser: str | None) -> structured.Source | None:
+        """What the tools make of the answer; `parser`: how the model writes calls. Raises ApiError 400."""
+        return calls.source(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, parser)
 
 
 class ResponseFields(Common):
@@ -187,6 +194,11 @@ class ResponseFields(Common):
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: bool | None = None
+    text: structured.TextOptions | None = None
+
+    def _formats(self) -> list[structured.Source]:
+        made = None if self.text is None else structured.of_format(self.text.format, "text")
+        return super()._formats() + ([] if made is None else [made])
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -263,8 +275,15 @@ _NAMES = frozenset(
         OfferedFunction,
         ToolCall,
         Function,
+        NamedTool,
+        structured.StructuredOutputs,
+        structured.SchemaFormat,
+        structured.JsonSchema,
+        structured.TextOptions,
     )
-    for name in part.model_fields
+    for field, info in part.model_fields.items()
+    for name in (field, info.alias)
+    if name is not None
 )
 
 

@@ -6,12 +6,13 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from foretoken.server.errors import ApiError
 from foretoken.server.stream import Piece
 from foretoken.server.text import Text
-from foretoken.server.tools import Call, Found, Parser
+from foretoken.server.tools import Call, More, Parser
 from foretoken.server.usage import speculation_metrics
 
 DONE = b"data: [DONE]\n\n"
@@ -40,7 +41,9 @@ class Choice:
     offset: int = 0  # characters that those tokens spell
     content: list[str] = field(default_factory=list)  # text that is no tool call, where there may be such
     calls: list[Call] = field(default_factory=list)
-    fresh: list[Found] = field(default_factory=list)  # text and calls of the last piece
+    dropping: bool = False  # what comes belongs to a call that is not wanted
+    fresh: list[str] = field(default_factory=list)  # text of the last piece that is no call
+    fresh_calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # and what it adds to calls, by number
     echoed: bool = False  # were log-probabilities of an echoed prompt sent?
 
 
@@ -109,6 +112,15 @@ class Reply:
         """The fields that bodies and chunks have in common."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    @cached_property
+    def _head(self) -> str:
+        """The beginning of every chunk, which is written once and not for every token."""
+        return f'data: {_encode(self.envelope(self.chunk_kind))[:-1]},"choices":['
+
+    def chunk(self, entry: dict[str, Any]) -> bytes:
+        """The event of one entry of "choices"."""
+        return f"{self._head}{_encode(entry)}]}}\n\n".encode()
+
     def body(self) -> dict[str, Any]:
         """The whole answer."""
         choices = [self.whole_choice(i, c) for i, c in enumerate(self.choices)]
@@ -174,7 +186,7 @@ class CompletionReply(Reply):
             entry["logprobs"] = self._logprobs(piece.index, choice)
         entry["finish_reason"] = choice.finish_reason if piece.completion is not None else None
         entry |= _tokens(piece) if self.show_tokens else {}
-        yield event({**self.envelope(self.chunk_kind), "choices": [entry]})
+        yield self.chunk(entry)
 
     def _logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
         """Log-probabilities of tokens not sent before, those of an echoed prompt first."""
@@ -211,32 +223,45 @@ class ChatReply(Reply):
         logprobs: bool,
         parser: Callable[[], Parser] | None = None,
         one_call: bool = False,
+        named: bool = False,
         **more: Any,
     ) -> None:
-        """`parser` makes what finds tool calls, one a choice; `one_call`: no more than one is wanted."""
+        """`parser` makes what finds tool calls, one a choice; `one_call`: no more than one is wanted.
+
+        `named`: the request says which tool is called, so that to have called is no reason to end.
+        """
         super().__init__(*args, **more)
         self.with_logprobs = logprobs
         self._parsers = None if parser is None else [parser() for _ in self.choices]
-        self._one_call = one_call
+        self._one_call, self._named = one_call, named
 
     def take(self, piece: Piece) -> Choice:
         choice = super().take(piece)
-        choice.fresh = [piece.text] if piece.text else []
+        choice.fresh, choice.fresh_calls = [piece.text] if piece.text else [], {}
         if self._parsers is not None:
             parser = self._parsers[piece.index]
             found = parser.feed(piece.text) + (parser.end() if piece.completion is not None else [])
-            choice.fresh = []
+            choice.fresh = [item for item in found if isinstance(item, str)]
+            choice.content += choice.fresh
             for item in found:
-                if isinstance(item, Call):
-                    if self._one_call and choice.calls:
-                        continue
-                    choice.calls.append(item)
-                else:
-                    choice.content.append(item)
-                choice.fresh.append(item)
-            if choice.calls and choice.finish_reason == "stop":
+                if not isinstance(item, str):
+                    self._add(piece.index, choice, item)
+            if choice.calls and choice.finish_reason == "stop" and not self._named:
                 choice.finish_reason = "tool_calls"
         return choice
+
+    def _add(self, index: int, choice: Choice, item: Call | More) -> None:
+        """A call, or more of the last one."""
+        if isinstance(item, Call):
+            choice.dropping = self._one_call and bool(choice.calls)
+            if not choice.dropping:
+                choice.fresh_calls[len(choice.calls)] = self._call(index, len(choice.calls), item)
+                choice.calls.append(item)
+        elif not choice.dropping:
+            number, last = len(choice.calls) - 1, choice.calls[-1]
+            choice.calls[-1] = Call(last.name, last.arguments + item.arguments)
+            fresh = choice.fresh_calls.setdefault(number, {"function": {"arguments": ""}})
+            fresh["function"]["arguments"] += item.arguments
 
     def _call(self, index: int, number: int, call: Call) -> dict[str, Any]:
         """A tool call as OpenAI writes it; its id is made of the answer's."""
@@ -259,17 +284,14 @@ class ChatReply(Reply):
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         choice, ended = self.choices[piece.index], piece.completion is not None
-        if not choice.fresh and not ended and not self.with_logprobs and not self.show_tokens:
+        silent = not choice.fresh and not choice.fresh_calls
+        if silent and not ended and not self.with_logprobs and not self.show_tokens:
             return
-        delta: dict[str, Any] = {} if ended else {"content": ""}
-        for item in choice.fresh:
-            if isinstance(item, str):
-                delta["content"] = delta.get("content", "") + item
-        calls = [c for c in choice.fresh if isinstance(c, Call)]
-        if calls:
-            first = len(choice.calls) - len(calls)
-            numbered = enumerate(calls, first)
-            delta["tool_calls"] = [{"index": i, **self._call(piece.index, i, c)} for i, c in numbered]
+        delta: dict[str, Any] = {} if ended or choice.fresh_calls else {"content": ""}
+        if choice.fresh:
+            delta["content"] = "".join(choice.fresh)
+        if choice.fresh_calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in choice.fresh_calls.items()]
         reason = choice.finish_reason if ended else None
         entry: dict[str, Any] = {"index": piece.index, "delta": delta, "finish_reason": reason}
         if self.with_logprobs:
@@ -277,7 +299,7 @@ class ChatReply(Reply):
         yield self._chunk(entry | (_tokens(piece) if self.show_tokens else {}))
 
     def _chunk(self, entry: dict[str, Any]) -> bytes:
-        return event({**self.envelope(self.chunk_kind), "choices": [{"logprobs": None, **entry}]})
+        return self.chunk({"logprobs": None, **entry})
 
     def _logprobs(self, entries: Seq[Any]) -> dict[str, Any]:
         return {

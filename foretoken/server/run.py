@@ -7,10 +7,11 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Generator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence as Seq
+from typing import Any, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from foretoken.errors import ConfigError
 from foretoken.server import limits, logs
@@ -18,17 +19,24 @@ from foretoken.server.app import create_app
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
 from foretoken.server.connection import Patient
-from foretoken.server.errors import unavailable
-from foretoken.server.service import Service
+from foretoken.server.errors import ApiError, unavailable
+from foretoken.server.gate import Gate
 
 log = logging.getLogger("foretoken.server")
 KEEP_ALIVE = 75  # seconds that an idle connection stays: pooled clients must not find it closed under them
+BACKLOG = 2048  # connections that may wait to be accepted
+AT_ONCE = 32  # of them are accepted before any is looked at; they take descriptors from those that are reserved
 LAST_WORDS = 2.0  # seconds for the error events of a drain that took too long
 EXIT_ENGINE = 1
 
 
 class _Server(uvicorn.Server):
     """Signals are ours: uvicorn would stop listening at once, and new requests would find no answer."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has made it as short as what it accepts at once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -42,26 +50,73 @@ def serve(model: str, settings: Mapping[str, Any], config: ServerConfig, log_lev
     the settings or the model cannot be.
     """
     logs.set_up(log_level)
-    return asyncio.run(Runner(model, settings, config).run())
+
+    def own(on_failure: OnFailure) -> tuple[Client, ASGIApp, Gate]:
+        client = EngineClient(model, settings, on_failure=on_failure)
+        app, service = create_app(client, config)
+        return client, app, service.gate
+
+    return asyncio.run(Runner(own, config).run())
+
+
+def serve_vllm(
+    arguments: Seq[str],
+    facts: Mapping[str, Any],
+    config: ServerConfig,
+    *,
+    python: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    log_level: str = "info",
+) -> int:
+    """Serve by a vLLM with these arguments, as `serve` does; `python` is the one that has vLLM. See `VllmClient`."""
+    logs.set_up(log_level)
+    try:
+        from foretoken.server.proxy import create_proxy
+        from foretoken.server.vllm import VllmClient
+    except ImportError as error:
+        raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install 'foretoken[vllm]'") from None
+
+    def theirs(on_failure: OnFailure) -> tuple[Client, ASGIApp, Gate]:
+        client = VllmClient(arguments, facts, python=python, environment=environment, on_failure=on_failure)
+        return client, *create_proxy(client, config)
+
+    return asyncio.run(Runner(theirs, config).run())
+
+
+OnFailure = Callable[[str], None]
+
+
+class Client(Protocol):
+    """The server's end of an engine."""
+
+    facts: dict[str, Any]
+
+    async def wait_ready(self) -> None:
+        """Until it is loaded. Raises ApiError 503 if it will not be."""
+
+    def end_all(self, error: ApiError) -> None:
+        """End every request with this error."""
 
 
 class Runner:
     """A server and its end: asked for, or forced by an engine that cannot be had."""
 
-    def __init__(self, model: str, settings: Mapping[str, Any], config: ServerConfig) -> None:
+    def __init__(self, make: Callable[[OnFailure], tuple[Client, ASGIApp, Gate]], config: ServerConfig) -> None:
+        """`make` is called with what to tell when there is no engine and none to come."""
         self._config = config
-        self._client = EngineClient(model, settings, on_failure=self._failed)
+        self._make = make
         self._failure: str | None = None
         self._served = False
         self._drain: asyncio.Task[None] | None = None
         self._server: _Server | None = None
-        self._service: Service | None = None
+        self._client: Client | None = None
+        self._gate: Gate | None = None
 
     async def run(self) -> int:
         """Until the end."""
         config = self._config
         listener = bind(config.host, config.port)
-        app, self._service = create_app(self._client, config)
+        self._client, app, self._gate = self._make(self._failed)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -75,6 +130,7 @@ class Runner:
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=2,
+                backlog=AT_ONCE,
                 h11_max_incomplete_event_size=limits.MAX_HEADERS,
             )
         )
@@ -97,6 +153,7 @@ class Runner:
         host, port = listener.getsockname()[:2]
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("listening", extra={"url": where, "model": self._config.model_name})
+        assert self._client is not None
         with contextlib.suppress(Exception):
             await self._client.wait_ready()
             self._served = True
@@ -120,8 +177,8 @@ class Runner:
 
     async def _leave(self) -> None:
         """Nobody new; those inside may finish, for a while; the rest are told."""
-        assert self._service is not None and self._server is not None
-        gate, timeout = self._service.gate, self._config.drain_timeout
+        assert self._gate is not None and self._client is not None and self._server is not None
+        gate, timeout = self._gate, self._config.drain_timeout
         gate.close("the server is shutting down; send the request elsewhere")
         log.info("draining", extra={"sequences": gate.num_inside, "timeout": timeout})
         try:
@@ -142,7 +199,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)  # who comes before the server is up waits
+        listener.listen(BACKLOG)  # who comes before the server is up waits
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port} ({error.strerror or error}); choose another --port"

@@ -13,6 +13,7 @@ from foretoken.request import SamplingParams
 from foretoken.server.answer import Answer
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
+from foretoken.server.conversation import NamedTool
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.server.gate import Gate
 from foretoken.server.guard import Visit
@@ -30,6 +31,7 @@ from foretoken.server.protocol import (
 from foretoken.server.replies import ChatReply, CompletionReply, Reply
 from foretoken.server.responses import ResponseReply
 from foretoken.server.stream import Job
+from foretoken.server.structured import Source
 from foretoken.server.text import Text
 from foretoken.server.tools import PARSERS, Parser, parser_for
 
@@ -75,6 +77,7 @@ class Service:
         fields = await self.fields(request, CompletionFields)
         text = self.loaded(fields.model)
         prompts, hidden = fields.prompts, fields.max_tokens == 0
+        source = fields.source()
         n = fields.n or 1
 
         async def encode() -> list[list[int]]:
@@ -85,7 +88,7 @@ class Service:
             asked = COMPLETION_TOKENS if fields.max_tokens is None else max(1, fields.max_tokens)
             if fields.max_tokens is None:
                 asked = min(asked, room)
-            params = sampling(fields, text, asked, room, fields.logprobs)
+            params = sampling(fields, text, asked, room, fields.logprobs, source is not None)
             texts = [p if isinstance(p, str) else await text.decode(p) for p in prompts] if fields.echo else []
             reply = CompletionReply(
                 f"cmpl-{id}",
@@ -99,7 +102,8 @@ class Service:
             )
             return reply, params, bool(fields.echo) and fields.logprobs is not None
 
-        return await self._answer(request, fields, len(prompts) * n, sum(len(p) for p in prompts), encode, make)
+        size = sum(len(p) for p in prompts)
+        return await self._answer(request, fields, len(prompts) * n, size, source, encode, make)
 
     async def chat(self, request: Request) -> Answer:
         """/v1/chat/completions."""
@@ -111,6 +115,8 @@ class Service:
         check_length(fields.max_tokens or 0, text)
         tools = fields.offered
         parser = tool_parser(tools, text)
+        source = grammar_source(fields, text)
+        named = isinstance(fields.tool_choice, NamedTool)
 
         async def encode() -> list[list[int]]:
             return [await text.chat(messages, tools)]
@@ -118,20 +124,21 @@ class Service:
         async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
             top = (fields.top_logprobs or 0) if with_logprobs else None
-            params = sampling(fields, text, room if asked is None else asked, room, top)
+            params = sampling(fields, text, room if asked is None else asked, room, top, source is not None)
             more = self._shown(fields)
             more |= {"logprobs": with_logprobs, "parser": parser}
-            more |= {"one_call": fields.parallel_tool_calls is False}
+            more |= {"one_call": named or fields.parallel_tool_calls is False, "named": named}
             reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
             return reply, params, False
 
-        return await self._answer(request, fields, fields.n or 1, _size(messages), encode, make)
+        return await self._answer(request, fields, fields.n or 1, _size(messages), source, encode, make)
 
     async def responses(self, request: Request) -> Answer:
         """/v1/responses."""
         fields = await self.fields(request, ResponseFields)
         text = self.loaded(fields.model)
         messages = fields.messages
+        source = fields.source()
 
         async def encode() -> list[list[int]]:
             return [await text.chat(messages)]
@@ -139,11 +146,11 @@ class Service:
         async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
             asked = room if fields.max_output_tokens is None else fields.max_output_tokens
-            params = sampling(fields, text, asked, room, None)
+            params = sampling(fields, text, asked, room, None, source is not None)
             reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, asked=fields, **self._shown(fields))
             return reply, params, False
 
-        return await self._answer(request, fields, 1, _size(messages), encode, make)
+        return await self._answer(request, fields, 1, _size(messages), source, encode, make)
 
     async def _answer(
         self,
@@ -151,6 +158,7 @@ class Service:
         fields: Common,
         num_seqs: int,
         size: int,
+        source: Source | None,
         encode: Callable[[], Awaitable[list[list[int]]]],
         make: Callable[[str, Seq[list[int]]], Awaitable[tuple[Reply, SamplingParams, bool]]],
     ) -> Answer:
@@ -158,11 +166,13 @@ class Service:
         visit: Visit = request.scope["foretoken"]
         ticket = self.gate.enter(num_seqs, size)
         try:
+            grammar = None if source is None else await self.client.grammars.compiled(source)
             ids = await encode()
             reply, params, score = await make(visit.id, ids)
             reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(len(i) for i in ids)
-            whose = tenant(visit, fields.cache_salt)
-            job = Job(visit.id, ids, params, whose, wish(fields), score, fields.choice, fields.priority or 0)
+            whose, priority = tenant(visit, fields.cache_salt), fields.priority or 0
+            more = (fields.choice, priority, grammar, self.config.detailed)
+            job = Job(visit.id, ids, params, whose, wish(fields), score, *more)
             stream = self.client.submit(job)
         except BaseException:
             ticket.leave()
@@ -195,6 +205,14 @@ def tool_parser(tools: Seq[dict[str, Any]], text: Text) -> Callable[[], Parser] 
         raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
     names = frozenset(t["function"]["name"] for t in tools)
     return partial(PARSERS[name], names)
+
+
+def grammar_source(fields: ChatFields, text: Text) -> Source | None:
+    """What the answer must look like, by its format or by its tools. Raises ApiError 400 where both say so."""
+    source, calls = fields.source(), fields.compelled(parser_for(text.tokenizer.chat_template))
+    if calls is not None and (source is not None or fields.choice is not None):
+        raise bad_request("a format, and tools that must be called (or are 'strict'), contradict each other", "tools")
+    return calls or source
 
 
 def _size(messages: Seq[dict[str, Any]]) -> int:

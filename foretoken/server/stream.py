@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 from foretoken.request import SamplingParams, Speculation
 from foretoken.server.errors import ApiError, bad_request, internal
+from foretoken.server.grammars import Compiled
 
 NO_TOKEN = (
-    "no token was left to choose: the request's allowed or banned tokens, biases and choices rule out all of them"
+    "no token was left to choose: the request's allowed or banned tokens, biases and grammar rule out all of them, "
+    "or the grammar takes too long to follow"
 )
 
 
@@ -43,6 +45,8 @@ class Job(NamedTuple):
     score_prompt: bool = False
     choice: Seq[str] | None = None  # the text must be one of these
     priority: int = 0  # lower goes first
+    grammar: Compiled | None = None  # the text must match this
+    detailed: bool = False  # every draft in the metrics
 
 
 class Stream:
@@ -55,7 +59,7 @@ class Stream:
         self.num_open = len(job.prompts) * job.params.n  # sequences that the engine has not completed
         self._num_unread = self.num_open
         p = job.params
-        self._restricted = bool(p.allowed_token_ids or p.banned_token_ids or p.logit_bias or job.choice)
+        self._restricted = bool(p.allowed_token_ids or p.banned_token_ids or p.logit_bias or job.choice or job.grammar)
         self._scores: dict[int, list[Any]] = {}
         self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.errors import RequestError
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from foretoken.spec.grammar import Vocabulary
+
 T = TypeVar("T")
+Render = Callable[[Seq[dict[str, Any]], Seq[dict[str, Any]]], Awaitable[str]]
 INLINE = 1000  # characters that are encoded at once: a thread would take longer to start
 SLACK = 4  # a normalizer may shorten a text, but not by so much
 
@@ -20,7 +24,11 @@ SLACK = 4  # a normalizer may shorten a text, but not by so much
 class Text:
     """A loaded model's tokenizer, with its limits."""
 
-    def __init__(self, files: Mapping[str, str], vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, files: Mapping[str, str], vocab_size: int, max_model_len: int, render: Render | None = None
+    ) -> None:
+        """`render` writes a conversation by the model's template, in a process that may be ended (else in a thread)."""
+        self._render = render or self._render_here
         self.tokenizer = Tokenizer.from_files(files)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -43,8 +51,13 @@ class Text:
         return self._checked(await self.encode_chat(messages, tools))
 
     async def encode_chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = ()) -> list[int]:
-        """Token ids of a conversation of any length. Templates are programs: always in a thread."""
-        return await self._away(INLINE + 1, lambda: self.tokenizer.chat(messages, tools=tools))
+        """Token ids of a conversation of any length. Templates are programs: they run elsewhere."""
+        if not self.tokenizer.has_chat_template:
+            raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
+        return await self.encode(await self._render(messages, tools), add_special_tokens=False)
+
+    async def _render_here(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]]) -> str:
+        return await self._away(INLINE + 1, lambda: self.tokenizer.render_chat(messages, tools=tools))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length."""
@@ -104,7 +117,7 @@ class Pieces:
         self._tokenizer = tokenizer
         self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec.get("decoder")) else None
         added = spec.get("added_tokens") or []
-        self._added = frozenset(t["id"] for t in added)
+        self._special = frozenset(t["id"] for t in added if t.get("special", True))
         self._known: dict[int, bytes] = {t["id"]: t["content"].encode("utf-8", "replace") for t in added}
 
     @classmethod
@@ -112,9 +125,9 @@ class Pieces:
         """Those of a tokenizer."""
         return cls(tokenizer, json.loads(tokenizer.as_files()["tokenizer.json"]))
 
-    def is_added(self, token_id: int) -> bool:
-        """Does the token stand beside the vocabulary (special tokens mostly), with no text of its own to spell?"""
-        return token_id in self._added
+    def written(self, token_id: int) -> bytes:
+        """What the token adds to a text, as bytes: nothing if it is special, or beyond the vocabulary."""
+        return b"" if token_id in self._special else self.raw(token_id)
 
     def raw(self, token_id: int) -> bytes:
         """The token's bytes; none beyond the vocabulary."""
@@ -140,6 +153,14 @@ class Pieces:
             except ValueError:
                 pass
         return piece.replace("\u2581", " ").encode("utf-8", "replace")
+
+
+def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -> Vocabulary:
+    """What each token of a model writes, for grammars."""
+    from foretoken.spec.grammar import Vocabulary
+
+    pieces = Pieces.of(tokenizer)
+    return Vocabulary([pieces.written(token) for token in range(vocab_size)], eos_token_ids)
 
 
 def _byte_alphabet() -> dict[str, int]:

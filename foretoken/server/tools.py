@@ -1,102 +1,227 @@
 """Tool calls in what a model writes: found as the text arrives, the same whether it is streamed or not.
 
 Two ways of writing them: Qwen's (and Hermes') `<tool_call>{"name", "arguments"}</tool_call>` within a text, and
-Llama 3's, where the whole text is `{"name", "parameters"}`, several with `;` between. What is no call stays text.
-Nothing that a model writes is run or evaluated: it is read as JSON, or not at all.
+Llama 3's, where the whole text is `{"name", "parameters"}`, several with `;` between. Once a call has named a tool that
+was offered and its arguments open, they are given out as they are written, letter by letter; what opens no call stays
+text. Nothing that a model writes is run or evaluated.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_HEAD = r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9_-]{1,64})"\s*,\s*"%s"\s*:\s*(?=\{)'
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function's name and its arguments as JSON text."""
+    """A call begins: a function's name, and what is known of its arguments, JSON text."""
 
     name: str
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
+class More:
+    """More of the last call's arguments."""
+
     arguments: str
 
 
-Found = str | Call
+Found = str | Call | More
+
+
+class _Braces:
+    """Finds the end of a JSON value in pieces of text. `depth`: brackets that are open."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._quoted = self._escaped = False
+
+    def close(self, text: str, depth: int) -> int:
+        """Characters up to and with the bracket that brings us back to `depth`; -1 where all of it lies within."""
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = character == "\\", character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth == depth:
+                    return at + 1
+        return -1
 
 
 class QwenCalls:
-    """Calls between marks, text around them. A tail that may become a mark is held back until that is decided."""
+    """Calls between marks, text around them. A tail that may become a mark is held back until that is decided.
+
+    Space beside calls is no text.
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
+        self._head = re.compile(_HEAD % "arguments")
         self._buffer = ""
-        self._inside = False
+        self._step = self._outside
         self._searched = 0  # characters of the buffer that hold no whole mark
+        self._braces = _Braces()
+        self._bare = True  # nothing but space since the last call, or since the beginning
+        self._called = False
 
     def feed(self, text: str) -> list[Found]:
         """What became certain with this text."""
         self._buffer += text
         found: list[Found] = []
-        while True:
-            mark = CLOSE if self._inside else OPEN
-            at = self._buffer.find(mark, max(0, self._searched - len(mark)))
-            if at < 0:
-                break
-            body, self._buffer, self._searched = self._buffer[:at], self._buffer[at + len(mark) :], 0
-            found += self._between(body) if self._inside else _text(body)
-            self._inside = not self._inside
-        self._searched = len(self._buffer)
-        if not self._inside:
-            keep = _tail(self._buffer, OPEN)
-            found += _text(self._buffer[: len(self._buffer) - keep])
-            self._buffer = self._buffer[len(self._buffer) - keep :]
-            self._searched = 0
+        while self._step(found):
+            pass
         return found
 
     def end(self) -> list[Found]:
         """What is left when no text follows."""
         rest, self._buffer = self._buffer, ""
-        if not self._inside:
-            return _text(rest)
+        if self._step == self._outside:
+            return [] if self._called and self._bare else _text(rest)
+        if self._step != self._opening:
+            return []
         call = _call(rest, "arguments", self._names)  # the mark at the end may be missing, the call be whole
         return [call] if call is not None else _text(OPEN + rest)
 
-    def _between(self, body: str) -> list[Found]:
-        call = _call(body, "arguments", self._names)
-        return [call] if call is not None else _text(OPEN + body + CLOSE)
+    def _outside(self, found: list[Found]) -> bool:
+        at = self._find(OPEN)
+        size = at if at >= 0 else len(self._buffer) - _tail(self._buffer, OPEN)
+        text = self._buffer[:size]
+        self._bare = self._bare and not text.strip()
+        if not self._bare:
+            found += _text(text)
+        if at < 0:
+            if not self._bare:
+                self._buffer = self._buffer[size:]
+            self._searched = 0
+            return False
+        self._buffer, self._step = self._buffer[at + len(OPEN) :], self._opening
+        return True
+
+    def _opening(self, found: list[Found]) -> bool:
+        """Behind a mark: a call, once its name and the beginning of its arguments are there."""
+        head = self._head.match(self._buffer)
+        if head is not None and head[1] in self._names:
+            found.append(Call(head[1]))
+            self._buffer, self._step, self._braces = self._buffer[head.end() :], self._arguments, _Braces()
+            self._searched = 0
+            return True
+        at = self._find(CLOSE)
+        if at < 0:
+            return False
+        call = _call(self._buffer[:at], "arguments", self._names)
+        found += [call] if call is not None else _text(OPEN + self._buffer[: at + len(CLOSE)])
+        self._leave(at, call is not None)
+        return True
+
+    def _arguments(self, found: list[Found]) -> bool:
+        size = self._braces.close(self._buffer, 0)
+        text = self._buffer if size < 0 else self._buffer[:size]
+        if text:
+            found.append(More(text))
+        self._buffer = self._buffer[len(text) :]
+        if size >= 0:
+            self._step = self._closing
+        return size >= 0
+
+    def _closing(self, found: list[Found]) -> bool:
+        at = self._find(CLOSE)
+        if at >= 0:
+            self._leave(at, True)
+        return at >= 0
+
+    def _find(self, mark: str) -> int:
+        at = self._buffer.find(mark, max(0, self._searched - len(mark)))
+        self._searched = len(self._buffer) if at < 0 else 0
+        return at
+
+    def _leave(self, at: int, called: bool) -> None:
+        self._buffer, self._step = self._buffer[at + len(CLOSE) :], self._outside
+        self._called = self._called or called
+        self._bare = called
 
 
 class LlamaCalls:
-    """A text that begins as an object is held back to its end: then it is calls, or text after all."""
+    """A text that begins as an object is held back until it is a call, or to its end."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._held: list[str] = []
-        self._first = ""  # the first character that is no space
-        self._plain = False
+        self._head = re.compile(_HEAD % "parameters")
+        self._buffer = ""
+        self._step = self._opening
+        self._braces = _Braces()
 
     def feed(self, text: str) -> list[Found]:
         """What became certain with this text."""
-        if self._plain:
-            return _text(text)
-        self._held.append(text)
-        self._first = self._first or text.lstrip()[:1]
-        if self._first in ("", "{"):
-            return []
-        self._plain = True
-        return _text("".join(self._held))
+        self._buffer += text
+        found: list[Found] = []
+        while self._step(found):
+            pass
+        return found
 
     def end(self) -> list[Found]:
         """What is left when no text follows."""
-        if self._plain:
+        rest, self._buffer = self._buffer, ""
+        if self._step != self._opening:
             return []
-        whole = "".join(self._held)
-        calls = _objects(whole)
-        found = [_call(c, "parameters", self._names) for c in calls]
+        found = [_call(c, "parameters", self._names) for c in _objects(rest)]
         known = [c for c in found if c is not None]
-        return [*known] if known and len(known) == len(found) else _text(whole)
+        return [*known] if known and len(known) == len(found) else _text(rest)
+
+    def _opening(self, found: list[Found]) -> bool:
+        head = self._head.match(self._buffer)
+        if head is not None and head[1] in self._names:
+            found.append(Call(head[1]))
+            self._buffer, self._step, self._braces = self._buffer[head.end() :], self._arguments, _Braces()
+            self._braces.depth = 1  # the call's own
+            return True
+        if self._buffer.lstrip()[:1] in ("", "{"):
+            return False
+        self._step = self._plain
+        return True
+
+    def _plain(self, found: list[Found]) -> bool:
+        found += _text(self._buffer)
+        self._buffer = ""
+        return False
+
+    def _arguments(self, found: list[Found]) -> bool:
+        size = self._braces.close(self._buffer, 1)
+        text = self._buffer if size < 0 else self._buffer[:size]
+        if text:
+            found.append(More(text))
+        self._buffer = self._buffer[len(text) :]
+        if size >= 0:
+            self._step = self._closing
+        return size >= 0
+
+    def _closing(self, found: list[Found]) -> bool:
+        size = self._braces.close(self._buffer, 0)
+        self._buffer = "" if size < 0 else self._buffer[size:]
+        if size >= 0:
+            self._step = self._between
+        return size >= 0
+
+    def _between(self, found: list[Found]) -> bool:
+        """Behind a call: another one, or text after all."""
+        rest = self._buffer.lstrip()
+        if not rest:
+            return False
+        another = rest[0] == ";"
+        self._buffer, self._step = (rest[1:], self._opening) if another else (self._buffer, self._plain)
+        return True
 
 
 Parser = QwenCalls | LlamaCalls

@@ -7,6 +7,7 @@ the other end of the socket closes, the process ends.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import os
 import secrets
@@ -19,9 +20,10 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ForetokenError
-from foretoken.request import Delta, Grammar, Request
+from foretoken.request import Delta, Request
 from foretoken.server import frames, logs
 from foretoken.server.frames import Frame
+from foretoken.server.loading import Loader
 
 if TYPE_CHECKING:
     from foretoken.engine.engine import Engine
@@ -44,8 +46,10 @@ class Worker:
         self._inbox: list[Frame] = []
         self._closed = False
         self._step_start: float | None = None
+        self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # how many had so many tokens, by the bound above
+        self._pass_tokens = 0
         self.engine: Engine | None = None
-        self._vocabulary: Vocabulary | None = None  # made when the first grammar comes
+        self._loader = Loader(self._put, self._vocabulary)
 
     def run(self) -> int:
         """Load what the first frame asks for, serve until the socket closes; returns the exit code."""
@@ -88,6 +92,8 @@ class Worker:
                     deltas = engine.fail_step()
                     if failures >= MAX_FAILURES:
                         return EXIT_FAILED
+                self._passes[bisect.bisect_left(frames.PASS_BOUNDS, engine.num_rows)] += engine.num_rows > 0
+                self._pass_tokens += engine.num_rows
                 self._deliver(deltas)
                 self._step_start = None
             actions = self._take(wait=not engine.has_work)
@@ -96,7 +102,7 @@ class Worker:
     def _act(self, engine: Engine, frame: Frame) -> None:
         if frame["type"] == "add":
             try:
-                for request in _requests(frame, self._grammar(frame["choice"])):
+                for request in _requests(frame):
                     engine.add(request)
             except Exception as error:
                 if not isinstance(error, ForetokenError):
@@ -106,21 +112,6 @@ class Worker:
                 self.send({"type": "refused", "id": frame["id"], "message": str(error) if known else None})
         elif frame["type"] == "abort":
             engine.abort(frame["id"])
-
-    def _grammar(self, choice: list[str] | None) -> Grammar | None:
-        """What the text must be, if that is said."""
-        from foretoken.server.text import Pieces
-        from foretoken.spec.grammar import Choice, Vocabulary
-
-        if choice is None:
-            return None
-        assert self.engine is not None
-        if self._vocabulary is None:
-            config = self.engine.runner.model.config
-            pieces = Pieces.of(self.engine.tokenizer)
-            spelled = [b"" if pieces.is_added(i) else pieces.raw(i) for i in range(config.vocab_size)]
-            self._vocabulary = Vocabulary(spelled, config.eos_token_ids)
-        return Choice(choice, self._vocabulary)
 
     def _deliver(self, deltas: Seq[Delta]) -> None:
         if deltas:
@@ -144,6 +135,7 @@ class Worker:
             "waiting": len(scheduler.waiting),
             "free_blocks": blocks.num_free,
             "num_blocks": blocks.num_blocks,
+            "passes": {"counts": list(self._passes), "tokens": self._pass_tokens},
             "preemptions": scheduler.num_preemptions,
             "prefix_queries": blocks.prefixes.hits.num_queries,
             "prefix_hits": blocks.prefixes.hits.num_hits,
@@ -173,6 +165,19 @@ class Worker:
             taken, self._inbox = self._inbox, []
             return taken
 
+    def _put(self, frame: Frame) -> None:
+        with self._wake:
+            self._inbox.append(frame)
+            self._wake.notify()
+
+    def _vocabulary(self) -> Vocabulary:
+        """What the model's tokens write, for grammars."""
+        from foretoken.server.text import vocabulary
+
+        assert self.engine is not None
+        config = self.engine.runner.model.config
+        return vocabulary(self.engine.tokenizer, config.vocab_size, config.eos_token_ids)
+
     def _close(self) -> None:
         with self._wake:
             self._closed = True
@@ -182,10 +187,9 @@ class Worker:
         unpacker = frames.Unpacker()
         try:
             while data := self._socket.recv(2**16):
-                arrived = unpacker.feed(data)
-                with self._wake:
-                    self._inbox += arrived
-                    self._wake.notify()
+                for frame in unpacker.feed(data):
+                    if not self._loader.takes(frame):
+                        self._put(frame)
         except (OSError, frames.FrameError) as error:
             log.error("the server's frames cannot be read: %s", error)
         self._close()
@@ -204,7 +208,7 @@ class Worker:
             time.sleep(BEAT)
 
 
-def _requests(frame: Frame, grammar: Grammar | None) -> list[Request]:
+def _requests(frame: Frame) -> list[Request]:
     """The engine's requests of an "add" frame: every prompt with its n seeds, numbered in that order."""
     from foretoken.spec.sampling import derive_seed
 
@@ -220,9 +224,10 @@ def _requests(frame: Frame, grammar: Grammar | None) -> list[Request]:
             index=p * params.n + i,
             tenant=frame["tenant"],
             priority=frame["priority"],
+            detailed=frame["detailed"],
             speculation=wish,
             score_prompt=frame["score_prompt"],
-            grammar=grammar,
+            grammar=frame["make"]() if "make" in frame else None,
         )
         for p, prompt in enumerate(frame["prompts"])
         for i in range(params.n)
@@ -234,6 +239,7 @@ def _facts(engine: Engine, config: Any) -> dict[str, Any]:
     return {
         "tokenizer": engine.tokenizer.as_files(),
         "vocab_size": engine.runner.model.config.vocab_size,
+        "eos_token_ids": list(engine.runner.model.config.eos_token_ids),
         "max_model_len": engine.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "method": config.spec.method,

@@ -14,6 +14,8 @@ class Vocabulary:
     def __init__(self, pieces: Seq[bytes], eos_token_ids: Seq[int]) -> None:
         self.pieces = tuple(pieces)
         self.eos_token_ids = tuple(eos_token_ids)
+        self.writable = np.array([bool(piece) for piece in self.pieces], np.bool_)  # [V]: tokens that a text may have
+        self.writable[list(self.eos_token_ids)] = True
         self._tokens: dict[bytes, list[int]] = {}
         for token, piece in enumerate(self.pieces):
             if piece and token not in self.eos_token_ids:
@@ -48,6 +50,10 @@ class Choice:
         if mask is None:
             mask = self._masks[written] = self._mask(written)
         return mask
+
+    def another(self) -> Choice:
+        """Itself: what it remembers may be found by two threads, and is the same."""
+        return self
 
     def _mask(self, written: bytes) -> NDArray[np.bool_]:
         mask = np.zeros(len(self._vocabulary.pieces), np.bool_)

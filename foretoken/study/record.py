@@ -24,6 +24,7 @@ from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
 from foretoken.models.loader import resolve_model
 from foretoken.study.costs import SCHEMA as PROFILE_SCHEMA
+from foretoken.study.load.records import FIELDS as LOAD_FIELDS, SCHEMA as LOAD_SCHEMA
 from foretoken.study.measure import Bench, Run
 from foretoken.study.workload import Arm, Workload, spec_as_dict
 
@@ -103,6 +104,7 @@ OTHERS = {
     PROFILE_SCHEMA: ("profile", PROFILE_FIELDS),
     EVAL_SCHEMA: ("eval", EVAL_FIELDS),
     CERTIFICATE_SCHEMA: ("verify-lossless", CERTIFICATE_FIELDS),
+    LOAD_SCHEMA: ("bench serve", LOAD_FIELDS),
 }
 
 

@@ -204,3 +204,4 @@ def test_make_config() -> None:
     )
     made = make_config(None, block_size=32, num_blocks=9, kv_format="int8", max_num_rows=64, threads=2)
     assert made == EngineConfig(max_num_rows=64, threads=2, cache=CacheConfig(32, 9, "int8"))
+    assert make_config(prefix_cache=False).cache == CacheConfig(prefix_cache=False)

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fixtures_server import START, children, gauge, wait_until
+from fixtures_server import START, children, gauge, program_of, wait_until
 
 FILES = 120
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
@@ -48,6 +48,9 @@ class Poor:
     @property
     def num_files(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def child(self, program: str) -> int:
+        return program_of(self.process.pid, program)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), 10)
@@ -93,11 +96,11 @@ def test_connections_without_number(server: Poor) -> None:
         refused = [was_refused(connection) for connection in idle]
         assert refused.count(False) < FILES and refused.count(True) > 200 - FILES
         assert server.num_files < FILES
-        engine = children(server.process.pid)[0]
+        engine = server.child("worker")
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: http.get("/health").status_code == 503)
         wait_until(lambda: http.get("/ready").status_code == 200, 60)
-        assert text_of(http) == alone and children(server.process.pid) != [engine]
+        assert text_of(http) == alone and server.child("worker") != engine
         stack.close()
         wait_until(lambda: server.num_files <= before)
         with httpx.Client(base_url=server.url, timeout=60) as other:
@@ -105,10 +108,10 @@ def test_connections_without_number(server: Poor) -> None:
 
 
 def test_who_does_not_read_holds_up_nobody(server: Poor) -> None:
-    body = json.dumps({**FIELDS, "n": 8, "max_tokens": 200, "stream": True, "logprobs": 20}).encode()
+    body = json.dumps({**FIELDS, "n": 4, "max_tokens": 200, "stream": True, "logprobs": 20}).encode()
     with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
         alone = text_of(http)
-        for _ in range(4):
+        for _ in range(3):
             connection = stack.enter_context(socket.socket())
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", server.port))

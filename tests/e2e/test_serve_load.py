@@ -17,6 +17,7 @@ from foretoken import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 NUM_REQUESTS, CONCURRENCY = 5000, 32
+NUM_COMPARED = 100
 PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "a list") for end in ("of", "is a, b")]
 KINDS = ["plain"] * 10 + ["stream"] * 8 + ["slow"] * 2 + ["left"] * 6 + ["malformed"] * 3
 
@@ -91,7 +92,8 @@ def resident(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
-def test_load(server: Server, pair_folders: tuple[Path, Path]) -> None:
+def load(server: Server, target: Path) -> dict[str, Any]:
+    """All of it against a server of this target; raises where something is wrong, else returns the figures."""
     counts: Counter[Any] = Counter()
     pids = (server.process.pid, server.engine_pid)
     warm_up = NUM_REQUESTS // 5
@@ -103,12 +105,33 @@ def test_load(server: Server, pair_folders: tuple[Path, Path]) -> None:
     with server.client() as http:
         wait_until(lambda: gauge(http, "num_requests_running") + gauge(http, "num_requests_waiting") == 0)
         wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
-        wait_until(lambda: len(list(Path(f"/proc/{pids[0]}/fd").iterdir())) < 30)
+        wait_until(lambda: num_files(pids[0]) < 30)
+        drafted = gauge(http, "spec_decode_num_draft_tokens_total")
     after = [resident(p) for p in pids]
     print(dict(counts), f"kB before {before}, after {after}")
     assert all(late < 1.05 * early for early, late in zip(before, after, strict=True)), (before, after)
     assert pids == (server.process.pid, server.engine_pid), "no engine died"
     assert not [entry for entry in server.log if "trace" in entry]
-    llm = LLM(str(pair_folders[0]))
-    for i in random.Random(0).sample(sorted(texts), 100):
+    llm = LLM(str(target))
+    sampled = random.Random(0).sample(sorted(texts), NUM_COMPARED)
+    for i in sampled:
         assert texts[i] == llm.generate(PROMPTS[i % 8], SamplingParams(**fields(i)))[0].text, i
+    return {
+        "num_requests": NUM_REQUESTS,
+        "concurrency": CONCURRENCY,
+        "answers": {f"{kind} {status}": count for (kind, status), count in sorted(counts.items())},
+        "draft_tokens": drafted,
+        "resident_kb": {"before": before, "after": after},
+        "descriptors_after": num_files(pids[0]),
+        "num_texts_compared": len(sampled),
+        "num_texts_equal": len(sampled),
+    }
+
+
+def num_files(pid: int) -> int:
+    """Descriptors that a process has open."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def test_load(server: Server, pair_folders: tuple[Path, Path]) -> None:
+    load(server, pair_folders[0])

@@ -129,6 +129,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert before[0] in s.running, "the first in rank is never preempted"
         for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
             assert 1 <= num_pending <= seq.num_pending
+            if num_pending < seq.num_pending and plan.num_rows < s.max_num_rows:
+                end = seq.num_cached + num_pending
+                assert s.blocks.reservable(seq) == end, "no row stays empty while a prompt waits for it"
             assert 0 <= num_draft <= wanted.get(seq.seq_id, 0)
             assert len(seq.blocks) * self.blocks.block_size >= seq.num_cached + num_pending + num_draft
             if num_draft:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lawkit import SAMPLED, Pair, load_pair, make_engine, run, texts
 
-from foretoken import registry
+from foretoken import LLM, registry
 from foretoken.engine.engine import Engine
 from foretoken.kvcache.prefix import Prefixes
 from foretoken.request import Completion, FinishReason, Request, SamplingParams
@@ -114,6 +114,21 @@ def test_a_head_begins_where_the_target_computes(pair: Pair) -> None:
     engine.abort("again")
 
 
+@pytest.mark.parametrize("draft", ["none", "draft_model"])
+def test_it_can_be_turned_off(pair_folders: tuple[Path, Path], draft: str) -> None:
+    target, small = map(str, pair_folders)
+    found = []
+    for on in (True, False):
+        llm = LLM(target, None if draft == "none" else small, prefix_cache=on, max_num_seqs=2)
+        params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+        done = [llm.generate([PROMPTS[0]], params)[0] for _ in range(2)]
+        assert done[0].token_ids == done[1].token_ids
+        found.append([c.metrics.num_cached_tokens for c in done])
+        runners = [llm.engine.runner, *([llm.engine.drafter.runner] if draft != "none" else [])]  # type: ignore[attr-defined]
+        assert all(r.blocks.shares == on and bool(len(r.blocks.prefixes)) == on for r in runners)
+    assert found == [[0, 32], [0, 0]]
+
+
 def test_the_second_tenant_finds_nothing(pair: Pair) -> None:
     engine = make_engine(pair, block=4)
     found = []
@@ -177,6 +192,9 @@ def test_a_sampler_that_fails_takes_its_prefix_along(pair: Pair, caplog: pytest.
     class Broken:
         def allowed(self, output: Any, path: Any) -> Any:
             raise RuntimeError("a grammar that fails")
+
+        def another(self) -> Any:
+            return self
 
     engine = make_engine(pair, block=4)
     run(engine, PROMPTS[:1], EACH[:1])

@@ -40,6 +40,14 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert settings["max_num_rows"] == EngineConfig().max_num_rows
 
 
+def test_what_is_on_can_be_turned_off_and_what_is_off_on() -> None:
+    chosen = [parse(*argv).engine.settings["prefix_cache"] for argv in ([], ["--no-prefix-cache"], ["--prefix-cache"])]
+    assert chosen == [CacheConfig().prefix_cache, False, True] == [True, False, True]
+    assert parse("--ignore-eos").params.ignore_eos
+    with pytest.raises(SystemExit):
+        parse("--no-ignore-eos")
+
+
 def test_values_arrive() -> None:
     argv = "--k 7 --kv-format fp32 --draft-format bf16 --format fp16 --temperature 0.5 --stop a --stop b --seed 3"
     argv += " --logit-bias 4=-2.5 --logit-bias 5=1 --allowed-token-ids 4 --banned-token-ids 6 --ignore-eos --draft none"

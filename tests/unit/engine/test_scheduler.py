@@ -58,6 +58,25 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
     assert plans[4] == [(0, 1, 4), (1, 1, 4)]
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    scheduler = make(rows=16)
+    scheduler.add(sequence(0, 100))
+    assert shape(run(scheduler)) == [(0, 16, 0)], "alone it gets all"
+    scheduler.add(sequence(1, 3))
+    assert shape(run(scheduler)) == [(0, 13, 0), (1, 3, 0)], "a quarter is kept, and what nobody needs is given back"
+    scheduler.add(sequence(2, 20))
+    scheduler.add(sequence(3, 20))
+    plan = shape(run(scheduler))
+    assert plan == [(0, 12, 0), (1, 1, 0), (2, 3, 0)], "the first gets most, the next what is kept"
+
+
+def test_rows_are_kept_for_nobody_who_cannot_take_them() -> None:
+    scheduler = make(rows=16, seqs=1)
+    scheduler.add(sequence(0, 100))
+    scheduler.add(sequence(1, 3))
+    assert shape(run(scheduler)) == [(0, 16, 0)]
+
+
 def test_drafts_share_the_rows_that_are_left() -> None:
     scheduler = make(rows=9)
     for name in range(3):

@@ -18,7 +18,7 @@ import uvicorn
 from lawkit import Pair
 
 from foretoken.request import SamplingParams
-from foretoken.server import client as clients, connection, frames, logs, run
+from foretoken.server import client as clients, connection, frames, logs, process, run
 from foretoken.server.client import EngineClient
 from foretoken.server.errors import ApiError
 from foretoken.server.stream import Job, Stream
@@ -162,7 +162,7 @@ async def test_a_stop_while_a_process_is_ended_leaves_none(start: Start) -> None
     client = start("silent", beat_timeout=60.0)
     await asyncio.wait_for(client.wait_ready(), 20)
     pid = client.pid
-    ending = asyncio.create_task(clients._end(pid, 60.0))  # type: ignore[arg-type]
+    ending = asyncio.create_task(process.end(pid, 60.0))  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
     ending.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -234,4 +234,4 @@ async def test_the_engine_does_not_outlive_its_server() -> None:
         assert received, "it beats before it is asked for anything"
     finally:
         ours.close()
-    assert await asyncio.wait_for(clients._end(pid, 20), 30) == 0
+    assert await asyncio.wait_for(process.end(pid, 20), 30) == 0

@@ -11,7 +11,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[3] / "foretoken"
 EVERYWHERE = sorted(PACKAGE.rglob("*.py"))
-SERVER = sorted((PACKAGE / "server").glob("*.py"))
+SERVER = sorted((PACKAGE / "server").rglob("*.py"))
+LINK = "link.py"  # the one connection: to the unix socket of the vLLM that the server started
 FROM_DATA = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PROGRAMS = {"subprocess", "multiprocessing", "pty", "ctypes", "code", "codeop", "runpy"}
 OUTWARDS = {"urllib", "http", "httpx", "requests", "aiohttp", "ftplib", "smtplib", "telnetlib", "socketserver"}
@@ -55,18 +56,41 @@ def test_nothing_runs_from_data() -> None:
 @pytest.mark.parametrize("path", SERVER, ids=lambda p: p.name)
 def test_the_server_starts_no_program_and_calls_nobody(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    assert not imports(tree) & (PROGRAMS | OUTWARDS)
+    allowed = {"httpx"} if path.name == LINK else set()
+    assert not imports(tree) & (PROGRAMS | OUTWARDS) - allowed
     called = calls(tree)
     starts = [c for c in called if c.startswith("os.") and (c[3:] in STARTS or c[3:].startswith(("exec", "spawn")))]
-    # The one exception: the engine's own process, by a fixed command, without a shell.
-    assert starts == (["os.posix_spawn"] if path.name == "client.py" else [])
+    # Exceptions: processes of ours, by a fixed command, without a shell; vLLM, likewise; and one of ours forks itself
+    # for each grammar that a stranger wants compiled.
+    may = {"process.py": ["os.posix_spawn"], "vllm.py": ["os.posix_spawn"], "aside.py": ["os.fork"]}
+    assert starts == may.get(path.name, [])
     assert not any(c.endswith((".connect", ".create_connection")) for c in called)
+
+
+def test_only_two_programs_can_be_started() -> None:
+    """What `process.spawn` starts is written where it is called, never a value."""
+    for path in EVERYWHERE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "process.spawn":
+                assert [ast.literal_eval(a) for a in node.args] in (["worker"], ["aside"]), path
+
+
+def test_the_one_connection_can_go_nowhere_else() -> None:
+    """Every use of httpx is a name, or the one client over the one transport, which has a socket's path and no host."""
+    tree = ast.parse((PACKAGE / "server" / LINK).read_text())
+    made = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("httpx.")]
+    keywords = {ast.unparse(n.func): {k.arg: ast.unparse(k.value) for k in n.keywords} for n in made}
+    assert keywords.keys() == {"httpx.Limits", "httpx.Timeout", "httpx.AsyncClient", "httpx.AsyncHTTPTransport"}
+    assert len(made) == 4 and keywords["httpx.AsyncHTTPTransport"]["uds"] == "path"
+    client = keywords["httpx.AsyncClient"]
+    assert client["transport"].startswith("httpx.AsyncHTTPTransport(") and client["trust_env"] == "False"
+    assert "follow_redirects" not in client and "mounts" not in client and "proxy" not in client
 
 
 def test_the_server_loads_no_model_library() -> None:
     """Weights live in the engine's process; this one stays small, and a request can reach less."""
     code = (
-        "import sys, foretoken.server.run; "
+        "import sys, foretoken.server.run, foretoken.server.proxy, foretoken.export.vllm; "
         "print([m for m in ('torch', 'numpy', 'transformers', 'safetensors', 'pickle5') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

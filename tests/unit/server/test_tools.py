@@ -15,13 +15,13 @@ from foretoken.server.replies import ChatReply
 from foretoken.server.service import tool_parser
 from foretoken.server.stream import Piece
 from foretoken.server.text import Text
-from foretoken.server.tools import Call, LlamaCalls, QwenCalls, parser_for
+from foretoken.server.tools import Call, LlamaCalls, More, QwenCalls, parser_for
 
 NAMES = {"get", "add"}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'
 ADD = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
-HALF = '{"name": "get", "arguments": {"city": "\\ud800"}}'  # JSON, and no text
-NAN = '{"name": "get", "arguments": {"city": NaN}}'
+HALF = '{"arguments": {"city": "\\ud800"}, "name": "get"}'  # JSON, and no text
+NAN = '{"arguments": {"city": NaN}, "name": "get"}'
 QWEN = {
     "plain text": ["plain text"],
     f"<tool_call>\n{GET}\n</tool_call>": [Call("get", '{"city": "Köln"}')],
@@ -42,6 +42,15 @@ QWEN = {
     '<tool_call>{"name": [], "arguments": {}}</tool_call>': ['<tool_call>{"name": [], "arguments": {}}</tool_call>'],
     f"<tool_call>{HALF}</tool_call>": [f"<tool_call>{HALF}</tool_call>"],
     f"<tool_call>{NAN}</tool_call>": [f"<tool_call>{NAN}</tool_call>"],
+    # what is given out as it is written, is given out as it is written
+    '<tool_call>{"name": "get", "arguments": {"city": NaN}}</tool_call>': [Call("get", '{"city": NaN}')],
+    f"\n<tool_call>\n{GET}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n": [Call("get", '{"city": "Köln"}')] * 2,
+    '<tool_call>{"name": "get", "arguments": {"a": "}</tool_call>", "b": [{}]}, "id": 7}</tool_call>': [
+        Call("get", '{"a": "}</tool_call>", "b": [{}]}')
+    ],
+    '<tool_call>{"arguments": {"a":1}, "name": "get"}</tool_call>': [Call("get", '{"a": 1}')],
+    '<tool_call>{"name": "get", "arguments": {"a": "\\"': [Call("get", '{"a": "\\"')],
+    " \n": [" \n"],
     "a < b <tool <tool_cal": ["a < b <tool <tool_cal"],
     "</tool_call>": ["</tool_call>"],
     "<tool_call>" + "[" * 5000 + "</tool_call>": ["<tool_call>" + "[" * 5000 + "</tool_call>"],
@@ -50,10 +59,17 @@ LLAMA = {
     "plain": ["plain"],
     ADD: [Call("add", '{"a": 1, "b": [2]}')],
     f" {ADD} ; {ADD}\n": [Call("add", '{"a": 1, "b": [2]}')] * 2,
-    f"{ADD} and more": [f"{ADD} and more"],
+    f"{ADD} and more": [Call("add", '{"a": 1, "b": [2]}'), " and more"],
+    '{"name": "add", "parameters": {"a": {"b": "}"}}, "x": [{}]}; {"parameters": {}, "name": "get"}': [
+        Call("add", '{"a": {"b": "}"}}'),
+        Call("get", "{}"),
+    ],
+    '{"name": "rm", "parameters": {}}': ['{"name": "rm", "parameters": {}}'],
+    '{"name": "add", "parameters": {"a": ': [Call("add", '{"a": ')],
     '{"name": "add"}': [Call("add", "{}")],
     '{"x": 1}': ['{"x": 1}'],
-    f"{ADD};": [f"{ADD};"],
+    f"{ADD};": [Call("add", '{"a": 1, "b": [2]}')],
+    f"{ADD}; x": [Call("add", '{"a": 1, "b": [2]}'), " x"],
     '{"name": {}}': ['{"name": {}}'],
     "{": ["{"],
     "": [],
@@ -62,11 +78,13 @@ CASES = [(QwenCalls, t, f) for t, f in QWEN.items()] + [(LlamaCalls, t, f) for t
 
 
 def joined(found: list[Any]) -> list[Any]:
-    """Texts beside each other as one."""
+    """Texts beside each other as one, and calls whole."""
     made: list[Any] = []
     for item in found:
         if isinstance(item, str) and made and isinstance(made[-1], str):
             made[-1] += item
+        elif isinstance(item, More):
+            made[-1] = Call(made[-1].name, made[-1].arguments + item.arguments)
         else:
             made.append(item)
     return made
@@ -147,8 +165,9 @@ def test_tools_that_cannot_be(pair: Pair) -> None:
     bad = [
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
         {"tools": TOOLS * 129},
-        {"tools": TOOLS, "tool_choice": "required"},
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get"}}},
+        {"tools": TOOLS, "tool_choice": "always"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": 1}}},
+        {"tools": TOOLS, "tool_choice": {"type": "function"}},
     ]
     for fields in bad:
         with pytest.raises(ApiError) as caught:
@@ -183,6 +202,22 @@ def answer(text: Text, pieces: list[str], **more: Any) -> tuple[dict[str, Any], 
     return reply.body()["choices"][0], chunks
 
 
+def gathered(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of a stream, as a client puts them together."""
+    made: list[dict[str, Any]] = []
+    for chunk in chunks:
+        for part in chunk["delta"].get("tool_calls", []):
+            index = part.pop("index")
+            if index == len(made):
+                made.append(json.loads(json.dumps(part)))
+            else:
+                assert (
+                    index == len(made) - 1 and part.keys() == {"function"} and part["function"].keys() == {"arguments"}
+                )
+                made[index]["function"]["arguments"] += part["function"]["arguments"]
+    return made
+
+
 METRICS: dict[str, Any] = {
     "num_rounds": 1, "num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0,
     "num_accepted_tokens_per_pos": [], "undrafted": {}, "num_preemptions": 0,
@@ -200,9 +235,12 @@ def test_one_answer_streamed_or_not(text: Text, num_pieces: int) -> None:
     body, chunks = answer(text, pieces)
     assert body["finish_reason"] == chunks[-1]["finish_reason"] == "tool_calls"
     assert body["message"]["content"] == "".join(c["delta"].get("content", "") for c in chunks) == "See: "
-    calls = [t for c in chunks for t in c["delta"].get("tool_calls", [])]
-    assert [t.pop("index") for t in calls] == [0, 1]
-    assert calls == body["message"]["tool_calls"]
+    calls = gathered(chunks)
+    assert calls == body["message"]["tool_calls"] and len(calls) == 2
+    if num_pieces == 40:
+        parts = [t for c in chunks for t in c["delta"].get("tool_calls", [])]
+        assert len(parts) > 8, "arguments come as they are written"
+        assert all(("id" in t) == ("name" in t["function"]) for t in parts)
     assert len({t["id"] for t in calls}) == 2
     assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Köln"}
     one, _ = answer(text, pieces, one_call=True)
@@ -210,3 +248,61 @@ def test_one_answer_streamed_or_not(text: Text, num_pieces: int) -> None:
     plain, _ = answer(text, ["no ", "call"])
     assert plain["message"]["content"] == "no call" and plain["finish_reason"] == "stop"
     assert "tool_calls" not in plain["message"]
+
+
+def test_a_named_tool_is_no_reason_to_end(text: Text) -> None:
+    body, _ = answer(text, [f"<tool_call>{GET}</tool_call>"], named=True)
+    assert body["finish_reason"] == "stop" and body["message"]["tool_calls"][0]["function"]["name"] == "get"
+
+
+def test_arguments_that_were_cut_off(text: Text) -> None:
+    body, chunks = answer(text, ["<tool_call>", '{"name": "get", "arguments": {"ci', "ty"])
+    assert body["message"]["tool_calls"] == gathered(chunks)
+    assert body["message"]["tool_calls"][0]["function"]["arguments"] == '{"city'
+
+
+ARGUMENTS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+STRICT = [{"type": "function", "function": {"name": "get", "parameters": ARGUMENTS, "strict": True}}]
+
+
+@pytest.mark.parametrize("parser", ["qwen", "llama3"])
+def test_what_compels_a_call(parser: str) -> None:
+    def source(**fields: Any) -> Any:
+        asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": [*TOOLS, ADDING], **fields})
+        made = asked.compelled(parser)
+        return None if made is None else json.loads(made.text)["format"]
+
+    assert source() is None and source(tool_choice="none") is None
+    several = source(tool_choice="required")
+    assert len(several["tags"]) == 2 and several["at_least_one"] and not several["stop_after_first"]
+    assert source(tool_choice="required", parallel_tool_calls=False)["stop_after_first"]
+    named = source(tool_choice={"type": "function", "function": {"name": "add"}})
+    assert len(named["tags"]) == 1 and '"add"' in named["tags"][0]["begin"] and named["stop_after_first"]
+    with pytest.raises(ApiError, match="names 'rm'"):
+        source(tool_choice={"type": "function", "function": {"name": "rm"}})
+    with pytest.raises(ApiError, match="no 'tools'"):
+        source(tool_choice="required", tools=[])
+
+
+def test_strict_tools_that_the_model_may_call() -> None:
+    asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": STRICT})
+    assert "strict" not in asked.offered[0]["function"], "the template sees what it knows"
+    made = asked.compelled("qwen")
+    assert made is not None and json.loads(made.text)["format"]["triggers"] == ["<tool_call>"]
+    with pytest.raises(ApiError, match="tool_choice 'required'"):
+        asked.compelled("llama3")
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [({"type": "array"}, "must be an object"), ({"type": "object", "patternProperties": {}}, "patternProperties")],
+)
+def test_arguments_that_cannot_be_enforced(schema: Any, why: str) -> None:
+    tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
+    asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": [tool], "tool_choice": "required"})
+    with pytest.raises(ApiError, match=why):
+        asked.compelled("qwen")
+    assert read(ChatFields, {"messages": MESSAGES[:1], "tools": [tool]}).compelled("qwen") is None
+
+
+ADDING = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -1,0 +1,228 @@
+"""Clients that know nothing of foretoken against its server: each is run for real, and its results are recorded.
+
+    .venv/bin/python benchmarks/clients/run.py --python VENV/bin/python openai langchain-openai litellm
+    .venv/bin/python benchmarks/clients/run.py --python VENV/bin/python lm-eval guidellm
+
+`--python` has the clients installed, in an environment of its own. A text that a client got is right where it is the
+one that the engine writes without a server; a likelihood, where it is what lm-eval gets of the engine without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from foretoken import LLM, SamplingParams
+from foretoken.models.loader import resolve_model
+from foretoken.study import record
+
+HERE = Path(__file__).parent
+OUT = HERE.parent / "results" / "clients.jsonl"
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Tell a story"}]
+PROMPTS = HERE.parents[1] / "foretoken" / "assets" / "prompts_heldout.jsonl"
+NUM_ROWS = 24
+METRICS = ("acc", "word_perplexity", "exact_match")
+TASKS = ("tiny_choice", "tiny_rolling", "tiny_generate")
+TOLERANCE = 1e-4  # nats: the harness adds up 32-bit numbers in another order
+
+
+class Server:
+    """`foretoken serve` with the embedded pair, for as long as the block lasts."""
+
+    def __init__(self, *flags: str) -> None:
+        self._flags = flags
+
+    def __enter__(self) -> str:
+        command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--max-num-seqs", "8", *self._flags]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            entry = json.loads(line)
+            if entry["message"] == "ready":
+                subprocess.Popen(["cat"], stdin=self._process.stderr, stdout=subprocess.DEVNULL)
+                return str(entry["url"])
+        raise SystemExit("the server did not start")
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def run(command: list[str], **environment: str) -> str:
+    """What a command printed. Ends the run with its words where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    return done.stdout
+
+
+def version(python: str, package: str) -> str:
+    """The package's version in that environment."""
+    return run([python, "-c", f"import importlib.metadata as m; print(m.version('{package}'))"]).strip()
+
+
+def texts(script: str) -> Callable[[str, str], dict[str, Any]]:
+    """Runs one of the scripts beside this one; every text must be the engine's own."""
+
+    def check(python: str, url: str) -> dict[str, Any]:
+        made = json.loads(run([python, str(HERE / script), url]).splitlines()[-1])
+        llm, params = LLM("embedded"), SamplingParams(max_tokens=24)
+        own = {"chat": llm.chat(MESSAGES, params).text, "completion": llm.generate("def add(a, b):", params)[0].text}
+        own["responses"] = own["chat"]
+        found = {name: text == own[name.partition(",")[0]] for name, text in made.pop("texts").items()}
+        return {"ran": sorted(found), "equal_to_the_engine": found, **made, "passed": all(found.values())}
+
+    return check
+
+
+def lm_eval(python: str, url: str) -> dict[str, Any]:
+    """Likelihoods over echo with logprobs (token ids, text, and the server's own tokenizer) and generation."""
+    target = str(resolve_model("embedded"))
+    common = f"model=embedded,base_url={url}/v1/completions,num_concurrent=4"
+    local = f"{common},tokenizer_backend=huggingface,tokenizer={target},add_bos_token=True"
+    ways = {
+        "token ids": ["local-completions", local, TASKS],
+        "text": ["local-completions", f"{local},tokenized_requests=False", TASKS],
+        "tokenizer of the server": ["local-completions", common, TASKS],
+        "chat": ["local-chat-completions", common.replace("/v1/completions", "/v1/chat/completions"), TASKS[2:]],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        write_tasks(Path(folder))
+
+        def samples(name: str, module: str, model: str, settings: str, tasks: tuple[str, ...]) -> dict[str, list[Any]]:
+            out = Path(folder) / name.replace(" ", "-")
+            command = [python, "-m", module, "run", "--model", model, "--model_args", settings, "--log_samples"]
+            command += ["--tasks", ",".join(tasks), "--include_path", folder, "--output_path", str(out)]
+            command += ["--batch_size", "8"] if model == "local-completions" else []
+            command += ["--apply_chat_template"] if "chat" in model else []
+            run(command, HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=folder)
+            lines = {t: next(out.rglob(f"samples_{t}_*.jsonl")).read_text().splitlines() for t in tasks}
+            return {t: [json.loads(line)["resps"] for line in lines[t]] for t in tasks}
+
+        own = samples("own", "foretoken.study.lm_eval", "foretoken", "pretrained=embedded", TASKS)
+        got = {name: samples(name, "lm_eval", *way) for name, way in ways.items()}  # type: ignore[misc]
+    errors = {name: largest(own["tiny_choice"], got[name]["tiny_choice"]) for name in ("token ids", "text")}
+    same = {name: own["tiny_generate"] == got[name]["tiny_generate"] for name in ("token ids", "text")}
+    errors["tokenizer of the server, rolling"] = largest(
+        own["tiny_rolling"], got["tokenizer of the server"]["tiny_rolling"]
+    )
+    return {
+        "ran": sorted(ways),
+        "num_samples": len(own["tiny_choice"]),
+        "largest_difference_nats": errors,
+        "generations_equal": same,
+        "passed": max(errors.values()) < TOLERANCE and all(same.values()),
+    }
+
+
+def write_tasks(folder: Path) -> None:
+    """Three small local tasks, one of each kind of request, of the prompts that the package brings along."""
+    prompts = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    texts = [p["messages"][0]["content"] if "messages" in p else p["prompt"] for p in prompts]
+    texts = [t for t in texts if len(t) > 120][:NUM_ROWS]
+    cut = [t.index(" ", 60) for t in texts]
+    ends = [t[at : at + 30] for t, at in zip(texts, cut, strict=True)]
+    rows = [
+        {"q": texts[i][: cut[i]], "options": [ends[i], ends[i - 1], ends[i - 2]], "gold": 0} for i in range(len(texts))
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{q}}",
+    }
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{options}}", "doc_to_target": "{{gold}}"}
+    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"}
+    until = {"until": ["\n\n"], "max_gen_toks": 16, "do_sample": False}
+    generate = {"output_type": "generate_until", "doc_to_target": "{{q}}", "generation_kwargs": until}
+    for name, kind, metric in zip(TASKS, (choice, rolling, generate), METRICS, strict=True):
+        task = {"task": name, **shared, **kind, "metric_list": [{"metric": metric}]}
+        (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
+
+
+def largest(a: Any, b: Any) -> float:
+    """The largest difference of two nests of numbers; infinite where what is no number differs."""
+    if isinstance(a, list) and isinstance(b, list):
+        return max((largest(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+    try:
+        return abs(float(a) - float(b))
+    except ValueError:
+        return 0.0 if a == b else float("inf")
+
+
+def guidellm(python: str, url: str) -> dict[str, Any]:
+    """A closed loop of two, with synthetic texts made by the model's tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [str(Path(python).with_name("guidellm")), "run", "--disable-console-interactive"]
+        command += ["--backend", f"kind=openai_http,target={url},model=embedded"]
+        command += ["--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=20"]
+        command += ["--tokenizer", f"kind=hf_auto,model={resolve_model('embedded')}"]
+        command += [
+            "--data",
+            "kind=synthetic_text,prompt_tokens=64,output_tokens=32",
+            "--output",
+            f"kind=json,path={out}",
+        ]
+        run(command, HF_HUB_OFFLINE="1")
+        totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+    passed = totals["errored"] == 0 and totals["successful"] >= 20
+    return {"ran": ["concurrent"], "requests": totals, "passed": passed}
+
+
+def schemathesis(python: str, url: str) -> dict[str, Any]:
+    """200 requests an operation, made from the server's document: valid ones and invalid ones."""
+    command = [python, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--mode", "all", "--max-examples", "200"]
+    command += ["--checks", "all", "--exclude-checks", "positive_data_acceptance", "--no-color"]  # ours takes its place
+    command += ["--phases", "examples,coverage,fuzzing", "--generation-deterministic"]
+    tests = str(HERE.parents[1] / "tests")
+    said = run(command, SCHEMATHESIS_HOOKS="fixtures_fuzz", PYTHONPATH=tests)
+    counts = {word: int(count) for count, word in re.findall(r"(\d+) (generated|passed|skipped)", said)}
+    operations = re.search(r"Tested: (\d+)", said)
+    return {
+        "ran": ["coverage", "fuzzing"],
+        "cases": counts,
+        "operations": operations and int(operations[1]),
+        "passed": True,
+    }
+
+
+FLAGS = {"schemathesis": ["--max-model-len", "96"]}  # as long as it may write, it writes
+CLIENTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "openai": texts("with_openai.py"),
+    "langchain-openai": texts("with_langchain.py"),
+    "litellm": texts("with_litellm.py"),
+    "lm-eval": lm_eval,
+    "guidellm": guidellm,
+    "schemathesis": schemathesis,
+}
+
+
+def main() -> None:
+    """Run, print, append."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clients", nargs="+", choices=sorted(CLIENTS))
+    parser.add_argument("--python", default=sys.executable, help="an environment that has the clients")
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    for client in args.clients:
+        with Server(*FLAGS.get(client, ())) as url:
+            found = CLIENTS[client](args.python, url)
+        line = {"schema": "foretoken.clients/1", "time": record.now(), "commit": record.commit()}
+        line |= {"machine": record.machine(), "client": client, "version": version(args.python, client), **found}
+        print(json.dumps({k: v for k, v in line.items() if k not in ("machine", "schema")}))
+        with args.out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

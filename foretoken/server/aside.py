@@ -1,0 +1,146 @@
+"""The process for work that may hang: it renders chat templates, or compiles grammars, and may be ended at any time.
+
+`python -m foretoken.server.aside FD`, one job after the other. Templates are rendered here, with a clock that ends the
+process; every grammar is compiled in a fork of its own, with limits of time and memory, for they come from strangers,
+and what they need (xgrammar and the vocabulary) takes seconds to load.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from foretoken.errors import RequestError
+from foretoken.server import frames
+from foretoken.server.frames import Frame
+from foretoken.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS
+
+log = logging.getLogger("foretoken")
+WALL = 5.0  # seconds by the clock for each second of work: others compute too
+TOO_MUCH = "it takes too much time or memory to compile; simplify it"
+
+
+class Aside:
+    """One helper at the end of a socket. The first frame says which model it is for."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._tokenizer: Any = None
+        self._matching: Any = None
+
+    def run(self) -> None:
+        """Work until the socket closes."""
+        unpacker = frames.Unpacker()
+        while data := self._socket.recv(2**16):
+            for frame in unpacker.feed(data):
+                self._socket.sendall(frames.pack(self._answer(frame)))
+
+    def _answer(self, frame: Frame) -> Frame:
+        kind = frame["type"]
+        try:
+            if kind == "setup":
+                self._set_up(frame)
+                return {"type": "done", "text": ""}
+            text = self._render(frame) if kind == "render" else self._compile(frame["kind"], frame["source"])
+        except RequestError as error:
+            return {"type": "refused", "message": str(error)}
+        return {"type": "done", "text": text}
+
+    def _set_up(self, frame: Frame) -> None:
+        from foretoken.tokenizer import Tokenizer
+
+        self._tokenizer = Tokenizer.from_files(frame["tokenizer"])
+        if frame["grammars"]:
+            from foretoken.server.text import vocabulary
+            from foretoken.spec.matching import Matching
+
+            self._matching = Matching(vocabulary(self._tokenizer, frame["vocab_size"], frame["eos_token_ids"]))
+        else:
+            _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
+
+    def _render(self, frame: Frame) -> str:
+        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
+        try:
+            text: str = self._tokenizer.render_chat(frame["messages"], tools=frame["tools"])
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+        return text
+
+    def _compile(self, kind: str, source: str) -> str:
+        """Compile in a fork, so that neither a crash nor a kill costs what is loaded. Raises RequestError."""
+        sys.stderr.flush()
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._as_child(writing, kind, source)
+        os.close(writing)
+        try:
+            answer = _read(reading, time.monotonic() + WALL * COMPILE_SECONDS)
+        finally:
+            os.close(reading)
+            os.kill(pid, signal.SIGKILL)  # it has ended, or has to
+            os.waitpid(pid, 0)
+        if answer[:1] == b"+":
+            return answer[1:].decode()
+        raise RequestError(answer[1:].decode() or f"structured output: {TOO_MUCH}")
+
+    def _as_child(self, writing: int, kind: str, source: str) -> None:
+        """The fork's whole life."""
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            _limit(resource.RLIMIT_AS, _address_space() + COMPILE_MEMORY)
+            signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
+            try:
+                answer = "+" + self._matching.compiled(kind, source)
+                if len(answer) > MAX_COMPILED:
+                    answer = f"-structured output: {TOO_MUCH}"
+            except RequestError as error:
+                answer = f"-{error}"
+            with open(writing, "wb") as file:
+                file.write(answer.encode())
+        except BaseException:
+            log.debug("a grammar could not be compiled", exc_info=True)
+        finally:
+            os._exit(0)
+
+
+def _read(reading: int, until: float) -> bytes:
+    """All that a pipe gives; nothing where that does not end in time."""
+    parts: list[bytes] = []
+    while True:
+        ready, _, _ = select.select([reading], [], [], max(0.0, until - time.monotonic()))
+        if not ready:
+            return b""
+        part = os.read(reading, 2**16)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _limit(kind: int, size: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Take over the inherited socket. Signals are the server's business: this process ends when its socket closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    Aside(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

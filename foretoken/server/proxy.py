@@ -1,0 +1,207 @@
+"""The application in front of vLLM: the same guard, gate, life cycle and errors as in front of foretoken's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+import foretoken
+from foretoken.server import limits
+from foretoken.server.app import _api_error, _http_error
+from foretoken.server.config import ServerConfig
+from foretoken.server.errors import ApiError, bad_request, unavailable
+from foretoken.server.gate import Gate
+from foretoken.server.guard import Guard, Visit
+from foretoken.server.intake import INLINE, Intake
+from foretoken.server.metrics import CONTENT_TYPE
+from foretoken.server.relay import Relay
+from foretoken.server.vllm import VllmClient
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+# What runs a client's program, loads a client's tensors, or reaches into vLLM's inside.
+REFUSED = {
+    "prompt_embeds": "prompts are text or token ids",
+    "chat_template": "the model's own chat template is used, never a request's",
+    "chat_template_kwargs": "the model's own chat template is used, without arguments",
+    "logits_processors": "programs in requests are not run",
+    "use_beam_search": "beam search is not offered",
+    "vllm_xargs": "vLLM's inner arguments are not for clients",
+    "kv_transfer_params": "vLLM's inner arguments are not for clients",
+    "mm_processor_kwargs": "text only",
+    "media_io_kwargs": "text only",
+    "previous_response_id": "responses are not stored; send the whole conversation as 'input'",
+    "background": "responses are not stored",
+    "speculation": "vLLM drafts for all requests alike; leave 'speculation' out",
+}
+_LISTS = {"stop": limits.MAX_STOP, "logit_bias": limits.MAX_LOGIT_BIAS, "messages": limits.MAX_MESSAGES}
+_LISTS |= {"tools": limits.MAX_TOOLS, "stop_token_ids": limits.MAX_STOP_TOKENS, "allowed_token_ids": limits.MAX_ALLOWED}
+_NUMBERS = {"n": limits.MAX_N, "best_of": limits.MAX_N, "top_logprobs": limits.MAX_TOP_LOGPROBS}
+_NUMBERS |= {"logprobs": limits.MAX_TOP_LOGPROBS, "prompt_logprobs": limits.MAX_TOP_LOGPROBS}
+_PARTS = ("text", "input_text", "output_text", "refusal")
+_PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?vllm:", re.MULTILINE)
+
+
+class ProxyMetrics:
+    """What is counted in front of vLLM, under names of our own: vLLM's page comes as it is."""
+
+    def __init__(self, client: VllmClient, gate: Gate) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "foretoken:http_requests",
+            "requests, by route and status (499: the client left)",
+            ("route", "status"),
+            registry=self.registry,
+        )
+        for name, text, value in (
+            ("engine_up", "1 while vLLM is loaded", lambda: float(client.state == "ready")),
+            ("engine_restarts", "processes that replaced a dead one", lambda: client.num_restarts),
+            ("num_requests_inside", "sequences that run or wait", lambda: gate.num_inside),
+            ("num_requests_refused", "requests refused by a full queue", lambda: gate.num_refused),
+        ):
+            Gauge(f"foretoken:{name}", text, registry=self.registry).set_function(value)
+
+    def answered(self, route: str, status: int) -> None:
+        """A request was answered, or its client left (499)."""
+        self._requests.labels(route, str(status)).inc()
+
+
+def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gate]:
+    """The application and its gate. Its lifespan starts and ends vLLM."""
+    gate = Gate(config.max_queue)
+    gate.max_running = client.facts["max_num_seqs"]
+    metrics = ProxyMetrics(client, gate)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        client.start()
+        yield
+        await client.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ApiError, _api_error)
+    intake = Intake()
+    for path in PATHS:
+        app.add_api_route(path, _passing(client, config, gate, intake, path), methods=["POST"])
+    _add_reading(app, client, config, gate, metrics)
+    return Guard(app, config, metrics), gate
+
+
+def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intake, path: str) -> Any:
+    """The route that passes bodies on to vLLM's route of the same path."""
+
+    async def route(request: Request) -> Relay:
+        visit: Visit = request.scope["foretoken"]
+        body = await intake.read_object(request)
+        client.check()
+        check(body)
+        if path.startswith("/v1/"):
+            salt(body, visit.tenant)
+        count = int(body.get("n") or 1) * _prompts(body.get("prompt"))
+        size = int(request.headers.get("content-length", limits.MAX_BODY))
+        ticket = gate.enter(count, size)
+        try:
+            raw = await asyncio.to_thread(_written, body) if size > INLINE else _written(body)
+            return Relay(client, path, raw, ticket, config.request_timeout)
+        except BaseException:
+            ticket.leave()
+            raise
+
+    return route
+
+
+def _add_reading(app: FastAPI, client: VllmClient, config: ServerConfig, gate: Gate, metrics: ProxyMetrics) -> None:
+    """The routes that tell of the server."""
+    created = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        # Written here: vLLM's names the folder that it serves from.
+        made: dict[str, Any] = {"id": config.model_name, "object": "model", "created": created, "owned_by": "vllm"}
+        limit = client.facts.get("max_model_len")
+        return JSONResponse({"object": "list", "data": [made | ({"max_model_len": limit} if limit else {})]})
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        if client.state in ("down", "failed", "closed"):
+            raise unavailable("the engine has stopped")
+        return JSONResponse({"status": "ok", "engine": client.state})
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        if gate.closed:
+            raise unavailable("the server is shutting down")
+        client.check()
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": foretoken.__version__, "vllm": client.facts.get("version")})
+
+    @app.get("/metrics")
+    async def counters() -> PlainTextResponse:
+        own = generate_latest(metrics.registry)
+        if client.state == "ready":
+            page = await client.check().get("/metrics")
+            prefix = config.metrics_prefix.encode()
+            own = (page if prefix == b"vllm:" else _PREFIX.sub(rb"\g<1>" + prefix, page)) + own
+        return PlainTextResponse(own, media_type=CONTENT_TYPE)
+
+
+def check(body: Mapping[str, Any]) -> None:
+    """Raise ApiError 400 for what is not passed on: too much, or what no client may ask of vLLM."""
+    for name, why in REFUSED.items():
+        if body.get(name) not in (None, False, [], {}, ""):
+            raise bad_request(f"{name!r} is not supported: {why}", param=name, code="unsupported_parameter")
+    for name, most in _NUMBERS.items():
+        value = body.get(name)
+        if isinstance(value, int | float) and not (0 if name != "n" else 1) <= value <= most:
+            raise bad_request(f"{name} must lie in 0..{most}", param=name, code="invalid_value")
+        if name == "n" and value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise bad_request("n must be a whole number", param=name, code="invalid_value")
+    for name, most in _LISTS.items():
+        value = body.get(name)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise bad_request(f"{name} has more than {most} entries", param=name, code="invalid_value")
+    if _prompts(body.get("prompt")) > limits.MAX_PROMPTS:
+        raise bad_request(f"more than {limits.MAX_PROMPTS} prompts", param="prompt", code="invalid_value")
+    for name in ("messages", "input"):
+        _text_only(body.get(name), name)
+
+
+def _text_only(messages: Any, name: str) -> None:
+    """An image's address would make vLLM open a connection that a client chose. Raises ApiError 400."""
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict) or part.get("type") not in _PARTS:
+                raise bad_request(f"{name}: text only", param=name, code="invalid_value")
+
+
+def salt(body: dict[str, Any], tenant: str) -> None:
+    """Whose prefixes these are: tenants never share what is cached."""
+    own = body.get("cache_salt")
+    if tenant or own is not None:
+        body["cache_salt"] = hashlib.sha256(json.dumps([tenant, own]).encode()).hexdigest()
+
+
+def _prompts(prompt: Any) -> int:
+    """Prompts in a request."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return len(prompt) if several else 1
+
+
+def _written(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,245 @@
+"""Structured output and tools over HTTP, by the official client; and what tries to stop the server by them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import httpx
+import pytest
+from fixtures_server import Server, children, events, wait_until
+from openai import OpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+# A small form of Qwen's, with traps: some conversations hang it, or make it write or keep too much.
+TEMPLATE = (
+    "{% if tools %}<tool_call> {% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if messages[0].content == 'hang' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}"
+    "{% if messages[0].content == 'long' %}{% for i in range(99999) %}{{ 'twenty characters ok' }}{% endfor %}"
+    "{% endif %}"
+    "{% if messages[0].content == 'fat' %}{{ ('x' * 9999999999) | length }}{% endif %}"
+)
+CITIES = ["Ulm", "Köln", "the list"]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": CITIES}, "days": {"type": "integer", "minimum": 1, "maximum": 30}},
+    "required": ["city"],
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}},
+]
+USER: list[Any] = [{"role": "user", "content": "the sum"}]
+HOT: dict[str, Any] = {"temperature": 1.3, "max_tokens": 120}
+
+
+@pytest.fixture(scope="module")
+def server(pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    target = tmp_path_factory.mktemp("structured") / "target"
+    shutil.copytree(pair_folders[0], target)
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    made = Server("--model", str(target), "--draft", str(pair_folders[1]), "--served-model-name", "tiny")
+    try:
+        made.wait_log("ready")
+        yield made
+    finally:
+        assert made.stop() == 0
+        assert not children(made.process.pid)
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def openai(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        yield client
+
+
+def texts(http: httpx.Client, **fields: Any) -> list[str]:
+    response = http.post("/v1/completions", json={"prompt": "x", "n": 6, "seed": 3, **HOT, **fields})
+    assert response.status_code == 200, response.text
+    assert {c["finish_reason"] for c in response.json()["choices"]} == {"stop"}, response.text
+    return [c["text"] for c in response.json()["choices"]]
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    mood: Literal["good", "bad"] | None
+    age: Annotated[int, Field(ge=0, le=150)]
+    tags: Annotated[list[Literal["für", "the"]], Field(max_length=3)]
+
+
+def test_models_of_pydantic(openai: OpenAI) -> None:
+    ages = set()
+    for seed in range(4):
+        done = openai.chat.completions.parse(
+            model="tiny", messages=USER, response_format=Person, seed=seed, temperature=1.3, max_tokens=200
+        )
+        choice = done.choices[0]
+        assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Person), choice
+        ages.add(choice.message.parsed.age)
+    assert len(ages) > 1
+    asked: dict[str, Any] = {"model": "tiny", "input": "the sum", "text_format": Person, "max_output_tokens": 200}
+    assert isinstance(openai.responses.parse(**asked, extra_body={"seed": 2}).output_parsed, Person)
+
+
+def test_languages(http: httpx.Client) -> None:
+    """Each form writes what it says, in several ways, the same with drafts and without, streamed or not."""
+    array = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3}
+    forms: list[tuple[dict[str, Any], Any]] = [
+        ({"guided_regex": r"a{1,3}(b|für)"}, re.compile(r"a{1,3}(b|für)").fullmatch),
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, re.compile("[ab]{3}").fullmatch),
+        ({"guided_grammar": 'root ::= "yes" | "no" "!"*'}, re.compile("yes|no!*").fullmatch),
+        ({"structured_outputs": {"grammar": "start: /[0-9]{2}/"}}, re.compile("[0-9]{2}").fullmatch),
+        ({"guided_json": array}, lambda text: 0 < len(json.loads(text)) < 4),
+        ({"structured_outputs": {"json": json.dumps(array)}}, lambda text: set(json.loads(text)) <= {"a", "b"}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": array}}},
+            lambda text: isinstance(json.loads(text), list),
+        ),
+    ]
+    num_varied = 0
+    for fields, valid in forms:
+        found = texts(http, **fields, speculation={"policy": "fixed", "num_draft_tokens": 5})
+        assert all(valid(text) for text in found), (fields, found)
+        num_varied += len(set(found)) > 1
+        assert found == texts(http, **fields, speculation="off")
+        body = {"prompt": "x", "n": 6, "seed": 3, **HOT, **fields, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            parts = [c for e in events(response) for c in e["choices"]]
+        assert ["".join(c["text"] for c in parts if c["index"] == i) for i in range(6)] == found
+    assert num_varied > 3
+
+
+def test_json_objects(http: httpx.Client) -> None:
+    fields = {"response_format": {"type": "json_object"}, "logit_bias": {"1": 1}, "max_tokens": 60, "n": 8}
+    response = http.post("/v1/completions", json={"prompt": "x", "temperature": 0.9, "seed": 1, **fields})
+    done = [c["text"] for c in response.json()["choices"] if c["finish_reason"] == "stop"]
+    assert done and all(isinstance(json.loads(text), dict) for text in done)
+
+
+@pytest.mark.parametrize(
+    ("choice", "more", "names"),
+    [
+        ("required", {}, {"weather", "stop"}),
+        ("required", {"parallel_tool_calls": False}, {"weather", "stop"}),
+        ({"type": "function", "function": {"name": "weather"}}, {}, {"weather"}),
+    ],
+)
+def test_tools_that_must_be_called(openai: OpenAI, choice: Any, more: dict[str, Any], names: set[str]) -> None:
+    """Calls, of the right names and arguments; a stream, put together by the client, gives the same ones."""
+    called: list[str] = []
+    for seed in range(5):
+        asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": choice, "seed": seed}
+        done = openai.chat.completions.create(**asked, **more, temperature=1.3, max_tokens=130).choices[0]
+        assert done.message.content is None and done.message.tool_calls
+        if isinstance(choice, dict) or more:
+            assert len(done.message.tool_calls) == 1
+            assert done.finish_reason == ("tool_calls" if more else "stop")
+        whole = done.message.tool_calls if done.finish_reason != "length" else done.message.tool_calls[:-1]
+        for call in whole:
+            arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
+            called.append(call.function.name)  # type: ignore[union-attr]
+            assert arguments == {} or (called[-1] == "weather" and arguments["city"] in CITIES)
+            assert 1 <= arguments.get("days", 1) <= 30
+        with openai.chat.completions.stream(**asked, **more, temperature=1.3, max_tokens=130) as stream:
+            pieces = [e for e in stream if e.type == "tool_calls.function.arguments.delta"]
+            if done.finish_reason != "length":
+                same = stream.get_final_completion().choices[0]
+                assert [(c.function.name, c.function.arguments) for c in same.message.tool_calls or ()] == [
+                    (c.function.name, c.function.arguments)  # type: ignore[union-attr]
+                    for c in done.message.tool_calls
+                ]
+                assert same.finish_reason == done.finish_reason
+        assert not whole or len(pieces) > 0
+    assert set(called) == names
+
+
+def test_strict_tools_bind_the_calls_that_a_model_makes(http: httpx.Client) -> None:
+    """The tiny model never calls by itself: a bias towards the letters of the mark makes it begin one."""
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    body = {"messages": USER, "tools": strict, "seed": 1, "max_tokens": 40, "temperature": 1.0}
+    plain = http.post("/v1/chat/completions", json=body)
+    assert plain.status_code == 200 and plain.json()["choices"][0]["message"]["content"]
+
+
+BOMBS: list[dict[str, Any]] = [
+    {"guided_regex": "(" * 60 + "a" + "){1,999}" * 60},
+    {"guided_regex": "(a{1,9999}){1,9999}b{1,9999}"},
+    {"guided_json": {"type": "string", "minLength": 10**9}},
+    {
+        "guided_json": {
+            "type": "array",
+            "items": {"type": "array", "maxItems": 9999, "minItems": 9999},
+            "minItems": 99999,
+        }
+    },
+    {"guided_json": {"enum": [f"x{i}" for i in range(5000)]}},
+    {
+        "guided_grammar": "\n".join(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(60))
+        + '\nr60 ::= "b"\nroot ::= r0'
+    },
+    {"guided_grammar": "root ::= " + "(" * 30000 + '"a"' + ")" * 30000},
+    {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    {"guided_regex": "(?=a)"},
+    {"guided_json": {"not": {}}},
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
+def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb: dict[str, Any]) -> None:
+    """Whatever becomes of the compiler: an answer within bounded time, and nobody else notices."""
+    engine, aside = server.engine_pid, server.child("aside")
+    response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **bomb})
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        error = response.json()["error"]
+        assert error["param"] in bomb and "/" not in error["message"].replace("'/'", ""), error
+    assert server.engine_pid == engine and server.child("aside") == aside
+    assert texts(http, guided_regex="[ab]{2}", n=1)
+
+
+def test_most_bombs_are_refused(http: httpx.Client) -> None:
+    """And remembered: asking again costs nothing."""
+    statuses = [http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **b}).status_code for b in BOMBS]
+    assert statuses.count(400) >= 7, statuses
+
+
+@pytest.mark.parametrize("content", ["hang", "long", "fat"])
+def test_templates_cannot_hang_the_server(server: Server, http: httpx.Client, content: str) -> None:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    refused = http.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages", refused.text
+    assert "template" in refused.json()["error"]["message"]
+    assert http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 2}).status_code == 200
+    assert http.get("/health").status_code == 200
+
+
+def test_a_dead_helper_is_replaced(server: Server, http: httpx.Client) -> None:
+    assert texts(http, guided_regex="[ab]{2}", n=1)
+    for pid in [p for p in children(server.process.pid) if p != server.engine_pid]:
+        os.kill(pid, signal.SIGKILL)
+    assert texts(http, guided_regex="[ab]{3}", n=1)
+    assert http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_dead_engine_gets_its_grammars_again(server: Server, http: httpx.Client) -> None:
+    before = texts(http, guided_regex="[ab]{6}")
+    os.kill(server.engine_pid, signal.SIGKILL)
+    wait_until(lambda: http.get("/ready").status_code == 503)
+    wait_until(lambda: http.get("/ready").status_code == 200, 60)
+    assert texts(http, guided_regex="[ab]{6}") == before

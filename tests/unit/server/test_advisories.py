@@ -1,0 +1,146 @@
+"""What advisories of other engines became here, where no other test holds it; docs/guides/security.md lists all."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import hmac
+import random
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from lawkit import Pair
+
+from foretoken.server import config as configs, helper
+from foretoken.server.app import create_app
+from foretoken.server.client import EngineClient
+from foretoken.server.config import Keys, ServerConfig
+from foretoken.server.errors import ApiError
+from foretoken.server.text import INLINE, Text
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVER = sorted((ROOT / "foretoken" / "server").glob("*.py"))
+TABLE = ROOT / "docs" / "guides" / "security.md"
+KEY = "a-key-for-the-test"
+
+
+def walked(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def test_every_row_of_the_table_names_tests_that_exist() -> None:
+    """So that no advisory loses its test when files move."""
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TABLE.read_text())
+    assert len(named) > 40
+    for path, name in named:
+        text = (ROOT / path).read_text()
+        assert not name or re.search(rf"def {name}\(", text), (path, name)
+
+
+@pytest.mark.parametrize("path", SERVER, ids=lambda p: p.name)
+def test_no_route_serves_files_or_takes_forms(path: Path) -> None:
+    """Ranges of files, multipart bodies and uploads have been slow or open in other servers: here they are absent."""
+    absent = {"FileResponse", "StaticFiles", "UploadFile", "Form", "File", "multipart"}
+    names = {n.id for n in walked(path) if isinstance(n, ast.Name)}
+    names |= {a.name for n in walked(path) if isinstance(n, ast.ImportFrom | ast.Import) for a in n.names}
+    assert not names & absent
+
+
+def test_no_duration_is_taken_from_the_wall_clock() -> None:
+    """A clock that jumps must not time out, starve or kill: `time.time` only tells when something was made."""
+    allowed = {"app.py", "proxy.py", "replies.py"}  # the "created" of models and answers
+    for path in (*SERVER, *(ROOT / "foretoken" / "engine").glob("*.py")):
+        used = [
+            n for n in walked(path) if isinstance(n, ast.Attribute) and ast.unparse(n) in ("time.time", "datetime.now")
+        ]
+        assert not used or path.name in allowed, path
+        for node in walked(path):
+            if isinstance(node, ast.BinOp | ast.Compare):
+                assert "time.time()" not in ast.unparse(node), path
+
+
+async def test_a_clock_that_jumps_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    monkeypatch.setattr(time, "time", lambda: rng.choice([0.0, 4e9, 1.7e9]))
+    app, service = create_app(EngineClient("x", {}), ServerConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+        for _ in range(20):
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+    assert service.gate.num_inside == 0
+
+
+async def test_the_route_table_is_locked() -> None:
+    """Every route that there is, also one that the document leaves out, and what is no HTTP at all."""
+    app: Any
+    app, _ = create_app(EngineClient("x", {}), ServerConfig(host="0.0.0.0", keys=Keys((KEY,))))
+    paths = {route.path for route in app._app.routes}
+    assert {"/v1/completions", "/metrics", "/openapi.json", "/tokenizer_info"} <= paths
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+        for path in sorted(paths - {"/health", "/"}):
+            for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
+                assert (await http.request(method, path.replace("{name:path}", "x"))).status_code == 401, path
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app({"type": "websocket", "path": "/v1/completions", "headers": []}, None, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_every_key_is_compared_whatever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(configs.hmac, "compare_digest", lambda a, b: (compared.append((a, b)), real(a, b))[1])
+    keys = Keys(("first-key-1", "second-key-2", "third-key-33"))
+    for given in (b"first-key-1", b"third-key-33", b"", b"wrong"):
+        compared.clear()
+        keys.tenant(given)
+        assert len(compared) == 3 and all(len(a) == len(b) == 32 for a, b in compared), "digests of one length"
+
+
+async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and templates of one request must not keep the event loop from the others."""
+    text = Text(pair.tokenizer.as_files(), 304, 256)
+    threads: list[str] = []
+
+    def noted(name: str) -> Any:
+        real = getattr(text.tokenizer, name)
+        return lambda *a, **k: (threads.append(threading.current_thread().name), real(*a, **k))[1]
+
+    for name in ("encode", "render_chat", "decode"):
+        monkeypatch.setattr(text.tokenizer, name, noted(name))
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            beats += 1
+            await asyncio.sleep(0)
+
+    beating = asyncio.create_task(beat())
+    await text.encode("the sum of " * INLINE * 20, True)
+    await text.encode_chat([{"role": "user", "content": "x" * INLINE}])
+    await text.decode([5] * (INLINE + 1))
+    beating.cancel()
+    assert len(threads) >= 3 and all(name.startswith("tokenizer") for name in threads) and beats > 3
+    text.close()
+
+
+async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*arguments: str) -> tuple[int, Any]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(helper.process, "spawn", short)
+    made = helper.Helper(lambda: {"type": "setup"}, 1.0)
+    for _ in range(2):
+        with pytest.raises(ApiError) as caught:
+            await made.ask({"type": "render"}, "messages")
+        assert caught.value.status == 503 and caught.value.retry_after
+    await made.close()

@@ -1,0 +1,219 @@
+"""Compiled grammars on the server's side and the engine's: kept within bounds, compiled once, handed on in order."""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from lawkit import EOS, MODEL_VOCAB, Pair
+
+from foretoken.server.errors import ApiError, bad_request
+from foretoken.server.grammars import MAX_REFUSALS, Grammars
+from foretoken.server.helper import HelperDiedError
+from foretoken.server.loading import Loader
+from foretoken.server.protocol import ChatFields, read
+from foretoken.server.structured import Source
+from foretoken.server.text import vocabulary
+from foretoken.server.tools import PARSERS, Call, More
+from foretoken.spec.grammar import Vocabulary
+from foretoken.spec.matching import Matching
+
+
+class Pretended:
+    """A helper whose grammars are as long as their sources say, and that can be told to die."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def ask(self, frame: dict[str, Any], name: str, size: int) -> str:
+        self.asked.append(frame["source"])
+        if frame["source"] == "bad":
+            raise bad_request("bad", name)
+        if frame["source"] == "late":
+            raise HelperDiedError("late")
+        return "x" * int(frame["source"])
+
+
+def test_bounded_by_bytes() -> None:
+    async def scenario() -> None:
+        helper, forgotten = Pretended(), []
+        grammars = Grammars(helper, forgotten.append, max_bytes=350)  # type: ignore[arg-type]
+        first = await grammars.compiled(Source("regex", "40", "f"))
+        second = await grammars.compiled(Source("regex", "41", "f"))
+        assert await grammars.compiled(Source("regex", "40", "other field")) == first
+        third = await grammars.compiled(Source("regex", "42", "f"))
+        assert forgotten == [second.key] and second.key not in grammars and third.key in grammars
+        assert grammars.num_bytes == len(first.frame) + len(third.frame) and helper.asked == ["40", "41", "42"]
+        big = await grammars.compiled(Source("regex", "1000", "f"))
+        assert len(forgotten) == 3 and big.key in grammars and grammars.num_bytes == len(big.frame) > 1000
+        assert Source("json", "40", "f").key != Source("regex", "40", "f").key
+
+    run(scenario())
+
+
+def test_refusals_are_remembered_and_bounded() -> None:
+    async def scenario() -> None:
+        helper = Pretended()
+        grammars = Grammars(helper, lambda key: None)  # type: ignore[arg-type]
+        for name in ("guided_regex", "structured_outputs.regex"):
+            with pytest.raises(ApiError) as caught:
+                await grammars.compiled(Source("regex", "bad", name))
+            assert caught.value.param == name
+        assert helper.asked == ["bad"]
+        for _ in range(2):  # that a process died may have other reasons
+            with pytest.raises(ApiError, match="too long"):
+                await grammars.compiled(Source("regex", "late", "f"))
+        assert helper.asked == ["bad", "late", "late"]
+        for i in range(MAX_REFUSALS + 5):
+            grammars._refused[str(i)] = "no"
+        with pytest.raises(ApiError):
+            await grammars.compiled(Source("json", "bad", "f"))
+        assert len(grammars._refused) <= MAX_REFUSALS + 6
+
+    run(scenario())
+
+
+def run(scenario: Any) -> None:
+    import asyncio
+
+    asyncio.run(scenario)
+
+
+@pytest.fixture(scope="module")
+def words(pair: Pair) -> Matching:
+    return Matching(vocabulary(pair.tokenizer, MODEL_VOCAB, [EOS]))
+
+
+def test_the_engine_loads_what_it_is_sent(words: Matching) -> None:
+    """In order; an abort that comes before its request is ready is heeded; one that cannot be loaded fails alone."""
+    delivered: queue.Queue[dict[str, Any]] = queue.Queue()
+    calls = []
+
+    def make() -> Vocabulary:
+        calls.append(1)
+        return words.vocabulary
+
+    loader = Loader(delivered.put, make)
+    add = {"type": "add", "choice": None}
+    assert not loader.takes({**add, "id": "plain", "grammar": None}) and not loader.takes({"type": "abort", "id": "x"})
+    data = words.compiled("regex", "[ab]{2}")
+    frames: list[dict[str, Any]] = [
+        {"type": "grammar", "key": "k", "data": data},
+        {**add, "id": "1", "grammar": "k"},
+        {**add, "id": "gone", "grammar": "k"},
+        {"type": "abort", "id": "gone"},
+        {"type": "forget", "key": "k"},
+        {**add, "id": "2", "grammar": "k"},
+        {"type": "grammar", "key": "broken", "data": "json {"},
+        {**add, "id": "3", "grammar": "broken"},
+        {"type": "add", "id": "4", "choice": ["ab"], "grammar": None},
+    ]
+    for frame in frames:
+        assert loader.takes(frame)
+    made = [delivered.get(timeout=60) for _ in range(4)]
+    assert [f["id"] for f in made] == ["1", "2", "3", "4"]
+    first, again = made[0]["make"](), made[0]["make"]()
+    assert first is not again and first.allowed((), ()).any()
+    for missing in made[1:3]:
+        with pytest.raises(RuntimeError, match="not there"):
+            missing["make"]()
+    assert made[3]["make"]().allowed((), ()).any() and len(calls) == 1
+    assert loader.takes({**add, "id": "gone", "grammar": "k"}) and delivered.get(timeout=60)["id"] == "gone"
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+def walk(words: Matching, source: Source, seed: int) -> str:
+    """A random text of a grammar, which ends where it first may."""
+    matched, rng = words.matched(words.language(words.compiled(source.kind, source.text))), random.Random(seed)
+    tokens: list[int] = []
+    for _ in range(400):
+        allowed = np.flatnonzero(matched.allowed(tokens, ()))
+        if EOS in allowed:
+            break
+        tokens.append(int(rng.choice(allowed)))
+    return words.vocabulary.spell(tokens).decode()
+
+
+@pytest.mark.parametrize("parser", ["qwen", "llama3"])
+@pytest.mark.parametrize("seed", range(4))
+def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) -> None:
+    """What the grammar of calls lets a model write, the parser takes for calls, with arguments by their schema."""
+    asked = read(
+        ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required"}
+    )
+    source = asked.compelled(parser)
+    assert source is not None
+    text = walk(words, source, seed)
+    reader, rng, at = PARSERS[parser](["weather", "stop"]), random.Random(seed), 0
+    found: list[Any] = []
+    while at < len(text):
+        size = rng.randint(1, 9)
+        found += reader.feed(text[at : at + size])
+        at += size
+    found += reader.end()
+    name, arguments = found[0].name, "".join(f.arguments for f in found[:] if isinstance(f, More | Call))
+    assert sum(isinstance(f, Call) for f in found) == 1 and not any(isinstance(f, str) for f in found), text
+    value = json.loads(arguments)
+    if name == "weather":
+        assert (
+            len(value["city"]) <= 6 and 1 <= value.get("days", 1) <= 9 and value.keys() <= WEATHER["properties"].keys()
+        )
+    else:
+        assert name == "stop" and isinstance(value, dict)
+
+
+def test_strict_calls_amid_free_text(words: Matching) -> None:
+    """The model is free until it opens a call; then only a call may come, by its schema."""
+    asked = read(ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS[:1]})
+    source = asked.compelled("qwen")
+    assert source is not None
+    matched = words.matched(words.language(words.compiled(source.kind, source.text)))
+    pieces = words.vocabulary.pieces
+
+    def goes(text: str) -> bool:
+        tokens = [pieces.index(bytes([b])) for b in text.encode()]
+        return bool(matched.allowed(tokens, ()).any())
+
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}\n</tool_call>'
+    assert all(map(goes, ("hello <b>", f"See: {call}", f"{call} and {call}", "<tool_calm>")))
+    assert not any(
+        map(goes, ("<tool_call>x", call.replace("weather", "rm"), call.replace("3", "10"), call[:-14] + "x"))
+    )
+
+
+async def test_a_new_engine_gets_its_grammars_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once an engine, and what is forgotten on one side is forgotten on the other."""
+    from foretoken.request import SamplingParams
+    from foretoken.server.client import EngineClient
+    from foretoken.server.stream import Job
+
+    client, sent = EngineClient("x", {}), []
+    monkeypatch.setattr(client, "_write", lambda data: sent.append(json.loads(data[4:])["type"]))
+    client.state = "ready"
+    client.grammars = Grammars(Pretended(), client._forget_grammar, max_bytes=250)  # type: ignore[arg-type]
+
+    async def submit(source: str) -> None:
+        grammar = await client.grammars.compiled(Source("regex", source, "f"))
+        client.submit(Job("r", [[1]], SamplingParams(), grammar=grammar))
+
+    for source in ("40", "40", "41"):
+        await submit(source)
+    assert sent == ["grammar", "add", "add", "forget", "grammar", "add"]
+    sent.clear()
+    client._sent.clear()  # as when an engine is started
+    await submit("41")
+    assert sent == ["grammar", "add"]

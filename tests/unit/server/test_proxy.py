@@ -1,0 +1,202 @@
+"""In front of vLLM without a vLLM: who may come in, what is passed on and said of errors; and its one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foretoken.errors import ConfigError
+from foretoken.server import relay, vllm
+from foretoken.server.config import Keys, ServerConfig
+from foretoken.server.errors import ApiError
+from foretoken.server.link import Link
+from foretoken.server.proxy import PATHS, REFUSED, check, create_proxy, salt
+from foretoken.server.vllm import VllmClient
+
+KEY = "a-key-for-the-test"
+FACTS = {"max_num_seqs": 2, "method": "none"}
+
+
+def never_started(**more: Any) -> VllmClient:
+    return VllmClient([], FACTS, python=sys.executable, **more)
+
+
+def visitor(config: ServerConfig) -> httpx.AsyncClient:
+    app, _ = create_proxy(never_started(), config)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
+
+
+async def test_every_route_but_health_wants_a_key() -> None:
+    async with visitor(ServerConfig(host="0.0.0.0", keys=Keys((KEY,)))) as client:
+        routes = [("POST", p) for p in PATHS]
+        routes += [("GET", p) for p in ("/v1/models", "/ready", "/version", "/metrics", "/docs", "/pause", "//health")]
+        for method, path in routes:
+            url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # as it is, nothing put in order
+            response = await client.request(method, url)
+            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key", path
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_vllms_own_routes_are_not_there() -> None:
+    async with visitor(ServerConfig()) as client:
+        for path in ("/invocations", "/pause", "/update_weights", "/v1/load_lora_adapter", "/openapi.json", "/docs"):
+            assert (await client.post(path, json={})).status_code == 404
+        for path in PATHS:
+            response = await client.post(path, json={"prompt": "x"})
+            assert response.status_code == 503 and response.headers["retry-after"]
+            assert (await client.post(path, content=b"{", headers={"content-type": "text/plain"})).status_code == 415
+        assert (await client.get("/ready")).status_code == 503
+        page = (await client.get("/metrics")).text
+        assert "foretoken:engine_up 0.0" in page and 'route="/v1/completions",status="503"' in page
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *({name: "x"} for name in REFUSED),
+        {"n": 17},
+        {"n": 0},
+        {"n": 1.5},
+        {"n": True},
+        {"best_of": 99},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"top_logprobs": 21},
+        {"prompt_logprobs": 99},
+        {"stop": ["a"] * 5},
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
+        {"prompt": ["a"] * 65},
+        {"prompt": [[1]] * 65},
+        {"messages": [{"role": "user", "content": "x"}] * 4097},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://inside"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "audio_url"}]}]},
+        {"messages": [{"role": "user", "content": ["x"]}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://inside"}]}]},
+    ],
+    ids=lambda b: next(iter(b)),
+)
+def test_what_is_not_passed_on(body: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        check(body)
+    assert caught.value.status == 400 and caught.value.param == next(iter(body))
+
+
+def test_what_is_passed_on() -> None:
+    check({"prompt": [1, 2, 3] * 100, "n": 16, "stop": ["a"] * 4, "logprobs": 20, "chat_template": None})
+    check(
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "user", "content": "y"}]}
+    )
+    check({"input": "x", "logprobs": True, "background": False, "response_format": {"type": "json_object"}})
+
+
+def test_tenants_share_no_prefix() -> None:
+    def salted(tenant: str, **body: Any) -> str | None:
+        salt(body, tenant)
+        return body.get("cache_salt")
+
+    assert salted("") is None
+    found = [
+        salted("a"),
+        salted("b"),
+        salted("a", cache_salt="x"),
+        salted("b", cache_salt="x"),
+        salted("", cache_salt="x"),
+    ]
+    assert None not in found and len(set(found)) == 5 and salted("a") == found[0]
+
+
+def test_errors_lose_paths_and_addresses() -> None:
+    body = {"error": {"message": "no /root/secret/model.py at 0x7f00aabbccdd", "type": "x", "param": "p", "code": 422}}
+    made = relay.told(422, json.dumps(body).encode())
+    assert (made.status, made.param, made.message) == (400, "p", "no ... at ...")
+    assert relay.told(401, b'{"error": "Unauthorized"}').status == 500  # ours and vLLM's business
+    assert relay.told(503, b"<html>").status == 503 and relay.told(404, b"[]").status == 404
+    chunk = b'data: {"choices": []}\n\ndata: ' + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
+    events = relay.cleaned(chunk).split(b"\n\n")
+    assert events[0] == b'data: {"choices": []}' and events[2] == b"data: [DONE]"
+    assert json.loads(events[1][5:])["error"]["message"] == "no ... at ..."
+    assert b"failed" in relay.cleaned(b'data: {"error": 3}\n\n')
+
+
+def test_no_vllm_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"pip install 'foretoken\[vllm\]'"):
+        VllmClient([], FACTS)
+    with pytest.raises(ConfigError, match="--vllm-python"):
+        VllmClient([], FACTS, python="/nowhere/python")
+
+
+async def test_the_one_connection_is_to_the_socket(tmp_path: Path) -> None:
+    """Whatever a request asks for, nothing but the socket's path is connected to."""
+    path = str(tmp_path / "s")
+    seen: list[Any] = []
+    on = True
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        if on and name == "socket.connect":
+            seen.append(arguments[1])
+
+    sys.addaudithook(hook)
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 307 Elsewhere\r\nlocation: http://127.0.0.1:9/x\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, path)
+    link = Link(path, "secret")
+    try:
+        assert await link.healthy(5.0) is False  # a redirection is not followed
+        async with link.post("/v1/completions", b"{}") as response:
+            assert response.status_code == 307
+        with pytest.raises(ApiError):
+            await link.get("//elsewhere/x")
+    finally:
+        await link.close()
+        server.close()
+        on = False
+    assert seen and set(seen) == {path}
+    assert all(b"Bearer secret" in head for head in heads)
+
+
+ENTRY = "import sys, time\ndef main():\n    print(sys.argv, sys.path[0], flush=True)\n    time.sleep(60)\n"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_start_of_vllm(named: bool, tmp_path: Path) -> None:
+    """It hands over to the command, or where the package has another name to the server; it ends with its leash."""
+    place = tmp_path / ("vllm/entrypoints/cli/main.py" if named else "vllm/entrypoints/launchers/api_server/entry.py")
+    place.parent.mkdir(parents=True)
+    place.write_text(ENTRY)
+    if named:
+        (tmp_path / "vllm-1.dist-info").mkdir()
+        (tmp_path / "vllm-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 1\n")
+    theirs, ours = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, str(vllm.START), str(theirs), "MODEL", "--uds", "s"],
+        pass_fds=(theirs,),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(tmp_path)},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    assert (
+        "['vllm', 'serve', 'MODEL', '--uds', 's']" if named else "['vllm', '--model', 'MODEL', '--uds', 's']"
+    ) in said
+    assert str(tmp_path) in said  # not the folder of foretoken's modules
+    assert process.poll() is None
+    os.close(ours)
+    assert process.wait(10) == -9

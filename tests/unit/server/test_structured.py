@@ -1,0 +1,190 @@
+"""What requests may ask of a text: bounded, of one mind, and nothing silently left out."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from foretoken.server import limits, schemas
+from foretoken.server.errors import ApiError
+from foretoken.server.protocol import ChatFields, CompletionFields, ResponseFields, read
+
+NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+def source(kind: Any = CompletionFields, **fields: Any) -> Any:
+    first = {ChatFields: {"messages": [{"role": "user", "content": "x"}]}, ResponseFields: {"input": "x"}}
+    return read(kind, {**first.get(kind, {"prompt": "x"}), **fields}).source()
+
+
+def test_one_meaning_however_it_is_said() -> None:
+    by_name = {"type": "json_schema", "json_schema": {"name": "n", "schema": NAME, "strict": True}}
+    flat = {"type": "json_schema", "name": "n", "schema": NAME}
+    made = [
+        source(response_format=by_name),
+        source(ChatFields, response_format=by_name),
+        source(ResponseFields, text={"format": flat}),
+        source(guided_json=NAME),
+        source(guided_json=json.dumps(NAME)),
+        source(structured_outputs={"json": NAME}),
+    ]
+    assert {(s.kind, s.text) for s in made} == {("json", json.dumps(NAME))}
+    assert len({s.key for s in made}) == 1
+    anything = [source(response_format={"type": "json_object"}), source(structured_outputs={"json_object": True})]
+    assert {s.kind for s in anything} == {"object"}
+    assert source(guided_regex="a+").kind == source(structured_outputs={"regex": "a+"}).kind == "regex"
+    assert source(guided_grammar='root ::= "a"') == source(structured_outputs={"grammar": 'root ::= "a"'})._replace(
+        field="guided_grammar"
+    )
+    assert source(response_format={"type": "text"}) is None and source(guided_choice=["a"]) is None
+    assert source(ResponseFields, text={"format": {"type": "text"}}) is None
+    assert source(structured_outputs={}) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": NAME}}},
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        {"guided_choice": ["a"], "guided_regex": "a"},
+        {"structured_outputs": {"regex": "a", "grammar": 'root ::= "a"'}},
+        {"structured_outputs": {"xml": "a"}},
+        {"guided_json": "no json"},
+        {"guided_json": 5},
+        {"guided_regex": "a" * (limits.MAX_REGEX + 1)},
+        {"guided_regex": "(" * 65},
+        {"guided_grammar": "a" * (limits.MAX_GRAMMAR + 1)},
+        {"guided_grammar": "root ::= " + "(" * 30000},
+    ],
+)
+def test_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        source(**fields)
+    assert caught.value.status == 400 and len(caught.value.message) < 600
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "integer"}
+
+
+# What must be refused, and the word that names it. Each would be ignored by the grammar, or take it too long.
+REFUSED: list[tuple[str, Any]] = [
+    ("not", {"type": "integer", "not": {"const": 3}}),
+    ("if", {"if": {}, "then": {}}),
+    ("uniqueItems", {"type": "array", "uniqueItems": True}),
+    ("contains", {"type": "array", "contains": {}}),
+    ("patternProperties", {"type": "object", "patternProperties": {"^a": {}}}),
+    ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
+    ("$dynamicRef", {"$dynamicRef": "#a"}),
+    ("contentEncoding", {"type": "string", "contentEncoding": "base64"}),
+    ("minimun", {"type": "integer", "minimun": 3}),
+    ("properties.a.not", {"type": "object", "properties": {"a": {"not": {}}}}),
+    ("anyOf[1].not", {"anyOf": [{"type": "null"}, {"not": {}}]}),
+    ("properties", {"anyOf": [{"type": "object"}], "properties": {"a": {}}}),
+    ("minimum", {"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {"type": "integer"}}}),
+    ("allOf", {"allOf": [{"type": "integer"}, {"type": "integer", "minimum": 3}]}),
+    ("type", {"enum": ["a", 1], "type": "string"}),
+    ("minLength", {"minLength": 3}),
+    ("minimum", {"minimum": 3}),
+    ("type", {"type": "strnig"}),
+    ("type", {"type": []}),
+    ("maxLength", {"type": "string", "pattern": "a", "maxLength": 3}),
+    ("minLength", {"type": "string", "format": "date", "minLength": 3}),
+    ("format", {"type": "string", "format": "regex"}),
+    ("format", {"type": "string", "pattern": "a", "format": "date"}),
+    ("format", {"type": "string", "format": ["date"]}),
+    ("type", {"type": [{}, "string"]}),
+    ("type", {"enum": [1], "type": True}),
+    ("prefixItems", {"type": "array", "prefixItems": 3}),
+    ("pattern", {"type": "string", "pattern": 'a"'}),
+    ("pattern", {"type": "string", "pattern": r"a\n"}),
+    ("pattern", {"type": "string", "pattern": r"\x22"}),
+    ("required", {"type": "object", "properties": {"a": {}}, "required": ["b"]}),
+    ("required", {"type": "object", "required": "a"}),
+    ("propertyNames", {"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "b"}}),
+    ("pattern", {"type": "object", "propertyNames": {"pattern": '"'}}),
+    ("$ref", {"$ref": "http://example.org/schema"}),
+    ("$ref", {"$ref": "#/$defs/none"}),
+    ("properties", {"type": "object", "properties": {"a": False}}),
+    ("too large", nested(limits.MAX_SCHEMA_DEPTH + 1)),
+    ("enum", {"enum": list(range(limits.MAX_ENUM + 1))}),
+    ("too large", {"type": "object", "properties": {f"p{i}": {} for i in range(limits.MAX_SCHEMA_NODES + 1)}}),
+    ("pattern", {"anyOf": [{"type": "string", "pattern": "a"}] * (limits.MAX_PATTERNS + 1)}),
+    ("characters", {"type": "string", "description": "x" * limits.MAX_GRAMMAR}),
+]
+
+
+@pytest.mark.parametrize(("word", "schema"), REFUSED)
+def test_schemas_that_cannot_be_enforced(word: str, schema: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        schemas.check(schema, "guided_json")
+    assert caught.value.status == 400 and word in caught.value.message, caught.value.message
+    assert caught.value.param == "guided_json"
+
+
+ACCEPTED: list[Any] = [
+    NAME,
+    {"type": "object"},
+    {"title": "T", "x-order": 3, "anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    {"enum": ["a", "b"], "type": "string"},
+    {"const": 3, "type": "number"},
+    {"type": ["string", "null"], "minLength": 1},
+    {"type": "string", "pattern": r"^[^\n\"]+\d{3}\.[a-z]$"},
+    {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}}},
+    {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "uniqueItems": False},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
+    {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}},
+    nested(limits.MAX_SCHEMA_DEPTH - 1),
+]
+
+
+@pytest.mark.parametrize("schema", ACCEPTED)
+def test_schemas_that_can(schema: Any) -> None:
+    assert json.loads(schemas.check(schema, "x")) == schema
+
+
+def test_whatever_a_schema_holds_it_is_taken_or_refused() -> None:
+    """Values of every type under every keyword: no fault of ours."""
+    rng = random.Random(1)
+    plain = [
+        None,
+        True,
+        False,
+        0,
+        1.5,
+        "",
+        "string",
+        "#",
+        "#/$defs/a",
+        "date",
+        "[",
+        [],
+        {},
+        ["string"],
+        [[]],
+        [{}],
+        [1],
+    ]
+
+    def value(depth: int) -> Any:
+        if depth == 0 or rng.random() < 0.4:
+            return rng.choice(plain)
+        if rng.random() < 0.4:
+            return [value(depth - 1) for _ in range(rng.randrange(3))]
+        return {rng.choice(keywords): value(depth - 1) for _ in range(rng.randrange(4))}
+
+    keywords, taken = [*sorted(schemas.KNOWN), "a"], 0
+    for _ in range(20_000):
+        schema = {rng.choice(keywords): value(2) for _ in range(rng.randrange(1, 4))}
+        schema |= {"type": rng.choice(["object", "array", "string"])} if rng.random() < 0.5 else {}
+        try:
+            schemas.check(schema, "guided_json")
+            taken += 1
+        except ApiError as error:
+            assert error.status == 400
+    assert 1000 < taken < 19_000

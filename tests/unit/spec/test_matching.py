@@ -1,0 +1,343 @@
+"""Texts of a grammar: masks along drafts equal those of a naive reader, and speculation changes no text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from lawkit import EOS, MODEL_VOCAB, TOKENIZER_SIZE, Pair, TreeDrafter, assert_nothing_left, knowing, make_engine
+
+from foretoken import registry
+from foretoken.engine.engine import Engine
+from foretoken.errors import RequestError
+from foretoken.request import Completion, FinishReason, Request, SamplingParams, Sequence
+from foretoken.server.text import vocabulary as vocabulary_of
+from foretoken.spec import matching
+from foretoken.spec.ahead import Ahead
+from foretoken.spec.grammar import Vocabulary
+from foretoken.spec.matching import Matched, Matching
+from foretoken.spec.shadow import Shadow
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "list", "für", "你好"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+}
+PATTERN = r"a(b|bc){0,2}d?[ef]"
+
+
+@pytest.fixture(scope="module")
+def vocabulary(pair: Pair) -> Vocabulary:
+    return vocabulary_of(pair.tokenizer, MODEL_VOCAB, [EOS])
+
+
+@pytest.fixture(scope="module")
+def words(vocabulary: Vocabulary) -> Matching:
+    return Matching(vocabulary)
+
+
+@pytest.fixture(scope="module")
+def person(words: Matching) -> Any:
+    return words.language(words.compiled("json", json.dumps(PERSON)))
+
+
+def write(
+    engine: Engine, words: Matching, grammar: Any, params: SamplingParams, seeds: Seq[int], alone: bool = False
+) -> list[Completion]:
+    """One text a seed; every text has a grammar of its own."""
+    done: dict[str, Completion] = {}
+
+    def drain() -> None:
+        while engine.has_work:
+            for delta in engine.step():
+                if delta.completion is not None:
+                    done[delta.request_id] = delta.completion
+
+    for seed in seeds:
+        engine.add(Request(str(seed), (40 + seed % 20, 50), params, seed, grammar=words.matched(grammar)))
+        if alone:
+            drain()
+    drain()
+    assert_nothing_left(engine)
+    return [done[str(seed)] for seed in seeds]
+
+
+def test_masks_are_those_of_a_naive_reader(words: Matching, vocabulary: Vocabulary) -> None:
+    """A language small enough to write all of it down, asked in any order."""
+    language = {
+        "".join(c).encode()
+        for n in range(1, 8)
+        for c in itertools.product("abcdef", repeat=n)
+        if re.fullmatch(PATTERN, "".join(c))
+    }
+    begun = {word[:i] for word in language for i in range(len(word) + 1)}
+    grammar = words.matched(words.language(words.compiled("regex", PATTERN)))
+    tokens = [t for t, piece in enumerate(vocabulary.pieces) if piece and set(piece) <= set(b"abcdef")]
+    assert len(language) > 15 and any(len(vocabulary.pieces[t]) > 1 for t in tokens)
+
+    @given(st.lists(st.sampled_from([*tokens, EOS]), max_size=6), st.integers(0, 6))
+    @settings(max_examples=150)
+    def check(path: list[int], known: int) -> None:
+        mask = grammar.allowed(path[:known], path[known:])
+        text = vocabulary.spell(path)
+        expected = {EOS} if text in language else set()
+        if EOS not in path:
+            expected |= {t for t, piece in enumerate(vocabulary.pieces) if piece and text + piece in begun}
+        assert set(np.flatnonzero(mask).tolist()) == expected
+
+    check()
+
+
+@given(data=st.data())
+@settings(max_examples=40)
+def test_what_was_asked_before_leaves_no_trace(words: Matching, person: Any, data: st.DataObject) -> None:
+    """Any order of questions along any tree: each answer is that of a reader who starts anew."""
+    asked = words.matched(person)
+    paths: list[list[int]] = [[]]
+    for _ in range(data.draw(st.integers(1, 12))):
+        path = data.draw(st.sampled_from(paths))
+        mask = asked.allowed(path[: len(path) // 2], path[len(path) // 2 :])
+        assert np.array_equal(mask, words.matched(person).allowed((), path))
+        may = np.flatnonzero(mask).tolist()
+        strange = data.draw(st.integers(0, MODEL_VOCAB - 1))
+        chosen = data.draw(st.sampled_from(may)) if may and data.draw(st.booleans()) else strange
+        paths.append([*path, chosen])
+
+
+def test_any_object(words: Matching, vocabulary: Vocabulary) -> None:
+    language = words.language(words.compiled("object", ""))
+    tokens = {piece: token for token, piece in enumerate(vocabulary.pieces) if piece}
+
+    def ends(text: str) -> bool:
+        return bool(words.matched(language).allowed([tokens[bytes([b])] for b in text.encode()], ())[EOS])
+
+    assert all(map(ends, ("{}", '{"a":1}', '{ "a" : [1, {"b": "\\u00e9\\n"}], "c": -0.5e3, "d":null}', '{"für":"你"}')))
+    wrong = ("[1]", "1", '{"a":01}', '{"a"}', '{"a":1}x', '{"a":"\n"}', '{"a":  1}', '{"a":1,}', "{'a':1}", "")
+    assert not any(map(ends, wrong))
+
+
+def test_only_tokens_that_write(words: Matching, vocabulary: Vocabulary) -> None:
+    """Where any text may come, special tokens and ids beyond the tokenizer still may not."""
+    mask = words.matched(words.language(words.compiled("regex", r"[\s\S]*"))).allowed((), ())
+    assert mask[EOS] and not mask[TOKENIZER_SIZE:].any()
+    text = [t for t, piece in enumerate(vocabulary.pieces) if piece.isascii() and piece]
+    assert mask[text].all() and len(text) > 100
+    assert not words.matched(words.language(words.compiled("regex", "a*"))).allowed((TOKENIZER_SIZE,), (-1,)).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "why"),
+    [
+        ("json", '{"type": "strnig"}', "Unsupported type"),
+        ("json", "{", "JSON"),
+        ("json", '{"type": "number", "multipleOf": 0.1}', "multipleOf"),
+        ("json", '{"type": "array", "minItems": 3, "maxItems": 2}', ""),
+        ("json", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
+        ("json", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "no text"),
+        ("regex", "(?=a)b", "Lookahead"),
+        ("regex", "a^b", "start of the regex"),
+        ("grammar", 'root ::= root "a"', "no text"),
+        ("grammar", "root ::= nowhere", "not defined"),
+        ("grammar", "start: ?", "Lark"),
+        ("grammar", f"root ::= Token({TOKENIZER_SIZE})", "no text"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(words: Matching, kind: str, source: str, why: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        grammar = words.language(words.compiled(kind, source))
+        if not words.matched(grammar).allowed((), ()).any():
+            raise RequestError("nothing")
+        raise AssertionError("taken")
+    assert why in str(caught.value) and ".cc" not in str(caught.value) and "/" not in str(caught.value)[:40]
+
+
+def spec(name: str, tree: TreeDrafter) -> dict[str, Any]:
+    return {"drafter": tree, "k": 24, "rows": 256} if name == "tree" else {"method": name}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_drafts_change_nothing(pair: Pair, words: Matching, person: Any, temperature: float) -> None:
+    """Law 1 under a grammar, for every drafter, random trees, alone and in a batch."""
+    params = SamplingParams(max_tokens=90, temperature=temperature, logprobs=1, logit_bias={1 + ord('"') - 33: 3.0})
+    seeds = range(6)
+    plain = write(make_engine(pair), words, person, params, seeds, alone=True)
+    ended = [c for c in plain if c.finish_reason == FinishReason.STOP]
+    assert len(ended) > 2
+    for completion in ended:
+        valid(json.loads(completion.text))
+    tree = TreeDrafter(knowing([c.prompt_token_ids for c in plain], [c.token_ids for c in plain]), MODEL_VOCAB, seed=3)
+    accepted = dict.fromkeys((*registry.names("drafters"), "tree"), 0)
+    for name in accepted:
+        drafted = write(make_engine(pair, seqs=4, **spec(name, tree)), words, person, params, seeds)
+        assert [(c.token_ids, c.logprobs) for c in drafted] == [(c.token_ids, c.logprobs) for c in plain], name
+        accepted[name] = sum(c.metrics.spec.num_accepted_tokens for c in drafted)
+    assert accepted["tree"] > 20 and accepted["draft_model"] > 5, accepted
+
+
+def valid(value: dict[str, Any]) -> None:
+    assert {"name", "age"} <= value.keys() <= PERSON["properties"].keys()
+    assert isinstance(value["name"], str) and len(value["name"]) <= 12
+    assert isinstance(value["age"], int) and 0 <= value["age"] <= 150
+    assert len(value.get("tags", [])) <= 2 and set(value.get("tags", [])) <= {"a", "list", "für", "你好"}
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_a_drafter_that_guesses_while_the_target_checks(pair: Pair, words: Matching, person: Any, after: int) -> None:
+    """Two threads read the text at the same time, each with a matcher of its own."""
+    params = SamplingParams(max_tokens=60, temperature=1.2)
+    seeds = range(20 * after, 20 * after + 6)
+    plain = write(make_engine(pair), words, person, params, seeds)
+    engine = make_engine(pair, "draft_model", k=5)
+    engine.ahead = Tireless(1)
+    beside = write(engine, words, person, params, seeds)
+    assert [c.token_ids for c in beside] == [c.token_ids for c in plain]
+    assert engine.metrics.num_ahead > 0
+    seq = Sequence(0, [1], params, 1)
+    seq.grammar = words.matched(person)
+    own = Shadow(seq, engine.runner).seq.grammar
+    assert own is not None and own is not seq.grammar and own._matcher is not seq.grammar._matcher  # type: ignore
+
+
+class Tireless(Ahead):
+    """Guesses on as long as the target has not ended."""
+
+    def fits(self, seconds: float) -> bool:
+        return True
+
+
+FEATURES: list[dict[str, Any]] = [
+    {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 2},
+    {"temperature": 0.9, "presence_penalty": 0.8, "frequency_penalty": 0.3, "n": 2},
+    {"temperature": 1.2, "top_k": 9, "min_p": 0.02, "logprobs": 0, "n": 2},
+    {"temperature": 1.0, "top_p": 0.8, "logit_bias": {5: 4.0, 40: -3.0}, "banned_token_ids": (280, 281)},
+    {"temperature": 1.1, "stop": ("age",), "n": 3},
+]
+FORMS = [("json", json.dumps(PERSON)), ("regex", PATTERN), ("object", ""), ("grammar", 'root ::= ("ab" | "für")+ "."')]
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "eagle", "cascade", "tree"])
+def test_every_pair_of_feature_and_grammar(pair: Pair, words: Matching, name: str) -> None:
+    """A drafter with every pair of sampling feature and kind of grammar, in one batch: nothing dies, nothing moves."""
+    asked = [
+        (SamplingParams(max_tokens=24, **feature), words.language(words.compiled(*form)))
+        for feature, form in itertools.product(FEATURES, FORMS)
+    ]
+
+    def everything(engine: Engine, alone: bool) -> list[Any]:
+        done: dict[tuple[str, int], Completion] = {}
+
+        def drain() -> None:
+            while engine.has_work:
+                for delta in engine.step():
+                    if delta.completion is not None:
+                        done[delta.request_id, delta.index] = delta.completion
+
+        for i, (params, language) in enumerate(asked):
+            for index in range(params.n):
+                prompt, grammar = (30 + i, 50), words.matched(language)
+                engine.add(Request(str(i), prompt, params, 100 * i + index, index=index, grammar=grammar))
+            if alone:
+                drain()
+        drain()
+        assert_nothing_left(engine)
+        assert all(c.finish_reason != FinishReason.ERROR for c in done.values())
+        return [(key, done[key].token_ids, done[key].text, done[key].logprobs) for key in sorted(done)]
+
+    plain = everything(make_engine(pair), alone=True)
+    tree = TreeDrafter(lambda seq: [7, 8, 9], MODEL_VOCAB, seed=5)
+    assert everything(make_engine(pair, **{"rows": 128, **spec(name, tree)}), alone=False) == plain
+
+
+class Failing:
+    """Raises after so many tokens."""
+
+    def __init__(self, whole: Matched, after: int) -> None:
+        self.whole, self.after = whole, after
+
+    def allowed(self, output: Seq[int], path: Seq[int]) -> Any:
+        if len(output) + len(path) >= self.after:
+            raise RuntimeError("the matcher broke")
+        return self.whole.allowed(output, path)
+
+    def another(self) -> Failing:
+        return self
+
+
+@pytest.mark.failing_drafter
+@pytest.mark.parametrize("method", ["none", "draft_model", "eagle"])
+def test_a_grammar_that_fails_ends_its_request_alone(
+    pair: Pair, words: Matching, person: Any, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=True)
+    bound = SamplingParams(max_tokens=30, temperature=1.0)
+
+    def neighbours(engine: Engine, broken: bool) -> dict[str, Completion]:
+        engine.add(Request("free", (9, 8), params, 1))
+        engine.add(Request("bound", (9, 7), bound, 2, grammar=words.matched(person)))
+        if broken:
+            engine.add(Request("broken", (9, 6), bound, 3, grammar=Failing(words.matched(person), 7)))
+        done = {}
+        while engine.has_work:
+            for delta in engine.step():
+                if delta.completion is not None:
+                    done[delta.request_id] = delta.completion
+        assert_nothing_left(engine)
+        return done
+
+    alone = neighbours(make_engine(pair, method), broken=False)
+    with caplog.at_level(logging.CRITICAL, "foretoken"):
+        beside = neighbours(make_engine(pair, method), broken=True)
+    broken = beside.pop("broken")
+    assert broken.finish_reason == FinishReason.ERROR and len(broken.token_ids) == 7
+    assert {k: c.token_ids for k, c in beside.items()} == {k: c.token_ids for k, c in alone.items()}
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(
+    words: Matching, person: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent = itertools.count()
+    monkeypatch.setattr(matching.time, "thread_time", lambda: next(spent) * 0.3)
+    grammar = words.matched(person)
+    output: list[int] = []
+    with pytest.raises(RequestError, match="too long"):
+        for _ in range(6):
+            output.append(int(np.flatnonzero(grammar.allowed(output, ()))[0]))
+    assert time.thread_time() and len(output) == 4
+
+
+def test_ambiguity_ends_within_its_allowance(words: Matching, vocabulary: Vocabulary) -> None:
+    """Every text of this grammar has a number of readings that grows without bound: each token takes longer."""
+    grammar = words.matched(words.language(words.compiled("grammar", 'root ::= root root | "a" | ""')))
+    letter = vocabulary.pieces.index(b"a")
+    start, output = time.thread_time(), []
+    with pytest.raises(RequestError, match="too long"):
+        while len(output) < 2000:
+            assert grammar.allowed(output, ())[letter]
+            output.append(letter)
+    assert time.thread_time() - start < 60
+
+
+def test_draft_models_guess_what_may_be_written(pair: Pair, words: Matching, person: Any) -> None:
+    """The tiny models hardly write JSON by themselves: without the mask hardly a guess would be right."""
+    params = SamplingParams(max_tokens=60, temperature=1.0)
+    engine = make_engine(pair, "draft_model")
+    write(engine, words, person, params, range(8))
+    assert engine.metrics.acceptance_rate is not None and engine.metrics.acceptance_rate > 0.5
+
+
+@given(st.lists(st.integers(0, 2), max_size=9), st.lists(st.integers(0, 2), max_size=9))
+def test_what_two_texts_share(one: list[int], other: list[int]) -> None:
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    assert matching._shared(one, other) == sum(1 for _ in same)

@@ -1,0 +1,274 @@
+"""The whole of a load against a made-up server: what is sent to whom, and what is said of the answers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from foretoken.errors import ConfigError
+from foretoken.study import record
+from foretoken.study.load import prompts, report, wire
+from foretoken.study.load.bench import Arm, Bench, Cell, Settings
+from foretoken.study.load.drive import Level
+from foretoken.study.load.prompts import Shape, parse_shape
+from foretoken.study.load.records import make_records
+from foretoken.study.load.wire import Endpoint
+
+HEAD = {"run": "r", "time": "2026-01-01T00:00:00+00:00", "commit": "c", "machine": {"cpu": "some CPU", "cores": 2}}
+SETTINGS = Settings((Shape(12, 4),), (Level(concurrency=2),), num_requests=3, repeat=2, warm_up=1)
+
+
+@dataclass
+class Fake:
+    """A server: a token a letter, the text a function of the prompt; `busy` refusals come first."""
+
+    busy: int = 0
+    reads_speculation: bool = True
+    tokenizes: bool = True
+    tells_usage: bool = True
+    wrong_when_off: bool = False
+    drafts_when_off: bool = False
+    num_cached: int = 0
+    status: int = 200
+    message: str = "no such thing"
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    drafts: int = 0
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "org/tiny", "max_model_len": 64}]})
+        if path == "/metrics":
+            names = ("drafts", "draft_tokens", "accepted_tokens")
+            lines = [f"vllm:spec_decode_num_{n}_total {self.drafts * (i + 1)}" for i, n in enumerate(names)]
+            return httpx.Response(200, text="\n".join(lines))
+        body = json.loads(request.content)
+        if path == "/tokenize" and self.tokenizes:
+            special = [1] if body["add_special_tokens"] else []
+            return httpx.Response(200, json={"tokens": special + [ord(c) for c in body["prompt"]]})
+        if path == "/detokenize" and self.tokenizes:
+            return httpx.Response(200, json={"prompt": "".join(map(chr, body["tokens"]))})
+        if path not in ("/v1/completions", "/v1/chat/completions"):
+            return httpx.Response(404, json={})
+        if self.busy:
+            self.busy -= 1
+            return httpx.Response(503, headers={"retry-after": "0"}, json={"error": {"message": "full"}})
+        if self.status != 200:
+            return httpx.Response(self.status, json={"error": {"message": self.message}})
+        self.seen.append({"path": path, "auth": request.headers.get("authorization"), **body})
+        self.drafts += 4
+        return httpx.Response(200, stream=httpx.ByteStream(self.stream(body)))
+
+    def stream(self, body: dict[str, Any]) -> bytes:
+        off = body.get("speculation") == "off"
+        count = body["max_tokens"]
+        text = "bad!" * count if off and self.wrong_when_off else "good" * count
+        lines = []
+        for i in range(count):
+            ids = {"token_ids": [i]} if body.get("return_token_ids") else {}
+            last = "length" if i == count - 1 else None
+            lines.append({"choices": [{"index": 0, "text": text[i], "finish_reason": last, **ids}]})
+        end: dict[str, Any] = {"choices": []}
+        if self.tells_usage:
+            end["usage"] = {"prompt_tokens": len(body.get("prompt", "x")), "completion_tokens": count}
+            end["usage"]["prompt_tokens_details"] = {"cached_tokens": self.num_cached} if self.num_cached else None
+        if self.reads_speculation:
+            told = {"num_spec_steps": 1, "num_draft_tokens": 3, "num_accepted_draft_tokens": 2}
+            end["metrics"] = {"speculative_decoding": None if off and not self.drafts_when_off else told}
+        return b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in [*lines, end]) + b"data: [DONE]\n\n"
+
+
+def arms(**on: Any) -> list[Arm]:
+    base = Endpoint("http://fake")
+    return [Arm("off", replace(base, fields={"speculation": "off"})), Arm("on", replace(base, fields=on))]
+
+
+async def measure(fake: Callable[[httpx.Request], httpx.Response], settings: Settings, given: list[Arm]) -> Any:
+    """All cells; returns the bench and the records."""
+    found = []
+    async with httpx.AsyncClient(transport=httpx.MockTransport(fake)) as client:
+        bench = Bench(client, given, settings)
+        await bench.prepare()
+        for shape in settings.shapes:
+            for level in settings.levels:
+                cell = Cell(shape, level)
+                async for _ in bench.measure(cell):
+                    pass
+                found += make_records(bench, cell, HEAD)
+    return bench, found
+
+
+async def test_arms_take_turns_over_the_same_prompts_and_seeds() -> None:
+    fake = Fake()
+    _, records = await measure(fake, SETTINGS, arms(speculation={"policy": "fixed"}))
+    sent = fake.seen[2 + 2 :]  # a request to see what the server reads, for each arm, and the warm-up
+    labels = [b["speculation"] == "off" for b in sent]
+    assert labels == [True] * 3 + [False] * 6 + [True] * 3  # the order turns with each repetition
+    off, on = ([b for b in sent if (b["speculation"] == "off") is which] for which in (True, False))
+    assert [b["prompt"] for b in off] == [b["prompt"] for b in on]
+    assert [b["seed"] for b in off] == [b["seed"] for b in on] == [1, 2, 3] * 2
+    assert len({str(b["prompt"]) for b in off}) >= 5  # so short a text may come twice
+    assert all(len(b["prompt"]) == 12 and b["prompt"][0] == 1 for b in sent)
+    assert all(b["ignore_eos"] and b["stream_options"] == {"include_usage": True} for b in sent)
+    assert len({b["cache_salt"] for b in sent}) == 12  # no request finds in a cache what another left
+    for made in records:
+        record.check(made)
+        assert made["errors"] == {} and made["retries"] == 0 and made["config"]["model"] == "tiny"
+        assert all(r["counted"] == {"usage": 3} and r["num_output_tokens"] == 12 for r in made["repetitions"])
+    assert records[0]["acceptance"] is None and records[1]["acceptance"]["acceptance_rate"] == pytest.approx(2 / 3)
+    assert records[1]["same_texts"] == [6, 6] and records[0]["same_texts"] is None
+    assert records[1]["itl_token_ms"] is not None
+
+
+async def test_another_text_is_seen() -> None:
+    _, records = await measure(Fake(wrong_when_off=True), SETTINGS, arms())
+    assert records[1]["same_texts"] == [0, 6]
+
+
+async def test_refusals_are_tried_again_and_counted() -> None:
+    fake = Fake(busy=3)
+    _, records = await measure(fake, replace(SETTINGS, warm_up=0), [Arm("server", Endpoint("http://fake"))])
+    assert records[0]["retries"] == 3 and not records[0]["errors"]
+    _, records = await measure(
+        Fake(busy=99), replace(SETTINGS, warm_up=0, max_retries=1), [Arm("server", Endpoint("http://fake"))]
+    )
+    assert records[0]["errors"] == {"HTTP 503 after 1 retries": 6} and records[0]["retries"] == 6
+    assert records[0]["output_tokens_per_s"] == 0
+
+
+async def test_errors_stay_in_sight() -> None:
+    _, records = await measure(Fake(status=400), SETTINGS, [Arm("server", Endpoint("http://fake"))])
+    assert records[0]["errors"] == {"HTTP 400": 6}
+    lines = report.notes(records)
+    assert any("6 HTTP 400" in line and "no such thing" in line for line in lines)
+    assert report.cells(records[0])[report.COLUMNS.index("failed")] == "6"
+
+
+async def test_what_would_compare_a_thing_with_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--baseline-url"):
+        await measure(Fake(drafts_when_off=True), SETTINGS, arms())
+    with pytest.raises(ConfigError, match="leave --strict out"):
+        await measure(Fake(), replace(SETTINGS, strict=True), arms())
+
+
+async def test_what_the_server_knew_before_and_bursts_are_said() -> None:
+    _, records = await measure(Fake(num_cached=8), SETTINGS, arms())
+    assert all("knew parts of prompts" in " ".join(r["remarks"]) for r in records)
+    assert all("this is a burst" in " ".join(r["remarks"]) for r in records), "3 requests of 2 clients"
+    _, records = await measure(Fake(), replace(SETTINGS, num_requests=4), arms())
+    said = " ".join(r for record in records for r in record["remarks"])  # of a busy generator, perhaps
+    assert "burst" not in said and "knew" not in said and "alike" not in said
+
+
+async def test_a_server_that_tells_less() -> None:
+    fake = Fake(reads_speculation=False, tokenizes=False, tells_usage=False)
+    bench, records = await measure(fake, replace(SETTINGS, strict=True), [Arm("server", Endpoint("http://fake"))])
+    assert not bench.tokenized and isinstance(fake.seen[0]["prompt"], str)
+    assert not {"ignore_eos", "cache_salt", "return_token_ids"} & fake.seen[0].keys()
+    said = " ".join(records[0]["remarks"])
+    assert "no usage" in said and "ITL by chunks only" in said and "no /tokenize" in said and "counters" in said
+    assert records[0]["acceptance"]["source"] == "/metrics"
+    assert records[0]["acceptance"]["mean_acceptance_length"] == 4.0
+    with pytest.raises(ConfigError, match="no /tokenize"):
+        await measure(fake, replace(SETTINGS, prompts="random"), [Arm("server", Endpoint("http://fake"))])
+
+
+async def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--baseline-url"):
+        await measure(Fake(reads_speculation=False), SETTINGS, arms())
+    with pytest.raises(ConfigError, match="--baseline-url"):
+        await measure(Fake(status=400, message="'speculation' is not supported"), SETTINGS, arms())
+    with pytest.raises(ConfigError, match="no such thing"):
+        await measure(Fake(status=400), SETTINGS, arms())
+    with pytest.raises(ConfigError, match=r"needs 70 tokens and the server's context is 64.*--scale 0\.9"):
+        await measure(Fake(), replace(SETTINGS, shapes=(Shape(60, 10),)), arms())
+    with pytest.raises(ConfigError, match="API key"):
+        await measure(lambda r: httpx.Response(401), SETTINGS, arms())
+
+    def nobody(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    with pytest.raises(ConfigError, match=r"no server at http://fake.*is it running"):
+        await measure(nobody, SETTINGS, arms())
+
+
+async def test_chat_random_tokens_and_files(tmp_path: Path) -> None:
+    fake = Fake()
+    endpoint = Endpoint("http://fake", chat=True)
+    await measure(fake, replace(SETTINGS, prompts="random", warm_up=0), [Arm("server", endpoint)])
+    contents = [b["messages"][0]["content"] for b in fake.seen]
+    assert len(set(contents)) == 6 and all(len(c) == 11 for c in contents)  # the special token is the template's
+    file = tmp_path / "some.jsonl"
+    rows = [{"prompt": "one"}, {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "two"}]}]
+    file.write_text("\n".join(json.dumps(r) for r in rows))
+    fake.seen.clear()
+    of_file = replace(SETTINGS, prompts=str(file), shapes=(Shape(None, 4),), warm_up=0)
+    _, records = await measure(fake, of_file, [Arm("server", endpoint)])
+    assert {len(b["messages"]) for b in fake.seen} == {1, 2}
+    assert records[0]["config"]["prompts"] == "some.jsonl" and records[0]["config"]["lengths"] == "file-4"
+
+
+async def test_an_open_level_is_recorded() -> None:
+    level = Level(rate=500.0, burstiness=0.5)
+    _, records = await measure(Fake(), replace(SETTINGS, levels=(level,)), arms())
+    config = records[0]["config"]
+    assert (config["concurrency"], config["rate"], config["burstiness"]) == (None, 500.0, 0.5)
+    assert records[0]["repetitions"][0]["late_ms"] is not None
+    assert report.cells(records[0])[0] == "500/s"
+
+
+async def test_table_and_picture(tmp_path: Path) -> None:
+    levels = (Level(concurrency=1), Level(concurrency=4))
+    _, records = await measure(Fake(), replace(SETTINGS, levels=levels), arms())
+    console = Console(width=report.WIDTH, record=True, file=io.StringIO())
+    console.print(report.table(records))
+    shown = console.export_text()
+    assert "tiny: 12 tokens in (text), 4 out" in shown and shown.count(" yes") == 2 and "failed" not in shown
+    assert "\u2026" not in shown  # nothing is cut off
+    pytest.importorskip("matplotlib")
+    from foretoken.study.load.picture import draw
+
+    png, svg = draw(records, tmp_path / "load.png")
+    assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in svg.read_text()
+
+
+async def test_a_request_may_not_take_for_ever() -> None:
+    import asyncio
+
+    async def slow(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(60)
+        return httpx.Response(200)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(slow)) as client:
+        made = await wire.exchange(client, Endpoint("http://fake"), {}, 0.05, 0)
+    assert made.error == "timeout"
+
+
+@pytest.mark.parametrize("text", ["", "200", "a-b", "0-5", "5-0", "-3"])
+def test_lengths_are_checked(text: str) -> None:
+    with pytest.raises(ConfigError, match="IN-OUT"):
+        parse_shape(text, 1.0)
+
+
+def test_lengths_are_scaled() -> None:
+    assert parse_shape("2000-200", 0.1) == Shape(200, 20) and parse_shape("3-3", 0.01) == Shape(1, 1)
+
+
+@pytest.mark.parametrize("given", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_addresses(given: str) -> None:
+    assert wire.base_url(given) == "http://h:1"
+    with pytest.raises(ConfigError):
+        wire.base_url("h:1")
+
+
+def test_strict_bodies_have_openais_fields_only() -> None:
+    known = {"max_tokens", "seed", "stream", "stream_options", "temperature"}
+    assert prompts.fields(Shape(3, 4), {"temperature": 0}, 1, "s", True).keys() == known

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+from statistics import mean, stdev
+
+import pytest
+
+from foretoken.errors import ConfigError
+from foretoken.study.load.drive import Level, arrivals, closed, opened
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 16.0])
+def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
+    moments = arrivals(Level(rate=50.0, burstiness=burstiness), 20001, seed=3)
+    gaps = [b - a for a, b in itertools.pairwise(moments)]
+    assert moments[0] == 0 and min(gaps) >= 0
+    assert mean(gaps) == pytest.approx(1 / 50, rel=0.06)
+    # The coefficient of variation of a gamma distribution of shape b is 1 / sqrt(b); 1 for a Poisson process.
+    assert stdev(gaps) / mean(gaps) == pytest.approx(burstiness**-0.5, rel=0.06)
+    assert moments == arrivals(Level(rate=50.0, burstiness=burstiness), 20001, seed=3)
+    assert moments != arrivals(Level(rate=50.0, burstiness=burstiness), 20001, seed=4)
+
+
+async def test_closed_keeps_so_many_inside_and_the_order() -> None:
+    inside, most = 0, 0
+
+    async def send(body: int) -> int:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.001 * (body % 3))
+        inside -= 1
+        return body * 10
+
+    assert await closed(send, range(20), 4) == [10 * i for i in range(20)]
+    assert most == 4
+    assert await closed(send, range(2), 8) == [0, 10]
+
+
+async def test_opened_waits_for_nobody() -> None:
+    first = asyncio.Event()
+
+    dues: list[float] = []
+
+    async def send(body: int, due: float) -> int:
+        dues.append(due)
+        if body == 0:
+            await first.wait()  # an answer that comes only because later requests are sent
+        elif body == 2:
+            first.set()
+        return body
+
+    answers, late = await asyncio.wait_for(opened(send, range(3), [0.0, 0.01, 0.02]), 10)
+    assert answers == [0, 1, 2] and late >= 0
+    assert [due - dues[0] for due in dues] == pytest.approx([0.0, 0.01, 0.02]), "not when they were sent"
+
+
+@pytest.mark.parametrize("given", [{"concurrency": 0}, {"rate": 0.0}, {"rate": 1.0, "burstiness": 0.0}, {}])
+def test_levels_are_checked(given: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        Level(**given)  # type: ignore[arg-type]

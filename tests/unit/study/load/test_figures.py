@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foretoken.study.load import figures
+from foretoken.study.load.figures import Bounds
+from foretoken.study.load.outcome import Outcome
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+@pytest.mark.parametrize("percent", [0, 50, 90, 99, 100])
+def test_percentiles_are_numpys(count: int, percent: float) -> None:
+    values = np.random.default_rng(count).random(count).tolist()
+    assert figures.percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)))
+    assert figures.percentile([], percent) is None
+
+
+def test_summary_counts_only_what_was_completed() -> None:
+    good = Outcome(10.0, (10.1, 10.3, 10.5), (1, 2, 2), 5, 20, "usage", "abc", (1, 2, 3, 4, 5))
+    slow = Outcome(10.0, (11.0, 12.0), (1, 1), 2, 30, "usage", "ab", (1, 2))
+    lost = Outcome(9.0, (9.5,), (1,), 1, error="cut off", detail="why", retries=1)
+    made = figures.summarize([good, slow, lost], Bounds(ttft=0.5, tpot=0.2))
+    assert made["seconds"] == pytest.approx(3.0)  # from the first that was sent, lost or not
+    assert (made["num_requests"], made["num_completed"], made["num_good"]) == (3, 2, 1)
+    assert made["output_tokens_per_s"] == pytest.approx(7 / 3)
+    assert made["goodput_requests_per_s"] == pytest.approx(1 / 3)
+    assert made["ttft_ms"]["mean"] == pytest.approx(550) and made["num_prompt_tokens"] == 50
+    assert made["tpot_ms"]["p50"] == pytest.approx((100 + 1000) / 2)
+    assert made["itl_chunk_ms"]["mean"] == pytest.approx((200 + 200 + 1000) / 3)
+    assert made["itl_token_ms"]["mean"] == pytest.approx((4 * 100 + 1000) / 5)
+    assert (made["errors"], made["error_details"], made["retries"]) == ({"cut off": 1}, ["why"], 1)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "good"),
+    [(Bounds(), True), (Bounds(ttft=0.9), False), (Bounds(tpot=0.49), False), (Bounds(1.0, 0.5), True)],
+)
+def test_bounds(bounds: Bounds, good: bool) -> None:
+    assert bounds.holds(Outcome(0.0, (1.0, 2.0), num_output=3)) is good
+
+
+def test_nothing_came_back() -> None:
+    made = figures.summarize([Outcome(1.0, error="timeout")], Bounds())
+    assert made["output_tokens_per_s"] == 0 and made["ttft_ms"]["p50"] is None
+
+
+def test_texts_are_compared_where_both_have_one() -> None:
+    a, b = Outcome(0.0, text="x", token_ids=(1,)), Outcome(0.0, text="x", token_ids=(2,))
+    untold, failed = Outcome(0.0, text="x"), Outcome(0.0, text="y", error="timeout")
+    assert figures.same_texts([a, a, a, a], [a, b, untold, failed]) == (2, 3)
+
+
+PAGE = """# HELP vllm:spec_decode_num_drafts_total text
+vllm:spec_decode_num_drafts_total{model_name="m",engine="0"} 10.0
+vllm:spec_decode_num_drafts_total{model_name="m",engine="1"} 5.0
+vllm:spec_decode_num_draft_tokens_total{model_name="m"} 60.0
+llamacpp:spec_decode_num_accepted_tokens_total 20
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 12.0
+vllm:spec_decode_num_drafts_created{model_name="m"} 1.7e9
+"""
+
+
+def test_acceptance_from_counters() -> None:
+    after = figures.counters(PAGE)
+    assert after == {
+        "spec_decode_num_drafts": 15,
+        "spec_decode_num_draft_tokens": 60,
+        "spec_decode_num_accepted_tokens": 20,
+    }
+    before = {
+        "spec_decode_num_drafts": 5.0,
+        "spec_decode_num_draft_tokens": 20.0,
+        "spec_decode_num_accepted_tokens": 0.0,
+    }
+    made = figures.scraped_acceptance(before, after)
+    assert made is not None and made["acceptance_rate"] == 0.5 and made["mean_acceptance_length"] == 3.0
+    assert figures.scraped_acceptance(after, after) is None and figures.scraped_acceptance({}, {}) is None
+
+
+def test_acceptance_from_answers() -> None:
+    told = {"num_spec_steps": 4, "num_draft_tokens": 12, "num_accepted_draft_tokens": 6}
+    made = figures.told_acceptance([Outcome(0.0, speculation=told), Outcome(0.0), Outcome(0.0, speculation=told)])
+    assert made is not None and (made["acceptance_rate"], made["mean_acceptance_length"]) == (0.5, 2.5)
+    assert figures.told_acceptance([Outcome(0.0)]) is None
