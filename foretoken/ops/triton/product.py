@@ -170,12 +170,12 @@ def product(
             cols = group * UNIT + columns
             scales, zero = None, tl.full((1, BLOCK_O), 8, tl.int8)
             # A last byte's upper half may be no group at all: its rows read as zeros, its scale must be a number.
-            there = known & (group < num_groups)
+            there = known & (tl.zeros_like(outputs_at) + group < num_groups)
             if GROUPED:
                 scales = tl.load(scale_ptr + scale_at + group * 32, mask=there, other=0.0).to(tl.float32)
             if ZEROS:
                 at = group * 32 if GROUPED else 0
-                zero = tl.load(zero_ptr + scale_at + at, mask=known & (at < num_groups * 32), other=0).to(tl.int8)
+                zero = tl.load(zero_ptr + scale_at + at, mask=there if GROUPED else known, other=0).to(tl.int8)
                 zero = zero[None, :]
             values = _decode(raw, zero, half, WEIGHT, ROWS)
             if WIDEN:
