@@ -14,8 +14,8 @@ from typing import Literal
 SECRETS = ("FORETOKEN_API_KEY",)  # of the server's environment, not of theirs
 # What a program beside the server may know of its environment: what Python needs to start, and how texts are encoded.
 # Templates and grammars of others run there: a token of some hub, say, is nothing to them.
-PLAIN = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TMPDIR", "TZ", "LANG")
-PLAIN_PREFIXES = ("LC_", "OMP_", "COVERAGE_", "COV_CORE_")
+PLAIN = ("PATH", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TMPDIR", "TZ", "LANG")
+PLAIN_PREFIXES = ("LC_", "LD_", "OMP_", "OPENBLAS_", "MKL_", "COVERAGE_", "COV_CORE_")
 
 
 def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, socket.socket]:

@@ -6,6 +6,7 @@ import hashlib
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from foretoken.server import limits, schemas
 from foretoken.server.conversation import Fields
@@ -108,7 +109,7 @@ class StructuredOutputs(Fields):
     def _not_empty(self) -> StructuredOutputs:
         if self.json_object or any(v is not None for v in (self.choice, self.json_, self.regex, self.grammar)):
             return self
-        raise ValueError("give one of choice, json, regex, grammar, json_object")
+        raise PydanticCustomError("empty", "give one of choice, json, regex, grammar, json_object")
 
 
 def of_format(chosen: TextFormat | ObjectFormat | SchemaFormat | FlatSchemaFormat | None, name: str) -> Source | None:
