@@ -17,7 +17,7 @@ from foretoken.errors import RequestError
 # for it holds up all texts of a batch.
 FREE, EACH = 1.0, 0.005
 MAX_KNOWN = 256  # places in a text whose tokens a Choice remembers
-_HEAD = 3  # bytes that tell how long a piece may be: few begin alike and are long
+_HEADS = (3, 8, 16, 32, 64)  # bytes that tell how long a piece may be: few begin alike and are long
 
 
 class Allowance:
@@ -45,16 +45,20 @@ class Vocabulary:
         self.writable = np.array([bool(piece) for piece in self.pieces], np.bool_)  # [V]: tokens that a text may have
         self.writable[list(self.eos_token_ids)] = True
         self._tokens: dict[bytes, list[int]] = {}
-        self._longest: dict[bytes, int] = {}  # bytes of the longest piece, by the first of them
+        self._longest: dict[bytes, int] = {}  # bytes of the longest piece, by its heads
         for token, piece in enumerate(self.pieces):
             if piece and token not in self.eos_token_ids:
                 self._tokens.setdefault(piece, []).append(token)
-                head = piece[:_HEAD]
-                self._longest[head] = max(self._longest.get(head, 0), len(piece))
+                for head in (piece[:size] for size in _HEADS if size <= len(piece)):
+                    self._longest[head] = max(self._longest.get(head, 0), len(piece))
 
     def beginning(self, text: bytes, beyond: int = 0) -> list[int]:
         """The tokens with which this text may begin and that spell more than `beyond` bytes of it."""
-        longest = min(len(text), max(self._longest.get(text[:_HEAD], 0), _HEAD - 1))
+        longest = len(text)
+        for size in _HEADS:
+            if size > longest:
+                break
+            longest = min(longest, self._longest.get(text[:size], size - 1))
         return [token for end in range(beyond + 1, longest + 1) for token in self._tokens.get(text[:end], ())]
 
     def spell(self, token_ids: Seq[int]) -> bytes:

@@ -104,9 +104,11 @@ def test_masks_are_those_of_every_choice_on_its_own() -> None:
     """The sorted choices, what they share and the longest pieces only save work."""
     rng = random.Random(0)
     pieces = sorted({bytes(rng.choices(b"ab\xc3", k=rng.randint(0, 7))) for _ in range(90)})
+    pieces += [b"a" * n for n in (8, 9, 15, 16, 17, 33, 70)] + [b"a" * 8 + b"b", b"a" * 16 + b"b" * 2]
     vocabulary = Vocabulary([*pieces, *pieces[5:9], b"ab", b"end", b"end"], [len(pieces) + 5, len(pieces) + 6])
     for _ in range(30):
         choices = ["".join(rng.choices("abÃ", k=rng.randint(1, 9))) for _ in range(rng.randint(1, 12))]
+        choices += ["a" * rng.randint(1, 90) + "b" * rng.randint(0, 3) for _ in range(4)]
         grammar = Choice(choices, vocabulary)
         for written in {w for c in choices for w in (b"", c.encode()[: rng.randint(0, 9)], c.encode(), b"zz")}:
             expected = {
