@@ -88,5 +88,16 @@ class _Pretend(TorchDispatchMode):
 @contextmanager
 def pretended_device() -> Iterator[str]:
     """Within it, the device of that name holds numbers."""
-    with _Pretend():
-        yield str(DEVICE)
+    real = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **more: Any) -> torch.Tensor:
+        """PyTorch's own makes it on the device behind the mode's back."""
+        made = real(data, **more)
+        return made if device is None else made.to(device)
+
+    torch.tensor = tensor
+    try:
+        with _Pretend():
+            yield str(DEVICE)
+    finally:
+        torch.tensor = real

@@ -7,27 +7,33 @@ kernel for falls through to the reference, on the same device.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
 
+from foretoken.ops import devices
 from foretoken.ops.triton import packing
 from foretoken.ops.triton.packing import embedding, pack, serves, unpack
 
+_missing: str | None = None
 try:
-    import triton as _triton
-except ImportError as error:
-    _missing: str | None = (
-        f"Triton is not installed ({error}); `pip install triton` on Linux, of the version that PyTorch asks for"
-    )
-else:
-    _missing = None
-    from foretoken.ops.triton.guard import interpreted
     from foretoken.ops.triton.linear import linear, norm_linear, rms_norm, rope, silu_linear, silu_mul
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "triton":
+        raise
+    _missing = f"Triton is not installed ({error}); `pip install 'foretoken[gpu]'` on Linux"
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU (TRITON_INTERPRET=1 before the first import): for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
 
 row_invariant = True
 LINEAR_FORMATS = packing.DENSE | frozenset(packing.CODED)
 KV_FORMATS: frozenset[str] = frozenset()
+DEVICES = frozenset({"cpu" if interpreted() else "cuda"})
 OLDEST = (8, 0)
 
 
@@ -38,8 +44,8 @@ def unavailable() -> str | None:
         return _missing
     if interpreted():
         return None
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA GPU; install a driver and a CUDA build of PyTorch, or use --device cpu"
+    if (reason := devices.no_cuda()) is not None:
+        return reason
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST:
         return (
@@ -50,6 +56,7 @@ def unavailable() -> str | None:
 
 
 __all__ = [
+    "DEVICES",
     "KV_FORMATS",
     "LINEAR_FORMATS",
     "embedding",

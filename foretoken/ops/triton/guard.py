@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -54,7 +55,10 @@ class Launch:
 
     def run(self) -> None:
         """Launch it; nothing where the grid is empty."""
-        if 0 not in self.grid:
+        if 0 in self.grid:
+            return
+        device = next(x.device for x in self.arguments.values() if isinstance(x, torch.Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton takes the current one
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
     def compile(self, capability: int) -> Any:
@@ -101,5 +105,7 @@ def guarded(what: str, kernel: Callable[[], T], reference: Callable[[], T]) -> T
             raise
         broken.add(what)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        log.warning("the triton kernel of %s does not compile here (%s); using the reference, which is slow", what, reason)
+        log.warning(
+            "the triton kernel of %s does not compile here (%s); using the reference, which is slow", what, reason
+        )
         return reference()

@@ -225,9 +225,7 @@ def norm_linear(
     )
 
 
-def silu_linear(
-    gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
+def silu_linear(gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """linear(silu_mul(gate_up [T, 2 K]), w, bias, residual); bit for bit the same."""
     return guarded(
         _name(w),

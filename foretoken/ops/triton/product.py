@@ -16,7 +16,7 @@ TILE: tl.constexpr = tl.constexpr(16)  # rows of a product: the tensor cores' sm
 
 @triton.jit
 def _e4m3(codes):
-    # Bits s eeee mmm moved under float16's exponent, times 2^(15 - 7); exact, subnormals too. 0x7F is NaN.
+    """Bits s eeee mmm moved under float16's exponent, times 2^(15 - 7); exact, subnormals too. 0x7F is NaN."""
     bits = codes.to(tl.uint16)
     value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     value = (value.to(tl.float32) * 256.0).to(tl.float16)
@@ -25,7 +25,7 @@ def _e4m3(codes):
 
 @triton.jit
 def _decode(raw, zero, HALF_BYTE: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr):
-    # A tile of codes as numbers of the rows' type; scales come later.
+    """A tile of codes as numbers of the rows' type; scales come later."""
     if WEIGHT == "int4":
         raw = ((raw >> (4 * HALF_BYTE)) & 15).to(tl.int8) - zero
     if WEIGHT == "e4m3" and ROWS == "fp8":
@@ -59,7 +59,7 @@ def _add(
     WIDEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ):
-    # One step of one tile of 16 rows.
+    """One step of one tile of 16 rows."""
     t = first + tl.arange(0, TILE)
     at = t.to(tl.int64)[:, None] * depth + cols[None, :]
     x = tl.load(x_ptr + at, mask=(t < num_rows)[:, None] & (cols < depth)[None, :], other=0.0)
@@ -99,7 +99,7 @@ def _finish(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    # A tile's sums scaled, with bias and residual (where no other part is to be added first), stored.
+    """A tile's sums scaled, with bias and residual (where no other part is to be added first), stored."""
     t = (first + tl.arange(0, TILE)).to(tl.int64)
     inside = (t < num_rows)[:, None] & (outputs_at < outputs)[None, :]
     y = acc.to(tl.float32)
@@ -149,7 +149,7 @@ def product(
     TILES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    # Program (m, o, s): TILES * 16 rows, BLOCK_O outputs, part s of the steps.
+    """Program (m, o, s): TILES * 16 rows, BLOCK_O outputs, part s of the steps."""
     first = tl.program_id(0) * (TILES * TILE)
     outputs_at = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     part = tl.program_id(2)
@@ -215,7 +215,7 @@ def combine(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # The parts of a row's sums, added in ascending order; then bias and residual.
+    """The parts of a row's sums, added in ascending order; then bias and residual."""
     t = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = o < outputs

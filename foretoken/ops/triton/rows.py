@@ -16,7 +16,7 @@ ROUND: tl.constexpr = tl.constexpr(1.5 * 2.0**23)  # added and taken away, it ro
 
 @triton.jit
 def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.constexpr):
-    # The row [BLOCK] as float32: as it lies, normed, or gated; zeros beyond its width.
+    """The row [BLOCK] as float32: as it lies, normed, or gated; zeros beyond its width."""
     cols = tl.arange(0, BLOCK)
     inside = cols < width
     if SOURCE == "silu":
@@ -49,7 +49,7 @@ def prepare(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One row of `SOURCE` in the `FORM` that a product takes; scales: a power of two per row, or one per group.
+    """One row of `SOURCE` in the `FORM` that a product takes; scales: a power of two per row, or one per group."""
     t = tl.program_id(0).to(tl.int64)
     row = t
     if GATHER:
@@ -95,7 +95,7 @@ def prepare(
 
 @triton.jit
 def rotate(x_ptr, positions_ptr, table_ptr, out_ptr, row_stride, num_heads, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    # One head of one row: halves x1, x2 become x1 cos - x2 sin, x2 cos + x1 sin.
+    """One head of one row: halves x1, x2 become x1 cos - x2 sin, x2 cos + x1 sin."""
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     inside = cols < HALF
