@@ -21,7 +21,6 @@ FAILED = -1  # spec.sampling.FAILED
 _NONE = 2**31 - 1
 
 
-
 @dataclass(frozen=True)
 class Draws:
     """How each of R rows draws: `keys` int64 [R] are noise keys, `divisors` and `floors` float64 [R] temperatures and
@@ -41,7 +40,9 @@ class Draws:
         For a greedy row the rest does not count.
         """
         keys = [key - (1 << 64) if key >> 63 else key for key, *_ in rows]
-        numbers = torch.tensor([[1.0 if g else t, -torch.inf if g else f] for _, t, f, g, *_ in rows], dtype=torch.float64)
+        numbers = torch.tensor(
+            [[1.0 if g else t, -torch.inf if g else f] for _, t, f, g, *_ in rows], dtype=torch.float64
+        )
         integers = torch.tensor([[key, int(row[3])] for key, row in zip(keys, rows)], dtype=torch.int64)
         numbers, integers = numbers.view(-1, 2).to(device), integers.view(-1, 2).to(device)
         return cls(

@@ -105,7 +105,7 @@ def test_sampling_compiles(capability):
 
 
 def test_one_configuration_for_every_number_of_rows():
-    """What is compiled hangs on the model and the cache; rows decide the grid alone, and whether spans are shared out."""
+    """What is compiled hangs on the model and the cache; rows decide the grid, and whether spans are shared out."""
     attention = module("attention")
 
     found = set()
@@ -131,6 +131,7 @@ def test_spans_are_shared_out_where_programs_are_few(rows, programs, spans, want
 
 def test_the_formats_of_the_cache_are_said_once():
     from foretoken.ops import triton
+
     kv = module("kv")
 
     assert set(kv.KINDS) == triton.KV_FORMATS == set(FORMATS)
