@@ -16,7 +16,6 @@ from gpu_plan import Sizes, passes
 
 from foretoken.config import EngineConfig, SpecConfig
 from foretoken.engine.build import assemble
-from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
 from foretoken.models.eagle_loader import load_head
@@ -31,7 +30,7 @@ from foretoken.request import SamplingParams
 from foretoken.study import memory
 from foretoken.study.limits import Limits
 from foretoken.study.measure import Run, run_batch
-from foretoken.study.passes import Pass, Subject
+from foretoken.study.passes import Subject
 from foretoken.study.shapes import get_shape
 from foretoken.study.twin import make_head_twin
 from foretoken.study.twin.layout import make_layout

@@ -96,8 +96,8 @@ def with_vllm(raw: dict[str, Any], device: str, batches: list[int], context: int
             for batch in batches:
                 run(batch, 8)
                 taken = [(run(batch, 8 + STEPS) - run(batch, 8)) / STEPS for _ in range(3)]
-                tell(engine="vllm", version=vllm.__version__, format=quantization or "bf16", kind="decode", mode="default",
-                     batch=batch, context=context, ms=taken, median_ms=statistics.median(taken))  # fmt: skip
+                tell(engine="vllm", version=vllm.__version__, format=quantization or "bf16", kind="decode",
+                     mode="default", batch=batch, context=context, ms=taken, median_ms=statistics.median(taken))  # fmt: skip
             del llm
 
 

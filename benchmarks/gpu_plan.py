@@ -62,7 +62,7 @@ FULL = Sizes(
         "vllm": 70,
         "speculation": 90,
         "large": 60,
-    },  # fmt: skip
+    },
 )
 DRY = Sizes(
     shape="embedded",

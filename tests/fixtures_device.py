@@ -38,6 +38,9 @@ class Elsewhere(torch.Tensor):
     def data_ptr(self) -> int:
         raise RuntimeError("the address of a tensor on the device was asked for by code of the CPU")
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})

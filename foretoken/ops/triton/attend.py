@@ -2,7 +2,7 @@
 
 The law of rows. A row at logical position p sees keys 0..p; a draft node's ancestors stand at the positions after the
 known tokens, wherever they are stored. Keys go in blocks of `KEYS` and spans of `SPAN` logical positions. Of a span,
-its blocks in ascending order give a maximum m, a sum l and values o; the spans of a row are merged in ascending order.
+its blocks in ascending order give a maximum m, a sum (mass) and values o; the spans of a row are merged in ascending order.
 Whether one program walks all spans or one program takes each changes nothing: `_merge` is the same arithmetic.
 
 A program holds 16 queries of one sequence and one KV head: some rows times the query heads that share it. Every product
@@ -45,15 +45,15 @@ def _places(mask, rank):
 
 
 @triton.jit
-def _merge(m, l, o, m_new, l_new, o_new):
+def _merge(m, mass, o, m_new, l_new, o_new):
     # Two partial softmaxes [TILE], [TILE], [TILE, D]; nothing was seen of one whose sum is 0.
     top = tl.maximum(m, m_new)
     old, new = tl.exp2(m - top), tl.exp2(m_new - top)
-    seen, first = l_new != 0.0, l == 0.0
-    l_both = tl.where(first, l_new, l * old + l_new * new)
+    seen, first = l_new != 0.0, mass == 0.0
+    l_both = tl.where(first, l_new, mass * old + l_new * new)
     o_both = tl.where(first[:, None], o_new, o * old[:, None] + o_new * new[:, None])
     m = tl.where(seen, tl.where(first, m_new, top), m)
-    return m, tl.where(seen, l_both, l), tl.where(seen[:, None], o_both, o)
+    return m, tl.where(seen, l_both, mass), tl.where(seen[:, None], o_both, o)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def _split_product(x, y, SPLIT: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _step(
-    q, m, l, o, index, loaded, visible, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
+    q, m, mass, o, index, loaded, visible, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
     KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -109,14 +109,14 @@ def _step(
     top = tl.maximum(m, tl.max(scores, axis=1))
     weights = tl.where(visible, tl.exp2(scores - top[:, None]), 0.0)
     faded = tl.exp2(m - top)
-    total = l * faded + tl.sum(weights, axis=1)
+    total = mass * faded + tl.sum(weights, axis=1)
     values = as_numbers(tl.load(v_ptr + at, mask=inside, other=0), KIND)
     if SCALED:
         v_scale = tl.load(v_scale_ptr + row, mask=loaded, other=0.0)[None, :]
         weights = tl.where(visible, weights * v_scale, 0.0)
     mixed = o * faded[:, None] + _split_product(weights, values, SPLIT, WIDEN)
     sees = tl.max(visible.to(tl.int32), axis=1) == 1
-    return tl.where(sees, top, m), tl.where(sees, total, l), tl.where(sees[:, None], mixed, o)
+    return tl.where(sees, top, m), tl.where(sees, total, mass), tl.where(sees[:, None], mixed, o)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def attend(
         q = tl.load(q_ptr + q_at, mask=real[:, None] & (dims < DIM)[None, :], other=0.0) * scale
         keys = tl.arange(0, KEYS)
         m = tl.full((TILE,), float("-inf"), tl.float32)
-        l, o = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, BLOCK_D), tl.float32)
+        mass, o = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, BLOCK_D), tl.float32)
         first_span = shared_low // SPAN if WHOLE else tl.program_id(2)
         last_span = tl.max((high - 1) // SPAN, axis=0) if WHOLE else tl.program_id(2)
         for span in range(first_span, last_span + 1):
@@ -203,17 +203,17 @@ def attend(
                         k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
                         KIND, SCALED, SPLIT, WIDEN, PAGE, DIM, BLOCK_D,
                     )  # fmt: skip
-            m, l, o = _merge(m, l, o, span_m, span_l, span_o)
+            m, mass, o = _merge(m, mass, o, span_m, span_l, span_o)
         where = t_safe * num_heads + head
         here = real[:, None] & (dims < DIM)[None, :]
         if WHOLE:
-            shares = tl.div_rn(o, tl.broadcast_to(l[:, None], (TILE, BLOCK_D)))
+            shares = tl.div_rn(o, tl.broadcast_to(mass[:, None], (TILE, BLOCK_D)))
             tl.store(out_ptr + where[:, None] * DIM + dims[None, :], shares, mask=here)
         else:
             where = where * num_spans + tl.program_id(2)
-            tl.store(part_ptr + where[:, None] * DIM + dims[None, :], o, mask=here & (l != 0.0)[:, None])
+            tl.store(part_ptr + where[:, None] * DIM + dims[None, :], o, mask=here & (mass != 0.0)[:, None])
             tl.store(sums_ptr + where * 2, m, mask=real)
-            tl.store(sums_ptr + where * 2 + 1, l, mask=real)
+            tl.store(sums_ptr + where * 2 + 1, mass, mask=real)
 
 
 @triton.jit(do_not_specialize=["num_spans"])
@@ -225,13 +225,13 @@ def combine(part_ptr, sums_ptr, out_ptr, num_spans, num_heads, DIM: tl.constexpr
     dims = tl.arange(0, BLOCK_D)
     here = real[:, None] & (dims < DIM)[None, :]
     m = tl.full((TILE,), float("-inf"), tl.float32)
-    l, o = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, BLOCK_D), tl.float32)
-    for span in range(0, num_spans):
+    mass, o = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, BLOCK_D), tl.float32)
+    for span in range(num_spans):
         at = where * num_spans + span
         span_m = tl.load(sums_ptr + at * 2, mask=real, other=float("-inf"))
         span_l = tl.load(sums_ptr + at * 2 + 1, mask=real, other=0.0)
         written = here & (span_l != 0.0)[:, None]
         span_o = tl.load(part_ptr + at[:, None] * DIM + dims[None, :], mask=written, other=0.0)
-        m, l, o = _merge(m, l, o, span_m, span_l, span_o)
-    shared = tl.broadcast_to(l[:, None], (TILE, BLOCK_D))
+        m, mass, o = _merge(m, mass, o, span_m, span_l, span_o)
+    shared = tl.broadcast_to(mass[:, None], (TILE, BLOCK_D))
     tl.store(out_ptr + where[:, None] * DIM + dims[None, :], tl.div_rn(o, shared), mask=here)

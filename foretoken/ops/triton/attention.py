@@ -45,7 +45,7 @@ def launches(
 ) -> list[Launch]:
     """The launches of attention into `out` [T, H, D]; `split`: share spans out or not (None: `shared_out` decides)."""
     num_rows, num_heads, dim = q.shape
-    num_blocks, page, kv_heads, width = layer.k.shape
+    _, page, kv_heads, width = layer.k.shape
     if width != dim or num_heads % kv_heads:
         raise ValueError(f"queries {tuple(q.shape)} do not fit a cache {tuple(layer.k.shape)}")
     group = num_heads // kv_heads

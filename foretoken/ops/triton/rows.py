@@ -27,7 +27,7 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
     else:
         x = tl.load(x_ptr + row * width + cols, mask=inside, other=0.0)
         if SOURCE == "norm":
-            mean = tl.div_rn(tl.sum(x * x, axis=0), width.to(tl.float32))
+            mean = tl.div_rn(tl.sum(x * x, axis=0), tl.full((), width, tl.float32))
             x = x * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
             x = x * tl.load(norm_ptr + cols, mask=inside, other=0.0)
     return x
@@ -56,8 +56,14 @@ def prepare(
         row = tl.load(index_ptr + t).to(tl.int64)
     x = _source(x_ptr, norm_ptr, row, width, eps, SOURCE, BLOCK)
     cols = tl.arange(0, BLOCK)
-    if FORM == "single" or FORM == "bf16":
-        tl.store(out_ptr + t * width + cols, x.to(out_ptr.dtype.element_ty), mask=cols < width)
+    if FORM == "single":
+        tl.store(out_ptr + t * width + cols, x, mask=cols < width)
+    elif FORM == "bf16":
+        # To nearest even by hand: the interpreter's conversion cuts off, and of exact values all make the same.
+        bits = x.to(tl.int32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        rounded = tl.where(x == x, near.to(tl.float32, bitcast=True), x)
+        tl.store(out_ptr + t * width + cols, rounded.to(tl.bfloat16), mask=cols < width)
     elif FORM == "half":
         # Divided by the power of two below its largest: float16's eleven bits, and no row overflows.
         largest = tl.max(tl.abs(x), axis=0)

@@ -1,13 +1,10 @@
-"""Attention, the cache and sampling in Triton: compiled for GPUs that are not here, and the interpreter's cases run."""
+"""Attention, the cache and sampling in Triton, compiled for GPUs that are not here."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,23 +16,8 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
-CASES = Path(__file__).parents[2] / "triton"
 FORMATS = ["fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"]
 NEEDS_COMPILER = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is chosen")
-
-
-@pytest.mark.parametrize("name", ["test_attention.py", "test_kv.py", "test_sampling.py"])
-def test_in_the_interpreter(name):
-    """In a process of its own, for the interpreter must be chosen before Triton is imported."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", "", str(CASES / name)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout and "skipped" not in run.stdout
 
 
 def module(name):

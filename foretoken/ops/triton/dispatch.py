@@ -103,12 +103,8 @@ def preparation(
         "BLOCK": block,
     }
     warps = min(16, max(1, block // 512))
-    launch = Launch(row_kernels.prepare, (num_rows,), arguments, constants, warps, free=frozenset({"width"}))
+    launch = Launch(row_kernels.prepare, (num_rows,), arguments, constants, warps)
     return launch, Ready(form, values, scales)
-
-
-def _blank(like: Tensor) -> Tensor:
-    return like.new_empty(0)
 
 
 def multiplication(
