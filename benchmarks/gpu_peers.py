@@ -85,19 +85,26 @@ def with_vllm(raw: dict[str, Any], device: str, batches: list[int], context: int
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**raw, "torch_dtype": "bfloat16", "model_type": "llama"}))
         for quantization in (None, "fp8"):
-            llm = vllm.LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=context + 256,
-                           quantization=quantization, gpu_memory_utilization=0.8, enable_prefix_caching=False)  # fmt: skip
+            how = {"quantization": quantization, "gpu_memory_utilization": 0.8, "enable_prefix_caching": False}
+            how |= {"max_model_len": context + 256, "load_format": "dummy", "skip_tokenizer_init": True}
+            llm = vllm.LLM(model=folder, **how)
 
             def run(batch: int, count: int, llm: Any = llm) -> float:
                 params = vllm.SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, temperature=0.0)
                 prompts = [{"prompt_token_ids": [3 + (i + b) % 500 for i in range(context)]} for b in range(batch)]
                 return timed(lambda: llm.generate(prompts, params, use_tqdm=False), device)
 
+            shared = {
+                "engine": "vllm",
+                "version": vllm.__version__,
+                "format": quantization or "bf16",
+                "mode": "default",
+            }
             for batch in batches:
                 run(batch, 8)
                 taken = [(run(batch, 8 + STEPS) - run(batch, 8)) / STEPS for _ in range(3)]
-                tell(engine="vllm", version=vllm.__version__, format=quantization or "bf16", kind="decode",
-                     mode="default", batch=batch, context=context, ms=taken, median_ms=statistics.median(taken))  # fmt: skip
+                median = statistics.median(taken)
+                tell(**shared, kind="decode", batch=batch, context=context, ms=taken, median_ms=median)
             del llm
 
 

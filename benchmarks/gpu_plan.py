@@ -56,12 +56,12 @@ FULL = Sizes(
     minutes=8.8,
     seconds={
         "limits": 10,
-        "compiling": 90,
+        "compiling": 60,
         "costs": 35,
-        "transformers": 50,
-        "vllm": 70,
-        "speculation": 90,
-        "large": 60,
+        "transformers": 45,
+        "vllm": 60,
+        "speculation": 105,
+        "large": 100,
     },
 )
 DRY = Sizes(

@@ -19,8 +19,8 @@ from foretoken.ops.triton.packing import embedding, pack, serves, unpack
 _missing: str | None = None
 try:
     from foretoken.ops.triton.attention import attention
-    from foretoken.ops.triton.kv import move_kv, store_kv
     from foretoken.ops.triton.dispatch import linear, norm_linear, rms_norm, rope, silu_linear, silu_mul
+    from foretoken.ops.triton.kv import move_kv, store_kv
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise

@@ -2,8 +2,8 @@
 
 The law of rows. A row at logical position p sees keys 0..p; a draft node's ancestors stand at the positions after the
 known tokens, wherever they are stored. Keys go in blocks of `KEYS` and spans of `SPAN` logical positions. Of a span,
-its blocks in ascending order give a maximum m, a sum (mass) and values o; the spans of a row are merged in ascending order.
-Whether one program walks all spans or one program takes each changes nothing: `_merge` is the same arithmetic.
+its blocks in ascending order give a maximum m, a sum (mass) and values o; the spans of a row are merged in ascending
+order. Whether one program walks all spans or one program takes each changes nothing: `_merge` is the same arithmetic.
 
 A program holds 16 queries of one sequence and one KV head: some rows times the query heads that share it. Every product
 is one `tl.dot` of 16 queries, and a row keeps to its own line of it. Blocks of known keys serve all rows of a tile;
