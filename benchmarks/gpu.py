@@ -189,7 +189,7 @@ def main() -> int:
     clock = measure(args, sizes, backend, config, book)
     book.write({"part": "end", "seconds": 60 * sizes.minutes - clock.left(), "left_out": clock.left_out})
     written = gpu_plot.draw(book.lines, args.out.with_suffix(".png"))
-    print(f"records in {args.out}" + (f", plot in {written}" if written else "; no plot: matplotlib is missing"))
+    print(f"records in {args.out}" + (f", plot in {written}" if written else "; no plot"))
     return 0
 
 

