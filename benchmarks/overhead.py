@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/overhead.py [--repeat 9] [--tokens 400] [--out RECORDS.jsonl]
 
 Both take turns, in one run on one machine, with the same model, threads and seed; the engine alone writes in this
-process, the server's in its own. The difference of the medians is the wall time that the path adds to a token. The CPU
-time of the server's process per token, read from the system, is the figure to compare where other processes run too:
-the engine computes the next token while the server writes out the last one.
+process, the server's in its own. `overhead_ms` is the wall time that the path adds to a token; it means something on a
+machine that does nothing else. `path_cpu_ms` does elsewhere too: the CPU time of the server's process for each token,
+and what the engine's process takes beyond the engine alone. Of that time the engine waits for none: it computes the
+next token while the server writes out the last one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from foretoken.study import record
 
 OUT = Path(__file__).parent / "results" / "overhead.jsonl"
 PROMPT = "def add(a, b):"
-TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class Served:
@@ -69,9 +69,9 @@ class Served:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * TICK
+    """CPU time of a process so far, over all its threads."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
 
 
 def alone(llm: LLM, params: SamplingParams) -> tuple[float, int, str]:
@@ -100,9 +100,9 @@ def main() -> None:
             row: dict[str, float] = {}
             for who in ("engine", "http") if turn % 2 == 0 else ("http", "engine"):
                 if who == "engine":
-                    cpu = time.process_time()
+                    cpu = cpu_seconds(os.getpid())
                     seconds, _, mine = alone(llm, SamplingParams(**common))
-                    row["engine_cpu_ms"] = (time.process_time() - cpu) / args.tokens * 1e3
+                    row["engine_cpu_ms"] = (cpu_seconds(os.getpid()) - cpu) / args.tokens * 1e3
                     row["engine_ms"] = seconds / (args.tokens - 1) * 1e3
                 else:
                     before = cpu_seconds(server.pid), cpu_seconds(server.engine_pid)
@@ -113,6 +113,7 @@ def main() -> None:
                     row["engine_process_cpu_ms"] = (cpu_seconds(server.engine_pid) - before[1]) / args.tokens * 1e3
             assert mine == its, "one text"
             row["overhead_ms"] = row["http_ms"] - row["engine_ms"]
+            row["path_cpu_ms"] = row["server_cpu_ms"] + max(0.0, row["engine_process_cpu_ms"] - row["engine_cpu_ms"])
             rows.append(row)
             print("  ".join(f"{k} {v:.3f}" for k, v in row.items()))
     finally:

@@ -9,6 +9,8 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:certificates -->   the newest certificate of each configuration and checks, from certificates.jsonl
     <!-- table:policies -->   the newest comparison of length policies, from policies.jsonl
     <!-- table:headline -->   the newest measurement of each title, from headline.jsonl
+    <!-- table:load -->       speculation on against off by concurrency, the newest of each cell, from load.jsonl
+    <!-- table:server -->     what the server costs and saves: overhead, prefix, grammar and soak .jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
@@ -264,22 +266,58 @@ def headline() -> str:
     return "\n".join(parts)
 
 
+def load() -> str:
+    """Speculation on against off through the server, as `foretoken bench serve` found it."""
+    found = newest("load", lambda r: tuple(str(r["config"][k]) for k in ("model", "lengths", "concurrency", "label")))
+    found = [r for r in found if r["config"]["label"] == "on" and r["config"].get("served")]
+    if not found:
+        return "*No record yet: `foretoken bench serve --compare-speculation` writes one.*"
+    head = ["model", "draft", "prompt-answer", "clients", "tokens/s", "over off", "first token over off", "accepted"]
+    rows = []
+    for r in sorted(found, key=lambda r: (r["config"]["model"], r["config"]["lengths"], r["config"]["concurrency"])):
+        c, rate = r["config"], (r["acceptance"] or {}).get("acceptance_rate")
+        cells = [c["model"], f"{c['served']['method']}, {c['served']['policy']}", c["lengths"], str(c["concurrency"])]
+        cells += [f"{r['output_tokens_per_s']:.1f}", f"{r['speedup']:.2f}x", f"{r['ttft_ratio']:.2f}x"]
+        rows.append([*cells, "" if rate is None else f"{rate:.0%}", "yes" if len(set(r["same_texts"])) == 1 else "NO"])
+    loads = [r["machine"]["load_1min"] for r in found]
+    about = f"Medians of {len(found[-1]['repetitions'])} runs, arms in turns; load before a cell "
+    about += f"{min(loads)} to {max(loads)}; the last: {measured_on(found[-1])}."
+    return f"{markdown([*head, 'same text'], rows, range(3, 8))}\n\n{about}\n"
+
+
+def server() -> str:
+    """The costs of what surrounds the engine, a row a record."""
+    rows = []
+    for r in newest("overhead", lambda r: r["config"]["draft"]):
+        figures = f"{r['overhead_ms']:.2f} ms a token; CPU {r['path_cpu_ms']:.2f} ms, of which the server's process "
+        rows.append(["HTTP at one client", f"{figures}{r['server_cpu_ms']:.2f} ms", r])
+    for r in newest("prefix", lambda r: tuple(str(r.get("config", {}).get(k)) for k in ("draft", "prefix_tokens"))):
+        if "hit" in r and "ttft_s" in r["hit"]:
+            c, hit, miss = r["config"], r["hit"]["ttft_s"] * 1e3, r["miss"]["ttft_s"] * 1e3
+            about = f"first token {hit:.0f} ms where it is known, {miss:.0f} ms where not"
+            rows.append([f"a beginning of {c['prefix_tokens']} tokens, draft {c['draft']}", about, r])
+    for r in newest("grammar", lambda r: r["grammar"]):
+        if r.get("mask"):
+            about = f"mask {r['mask']['mean_ms']:.2f} ms a decision in the mean, compiled in {r['compile_s']:.2f} s"
+            rows.append([f"grammar '{r['grammar']}', {r['vocab_size']:,} tokens", about, r])
+    for r in newest("soak", lambda r: r["num_requests"]):
+        before, after = r["resident_kb"]["before"], r["resident_kb"]["after"]
+        grown = ", ".join(f"{b / a - 1:+.1%}" for a, b in zip(before, after, strict=True))
+        counts = ", ".join(f"{k} {v}" for k, v in r["answers"].items())
+        about = f"{counts}; memory of server and engine {grown}; {r['num_texts_equal']} of {r['num_texts_compared']} "
+        rows.append([f"{r['num_requests']:,} requests, {r['concurrency']} at once", f"{about}texts as alone", r])
+    if not rows:
+        return "*No record yet: `benchmarks/overhead.py` and others write some.*"
+    cells = [
+        [what, found, str(r["machine"]["load_1min"]), f"{r['time'][:10]}, {r['commit']}"] for what, found, r in rows
+    ]
+    return markdown(["what", "found", "load", "measured"], cells, (2,)) + "\n"
+
+
 def table(name: str) -> str:
     """The newest run of one record file, a table for each workload, and where and when it was measured."""
-    if name == "peers":
-        return peers()
-    if name == "eval":
-        return evaluations()
-    if name == "quantize":
-        return quantizers()
-    if name == "gguf":
-        return gguf()
-    if name == "certificates":
-        return certificates()
-    if name == "policies":
-        return policies()
-    if name == "headline":
-        return headline()
+    if name in OWN:
+        return OWN[name]()
     from foretoken.study import record, report
 
     path = RECORDS / f"{name}.jsonl"
@@ -298,6 +336,17 @@ def table(name: str) -> str:
     return "\n".join(parts)
 
 
+OWN: dict[str, Callable[[], str]] = {
+    "peers": peers,
+    "eval": evaluations,
+    "quantize": quantizers,
+    "gguf": gguf,
+    "certificates": certificates,
+    "policies": policies,
+    "headline": headline,
+    "load": load,
+    "server": server,
+}
 MAKERS: dict[str, Callable[[str], str]] = {"table": table, "shelf": shelf, "flags": flags}
 
 

@@ -147,6 +147,9 @@ class Grammar(Protocol):
         A function of both and of nothing else, so that looking ahead leaves no trace; it may remember what it found.
         """
 
+    def another(self) -> Grammar:
+        """The same grammar for another reader of the text, which may be in another thread: a drafter."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -155,7 +158,7 @@ class Request:
     `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
     `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
     `grammar`: what the text must look like. `priority`: where not all can run, lower goes first; others are not kept
-    waiting without end.
+    waiting without end. `detailed`: its metrics list every draft.
     """
 
     request_id: str
@@ -169,6 +172,7 @@ class Request:
     score_prompt: bool = False
     grammar: Grammar | None = None
     priority: int = 0
+    detailed: bool = False
 
 
 class FinishReason(str, Enum):
@@ -209,6 +213,7 @@ class SpecMetrics:
     undrafted: dict[str, int] = field(default_factory=dict)  # rounds without a draft, by why
     num_ahead: int = 0  # rounds in which the drafter guessed on while the target checked
     num_ahead_kept: int = 0  # of these, where the text came as it had supposed: the rest was thrown away
+    rounds: list[tuple[int, int]] | None = None  # drafted and accepted tokens of each draft, where that is kept
 
     def update(self, num_draft: int, num_accepted: int, ahead: bool | None = None) -> None:
         """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.
@@ -221,6 +226,8 @@ class SpecMetrics:
         self.num_ahead_kept += bool(ahead)
         if num_draft == 0:
             return
+        if self.rounds is not None:
+            self.rounds.append((num_draft, num_accepted))
         self.num_drafts += 1
         self.num_draft_tokens += num_draft
         self.num_accepted_tokens += num_accepted
@@ -258,6 +265,7 @@ class SpecMetrics:
             {why: n - before for why, n in self.undrafted.items() if n > (before := other.undrafted.get(why, 0))},
             self.num_ahead - other.num_ahead,
             self.num_ahead_kept - other.num_ahead_kept,
+            None if self.rounds is None else self.rounds[len(other.rounds or ()) :],
         )
 
     def copy(self) -> SpecMetrics:
@@ -278,6 +286,7 @@ class SpecMetrics:
             "num_ahead_kept": self.num_ahead_kept,
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
+            **({} if self.rounds is None else {"rounds": [list(r) for r in self.rounds]}),
         }
 
     @property

@@ -103,12 +103,13 @@ async def _measure(args: Args, arms: Seq[Arm], settings: Settings, out: Path | N
                 bar.update(bar.tasks[0].id, total=total, note="warm-up")
                 for level in settings.levels:
                     head = {"run": run_id, "time": record.now(), "commit": record.commit(), "machine": record.machine()}
-                    found += await _cell(bench, shape, level, head, bar)
-            for line in found:
-                if out is not None:
-                    record.append(out, line)
-                if args.json:
-                    print(json.dumps(line), flush=True)
+                    done = await _cell(bench, shape, level, head, bar)
+                    found += done
+                    for line in done:  # at once: what is measured stays, whatever comes
+                        if out is not None:
+                            record.append(out, line)
+                        if args.json:
+                            print(json.dumps(line), flush=True)
             made += found
             if not args.json:
                 _show(found)

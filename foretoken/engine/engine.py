@@ -76,6 +76,7 @@ class Engine:
         self.max_model_len = scheduler.max_model_len
         self.times = TimeSplit()  # of all steps so far
         self.metrics = SpecMetrics()
+        self.num_rows = 0  # tokens that the last pass computed, drafted ones included
         self.alarm = Alarm()
         self._eos = frozenset(runner.model.config.eos_token_ids)
         self._live: dict[int, _Running] = {}
@@ -100,6 +101,7 @@ class Engine:
         self.check(request.prompt_token_ids)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
         seq.speculation, seq.grammar, seq.priority = request.speculation, request.grammar, request.priority
+        seq.metrics.rounds = [] if request.detailed else None
         if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
             seq.script = request.prompt_token_ids
             del seq.token_ids[1:]
@@ -130,6 +132,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one pass; returns what it decided for each sequence that got tokens."""
         start = time.perf_counter()
+        self.num_rows = 0
         plan = self.scheduler.schedule(self._lengths)
         if not plan.seqs:
             return []
@@ -150,6 +153,7 @@ class Engine:
             self.ahead,
         )
         decided = time.perf_counter()
+        self.num_rows = sum(plan.num_pending) + len(draft.tokens)
         counts = [draft.count(b) for b in range(len(plan.seqs))]
         accepted = [len(n) for n in result.nodes]
         free = [b for b, known in enumerate(scripted) if not known]

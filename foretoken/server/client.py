@@ -28,6 +28,7 @@ log = logging.getLogger("foretoken.server")
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before the engine is started again, doubled each time
 STEADY = 60.0  # seconds after which a death is no longer counted with the one before
 PATIENCE = 6.0  # seconds for a helper's job that should take one: others compute too
+MAX_COMPILING = 16  # requests that may wait for the compiler
 CLOSING = 6.0  # seconds for the process to leave by itself
 
 
@@ -58,8 +59,8 @@ class EngineClient:
         self._on_failure = on_failure
         self._streams: dict[str, Stream] = {}
         self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE)
-        self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE)
-        self.grammars = Grammars(self._compiler, self._forget_grammar)
+        self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE, MAX_COMPILING)
+        self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send({"type": "prepare"}))
         self._sent: set[str] = set()  # keys of the grammars that the engine has
         self._transport: asyncio.WriteTransport | None = None
         self._ready = asyncio.Event()
@@ -97,6 +98,7 @@ class EngineClient:
                 "params": frames.params_to_data(job.params),
                 "tenant": job.tenant,
                 "priority": job.priority,
+                "detailed": job.detailed,
                 "speculation": frames.wish_to_data(job.speculation),
                 "score_prompt": job.score_prompt,
                 "choice": None if job.choice is None else list(job.choice),
@@ -112,7 +114,7 @@ class EngineClient:
         """Once an engine."""
         if grammar.key not in self._sent:
             self._sent.add(grammar.key)
-            self._send({"type": "grammar", "key": grammar.key, "data": grammar.data})
+            self._write(grammar.frame)
 
     def _forget_grammar(self, key: str) -> None:
         if key in self._sent:
@@ -153,7 +155,7 @@ class EngineClient:
         """A conversation as the model's template writes it. Raises ApiError 400."""
         try:
             frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
-            return await self._templates.ask(frame, "messages")
+            return await self._templates.ask(frame, "messages", sum(len(m["content"]) for m in messages))
         except HelperDiedError:
             raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
 
@@ -163,8 +165,11 @@ class EngineClient:
         return {"type": "setup", "grammars": grammars, **known}
 
     def _send(self, frame: Frame) -> None:
+        self._write(frames.pack(frame))
+
+    def _write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frames.pack(frame))
+            self._transport.write(data)
 
     async def _supervise(self) -> None:
         """One process after the other."""

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from foretoken.server.errors import unavailable
 
 WAIT = 80.0  # seconds for the head of a request; longer than uvicorn keeps an idle connection
-RESERVED = 48  # file descriptors for all but clients: libraries, pipes, the engine that replaces a dead one
+RESERVED = 64  # file descriptors for all but clients: libraries, pipes, the engine that replaces a dead one
 
 
 @cache

@@ -18,8 +18,10 @@ from foretoken.request import Completion, Delta, SamplingParams, Speculation, To
 MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has lost its mind
 MAX_SCORES = 1024  # tokens of a prompt whose log-probabilities go in one frame
 LEAST_LOGPROB = -9999.0  # what JSON has for minus infinity, as other servers write it
+PASS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a pass: vLLM's buckets
 _LENGTH = struct.Struct("<I")
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_decode = json.JSONDecoder().raw_decode
 Frame = dict[str, Any]
 
 
@@ -53,10 +55,11 @@ class Unpacker:
             if len(self._buffer) < end:
                 break
             try:
-                frame = json.loads(bytes(self._buffer[_LENGTH.size : end]))
+                text = self._buffer[_LENGTH.size : end].decode()
+                frame, stop = _decode(text)
             except ValueError as error:
                 raise FrameError(str(error)) from None
-            if not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
+            if stop != len(text) or not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
                 raise FrameError("a frame without a type")
             frames.append(frame)
             del self._buffer[:end]

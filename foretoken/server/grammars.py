@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from foretoken.server import frames
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.server.helper import Helper, HelperDiedError
 from foretoken.server.structured import Source
@@ -15,18 +17,24 @@ MAX_REFUSALS = 256
 
 
 class Compiled(NamedTuple):
-    """A compiled grammar as the engine takes it, and its name."""
+    """A compiled grammar by name, as the frame that the engine takes."""
 
     key: str
-    data: str
+    frame: bytes
 
 
 class Grammars:
-    """Least recently used are forgotten first; `on_forget` is told their keys."""
+    """Least recently used are forgotten first; `on_forget` is told their keys, `on_need` that some will come."""
 
-    def __init__(self, helper: Helper, on_forget: Callable[[str], None], max_bytes: int = MAX_BYTES) -> None:
-        self._helper, self._on_forget, self._max_bytes = helper, on_forget, max_bytes
-        self._known: OrderedDict[str, str] = OrderedDict()
+    def __init__(
+        self,
+        helper: Helper,
+        on_forget: Callable[[str], None],
+        on_need: Callable[[], None] = lambda: None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._helper, self._on_forget, self._on_need, self._max_bytes = helper, on_forget, on_need, max_bytes
+        self._known: OrderedDict[str, bytes] = OrderedDict()
         self._refused: OrderedDict[str, str] = OrderedDict()
         self.num_bytes = 0
 
@@ -37,6 +45,7 @@ class Grammars:
             raise bad_request(message, source.field)
         data = self._known.get(key)
         if data is None:
+            self._on_need()
             data = await self._compile(source, key)
             self._keep(key, data)
         self._known.move_to_end(key)
@@ -45,9 +54,11 @@ class Grammars:
     def __contains__(self, key: str) -> bool:
         return key in self._known
 
-    async def _compile(self, source: Source, key: str) -> str:
+    async def _compile(self, source: Source, key: str) -> bytes:
+        job = {"type": "compile", "kind": source.kind, "source": source.text}
         try:
-            return await self._helper.ask({"type": "compile", "kind": source.kind, "source": source.text}, source.field)
+            data = await self._helper.ask(job, source.field, len(source.text))
+            return await asyncio.to_thread(frames.pack, {"type": "grammar", "key": key, "data": data})
         except HelperDiedError:
             raise bad_request(f"{source.field}: it takes too long to compile; simplify it", source.field) from None
         except ApiError as error:
@@ -57,7 +68,7 @@ class Grammars:
                     self._refused.popitem(last=False)
             raise
 
-    def _keep(self, key: str, data: str) -> None:
+    def _keep(self, key: str, data: bytes) -> None:
         if key in self._known:  # two asked for it at once
             return
         self._known[key] = data

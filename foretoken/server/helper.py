@@ -16,7 +16,7 @@ from foretoken.server.frames import Frame
 log = logging.getLogger("foretoken.server")
 STARTING = 120.0  # seconds to load what it needs
 AT_ONCE = 0.2  # seconds within which no job ends a process
-MAX_WAITING = 64  # jobs that wait for the one that runs
+LARGE = 2**16  # bytes of a frame that is read or written in a thread
 
 
 class HelperDiedError(Exception):
@@ -26,43 +26,44 @@ class HelperDiedError(Exception):
 class Helper:
     """One process, one job at a time. A job that takes longer than `patience` seconds costs the process."""
 
-    def __init__(self, setup: Callable[[], Frame], patience: float) -> None:
-        """`setup` makes the first frame of a new process."""
-        self._setup, self._patience = setup, patience
+    def __init__(self, setup: Callable[[], Frame], patience: float, max_waiting: int = 10**6) -> None:
+        """`setup` makes the first frame of a new process; `max_waiting`: jobs that may wait for the one that runs."""
+        self._setup, self._patience, self._max_waiting = setup, patience, max_waiting
         self._lock = asyncio.Lock()
         self._num_waiting = 0
         self._pid: int | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._closed = False
 
-    async def ask(self, frame: Frame, name: str) -> str:
+    async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
         """What becomes of a job. Raises HelperDiedError; ApiError 400 where it is refused, 503 where too many wait.
 
-        `name`: the field that an error is about.
+        `name`: the field that an error is about; `size`: characters of the frame, about.
         """
-        if self._num_waiting >= MAX_WAITING or self._closed:
+        if self._num_waiting > self._max_waiting or self._closed:
             raise unavailable("too many requests wait to be prepared; try again later", 1)
         self._num_waiting += 1
         try:
+            data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
             async with self._lock:
-                answer = await self._answer(frame)
+                answer = await self._answer(data)
         finally:
             self._num_waiting -= 1
         if answer["type"] == "refused":
             raise bad_request(answer["message"], name)
         return str(answer["text"])
 
-    async def _answer(self, frame: Frame) -> Frame:
+    async def _answer(self, data: bytes) -> Frame:
         if self._streams is None:
             await self._start()
         sent = time.monotonic()
         try:
-            return await self._exchange(frame, self._patience)
+            return await self._exchange(data, self._patience)
         except HelperDiedError:
             if time.monotonic() - sent > AT_ONCE:
                 raise
         await self._start()  # it had died while nobody asked
-        return await self._exchange(frame, self._patience)
+        return await self._exchange(data, self._patience)
 
     async def close(self) -> None:
         """End the process."""
@@ -77,16 +78,16 @@ class Helper:
             log.error("the process beside the server cannot be started: %s", error.strerror)
             await self._end()
             raise unavailable("requests cannot be prepared now; try again later") from None
-        answer = await self._exchange(self._setup(), STARTING)
+        answer = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
         if answer["type"] == "refused":
             await self._end()
             raise bad_request(answer["message"])
 
-    async def _exchange(self, frame: Frame, patience: float) -> Frame:
+    async def _exchange(self, data: bytes, patience: float) -> Frame:
         """Send and receive. Whatever goes wrong, or whoever stops waiting: the process would answer too late."""
         answer: Frame | None = None
         try:
-            answer = await asyncio.wait_for(self._talk(frame), patience)
+            answer = await asyncio.wait_for(self._talk(data), patience)
             return answer
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, frames.FrameError) as error:
             raise HelperDiedError(type(error).__name__) from None
@@ -94,18 +95,16 @@ class Helper:
             if answer is None:
                 await self._end()
 
-    async def _talk(self, frame: Frame) -> Frame:
+    async def _talk(self, data: bytes) -> Frame:
         assert self._streams is not None
         reader, writer = self._streams
-        writer.write(frames.pack(frame))
+        writer.write(data)
         await writer.drain()
-        unpacker = frames.Unpacker()
-        while True:
-            data = await reader.read(2**18)
-            if not data:
-                raise asyncio.IncompleteReadError(b"", None)
-            for answer in unpacker.feed(data):
-                return answer
+        head = await reader.readexactly(4)
+        body = await reader.readexactly(min(int.from_bytes(head, "little"), frames.MAX_FRAME))
+        feed = frames.Unpacker().feed
+        made = await asyncio.to_thread(feed, head + body) if len(body) > LARGE else feed(head + body)
+        return made[0]
 
     async def _end(self) -> None:
         pid, streams = self._pid, self._streams

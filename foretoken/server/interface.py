@@ -44,8 +44,7 @@ def _fit(value: Any, model_name: str, text: Text | None) -> Any:
         if "model" in properties:
             properties["model"] = {"enum": [model_name, None], "title": "Model"}
         if text is not None and parser_for(text.tokenizer.chat_template) is None:
-            for name in ("tools", "tool_choice"):
-                properties.pop(name, None)
+            properties.pop("tools", None)
             properties.pop("tool_call_id", None)
             if "tool_choice" in properties:
                 properties["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}

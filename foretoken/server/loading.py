@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from foretoken.errors import RequestError
 from foretoken.request import Grammar
 from foretoken.server.frames import Frame
 
@@ -43,7 +44,9 @@ class Loader:
                     self._waiting.discard(frame["id"])
                     return True
             return False
-        if kind not in ("grammar", "forget") and not (kind == "add" and (frame["choice"] or frame["grammar"])):
+        if kind not in ("prepare", "grammar", "forget") and not (
+            kind == "add" and (frame["choice"] or frame["grammar"])
+        ):
             return False
         if kind == "add":
             with self._lock:
@@ -57,15 +60,19 @@ class Loader:
     def _work(self) -> None:
         while True:
             frame = self._queue.get()
-            if frame["type"] == "forget":
-                self._grammars.pop(frame["key"], None)
-            elif frame["type"] == "grammar":
-                try:
-                    self._grammars[frame["key"]] = self._load(frame["data"])
-                except Exception:
-                    log.exception("a compiled grammar could not be loaded")
-            else:
-                self._hand_on(frame)
+            try:
+                if frame["type"] == "prepare":  # the compiler's process gets ready meanwhile
+                    self._ready()
+                elif frame["type"] == "forget":
+                    self._grammars.pop(frame["key"], None)
+                elif frame["type"] == "grammar":
+                    self._grammars[frame["key"]] = self._ready().language(frame["data"])
+                else:
+                    self._hand_on(frame)
+            except RequestError as error:  # the library is not there: the request is told so
+                log.warning("%s", error)
+            except Exception:
+                log.exception("a compiled grammar could not be loaded")
 
     def _hand_on(self, frame: Frame) -> None:
         frame["make"] = self._maker(frame["choice"], frame["grammar"])
@@ -86,12 +93,12 @@ class Loader:
             return _missing
         return lambda: matching.matched(grammar)
 
-    def _load(self, data: str) -> Any:
+    def _ready(self) -> Matching:
         from foretoken.spec.matching import Matching
 
         if self._matching is None:
             self._matching = Matching(self._words())
-        return self._matching.language(data)
+        return self._matching
 
     def _words(self) -> Vocabulary:
         if self._vocabulary is None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from foretoken.server import frames
 from foretoken.server.client import EngineClient
 from foretoken.server.gate import Gate
 
@@ -52,6 +54,7 @@ class Metrics:
         self.whole = histogram("e2e_request_latency_seconds", "from arrival to the end", _WHOLE)
         self.queue = histogram("request_queue_time_seconds", "of a sequence, until it first ran", _FIRST)
         self.prefill = histogram("request_prefill_time_seconds", "from then to its first token", _FIRST)
+        self.inference = histogram("request_inference_time_seconds", "from when it first ran to its last token", _WHOLE)
         self.decode = histogram("request_decode_time_seconds", "from its first token to its last", _WHOLE)
         self._model_name = model_name
         self.registry.register(_EngineCounters(client, gate, model_name, prefix))
@@ -67,6 +70,7 @@ class Metrics:
             self.queue.observe(queue)
             self.prefill.observe(max(0.0, first - queue))
             self.decode.observe(max(0.0, total - first))
+            self.inference.observe(max(0.0, total - queue))
 
     def answered(self, route: str, status: int) -> None:
         """A request was answered, or its client left (499)."""
@@ -100,7 +104,19 @@ class _EngineCounters(Collector):
         yield self._by(
             "spec_decode_undrafted_rounds", "rounds without a draft, by why", "reason", _sums(everything, "undrafted")
         )
+        yield self._passes(everything)
         yield self._by("engine_time_seconds", "seconds of the engine, by stage", "stage", _sums(everything, "times"))
+
+    def _passes(self, everything: list[dict[str, Any]]) -> Metric:
+        """Passes of the engine by the tokens that they computed; by the bound above."""
+        found = [s["passes"] for s in everything if "passes" in s]
+        counts = [sum(p["counts"][i] for p in found) for i in range(len(frames.PASS_BOUNDS) + 1)]
+        bounds = [*map(str, map(float, frames.PASS_BOUNDS)), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
+        text = "tokens that a pass computed, drafted ones included"
+        family = HistogramMetricFamily(self._prefix + "iteration_tokens_total", text, labels=["model_name"])
+        family.add_metric(self._labels, buckets, sum(p["tokens"] for p in found))
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(self._prefix + name, text, labels=["model_name"])

@@ -110,10 +110,10 @@ def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intak
         if path.startswith("/v1/"):
             salt(body, visit.tenant)
         count = int(body.get("n") or 1) * _prompts(body.get("prompt"))
-        ticket = gate.enter(count, 0)
+        size = int(request.headers.get("content-length", limits.MAX_BODY))
+        ticket = gate.enter(count, size)
         try:
-            large = int(request.headers.get("content-length", INLINE + 1)) > INLINE
-            raw = await asyncio.to_thread(_written, body) if large else _written(body)
+            raw = await asyncio.to_thread(_written, body) if size > INLINE else _written(body)
             return Relay(client, path, raw, ticket, config.request_timeout)
         except BaseException:
             ticket.leave()

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from foretoken.server.errors import ApiError
@@ -111,6 +112,15 @@ class Reply:
         """The fields that bodies and chunks have in common."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    @cached_property
+    def _head(self) -> str:
+        """The beginning of every chunk, which is written once and not for every token."""
+        return f'data: {_encode(self.envelope(self.chunk_kind))[:-1]},"choices":['
+
+    def chunk(self, entry: dict[str, Any]) -> bytes:
+        """The event of one entry of "choices"."""
+        return f"{self._head}{_encode(entry)}]}}\n\n".encode()
+
     def body(self) -> dict[str, Any]:
         """The whole answer."""
         choices = [self.whole_choice(i, c) for i, c in enumerate(self.choices)]
@@ -176,7 +186,7 @@ class CompletionReply(Reply):
             entry["logprobs"] = self._logprobs(piece.index, choice)
         entry["finish_reason"] = choice.finish_reason if piece.completion is not None else None
         entry |= _tokens(piece) if self.show_tokens else {}
-        yield event({**self.envelope(self.chunk_kind), "choices": [entry]})
+        yield self.chunk(entry)
 
     def _logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
         """Log-probabilities of tokens not sent before, those of an echoed prompt first."""
@@ -289,7 +299,7 @@ class ChatReply(Reply):
         yield self._chunk(entry | (_tokens(piece) if self.show_tokens else {}))
 
     def _chunk(self, entry: dict[str, Any]) -> bytes:
-        return event({**self.envelope(self.chunk_kind), "choices": [{"logprobs": None, **entry}]})
+        return self.chunk({"logprobs": None, **entry})
 
     def _logprobs(self, entries: Seq[Any]) -> dict[str, Any]:
         return {

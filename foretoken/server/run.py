@@ -24,12 +24,19 @@ from foretoken.server.gate import Gate
 
 log = logging.getLogger("foretoken.server")
 KEEP_ALIVE = 75  # seconds that an idle connection stays: pooled clients must not find it closed under them
+BACKLOG = 2048  # connections that may wait to be accepted
+AT_ONCE = 32  # of them are accepted before any is looked at; they take descriptors from those that are reserved
 LAST_WORDS = 2.0  # seconds for the error events of a drain that took too long
 EXIT_ENGINE = 1
 
 
 class _Server(uvicorn.Server):
     """Signals are ours: uvicorn would stop listening at once, and new requests would find no answer."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has made it as short as what it accepts at once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -123,6 +130,7 @@ class Runner:
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=2,
+                backlog=AT_ONCE,
                 h11_max_incomplete_event_size=limits.MAX_HEADERS,
             )
         )
@@ -191,7 +199,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)  # who comes before the server is up waits
+        listener.listen(BACKLOG)  # who comes before the server is up waits
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port} ({error.strerror or error}); choose another --port"

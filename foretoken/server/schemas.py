@@ -94,7 +94,7 @@ class _Walk:
     def _plain(self, node: dict[str, Any], keys: set[str], place: str, depth: int) -> None:
         types = node.get("type", [])
         types = [types] if isinstance(types, str) else types
-        if not isinstance(types, list) or any(t not in TYPES for t in types) or ("type" in node and not types):
+        if not _are_types(types) or ("type" in node and not types):
             raise self._fault(f"{place}.type", f"must be of {', '.join(sorted(TYPES))}")
         for group, needed in ((_OF_STRINGS, ("string",)), (_OF_NUMBERS, ("integer", "number"))):
             if keys & group and not types:
@@ -102,6 +102,8 @@ class _Walk:
         self._string(node, place)
         if node.get("uniqueItems"):
             raise self._fault(f"{place}.uniqueItems", "is a keyword that cannot be enforced; leave it out")
+        if not isinstance(node.get("prefixItems", []), list):
+            raise self._fault(f"{place}.prefixItems", "must be a list of schemas")
         for i, part in enumerate(node.get("prefixItems", ())):
             self.schema(part, f"{place}.prefixItems[{i}]", depth + 1)
         for key in ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"):
@@ -114,7 +116,7 @@ class _Walk:
         forms = keys_of(node, "pattern", "format")
         if len(forms) > 1 or (forms and sizes):
             raise self._fault(f"{place}.{(forms + sizes)[1]}", f"cannot be enforced beside {forms[0]!r}; leave it out")
-        if "format" in node and node["format"] not in FORMATS:
+        if "format" in node and not (isinstance(node["format"], str) and node["format"] in FORMATS):
             raise self._fault(f"{place}.format", f"must be one of {', '.join(sorted(FORMATS))}")
         if "pattern" in node:
             self._num_patterns += 1
@@ -186,11 +188,17 @@ def _check_brackets(text: str, name: str) -> str:
     return text
 
 
+def _are_types(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(t, str) and t in TYPES for t in value)
+
+
 def _typed(values: Any, types: Any) -> bool:
     """Are all values of one of the types?"""
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
     kinds |= {list: "array", dict: "object"}
-    wanted = {types} if isinstance(types, str) else set(types)
+    if not _are_types(listed := [types] if isinstance(types, str) else types):
+        return False
+    wanted = set(listed)
     wanted |= {"integer"} if "number" in wanted else set()
     return isinstance(values, list) and all(kinds[type(v)] in wanted for v in values)
 

@@ -171,7 +171,8 @@ class Service:
             reply, params, score = await make(visit.id, ids)
             reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(len(i) for i in ids)
             whose, priority = tenant(visit, fields.cache_salt), fields.priority or 0
-            job = Job(visit.id, ids, params, whose, wish(fields), score, fields.choice, priority, grammar)
+            more = (fields.choice, priority, grammar, self.config.detailed)
+            job = Job(visit.id, ids, params, whose, wish(fields), score, *more)
             stream = self.client.submit(job)
         except BaseException:
             ticket.leave()

@@ -46,6 +46,7 @@ class Job(NamedTuple):
     choice: Seq[str] | None = None  # the text must be one of these
     priority: int = 0  # lower goes first
     grammar: Compiled | None = None  # the text must match this
+    detailed: bool = False  # every draft in the metrics
 
 
 class Stream:

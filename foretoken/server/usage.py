@@ -9,8 +9,9 @@ from typing import Any
 def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any]:
     """`speculative_decoding` as vLLM writes it (null where nothing was drafted); `foretoken`: why, and where time went.
 
-    Sums over completions; `time_split_s` are the sequences' shares of the engine's time, the other times its clock's
-    from their arrival to the first token of any, and to the end of all, in seconds.
+    With one completion whose drafts are listed, they are listed here too. Sums over completions; `time_split_s` are the
+    sequences' shares of the engine's time, the other times its clock's from their arrival to the first token of any,
+    and to the end of all, in seconds.
     """
     found = [c["metrics"] for c in completions]
     drafts, drafted, accepted = (
@@ -20,7 +21,7 @@ def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) 
     per_pos = [sum((m["num_accepted_tokens_per_pos"] + [0] * depth)[i] for m in found) for i in range(depth)]
     per_pos += [0] * max(1, num_spec_tokens + 1 - depth)
     reached = [drafts, *per_pos]
-    speculative = (
+    speculative: dict[str, Any] | None = (
         {
             "mean_acceptance_length": 1 + accepted / drafts,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
@@ -33,6 +34,9 @@ def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) 
         if drafts
         else None
     )
+    if speculative is not None and len(found) == 1 and "rounds" in found[0]:  # vLLM's level "detailed"
+        speculative["per_step_accepted"] = [accepted for _, accepted in found[0]["rounds"]]
+        speculative["per_step_drafted"] = [drafted for drafted, _ in found[0]["rounds"]]
     undrafted: dict[str, int] = {}
     split = {"draft": 0.0, "target": 0.0, "verify": 0.0, "schedule": 0.0}
     for m in found:

@@ -32,6 +32,7 @@ START = Path(__file__).with_name("vllm_start.py")
 POLL = 0.1  # seconds between looks at the process
 LOADING, READY = 0.5, 2.0  # seconds between questions whether it is well
 PATIENCE = 10.0  # seconds for the answer
+EXIT_START = 127  # as a shell says it
 CLOSING = 15.0  # seconds for vLLM to leave by itself
 
 
@@ -123,7 +124,11 @@ class VllmClient:
         deaths, delay = 0, FIRST_DELAY
         while True:
             self._ready_since = 0.0
-            code = await self._run_once()
+            try:
+                code = await self._run_once()
+            except OSError as error:  # the program has gone, or there is no room for a socket
+                log.error("vLLM cannot be started: %s", error.strerror)
+                code = EXIT_START
             loaded, lasted = self._ready_since > 0, time.monotonic() - self._ready_since
             if self.state == "closed":
                 return
@@ -145,9 +150,8 @@ class VllmClient:
         folder = tempfile.mkdtemp(prefix="foretoken-")  # for this user alone
         key = secrets.token_urlsafe(32)
         path = os.path.join(folder, "socket")
-        self.link = Link(path, key)
         pid, leash = self._spawn(path, key)
-        self.pid = pid
+        self.pid, self.link = pid, Link(path, key)
         try:
             code = await self._mind(pid, self.link)
         finally:
@@ -209,7 +213,7 @@ class VllmClient:
         environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
         environment = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **environment, **self._environment}
         environment["VLLM_API_KEY"] = key  # not among the arguments, where `ps` would show it
-        command = [*self._command, str(theirs), *self._arguments, "--uds", path]
+        command = [*self._command, str(theirs), *self._arguments, "--uvicorn-log-level", "warning", "--uds", path]
         to_stderr = [(os.POSIX_SPAWN_DUP2, 2, 1)]
         try:
             return os.posix_spawn(command[0], command, environment, file_actions=to_stderr, setpgroup=0), ours

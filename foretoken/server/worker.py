@@ -7,6 +7,7 @@ the other end of the socket closes, the process ends.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import os
 import secrets
@@ -45,6 +46,8 @@ class Worker:
         self._inbox: list[Frame] = []
         self._closed = False
         self._step_start: float | None = None
+        self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # how many had so many tokens, by the bound above
+        self._pass_tokens = 0
         self.engine: Engine | None = None
         self._loader = Loader(self._put, self._vocabulary)
 
@@ -89,6 +92,8 @@ class Worker:
                     deltas = engine.fail_step()
                     if failures >= MAX_FAILURES:
                         return EXIT_FAILED
+                self._passes[bisect.bisect_left(frames.PASS_BOUNDS, engine.num_rows)] += engine.num_rows > 0
+                self._pass_tokens += engine.num_rows
                 self._deliver(deltas)
                 self._step_start = None
             actions = self._take(wait=not engine.has_work)
@@ -130,6 +135,7 @@ class Worker:
             "waiting": len(scheduler.waiting),
             "free_blocks": blocks.num_free,
             "num_blocks": blocks.num_blocks,
+            "passes": {"counts": list(self._passes), "tokens": self._pass_tokens},
             "preemptions": scheduler.num_preemptions,
             "prefix_queries": blocks.prefixes.hits.num_queries,
             "prefix_hits": blocks.prefixes.hits.num_hits,
@@ -218,6 +224,7 @@ def _requests(frame: Frame) -> list[Request]:
             index=p * params.n + i,
             tenant=frame["tenant"],
             priority=frame["priority"],
+            detailed=frame["detailed"],
             speculation=wish,
             score_prompt=frame["score_prompt"],
             grammar=frame["make"]() if "make" in frame else None,

@@ -51,6 +51,10 @@ class Choice:
             mask = self._masks[written] = self._mask(written)
         return mask
 
+    def another(self) -> Choice:
+        """Itself: what it remembers may be found by two threads, and is the same."""
+        return self
+
     def _mask(self, written: bytes) -> NDArray[np.bool_]:
         mask = np.zeros(len(self._vocabulary.pieces), np.bool_)
         for choice in self._choices:

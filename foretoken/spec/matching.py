@@ -10,7 +10,8 @@ import re
 import sys
 import time
 import types
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Collection, Sequence as Seq
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from foretoken.errors import RequestError
 from foretoken.spec.grammar import Vocabulary
 
-# Seconds of this thread's time that a text may take beyond so many a token: a grammar that needs more is given up, for
-# it holds up all texts of a batch.
+# Seconds of a thread's time that a text may take in all, beyond so many a mask: a grammar that needs more is given up,
+# for it holds up all texts of a batch.
 FREE, EACH = 1.0, 0.005
 TRIED = 96  # tokens of a trial: a grammar that cannot write so many in time is not taken
 _PLACE = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")
@@ -108,7 +109,8 @@ class Matching:
 
     def matched(self, language: Language) -> Matched:
         """A new text."""
-        return Matched(self._library.GrammarMatcher(language.grammar), language.writable, self.vocabulary.eos_token_ids)
+        make = partial(self._library.GrammarMatcher, language.grammar)
+        return Matched(make, language.writable, self.vocabulary.eos_token_ids)
 
     def _language(self, kind: str, grammar: Any) -> Language:
         return Language(grammar, self._of_json if kind in _OF_JSON else self.vocabulary.writable)
@@ -155,54 +157,50 @@ class Matched:
     the rest. So the answer depends on the question alone, and a draft's path costs one step a token.
     """
 
-    def __init__(self, matcher: Any, writable: NDArray[np.bool_], eos_token_ids: Seq[int]) -> None:
-        """`writable` bool [V]: tokens that the text may have at all."""
-        self._matcher = matcher
+    def __init__(self, make: Callable[[], Any], writable: NDArray[np.bool_], eos_token_ids: Collection[int]) -> None:
+        """`make` makes a matcher; `writable` bool [V]: tokens that the text may have at all."""
+        self._make, self._matcher = make, make()
         self._writable = writable
         self._size = len(writable)
         self._ends = frozenset(eos_token_ids)
         self._held: list[int] = []
         self._mask: NDArray[np.bool_] | None = None  # after `_held`
         self._bits = np.zeros((1, (self._size + 31) // 32), np.int32)
-        self._spent = 0.0
+        self._spent, self._num_asked = 0.0, 0
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
         """bool [V]: the tokens that may come after the output's tokens and then those of `path`.
 
         None after what does not match. Raises RequestError once this text has taken too much time.
         """
-        if self._spent > FREE + EACH * len(output):
+        self._num_asked += 1
+        if self._spent > FREE + EACH * self._num_asked:
             raise RequestError("the grammar takes too long to follow; simplify it")
         start = time.thread_time()
-        wanted = [*output, *path]
-        ended = next((i for i, token in enumerate(wanted) if token in self._ends), None)
-        if ended is not None:
-            del wanted[ended:]
-        if not self._follow(wanted):
-            mask = np.zeros(self._size, np.bool_)
-        elif ended is not None:
-            mask = self._end()
-        else:
-            mask = self._fill() if self._mask is None else self._mask
+        mask = self._after([*output, *path])
         self._spent += time.thread_time() - start
         return mask
 
-    def _follow(self, wanted: list[int]) -> bool:
-        """Let the matcher hold these tokens; False where they do not match."""
+    def another(self) -> Matched:
+        """The same grammar with a matcher of its own, for another reader."""
+        return Matched(self._make, self._writable, self._ends)
+
+    def _after(self, wanted: list[int]) -> NDArray[np.bool_]:
+        """The answer for a text of these tokens, which the matcher then holds as far as they match."""
         held = self._held
-        shared = min(len(held), len(wanted))
-        if held[:shared] != wanted[:shared]:
-            shared = next(i for i in range(shared) if held[i] != wanted[i])
+        shared = _shared(held, wanted)
         if shared < len(held):
             self._matcher.rollback(len(held) - shared)
             del held[shared:]
             self._mask = None
         for token in wanted[shared:]:
+            if token in self._ends:
+                return self._end()
             if not (0 <= token < self._size and self._writable[token] and self._matcher.accept_token(token)):
-                return False
+                return np.zeros(self._size, np.bool_)
             held.append(token)
             self._mask = None
-        return True
+        return self._fill() if self._mask is None else self._mask
 
     def _end(self) -> NDArray[np.bool_]:
         """Behind an end token: only such, if the text might end there."""
@@ -217,6 +215,17 @@ class Matched:
         mask &= self._writable  # where all may come, the library does not look which there are
         self._mask = mask
         return mask
+
+
+def _shared(held: list[int], wanted: list[int]) -> int:
+    """Tokens that two texts have in common; a few comparisons of slices, however long they are."""
+    low, high = 0, min(len(held), len(wanted))
+    if held[:high] == wanted[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if held[low:middle] == wanted[low:middle] else (low, middle - 1)
+    return low
 
 
 def _any_object(grammar: str) -> str:

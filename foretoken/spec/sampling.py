@@ -130,8 +130,14 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
     return row
 
 
-def _allow(row: Floats, mask: NDArray[np.bool_]) -> None:
-    """Leave the tokens of a mask [V]. Nearly all or nearly none are in it: the fewer are the ones to handle."""
+def _allow(row: NDArray[np.floating], mask: NDArray[np.bool_]) -> None:
+    """Leave the tokens of a mask [V], the target's; a draft model's rows may be shorter or longer.
+
+    Nearly all or nearly none are in it: the fewer are the ones to handle.
+    """
+    if len(mask) != len(row):
+        row[len(mask) :] = -np.inf
+        mask, row = mask[: len(row)], row[: len(mask)]
     if 2 * np.count_nonzero(mask) > len(mask):
         row[np.flatnonzero(~mask)] = -np.inf
         return
@@ -158,9 +164,12 @@ def _penalize(row: Floats, params: SamplingParams, state: SamplingState, path: S
 
 def needs_adjusting(seq: Sequence, num_path: int) -> bool:
     """Does `adjust` change this sequence's logits after `num_path` drafted tokens?"""
+    return seq.grammar is not None or _is_limited(seq, num_path)
+
+
+def _is_limited(seq: Sequence, num_path: int) -> bool:
+    """Does anything but a grammar change its logits there?"""
     p = seq.params
-    if seq.grammar is not None:
-        return True
     short = 0 <= seq.num_output + num_path < p.min_tokens
     return p.has_penalties or short or bool(p.logit_bias or p.banned_token_ids) or p.allowed_token_ids is not None
 
@@ -224,8 +233,12 @@ def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
 
 def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> int:
     """The token after the sequence's known tokens and `path`, from logits float32 [V] there; FAILED if none."""
-    adjusted = needs_adjusting(seq, len(path))
-    row = adjust(logits, seq, path, eos_token_ids) if adjusted else logits
+    row: NDArray[np.floating] = logits
+    if _is_limited(seq, len(path)):
+        row = adjust(logits, seq, path, eos_token_ids)
+    elif seq.grammar is not None and seq.num_output >= 0:  # as `adjust` does it, in half the memory
+        row = logits.copy()
+        _allow(row, seq.grammar.allowed(seq.output_token_ids, path))
     chosen = native_choice if HAS_NATIVE else numpy_choice
     return chosen(row, seq.params, seq.seed, len(seq) + len(path))
 

@@ -18,6 +18,8 @@ class Shadow:
         self.runner = runner
         self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed, target.tenant)
         self.seq.num_prompt = target.num_prompt
+        if target.grammar is not None:  # what the target may not write is not worth guessing
+            self.seq.grammar = target.grammar.another()
         self.seq.context = runner.model.max_model_len
         self.num_agreed = len(target)  # of the target's tokens: these need no second look, unless it was rewound
 

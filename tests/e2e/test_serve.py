@@ -27,7 +27,8 @@ BLOCKS = 24  # of 16 tokens: two of the longest texts fit, four sequences may ru
 def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
     target, draft = (str(p) for p in pair_folders)
     flags = ["--model", target, "--draft", draft, "--served-model-name", "tiny"]
-    made = Server(*flags, "--max-num-seqs", "4", "--num-blocks", str(BLOCKS), "--max-queue", "40")
+    flags += ["--max-num-seqs", "4", "--num-blocks", str(BLOCKS), "--max-queue", "40"]
+    made = Server(*flags, "--per-request-spec-decode-metrics", "detailed")
     try:
         made.wait_log("ready")
         yield made
@@ -141,7 +142,12 @@ def test_metrics_of_a_request(http: httpx.Client) -> None:
         "num_accepted_draft_tokens",
         "num_draft_tokens",
         "num_spec_tokens",
+        "per_step_accepted",
+        "per_step_drafted",
     }
+    assert len(spec["per_step_accepted"]) == spec["num_spec_steps"]
+    assert sum(spec["per_step_accepted"]) == spec["num_accepted_draft_tokens"]
+    assert sum(spec["per_step_drafted"]) == spec["num_draft_tokens"]
     histogram = spec["acceptance_histogram"]
     assert sum(histogram) == spec["num_spec_steps"] > 0
     assert sum(i * c for i, c in enumerate(histogram)) == spec["num_accepted_draft_tokens"] > 0

@@ -154,7 +154,7 @@ def test_a_poisoned_request_ends_alone(server: Server, http: httpx.Client) -> No
 
 def test_a_dead_engine_is_replaced(server: Server, http: httpx.Client) -> None:
     alone, drafted = complete(http), gauge(http, "spec_decode_num_drafts_total")
-    readers = [Reader(http, **LONG) for _ in range(3)]
+    readers = [Reader(http, **{**LONG, "n": 16}) for _ in range(3)]  # far from done when the engine dies
     readers[0].wait_begun()
     engine = server.engine_pid
     killed = time.monotonic()

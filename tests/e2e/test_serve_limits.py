@@ -108,10 +108,10 @@ def test_connections_without_number(server: Poor) -> None:
 
 
 def test_who_does_not_read_holds_up_nobody(server: Poor) -> None:
-    body = json.dumps({**FIELDS, "n": 8, "max_tokens": 200, "stream": True, "logprobs": 20}).encode()
+    body = json.dumps({**FIELDS, "n": 4, "max_tokens": 200, "stream": True, "logprobs": 20}).encode()
     with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
         alone = text_of(http)
-        for _ in range(4):
+        for _ in range(3):
             connection = stack.enter_context(socket.socket())
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", server.port))

@@ -193,6 +193,9 @@ def test_a_sampler_that_fails_takes_its_prefix_along(pair: Pair, caplog: pytest.
         def allowed(self, output: Any, path: Any) -> Any:
             raise RuntimeError("a grammar that fails")
 
+        def another(self) -> Any:
+            return self
+
     engine = make_engine(pair, block=4)
     run(engine, PROMPTS[:1], EACH[:1])
     with caplog.at_level(logging.CRITICAL):

@@ -129,7 +129,9 @@ class Bench:
         limit = chosen.get("max_model_len")
         if isinstance(limit, int):
             self.max_model_len = min(limit, self.max_model_len or limit)
-        return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")))
+        about = chosen.get("speculation")
+        about = about if isinstance(about, dict) else None
+        return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")), speculation=about)
 
     async def _check_wish(self, arm: Arm) -> None:
         """A server that does not read `speculation` would measure one thing twice. Raises ConfigError."""
@@ -139,9 +141,9 @@ class Bench:
         body |= {"messages": [{"role": "user", "content": text}]} if arm.endpoint.chat else {"prompt": text}
         sent = await wire.exchange(self.client, arm.endpoint, body, self.settings.timeout, self.settings.max_retries)
         found = outcome.read(sent)
-        if found.error is not None:
+        if found.error is not None and "speculation" not in found.detail:
             raise ConfigError(f"{arm.endpoint.url} answers a first request with: {found.error}: {found.detail}")
-        if not found.metrics:
+        if found.error is not None or not found.metrics:
             raise ConfigError(
                 f"{arm.endpoint.url} does not read the field 'speculation'; start a second server without speculation "
                 "and give its address with --baseline-url"

@@ -46,6 +46,7 @@ def config(bench: Bench, arm: Arm, cell: Cell) -> dict[str, Any]:
         "label": arm.label,
         "arms": [a.label for a in bench.arms],
         "model": arm.endpoint.model.rstrip("/").rpartition("/")[2],
+        "served": None if arm.endpoint.speculation is None else dict(arm.endpoint.speculation),
         "chat": arm.endpoint.chat,
         "fields": dict(arm.endpoint.fields),
         "prompts": name,

@@ -39,7 +39,7 @@ def title(config: Mapping[str, Any]) -> str:
         f"{config['num_input_tokens']} tokens in" if config["num_input_tokens"] else f"prompts of {config['prompts']}"
     )
     kind = f" ({config['prompts']})" if config["num_input_tokens"] else ""
-    return f"{config['model']}: {shape}{kind}, {config['max_tokens']} out out"
+    return f"{config['model']}: {shape}{kind}, {config['max_tokens']} out"
 
 
 def cells(record: Mapping[str, Any]) -> list[str]:

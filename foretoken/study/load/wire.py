@@ -29,6 +29,7 @@ class Endpoint:
     model: str = ""
     chat: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
+    speculation: Mapping[str, Any] | None = None  # what the server says of its drafter, if it says so
 
     @property
     def path(self) -> str:

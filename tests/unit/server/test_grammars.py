@@ -29,7 +29,7 @@ class Pretended:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def ask(self, frame: dict[str, Any], name: str) -> str:
+    async def ask(self, frame: dict[str, Any], name: str, size: int) -> str:
         self.asked.append(frame["source"])
         if frame["source"] == "bad":
             raise bad_request("bad", name)
@@ -41,15 +41,15 @@ class Pretended:
 def test_bounded_by_bytes() -> None:
     async def scenario() -> None:
         helper, forgotten = Pretended(), []
-        grammars = Grammars(helper, forgotten.append, max_bytes=100)  # type: ignore[arg-type]
+        grammars = Grammars(helper, forgotten.append, max_bytes=350)  # type: ignore[arg-type]
         first = await grammars.compiled(Source("regex", "40", "f"))
         second = await grammars.compiled(Source("regex", "41", "f"))
         assert await grammars.compiled(Source("regex", "40", "other field")) == first
         third = await grammars.compiled(Source("regex", "42", "f"))
         assert forgotten == [second.key] and second.key not in grammars and third.key in grammars
-        assert grammars.num_bytes == 82 and helper.asked == ["40", "41", "42"]
+        assert grammars.num_bytes == len(first.frame) + len(third.frame) and helper.asked == ["40", "41", "42"]
         big = await grammars.compiled(Source("regex", "1000", "f"))
-        assert len(forgotten) == 3 and big.key in grammars and grammars.num_bytes == 1000
+        assert len(forgotten) == 3 and big.key in grammars and grammars.num_bytes == len(big.frame) > 1000
         assert Source("json", "40", "f").key != Source("regex", "40", "f").key
 
     run(scenario())
@@ -193,3 +193,27 @@ def test_strict_calls_amid_free_text(words: Matching) -> None:
     assert not any(
         map(goes, ("<tool_call>x", call.replace("weather", "rm"), call.replace("3", "10"), call[:-14] + "x"))
     )
+
+
+async def test_a_new_engine_gets_its_grammars_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once an engine, and what is forgotten on one side is forgotten on the other."""
+    from foretoken.request import SamplingParams
+    from foretoken.server.client import EngineClient
+    from foretoken.server.stream import Job
+
+    client, sent = EngineClient("x", {}), []
+    monkeypatch.setattr(client, "_write", lambda data: sent.append(json.loads(data[4:])["type"]))
+    client.state = "ready"
+    client.grammars = Grammars(Pretended(), client._forget_grammar, max_bytes=250)  # type: ignore[arg-type]
+
+    async def submit(source: str) -> None:
+        grammar = await client.grammars.compiled(Source("regex", source, "f"))
+        client.submit(Job("r", [[1]], SamplingParams(), grammar=grammar))
+
+    for source in ("40", "40", "41"):
+        await submit(source)
+    assert sent == ["grammar", "add", "add", "forget", "grammar", "add"]
+    sent.clear()
+    client._sent.clear()  # as when an engine is started
+    await submit("41")
+    assert sent == ["grammar", "add"]

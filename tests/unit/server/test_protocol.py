@@ -185,6 +185,9 @@ def test_bodies_that_are_no_requests(raw: bytes, message: str) -> None:
 def test_bodies_at_the_limits() -> None:
     deep = {"a": json.loads("[" * 63 + "]" * 63)}
     assert limits.parse_object(json.dumps(deep).encode()) == deep
+    unclosed = b'{"a": "' + b'\\"' * 2**20 + b"[" * (limits.MAX_CONTAINERS + 1)
+    with pytest.raises(ApiError, match="more than"):
+        limits.parse_object(unclosed)  # in time that grows with its length, not with the square
     code = {"a": '"[{,}]\\' * (limits.MAX_VALUES // 2), "b": [[]] * 9}
     assert limits.parse_object(json.dumps(code).encode()) == code, "brackets and commas of a text are no values"
     assert limits.parse_object(b'{"a": "\\ud83d\\ude42"}') == {"a": "\U0001f642"}
@@ -206,4 +209,5 @@ def test_messages_keep_what_is_meant() -> None:
     kept = "POST /v1/completions takes 1/2 or 'org/name', e.g. 'max_tokens': 0.5"
     assert clean(kept) == kept
     assert len(clean("x" * 5000)) < 1100
+    assert len(clean("<a object" * 10**6)) < 1100  # in time that does not grow with the text
     assert clean("\ud800").isprintable()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lawkit import Pair
 
+from foretoken.request import Metrics as Cost, SpecMetrics, TimeSplit
 from foretoken.server.client import EngineClient
 from foretoken.server.gate import Gate
 from foretoken.server.metrics import Metrics
@@ -89,6 +90,7 @@ def test_counters_outlive_an_engine() -> None:
         "accepted_per_pos": [3, 1],
         "undrafted": {"prompt": 2},
         "times": {"draft": 1.0},
+        "passes": {"counts": [1, 4, *[0] * 11, 2], "tokens": 50_000},
     }
     client.past_stats = [{**old, "running": 0}]
     client.stats = {**old, "running": 3, "num_blocks": 10, "free_blocks": 4}
@@ -97,6 +99,25 @@ def test_counters_outlive_an_engine() -> None:
     assert lines['vllm:spec_decode_num_drafts_total{model_name="m"}'] == "10.0"
     assert lines['vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"}'] == "2.0"
     assert lines['vllm:num_requests_running{model_name="m"}'] == "3.0"
+    name = "vllm:iteration_tokens_total"
+    told = [lines[f'{name}_bucket{{le="{le}",model_name="m"}}'] for le in ("1.0", "8.0", "16384.0", "+Inf")]
+    assert told == ["2.0", "10.0", "10.0", "14.0"]
+    assert lines[f'{name}_sum{{model_name="m"}}'] == "100000.0"
+
     assert lines['vllm:kv_cache_usage_perc{model_name="m"}'] == "0.6"
     assert lines['vllm:engine_time_seconds_total{model_name="m",stage="draft"}'] == "2.0"
     assert json.dumps(client.stats)
+
+
+def test_every_draft_of_one_sequence_is_listed_where_asked_for() -> None:
+    spec = SpecMetrics(rounds=[])
+    for drafted, accepted in ((4, 2), (0, 0), (3, 0), (4, 4)):
+        spec.update(drafted, accepted)
+    made = {"metrics": Cost(3, 9, spec.copy(), TimeSplit(), 0.1, 0.1, 1.0).as_dict(), "seed": 1}
+    told = metrics([made], 4)["speculative_decoding"]
+    assert told["per_step_accepted"] == [2, 0, 4] and told["per_step_drafted"] == [4, 3, 4]
+    assert sum(told["per_step_drafted"]) == told["num_draft_tokens"] and told["num_spec_steps"] == 3
+    assert "per_step_accepted" not in metrics([made, made], 4)["speculative_decoding"]
+    spec.rounds = None
+    made = {"metrics": Cost(3, 9, spec.copy(), TimeSplit(), 0.1, 0.1, 1.0).as_dict(), "seed": 1}
+    assert "per_step_accepted" not in metrics([made], 4)["speculative_decoding"]

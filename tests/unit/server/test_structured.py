@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -96,6 +97,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("minLength", {"type": "string", "format": "date", "minLength": 3}),
     ("format", {"type": "string", "format": "regex"}),
     ("format", {"type": "string", "pattern": "a", "format": "date"}),
+    ("format", {"type": "string", "format": ["date"]}),
+    ("type", {"type": [{}, "string"]}),
+    ("type", {"enum": [1], "type": True}),
+    ("prefixItems", {"type": "array", "prefixItems": 3}),
     ("pattern", {"type": "string", "pattern": 'a"'}),
     ("pattern", {"type": "string", "pattern": r"a\n"}),
     ("pattern", {"type": "string", "pattern": r"\x22"}),
@@ -141,3 +146,45 @@ ACCEPTED: list[Any] = [
 @pytest.mark.parametrize("schema", ACCEPTED)
 def test_schemas_that_can(schema: Any) -> None:
     assert json.loads(schemas.check(schema, "x")) == schema
+
+
+def test_whatever_a_schema_holds_it_is_taken_or_refused() -> None:
+    """Values of every type under every keyword: no fault of ours."""
+    rng = random.Random(1)
+    plain = [
+        None,
+        True,
+        False,
+        0,
+        1.5,
+        "",
+        "string",
+        "#",
+        "#/$defs/a",
+        "date",
+        "[",
+        [],
+        {},
+        ["string"],
+        [[]],
+        [{}],
+        [1],
+    ]
+
+    def value(depth: int) -> Any:
+        if depth == 0 or rng.random() < 0.4:
+            return rng.choice(plain)
+        if rng.random() < 0.4:
+            return [value(depth - 1) for _ in range(rng.randrange(3))]
+        return {rng.choice(keywords): value(depth - 1) for _ in range(rng.randrange(4))}
+
+    keywords, taken = [*sorted(schemas.KNOWN), "a"], 0
+    for _ in range(20_000):
+        schema = {rng.choice(keywords): value(2) for _ in range(rng.randrange(1, 4))}
+        schema |= {"type": rng.choice(["object", "array", "string"])} if rng.random() < 0.5 else {}
+        try:
+            schemas.check(schema, "guided_json")
+            taken += 1
+        except ApiError as error:
+            assert error.status == 400
+    assert 1000 < taken < 19_000

@@ -18,11 +18,13 @@ from lawkit import EOS, MODEL_VOCAB, TOKENIZER_SIZE, Pair, TreeDrafter, assert_n
 from foretoken import registry
 from foretoken.engine.engine import Engine
 from foretoken.errors import RequestError
-from foretoken.request import Completion, FinishReason, Request, SamplingParams
+from foretoken.request import Completion, FinishReason, Request, SamplingParams, Sequence
 from foretoken.server.text import vocabulary as vocabulary_of
 from foretoken.spec import matching
+from foretoken.spec.ahead import Ahead
 from foretoken.spec.grammar import Vocabulary
 from foretoken.spec.matching import Matched, Matching
+from foretoken.spec.shadow import Shadow
 
 PERSON = {
     "type": "object",
@@ -191,6 +193,30 @@ def valid(value: dict[str, Any]) -> None:
     assert len(value.get("tags", [])) <= 2 and set(value.get("tags", [])) <= {"a", "list", "für", "你好"}
 
 
+@pytest.mark.parametrize("after", range(3))
+def test_a_drafter_that_guesses_while_the_target_checks(pair: Pair, words: Matching, person: Any, after: int) -> None:
+    """Two threads read the text at the same time, each with a matcher of its own."""
+    params = SamplingParams(max_tokens=60, temperature=1.2)
+    seeds = range(20 * after, 20 * after + 6)
+    plain = write(make_engine(pair), words, person, params, seeds)
+    engine = make_engine(pair, "draft_model", k=5)
+    engine.ahead = Tireless(1)
+    beside = write(engine, words, person, params, seeds)
+    assert [c.token_ids for c in beside] == [c.token_ids for c in plain]
+    assert engine.metrics.num_ahead > 0
+    seq = Sequence(0, [1], params, 1)
+    seq.grammar = words.matched(person)
+    own = Shadow(seq, engine.runner).seq.grammar
+    assert own is not None and own is not seq.grammar and own._matcher is not seq.grammar._matcher  # type: ignore
+
+
+class Tireless(Ahead):
+    """Guesses on as long as the target has not ended."""
+
+    def fits(self, seconds: float) -> bool:
+        return True
+
+
 FEATURES: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 2},
     {"temperature": 0.9, "presence_penalty": 0.8, "frequency_penalty": 0.3, "n": 2},
@@ -245,6 +271,9 @@ class Failing:
             raise RuntimeError("the matcher broke")
         return self.whole.allowed(output, path)
 
+    def another(self) -> Failing:
+        return self
+
 
 @pytest.mark.failing_drafter
 @pytest.mark.parametrize("method", ["none", "draft_model", "eagle"])
@@ -298,3 +327,17 @@ def test_ambiguity_ends_within_its_allowance(words: Matching, vocabulary: Vocabu
             assert grammar.allowed(output, ())[letter]
             output.append(letter)
     assert time.thread_time() - start < 60
+
+
+def test_draft_models_guess_what_may_be_written(pair: Pair, words: Matching, person: Any) -> None:
+    """The tiny models hardly write JSON by themselves: without the mask hardly a guess would be right."""
+    params = SamplingParams(max_tokens=60, temperature=1.0)
+    engine = make_engine(pair, "draft_model")
+    write(engine, words, person, params, range(8))
+    assert engine.metrics.acceptance_rate is not None and engine.metrics.acceptance_rate > 0.5
+
+
+@given(st.lists(st.integers(0, 2), max_size=9), st.lists(st.integers(0, 2), max_size=9))
+def test_what_two_texts_share(one: list[int], other: list[int]) -> None:
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    assert matching._shared(one, other) == sum(1 for _ in same)

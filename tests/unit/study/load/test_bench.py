@@ -36,6 +36,7 @@ class Fake:
     tells_usage: bool = True
     wrong_when_off: bool = False
     status: int = 200
+    message: str = "no such thing"
     seen: list[dict[str, Any]] = field(default_factory=list)
     drafts: int = 0
 
@@ -59,7 +60,7 @@ class Fake:
             self.busy -= 1
             return httpx.Response(503, headers={"retry-after": "0"}, json={"error": {"message": "full"}})
         if self.status != 200:
-            return httpx.Response(self.status, json={"error": {"message": "no such thing"}})
+            return httpx.Response(self.status, json={"error": {"message": self.message}})
         self.seen.append({"path": path, "auth": request.headers.get("authorization"), **body})
         self.drafts += 4
         return httpx.Response(200, stream=httpx.ByteStream(self.stream(body)))
@@ -164,6 +165,10 @@ async def test_a_server_that_tells_less() -> None:
 async def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ConfigError, match="--baseline-url"):
         await measure(Fake(reads_speculation=False), SETTINGS, arms())
+    with pytest.raises(ConfigError, match="--baseline-url"):
+        await measure(Fake(status=400, message="'speculation' is not supported"), SETTINGS, arms())
+    with pytest.raises(ConfigError, match="no such thing"):
+        await measure(Fake(status=400), SETTINGS, arms())
     with pytest.raises(ConfigError, match=r"needs 70 tokens and the server's context is 64.*--scale 0\.9"):
         await measure(Fake(), replace(SETTINGS, shapes=(Shape(60, 10),)), arms())
     with pytest.raises(ConfigError, match="API key"):

@@ -1,6 +1,6 @@
 """The load of tests/e2e/test_serve_load.py, for the record: 5,000 requests, a fifth abandoned, a tenth malformed.
 
-    .venv/bin/python benchmarks/load.py [RECORDS.jsonl]
+    .venv/bin/python benchmarks/soak.py [RECORDS.jsonl]
 
 Nothing is timed. It ends with an error where a text differs from its solo run, memory grows, or something is left over.
 """
@@ -21,7 +21,7 @@ from fixtures_server import Server  # noqa: E402
 
 from foretoken.study import record  # noqa: E402
 
-OUT = Path(__file__).parent / "results" / "load.jsonl"
+OUT = Path(__file__).parent / "results" / "soak.jsonl"
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         server.wait_log("ready")
         found = test_serve_load.load(server, target)
         assert server.stop() == 0
-    line = {"schema": "foretoken.load/1", "time": record.now(), "commit": record.commit()}
+    line = {"schema": "foretoken.soak/1", "time": record.now(), "commit": record.commit()}
     line |= {"machine": record.machine(), **found, "exit_code": 0}
     print(json.dumps({k: v for k, v in line.items() if k != "machine"}))
     with out.open("a") as file:

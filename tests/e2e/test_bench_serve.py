@@ -1,0 +1,71 @@
+"""`foretoken bench serve` against a real server: what it says adds up, and what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fixtures_server import Server
+
+from foretoken.cli import main
+from foretoken.study import record
+
+KEY = "a-key-for-the-test"
+
+
+@pytest.fixture(scope="module")
+def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
+    target, draft = (str(p) for p in pair_folders)
+    flags = ["--model", target, "--draft", draft, "--served-model-name", "tiny", "--max-num-seqs", "2"]
+    made = Server(*flags, "--max-queue", "1", env={"FORETOKEN_API_KEY": KEY})
+    try:
+        made.wait_log("ready")
+        yield made
+    finally:
+        assert made.stop() == 0
+
+
+def test_speculation_off_and_on(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORETOKEN_API_KEY", KEY)
+    out = tmp_path / "load.jsonl"
+    size = ["--lengths", "400-60", "--scale", "0.2", "--concurrency", "1,6", "--num-requests", "6", "--repeat", "1"]
+    flags = ["--compare-speculation", "--temperature", "0.8", "--ttft-slo", "100", "--max-retries", "50"]
+    assert main(["bench", "serve", "--url", f"{server.url}/v1", *size, *flags, "--out", str(out), "--json"]) == 0
+    records = record.read(out)
+    assert records == [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r["config"]["concurrency"], r["config"]["label"]) for r in records] == [
+        (1, "off"),
+        (1, "on"),
+        (6, "off"),
+        (6, "on"),
+    ]
+    for made in records:
+        once = made["repetitions"][0]
+        assert (once["num_completed"], once["num_good"], made["errors"]) == (6, 6, {})
+        assert (once["num_prompt_tokens"], once["num_output_tokens"]) == (6 * 80, 6 * 12)
+        assert once["counted"] == {"usage": 6} and made["itl_token_ms"] is not None
+        assert 0 < made["ttft_ms"]["p50"] <= made["e2e_ms"]["p50"]
+    for off, on in (records[:2], records[2:]):
+        assert off["acceptance"] is None and on["acceptance"]["num_accepted_tokens"] > 0
+        assert on["same_texts"] == [6, 6] and on["speedup"] > 0
+    assert records[0]["retries"] == 0
+    assert sum(r["retries"] for r in records[2:]) > 0  # six clients, and room for three: the rest came again
+
+
+def test_what_is_wrong_is_said(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for flags, says in (
+        (["--url", server.url], "wants an API key"),
+        (["--url", "http://127.0.0.1:9"], "is it running"),
+        (["--url", "nonsense"], "--url takes a server's address"),
+        (["--lengths", "7"], "IN-OUT"),
+        (["--concurrency", "x"], "--concurrency takes numbers"),
+        (["--compare-speculation", "--baseline-url", "http://h"], "one of them"),
+        (["--extra-body", "[]"], "JSON object"),
+        (["--prompts", str(tmp_path / "none.txt")], "cannot read prompts"),
+    ):
+        assert main(["bench", "serve", *flags]) == 2
+        assert says in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""`foretoken serve --engine vllm` as clients see it: with a process that stands in for vLLM, and with vLLM itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fixtures_server import Server, children, events, wait_until
+
+from foretoken.export import vllm as words
+
+KEY = "a-key-for-the-test"
+FAKE = Path(__file__).parents[1] / "fake_vllm.py"
+
+
+class Fronted(Server):
+    """A server in front of the stand-in; `seen` is what that one saw."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.file = folder / "seen"
+        python = folder / "python"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+        env = {"FAKE_VLLM_SEEN": str(self.file), "FORETOKEN_API_KEY": KEY}
+        own = ["--engine", "vllm", "--vllm-python", str(python), "--draft", "ngram", "--max-num-seqs", "4"]
+        super().__init__(*own, "--served-model-name", "m", *flags, env=env)
+        self.wait_log("ready")
+
+    @property
+    def seen(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.file.read_text().splitlines()]
+
+    def client(self, **more: Any) -> httpx.Client:
+        return super().client(headers={"authorization": f"Bearer {KEY}"}, **more)
+
+
+@pytest.fixture
+def fronted(tmp_path: Path) -> Iterator[Fronted]:
+    made = Fronted(tmp_path, "--drain-timeout", "1")
+    try:
+        yield made
+    finally:
+        if made.process.poll() is None:
+            assert made.stop() == 0
+        assert not children(made.process.pid)
+
+
+def stream(http: httpx.Client, prompt: str, **more: Any) -> list[dict[str, Any]]:
+    body = {"prompt": prompt, "stream": True, **more}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        return events(response)
+
+
+def test_bodies_streams_errors_and_pages_pass(fronted: Fronted) -> None:
+    assert fronted.process.args[-1] != KEY  # type: ignore[index]
+    with fronted.client() as http:
+        answer = http.post("/v1/completions", json={"prompt": "abc", "temperature": 0.5, "unknown": 1})
+        assert answer.json() == {"choices": [{"text": "ABC"}]} and answer.headers["x-request-id"]
+        assert [e["choices"][0]["text"] for e in stream(http, "count", max_tokens=4)] == ["0 ", "1 ", "2 ", "3 "]
+        refused = http.post("/v1/completions", json={"prompt": "refuse"})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
+        assert "secret" not in refused.text and "0x7fff" not in refused.text
+        failed = stream(http, "fail", max_tokens=9)
+        assert failed[-1]["error"]["message"] == "in ..." and len(failed) == 3
+        assert http.post("/v1/completions", json={"prompt": "x", "n": 17}).status_code == 400
+        told = http.get("/v1/models")
+        assert told.json()["data"][0]["max_model_len"] == 321 and "secret" not in told.text
+        assert http.get("/version").json()["vllm"] == "0.0.fake"
+        page = http.get("/metrics").text
+        assert "vllm:some_total 3.0" in page and "foretoken:engine_up 1.0" in page
+        assert httpx.post(fronted.url + "/v1/completions", json={"prompt": "abc"}).status_code == 401
+    first, *bodies = fronted.seen
+    assert first["key"] is None and first["group"]  # our keys are not vLLM's to know
+    assert "ngram" in first["arguments"][first["arguments"].index("--speculative-config") + 1]
+    assert not any("secret" in a or KEY in a for a in first["arguments"])
+    assert {b["authorization"] for b in bodies} != {f"Bearer {KEY}"} and len({b["authorization"] for b in bodies}) == 1
+    body = bodies[0]["body"]
+    assert body.pop("cache_salt") and body == {"prompt": "abc", "temperature": 0.5, "unknown": 1}
+
+
+def test_who_leaves_is_not_written_for(fronted: Fronted) -> None:
+    with fronted.client() as http:
+        body = {"prompt": "long", "stream": True, "max_tokens": 2000}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_raw())
+        wait_until(lambda: {"left": "long"} in fronted.seen, 10)
+        wait_until(lambda: "foretoken:num_requests_inside 0.0" in http.get("/metrics").text)
+        assert 'status="499"' in http.get("/metrics").text
+
+
+def test_a_death_is_told_at_once_and_mended(fronted: Fronted) -> None:
+    with fronted.client() as http:
+        start = time.monotonic()
+        cut = stream(http, "die later", max_tokens=100)
+        assert cut[-1]["error"]["type"] == "service_unavailable_error" and time.monotonic() - start < 5
+        wait_until(lambda: "foretoken:engine_restarts 1.0" in http.get("/metrics").text, 10)
+        wait_until(lambda: http.get("/ready").status_code == 200, 30)
+        assert http.get("/health").status_code == 200
+        assert http.post("/v1/completions", json={"prompt": "die"}).status_code == 503
+        wait_until(lambda: "foretoken:engine_restarts 2.0" in http.get("/metrics").text, 10)
+        wait_until(lambda: http.get("/ready").status_code == 200, 30)
+        assert http.post("/v1/completions", json={"prompt": "ok"}).json() == {"choices": [{"text": "OK"}]}
+        sick = Path(f"{fronted.file}.sick")  # it lives, and says that it is not well
+        sick.write_text("")
+        wait_until(lambda: "foretoken:engine_restarts 3.0" in http.get("/metrics").text, 15)
+        sick.unlink()
+        wait_until(lambda: http.get("/ready").status_code == 200, 30)
+    folders = [f["arguments"][-1] for f in fronted.seen if "arguments" in f]
+    assert len(set(folders)) == 4 and [Path(f).parent.exists() for f in folders] == [False] * 3 + [True]
+    assert stat.S_IMODE(Path(folders[-1]).parent.stat().st_mode) == 0o700
+
+
+def test_sigterm_lets_streams_finish_and_tells_the_rest(fronted: Fronted) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with fronted.client() as http, ThreadPoolExecutor(2) as pool:
+        short = pool.submit(stream, http, "short", max_tokens=30)
+        long = pool.submit(stream, http, "long", max_tokens=5000)
+        wait_until(lambda: sum("body" in s for s in fronted.seen) == 2)
+        fronted.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: http.get("/ready").status_code == 503, 5)
+        assert http.post("/v1/completions", json={"prompt": "new"}).status_code == 503
+        assert len(short.result()) == 30 and "error" not in short.result()[-1]
+        assert long.result()[-1]["error"]["type"] == "service_unavailable_error"
+    assert fronted.process.wait(20) == 0
+
+
+def test_a_first_start_that_fails_ends_the_server(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no model >&2; exit 3\n")
+    python.chmod(0o755)
+    made = Server("--engine", "vllm", "--vllm-python", str(python))
+    assert made.process.wait(20) == 2
+    said = " ".join(str(line["message"]) for line in made.log)
+    assert "no model" in said and "vLLM ended with code 3" in said
+
+
+def real_python() -> str | None:
+    """A python that has vLLM: FORETOKEN_VLLM_PYTHON, or this one."""
+    found = os.environ.get("FORETOKEN_VLLM_PYTHON")
+    return found or (sys.executable if importlib.util.find_spec("vllm") else None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(real_python() is None, reason="no vLLM here; FORETOKEN_VLLM_PYTHON names a python that has one")
+def test_the_real_vllm_with_the_embedded_pair() -> None:
+    import fixtures_server
+
+    fixtures_server.START = 600.0
+    python = real_python()
+    assert python is not None and words.model_path("embedded")
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "FORETOKEN_API_KEY": ""}
+    flags = ["--max-model-len", "1024", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "detailed"]
+    made = Server("--engine", "vllm", "--vllm-python", python, "--vllm-args=--enforce-eager", *flags, env=env)
+    try:
+        made.wait_log("ready")
+        with made.client() as http:
+            fields = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            whole = http.post("/v1/completions", json=fields).json()
+            told = whole["metrics"]["speculative_decoding"]
+            assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
+            assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"]
+            pieces = stream(http, fields.pop("prompt"), **fields)
+            assert "".join(p["choices"][0]["text"] for p in pieces if p["choices"]) == whole["choices"][0]["text"]
+            assert "vllm:spec_decode_num_drafts_total" in http.get("/metrics").text
+            assert http.post("/tokenize", json={"prompt": "abc"}).json()["count"] > 0
+    finally:
+        assert made.stop() == 0
+        assert not children(made.process.pid)
