@@ -21,7 +21,7 @@ from typing import Any
 import gpu_parts
 import gpu_plot
 import torch
-from gpu_plan import DRY, FULL, Clock, Sizes, at_most, check_memory, numbers
+from gpu_plan import DRY, FULL, GIB, Clock, Sizes, at_most, check_memory, numbers, twin_bytes
 
 from foretoken import ops
 from foretoken.engine.memory import available_memory
@@ -129,15 +129,32 @@ def ask_peer(name: str, sizes: Sizes, device: str, seconds: float, book: Book) -
     return why
 
 
-def plan(args: argparse.Namespace, sizes: Sizes, config: ModelConfig) -> dict[str, dict[str, int]]:
-    """The memory of each format's part. Raises ConfigError before anything is loaded."""
-    free = available_memory() if args.device == "cpu" else devices.free_memory(args.device)
-    return {f: check_memory(sizes, config, f, "bf16", int(args.memory_share * free)) for f in sizes.formats}
+def plan(args: argparse.Namespace, sizes: Sizes, config: ModelConfig) -> dict[str, Any]:
+    """The memory of every part, before anything is loaded. Raises ConfigError where a format's passes do not fit.
+
+    Parts with twins that do not fit are left out of `args.parts`, and named in "unfit".
+    """
+    there = available_memory() if args.device == "cpu" else devices.free_memory(args.device)
+    free = int(args.memory_share * there)
+    found: dict[str, Any] = {"free": free, "unfit": {}}
+    for format in sizes.formats if "costs" in args.parts else ():
+        found[format] = check_memory(sizes, config, format, "bf16", free)
+    draft = gpu_parts.shape_of(sizes.draft_shape)
+    for part, shape, format in (("speculation", sizes.shape, "bf16"), ("large", sizes.large_shape, "w4a16")):
+        found[part] = twin_bytes(gpu_parts.shape_of(shape), draft, format, sizes.workspace)
+        if part in args.parts and found[part] > free:
+            found["unfit"][part] = f"{shape} in {format} needs {found[part] / GIB:.1f} GiB, {free / GIB:.1f} are free"
+            args.parts.remove(part)
+    return found
 
 
-def measure(args: argparse.Namespace, sizes: Sizes, backend: ops.Ops, config: ModelConfig, book: Book) -> Clock:
+def measure(
+    args: argparse.Namespace, sizes: Sizes, backend: ops.Ops, config: ModelConfig, book: Book, unfit: Mapping[str, str]
+) -> Clock:
     """All parts in turn; each ends in its time, and what is left over goes to the next."""
     clock, device = Clock(sizes.minutes), args.device
+    for part, why in unfit.items():
+        clock.omit(part, why)
     limits = None
     with clock.part("limits", sizes.seconds["limits"]):
         limits = measure_limits(ops.num_threads(), repeats=3, device=device)
@@ -186,7 +203,7 @@ def main() -> int:
               "backend": backend.name, "row_invariant": backend.row_invariant, "cuda": torch.version.cuda}  # fmt: skip
     book = Book(args.out, shared)
     book.write({"part": "plan", "bytes": planned, "sizes": {**vars(sizes)}})
-    clock = measure(args, sizes, backend, config, book)
+    clock = measure(args, sizes, backend, config, book, planned["unfit"])
     book.write({"part": "end", "seconds": 60 * sizes.minutes - clock.left(), "left_out": clock.left_out})
     written = gpu_plot.draw(book.lines, args.out.with_suffix(".png"))
     print(f"records in {args.out}" + (f", plot in {written}" if written else "; no plot"))

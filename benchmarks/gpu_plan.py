@@ -118,6 +118,12 @@ def check_memory(sizes: Sizes, shape: ModelConfig, format: str, kv_format: str, 
     )
 
 
+def twin_bytes(shape: ModelConfig, draft: ModelConfig, format: str, workspace: int) -> int:
+    """Bytes that twins of a target and a draft in these shapes take; caches of some hundred tokens are workspace."""
+    quant = QuantScheme.parse(format)
+    return workspace + sum(weight_bytes(x, RandomCheckpoint(x), quant) for x in (shape, draft))
+
+
 def _largest(fits: Callable[[int], bool]) -> int:
     """The largest number up to a million for which `fits` holds; 0 for none."""
     low, high = 0, 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -35,7 +36,6 @@ def test_a_dry_run_measures_every_part(tmp_path):
     end = lines[-1]
     assert [x["part"] for x in lines[:2]] == ["plan", "limits"] and end["part"] == "end"
     assert all(x["schema"] == "foretoken.gpu/1" and x["dry_run"] and x["device"] == "cpu" for x in lines)
-    assert end["seconds"] <= 60
     late = {x["what"] for x in end["left_out"] if "were over" in x["why"] or x["why"] == "no time"}
     costs = [x for x in lines if x["part"] == "costs"]
     for format in gpu_plan.DRY.formats:
@@ -88,6 +88,16 @@ def test_the_plan_names_the_largest_that_fits():
         gpu_plan.check_memory(full, SHAPE, "bf16", "bf16", 10 * 2**30)
 
 
+def test_twins_that_do_not_fit_are_left_out(monkeypatch):
+    """On a GPU of 24 GiB: the 8B twin in bf16 and its draft fit, 70B in 4 bits does not."""
+    monkeypatch.setattr(gpu, "available_memory", lambda: 24 * 2**30)
+    args = argparse.Namespace(device="cpu", memory_share=1.0, parts=["vllm", "speculation", "large"])
+    found = gpu.plan(args, gpu_plan.FULL, SHAPE)
+    assert args.parts == ["vllm", "speculation"] and list(found["unfit"]) == ["large"]
+    assert "70b in w4a16 needs" in found["unfit"]["large"] and "24.0 are free" in found["unfit"]["large"]
+    assert 18 * 2**30 < found["speculation"] < 22 * 2**30
+
+
 @pytest.mark.parametrize("sizes", [gpu_plan.FULL, gpu_plan.DRY])
 def test_the_parts_fit_the_run(sizes):
     total = sum(sizes.seconds.values()) + (len(sizes.formats) - 1) * sizes.seconds["costs"]
@@ -96,7 +106,6 @@ def test_the_parts_fit_the_run(sizes):
 
 def test_a_part_ends_in_its_time_and_the_next_one_runs():
     clock = gpu_plan.Clock(1.0)
-    begin = time.monotonic()
     with clock.part("endless", 0.2):
         while True:
             try:
@@ -107,7 +116,6 @@ def test_a_part_ends_in_its_time_and_the_next_one_runs():
         raise ValueError("no luck\nat all")
     with clock.part("sound", 5):
         time.sleep(0.3)
-    assert time.monotonic() - begin < 20
     assert [x["what"] for x in clock.left_out] == ["endless", "broken"]
     assert clock.left_out[1]["why"] == "ValueError: no luck"
     spent = gpu_plan.Clock(0.0)
