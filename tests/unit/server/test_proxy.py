@@ -17,12 +17,15 @@ from foretoken.errors import ConfigError
 from foretoken.server import relay, vllm
 from foretoken.server.config import Keys, ServerConfig
 from foretoken.server.errors import ApiError
+from foretoken.server.events import Events
 from foretoken.server.link import Link
-from foretoken.server.proxy import PATHS, REFUSED, check, create_proxy, salt
+from foretoken.server.passable import REFUSED, check
+from foretoken.server.proxy import PATHS, create_proxy, salt
 from foretoken.server.vllm import VllmClient
 
 KEY = "a-key-for-the-test"
 FACTS = {"max_num_seqs": 2, "method": "none"}
+IMAGE = {"type": "input_image", "image_url": "http://inside", "detail": "auto"}
 
 
 def never_started(**more: Any) -> VllmClient:
@@ -79,7 +82,28 @@ async def test_vllms_own_routes_are_not_there() -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://inside"}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "audio_url"}]}]},
         {"messages": [{"role": "user", "content": ["x"]}]},
+        {"messages": [{"role": "user", "content": {"type": "image_url", "image_url": {"url": "http://inside"}}}]},
+        {"messages": [{"role": "user", "content": {"type": "text", "text": "x"}}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "uuid": "x", "image_url": "http://inside"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"image_url": "http://inside"}]}]},
+        {"messages": [[{"role": "user", "content": [{"type": "input_audio"}]}]]},
+        {"messages": [{"role": "tool", "tool_call_id": "x", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "assistant", "audio": {"id": "x"}}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://inside"}]}]},
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": [IMAGE]}]},
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": IMAGE}]},
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": [{"type": "text", "more": [IMAGE]}]}]},
+        {"input": [{"type": "computer_call_output", "output": "x"}]},
+        {"input": [{"type": "reasoning", "summary": [{"type": ["text"], "text": "x"}]}]},
+        {"input": {"role": "user", "content": [IMAGE]}},
+        {"prompt": {"id": "x", "variables": {"a": IMAGE}}},
+        {"prompt": ["x", {"multi_modal_data": {}}]},
+        {"tools": [{"type": "mcp", "server_label": "x", "server_url": "http://inside"}]},
+        {"prompt_logprobs": "-1"},
+        {"stop": "a" * 257},
+        {"bad_words": ["a"] * 65},
+        {"bad_words": ["a" * 257]},
+        {"documents": [{}] * 4097},
     ],
     ids=lambda b: next(iter(b)),
 )
@@ -94,6 +118,20 @@ def test_what_is_passed_on() -> None:
     check(
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "user", "content": "y"}]}
     )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"image_url": 1}'}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"file": {"type": "string"}}}}}
+    answered = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "x"}]}
+    check({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}, answered], "tools": [tool]})
+    said = {"type": "output_text", "text": "x", "annotations": []}
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "assistant", "content": [said]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+    ]
+    check({"input": items, "tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "text"}}})
+    check({"tokens": [1] * 5000})
     check({"input": "x", "logprobs": True, "background": False, "response_format": {"type": "json_object"}})
 
 
@@ -120,10 +158,10 @@ def test_errors_lose_paths_and_addresses() -> None:
     assert relay.told(401, b'{"error": "Unauthorized"}').status == 500  # ours and vLLM's business
     assert relay.told(503, b"<html>").status == 503 and relay.told(404, b"[]").status == 404
     chunk = b'data: {"choices": []}\n\ndata: ' + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
-    events = relay.cleaned(chunk).split(b"\n\n")
+    events = Events().feed(chunk).split(b"\n\n")
     assert events[0] == b'data: {"choices": []}' and events[2] == b"data: [DONE]"
     assert json.loads(events[1][5:])["error"]["message"] == "no ... at ..."
-    assert b"failed" in relay.cleaned(b'data: {"error": 3}\n\n')
+    assert b"failed" in Events().feed(b'data: {"error": 3}\n\n')
 
 
 def test_no_vllm_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
