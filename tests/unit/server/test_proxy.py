@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,64 @@ def test_errors_lose_paths_and_addresses() -> None:
     assert events[0] == b'data: {"choices": []}' and events[2] == b"data: [DONE]"
     assert json.loads(events[1][5:])["error"]["message"] == "no ... at ..."
     assert b"failed" in Events().feed(b'data: {"error": 3}\n\n')
+
+
+def test_errors_lose_addresses_of_machines() -> None:
+    made = relay.told(400, b'{"error": {"message": "ask http://10.0.0.1:80/x or 10.0.0.2:5555", "param": "10.0.0.3"}}')
+    assert (made.status, made.param, made.message) == (400, "...", "ask ... or ...")
+
+
+class Counted(VllmClient):
+    """Does not start anything: its process `ends` at once, or stays until it is closed."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__([], FACTS, python=sys.executable)
+        self.ends, self.num_starts = ends, 0
+
+    async def _run_once(self) -> int:
+        self.num_starts += 1
+        self._ready_since = time.monotonic()
+        self.state = "down" if self.ends else "ready"
+        if not self.ends:
+            await self._closing.wait()
+        return -9
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_none_is_started_after_the_end(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "FIRST_DELAY", 3600.0)
+    client = Counted(ends)
+    client.start()
+    while not client.num_starts:
+        await asyncio.sleep(0)
+    await asyncio.wait_for(client.close(), 5)
+    assert client.num_starts == 1 and client.state == "closed" and client.num_restarts == 0
+
+
+async def test_one_closed_before_it_began_is_not_started() -> None:
+    client = Counted(True)
+    client.start()
+    await client.close()
+    assert client.num_starts == 0
+
+
+async def test_one_that_never_gets_ready_is_a_dead_one(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    failures: list[str] = []
+    client = VllmClient([], FACTS, python=str(python), load_timeout=0.2, on_failure=failures.append)
+    client.start()
+    with pytest.raises(ApiError):
+        await asyncio.wait_for(client.wait_ready(), 10)
+    assert client.state == "failed" and len(failures) == 1
+    await client.close()
+
+
+async def test_no_unused_connection_outlives_vllms_patience() -> None:
+    link = Link("nowhere", "key")
+    assert link._client._transport._pool._keepalive_expiry < 5.0  # type: ignore[attr-defined]
+    await link.close()
 
 
 def test_no_vllm_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
