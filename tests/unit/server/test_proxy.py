@@ -123,6 +123,7 @@ def test_what_is_passed_on() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"file": {"type": "string"}}}}}
     answered = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "x"}]}
     check({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}, answered], "tools": [tool]})
+    check({"messages": [{"role": "assistant", "content": "x", "audio": None, "refusal": None, "annotations": []}]})
     said = {"type": "output_text", "text": "x", "annotations": []}
     items: list[dict[str, Any]] = [
         {"type": "message", "role": "assistant", "content": [said]},
