@@ -156,7 +156,9 @@ class EngineClient:
         try:
             frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
             return await self._templates.ask(frame, "messages", sum(len(m["content"]) for m in messages))
-        except HelperDiedError:
+        except HelperDiedError as error:
+            if not error.late:
+                raise internal() from None
             raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
 
     def _aside(self, grammars: bool) -> Frame:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from foretoken.server import frames
-from foretoken.server.errors import ApiError, bad_request
+from foretoken.server.errors import ApiError, bad_request, internal
 from foretoken.server.helper import Helper, HelperDiedError
 from foretoken.server.structured import Source
 
@@ -59,7 +59,9 @@ class Grammars:
         try:
             data = await self._helper.ask(job, source.field, len(source.text))
             return await asyncio.to_thread(frames.pack, {"type": "grammar", "key": key, "data": data})
-        except HelperDiedError:
+        except HelperDiedError as error:
+            if not error.late:
+                raise internal() from None
             raise bad_request(f"{source.field}: it takes too long to compile; simplify it", source.field) from None
         except ApiError as error:
             if error.status == 400:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -20,7 +21,11 @@ LARGE = 2**16  # bytes of a frame that is read or written in a thread
 
 
 class HelperDiedError(Exception):
-    """The process ended, or had to be ended, over a job."""
+    """The process ended, or had to be ended, over a job. `late`: because that took too long."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__("it took too long" if late else "its process died")
+        self.late = late
 
 
 class Helper:
@@ -78,7 +83,11 @@ class Helper:
             log.error("the process beside the server cannot be started: %s", error.strerror)
             await self._end()
             raise unavailable("requests cannot be prepared now; try again later") from None
-        answer = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
+        try:
+            answer = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
+        except HelperDiedError as error:
+            log.error("the process beside the server cannot be set up: %s", error)
+            raise unavailable("requests cannot be prepared now; try again later") from None
         if answer["type"] == "refused":
             await self._end()
             raise bad_request(answer["message"])
@@ -89,8 +98,14 @@ class Helper:
         try:
             answer = await asyncio.wait_for(self._talk(data), patience)
             return answer
-        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, frames.FrameError) as error:
-            raise HelperDiedError(type(error).__name__) from None
+        except asyncio.TimeoutError:
+            raise HelperDiedError(late=True) from None
+        except (OSError, asyncio.IncompleteReadError, frames.FrameError):
+            code = await self._end()
+            if code == -signal.SIGPROF:  # a timer of its own
+                raise HelperDiedError(late=True) from None
+            log.error("a process beside the server ended with code %s", code)
+            raise HelperDiedError(late=False) from None
         finally:
             if answer is None:
                 await self._end()
@@ -106,13 +121,15 @@ class Helper:
         made = await asyncio.to_thread(feed, head + body) if len(body) > LARGE else feed(head + body)
         return made[0]
 
-    async def _end(self) -> None:
+    async def _end(self) -> int | None:
+        """End the process; its exit code, None where there is none."""
         pid, streams = self._pid, self._streams
         self._pid = self._streams = None
         if streams is not None:
             streams[1].close()
         if pid is not None:
-            await asyncio.shield(process.end(pid, 0.05))
+            return await asyncio.shield(process.end(pid, 0.05))
+        return None
 
 
 async def _streams(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -27,7 +27,10 @@ _UNSAFE_ESCAPES = frozenset('"\\nrtfv0xuc')  # may spell what a JSON string has 
 def check(schema: Any, name: str) -> str:
     """The schema as text for the compiler. Raises ApiError 400 that names the keyword; `name`: the field it came in."""
     if isinstance(schema, str):
-        schema = limits.parse_object(schema.encode("utf-8", "replace"))
+        try:
+            schema = limits.parse_object(schema.encode("utf-8", "replace"), name)
+        except ApiError as error:  # of the field, not of the body
+            raise ApiError(error.status, error.message, param=name, code=error.code) from None
     if not isinstance(schema, dict):
         raise bad_request(f"{name}: a schema is a JSON object", name)
     try:
