@@ -22,6 +22,10 @@ class Intake:
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """The JSON object of a request's body. Raises ApiError: 400, 408, 413, 415, 503."""
+        return (await self.read_sized(request))[0]
+
+    async def read_sized(self, request: Request) -> tuple[dict[str, Any], int]:
+        """As `read_object`, and how many bytes of a body it was: not every client says so before."""
         kind_of_body = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind_of_body != "application/json":  # anything else a page of another site could send unasked
             raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
@@ -30,8 +34,8 @@ class Intake:
             await asyncio.wait_for(self._collect(request, parts), limits.BODY_TIMEOUT)
             size = sum(map(len, parts))
             if size <= INLINE:
-                return limits.parse_object(b"".join(parts))
-            return await asyncio.to_thread(lambda: limits.parse_object(b"".join(parts)))
+                return limits.parse_object(b"".join(parts)), size
+            return await asyncio.to_thread(lambda: limits.parse_object(b"".join(parts))), size
         except asyncio.TimeoutError:
             raise ApiError(408, "the body did not arrive in time", code="timeout") from None
         except ClientDisconnect:
