@@ -20,7 +20,7 @@ from foretoken.server import frames, process
 from foretoken.server.errors import ApiError, bad_request, internal, unavailable
 from foretoken.server.frames import Frame
 from foretoken.server.grammars import Compiled, Grammars
-from foretoken.server.helper import Helper, HelperDiedError
+from foretoken.server.helper import ENDED, Helper, HelperDiedError
 from foretoken.server.stream import Job, Piece, Stream
 from foretoken.server.text import Text
 
@@ -67,6 +67,7 @@ class EngineClient:
         self._task: asyncio.Task[None] | None = None
         self._ready_since = 0.0
         self._message = ""
+        self._over = False  # is nothing taken any more?
         self._heard = 0.0
 
     def start(self) -> None:
@@ -85,7 +86,9 @@ class EngineClient:
             raise unavailable(why.get(self.state, "the engine has stopped") + "; try again later")
 
     def submit(self, job: Job) -> Stream:
-        """Hand a job to the engine. Raises ApiError 503 where there is none."""
+        """Hand a job to the engine. Raises ApiError 503 where there is none, or after `end_all`."""
+        if self._over:
+            raise unavailable(ENDED)
         self.check()
         stream = Stream(job, self.forget)
         if job.grammar is not None:
@@ -132,7 +135,13 @@ class EngineClient:
         return len(self._streams)
 
     def end_all(self, error: ApiError) -> None:
-        """End every stream with this error."""
+        """End every stream with this error, and what is being prepared: nothing comes after it."""
+        self._over = True
+        self._templates.refuse()
+        self._compiler.refuse()
+        self._end_streams(error)
+
+    def _end_streams(self, error: ApiError) -> None:
         for stream in list(self._streams.values()):
             stream.leave(error)
 
@@ -181,7 +190,7 @@ class EngineClient:
             if self.stats:
                 self.past_stats.append({**self.stats, "running": 0, "waiting": 0})
                 self.stats = {}
-            self.end_all(unavailable("the engine stopped while this request ran; send it again"))
+            self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
             if self.state == "closed":
                 return
             deaths, delay = (1, FIRST_DELAY) if lasted > STEADY else (deaths + 1, delay)

@@ -6,6 +6,7 @@ GET /health, and GET /: the playground's page, the same bytes for everybody, whi
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foretoken.server import limits
 from foretoken.server.answer import error_response
 from foretoken.server.config import ServerConfig
-from foretoken.server.errors import ApiError, internal
+from foretoken.server.errors import ApiError, internal, unavailable
 
 log = logging.getLogger("foretoken.server")
 OPEN = ("/health", "/")
@@ -81,6 +82,10 @@ class Guard:
         except ApiError as error:
             if not started:
                 await error_response(error)(scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends, and waits for nobody any more
+            if started:
+                raise
+            await error_response(unavailable("the server is shutting down"))(scope, receive, answer)
         except Exception:
             log.exception("a request failed", extra={"request_id": visit.id})
             if not started:

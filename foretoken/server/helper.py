@@ -17,6 +17,7 @@ log = logging.getLogger("foretoken.server")
 STARTING = 120.0  # seconds to load what it needs
 AT_ONCE = 0.2  # seconds within which no job ends a process
 LARGE = 2**16  # bytes of a frame that is read or written in a thread
+ENDED = "the server is shutting down, and this request was not finished"
 
 
 class HelperDiedError(Exception):
@@ -33,6 +34,7 @@ class Helper:
         self._num_waiting = 0
         self._pid: int | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._jobs: set[asyncio.Task[Frame]] = set()
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
@@ -40,18 +42,36 @@ class Helper:
 
         `name`: the field that an error is about; `size`: characters of the frame, about.
         """
-        if self._num_waiting > self._max_waiting or self._closed:
+        if self._closed:
+            raise unavailable(ENDED)
+        if self._num_waiting > self._max_waiting:
             raise unavailable("too many requests wait to be prepared; try again later", 1)
         self._num_waiting += 1
+        job = asyncio.get_running_loop().create_task(self._done(frame, size))
+        self._jobs.add(job)
         try:
-            data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
-            async with self._lock:
-                answer = await self._answer(data)
+            await asyncio.wait({job})
         finally:
+            job.cancel()  # where nobody waits any more
+            self._jobs.discard(job)
             self._num_waiting -= 1
+        if job.cancelled():
+            raise unavailable(ENDED)
+        answer = job.result()
         if answer["type"] == "refused":
             raise bad_request(answer["message"], name)
         return str(answer["text"])
+
+    def refuse(self) -> None:
+        """Nothing is done any more: whoever waits gets a 503, and so does who comes."""
+        self._closed = True
+        for job in self._jobs:
+            job.cancel()
+
+    async def _done(self, frame: Frame, size: int) -> Frame:
+        data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
+        async with self._lock:
+            return await self._answer(data)
 
     async def _answer(self, data: bytes) -> Frame:
         if self._streams is None:
@@ -67,7 +87,7 @@ class Helper:
 
     async def close(self) -> None:
         """End the process."""
-        self._closed = True
+        self.refuse()
         await self._end()
 
     async def _start(self) -> None:
