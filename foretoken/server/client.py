@@ -28,7 +28,8 @@ log = logging.getLogger("foretoken.server")
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before the engine is started again, doubled each time
 STEADY = 60.0  # seconds after which a death is no longer counted with the one before
 PATIENCE = 6.0  # seconds for a helper's job that should take one: others compute too
-MAX_COMPILING = 16  # requests that may wait for the compiler
+MAX_RENDERING = 2048  # conversations that may wait for the template: more than come through the gate by default
+MAX_COMPILING = 16  # grammars that may wait for the compiler
 CLOSING = 6.0  # seconds for the process to leave by itself
 
 
@@ -58,7 +59,7 @@ class EngineClient:
         self._beat_timeout, self._step_timeout, self._max_restarts = beat_timeout, step_timeout, max_restarts
         self._on_failure = on_failure
         self._streams: dict[str, Stream] = {}
-        self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE)
+        self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE, MAX_RENDERING)
         self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE, MAX_COMPILING)
         self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send({"type": "prepare"}))
         self._sent: set[str] = set()  # keys of the grammars that the engine has
@@ -160,11 +161,11 @@ class EngineClient:
         if self.text is not None:
             self.text.close()
 
-    async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]]) -> str:
-        """A conversation as the model's template writes it. Raises ApiError 400."""
+    async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
+        """A conversation as the model's template writes it; `size`: bytes that it came in. Raises ApiError 400."""
         try:
             frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
-            return await self._templates.ask(frame, "messages", sum(len(m["content"]) for m in messages))
+            return await self._templates.ask(frame, "messages", size)
         except HelperDiedError:
             raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -77,6 +78,13 @@ class CallMessage(Fields):
         """As a chat template takes it."""
         calls = [c.plain() for c in self.tool_calls]
         return {"role": self.role, "content": _plain(self.content or ""), "tool_calls": calls}
+
+
+def plain(messages: Seq[CallMessage | Message]) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them. Raises ApiError 400 for arguments of calls that hold too much."""
+    called = [c.function.arguments for m in messages if isinstance(m, CallMessage) for c in m.tool_calls]
+    limits.check_values("".join(called).encode("utf-8", "replace"), "the arguments of tool calls hold")
+    return [m.plain() for m in messages]
 
 
 def _plain(content: Content) -> str:

@@ -33,6 +33,7 @@ class Visit:
 
     id: str
     tenant: str = ""
+    size: int = 0  # bytes of the body that have been read
     client_id: str | None = None  # what the client calls it: repeated and logged, never used
     arrived: float = field(default_factory=time.monotonic)
     outcome: int | None = None  # a status other than that of the response: 499, or an error in a stream

@@ -27,7 +27,7 @@ class HelperDiedError(Exception):
 class Helper:
     """One process, one job at a time. A job that takes longer than `patience` seconds costs the process."""
 
-    def __init__(self, setup: Callable[[], Frame], patience: float, max_waiting: int = 10**6) -> None:
+    def __init__(self, setup: Callable[[], Frame], patience: float, max_waiting: int) -> None:
         """`setup` makes the first frame of a new process; `max_waiting`: jobs that may wait for the one that runs."""
         self._setup, self._patience, self._max_waiting = setup, patience, max_waiting
         self._lock = asyncio.Lock()

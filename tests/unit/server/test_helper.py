@@ -47,7 +47,7 @@ async def refused(waiting: asyncio.Future[Any]) -> int:
 
 
 async def test_who_is_being_prepared_when_the_server_ends_is_told(silent: Callable[[], list[int]]) -> None:
-    made = Helper(lambda: {"type": "setup"}, 60.0)
+    made = Helper(lambda: {"type": "setup"}, 60.0, 8)
     waiting = [asyncio.ensure_future(made.ask({"type": "render"}, "messages")) for _ in range(3)]
     while not silent():
         await asyncio.sleep(0.01)
