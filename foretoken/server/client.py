@@ -20,7 +20,7 @@ from foretoken.server import frames, process
 from foretoken.server.errors import ApiError, bad_request, internal, unavailable
 from foretoken.server.frames import Frame
 from foretoken.server.grammars import Compiled, Grammars
-from foretoken.server.helper import ENDED, Helper, HelperDiedError
+from foretoken.server.helper import ENDED, Helper, HelperDiedError, SpentError
 from foretoken.server.stream import Job, Piece, Stream
 from foretoken.server.text import Text
 
@@ -162,12 +162,14 @@ class EngineClient:
             self.text.close()
 
     async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
-        """A conversation as the model's template writes it; `size`: bytes that it came in. Raises ApiError 400."""
+        """A conversation as the model's template writes it; `size`: bytes that it came in. Raises ApiError 400, 503."""
         try:
             frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
             return await self._templates.ask(frame, "messages", size)
-        except HelperDiedError:
+        except SpentError:
             raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
+        except HelperDiedError:  # the machine's doing, perhaps
+            raise unavailable("the messages could not be prepared in time; try again later") from None
 
     def _aside(self, grammars: bool) -> Frame:
         """What a helper's process must know of the model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -21,7 +22,11 @@ ENDED = "the server is shutting down, and this request was not finished"
 
 
 class HelperDiedError(Exception):
-    """The process ended, or had to be ended, over a job."""
+    """A job came to nothing, for no fault of its own that is known: its process died or took too long by the clock."""
+
+
+class SpentError(HelperDiedError):
+    """A job took more work than any may: the process ended itself."""
 
 
 class Helper:
@@ -38,8 +43,9 @@ class Helper:
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
-        """What becomes of a job. Raises HelperDiedError; ApiError 400 where it is refused, 503 where too many wait.
+        """What becomes of a job.
 
+        Raises HelperDiedError, SpentError; ApiError 400 where it is refused, 503 where too many wait.
         `name`: the field that an error is about; `size`: characters of the frame, about.
         """
         if self._closed:
@@ -60,6 +66,8 @@ class Helper:
         answer = job.result()
         if answer["type"] == "refused":
             raise bad_request(answer["message"], name)
+        if answer["type"] == "failed":
+            raise HelperDiedError(answer["message"])
         return str(answer["text"])
 
     def refuse(self) -> None:
@@ -105,15 +113,14 @@ class Helper:
 
     async def _exchange(self, data: bytes, patience: float) -> Frame:
         """Send and receive. Whatever goes wrong, or whoever stops waiting: the process would answer too late."""
-        answer: Frame | None = None
         try:
-            answer = await asyncio.wait_for(self._talk(data), patience)
-            return answer
+            return await asyncio.wait_for(self._talk(data), patience)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, frames.FrameError) as error:
-            raise HelperDiedError(type(error).__name__) from None
-        finally:
-            if answer is None:
-                await self._end()
+            spent = await self._end() == -signal.SIGPROF
+            raise (SpentError if spent else HelperDiedError)(type(error).__name__) from None
+        except BaseException:
+            await self._end()
+            raise
 
     async def _talk(self, data: bytes) -> Frame:
         assert self._streams is not None
@@ -126,13 +133,13 @@ class Helper:
         made = await asyncio.to_thread(feed, head + body) if len(body) > LARGE else feed(head + body)
         return made[0]
 
-    async def _end(self) -> None:
+    async def _end(self) -> int | None:
+        """End the process; its exit code, if there was one."""
         pid, streams = self._pid, self._streams
         self._pid = self._streams = None
         if streams is not None:
             streams[1].close()
-        if pid is not None:
-            await asyncio.shield(process.end(pid, 0.05))
+        return None if pid is None else await asyncio.shield(process.end(pid, 0.05))
 
 
 async def _streams(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

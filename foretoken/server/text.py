@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.errors import RequestError
+from foretoken.server.arguments import opened
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.tokenizer import Tokenizer
 
@@ -59,7 +60,7 @@ class Text:
         return await self.encode(await self._render(messages, tools, size), add_special_tokens=False)
 
     async def _render_here(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
-        return await self._away(INLINE + 1, lambda: self.tokenizer.render_chat(messages, tools=tools))
+        return await self._away(INLINE + 1, lambda: self.tokenizer.render_chat(opened(messages), tools=tools))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 import random
@@ -65,8 +66,9 @@ def test_refusals_are_remembered_and_bounded() -> None:
             assert caught.value.param == name
         assert helper.asked == ["bad"]
         for _ in range(2):  # that a process died may have other reasons
-            with pytest.raises(ApiError, match="too long"):
+            with pytest.raises(ApiError, match="in time") as caught:
                 await grammars.compiled(Source("regex", "late", "f"))
+            assert caught.value.status == 503 and caught.value.retry_after
         assert helper.asked == ["bad", "late", "late"]
         for i in range(MAX_REFUSALS + 5):
             grammars._refused[str(i)] = "no"
@@ -77,9 +79,32 @@ def test_refusals_are_remembered_and_bounded() -> None:
     run(scenario())
 
 
-def run(scenario: Any) -> None:
-    import asyncio
+async def test_who_asks_meanwhile_waits_for_the_same() -> None:
+    """Many clients begin with one schema: it is compiled once, whoever leaves, and each is told in its words."""
+    go = asyncio.Event()
 
+    class Slow(Pretended):
+        async def ask(self, frame: dict[str, Any], name: str, size: int) -> str:
+            await go.wait()
+            return await super().ask(frame, name, size)
+
+    helper = Slow()
+    grammars = Grammars(helper, lambda key: None)  # type: ignore[arg-type]
+
+    def ask(source: str, field: str) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(grammars.compiled(Source("regex", source, field)))  # type: ignore[return-value]
+
+    good, bad = [ask("40", f"f{i}") for i in range(40)], [ask("bad", f"f{i}") for i in range(3)]
+    await asyncio.sleep(0)
+    good[0].cancel()
+    go.set()
+    made = await asyncio.gather(*good, return_exceptions=True)
+    assert isinstance(made[0], asyncio.CancelledError) and len(set(map(repr, made[1:]))) == 1
+    assert [e.param for e in await asyncio.gather(*bad, return_exceptions=True)] == ["f0", "f1", "f2"]
+    assert helper.asked == ["40", "bad"] and grammars.num_bytes == len(made[1].frame) and not grammars._coming
+
+
+def run(scenario: Any) -> None:
     asyncio.run(scenario)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ from typing import Any
 import pytest
 
 from foretoken.request import SamplingParams
-from foretoken.server import frames, helper as helpers
+from foretoken.server import aside as asides, frames, helper as helpers
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
 from foretoken.server.errors import ApiError
 from foretoken.server.guard import Guard
-from foretoken.server.helper import Helper
+from foretoken.server.helper import Helper, HelperDiedError, SpentError
 from foretoken.server.stream import Job
 
 pytestmark = pytest.mark.asyncio
@@ -61,6 +63,69 @@ async def test_who_is_being_prepared_when_the_server_ends_is_told(silent: Callab
             break
         await asyncio.sleep(0.01)
     assert len(silent()) == 1 and not Path(f"/proc/{silent()[0]}").exists(), "nothing is left behind, or started anew"
+
+
+async def test_what_took_too_much_work_is_told_from_what_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process's own limit ends it with a signal of its own; any other end may be the machine's doing."""
+
+    def spawn(program: str) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        theirs.sendall(frames.pack({"type": "done", "text": ""}))
+        os.set_inheritable(theirs.fileno(), True)
+        pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep 0.3; kill -{end} $$"], os.environ)
+        theirs.close()
+        ours.setblocking(False)
+        return pid, ours
+
+    monkeypatch.setattr(helpers.process, "spawn", spawn)
+    for end, error, status in (("PROF", SpentError, 400), ("KILL", HelperDiedError, 503)):  # noqa: B007
+        made = Helper(lambda: {"type": "setup"}, 60.0, 8)
+        with pytest.raises(HelperDiedError) as caught:
+            await made.ask({"type": "render"}, "messages")
+        assert caught.type is error
+        client = EngineClient("x", {})
+        client._templates = made
+        with pytest.raises(ApiError) as told:
+            await client.render([], [], 0)
+        assert told.value.status == status
+        await made.close()
+
+
+def _sleep() -> str:
+    time.sleep(60)
+    return ""
+
+
+def _work() -> str:
+    while True:
+        pass
+
+
+def _kill() -> str:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+def _much() -> str:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("compiling", "kind"),
+    [(_sleep, "failed"), (_kill, "failed"), (_work, "refused"), (_much, "refused"), (str, "done")],
+)
+async def test_a_grammar_is_refused_for_its_own_faults_only(
+    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: str
+) -> None:
+    class Pretended:
+        def compiled(self, kind: str, source: str) -> str:
+            return compiling()
+
+    monkeypatch.setattr(asides, "WALL", 0.3 if compiling is _sleep else 20.0)
+    monkeypatch.setattr(asides, "COMPILE_SECONDS", 1.0 if compiling is _sleep else 0.1)
+    aside = asides.Aside(socket.socket())
+    aside._matching = Pretended()
+    assert aside._answer({"type": "compile", "kind": "regex", "source": "x"})["type"] == kind
 
 
 async def test_nothing_is_taken_after_the_end() -> None:
