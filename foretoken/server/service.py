@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,7 +13,7 @@ from starlette.requests import Request
 
 from foretoken.request import SamplingParams
 from foretoken.server import conversation
-from foretoken.server.answer import Answer
+from foretoken.server.answer import Answer, too_late
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
 from foretoken.server.conversation import NamedTool
@@ -191,7 +192,8 @@ class Service:
         """Through the gate first; then tokens, then the engine."""
         visit: Visit = request.scope["foretoken"]
         ticket = self.gate.enter(num_seqs, visit.size)
-        try:
+
+        async def prepared() -> tuple[Reply, Job]:
             made = await self.aside(request, plain)
             grammar = None if made.source is None else await self.client.grammars.compiled(made.source)
             ids = await encode(made)
@@ -199,8 +201,15 @@ class Service:
             reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(len(i) for i in ids)
             whose, priority = tenant(visit, fields.cache_salt), fields.priority or 0
             more = (fields.choice, priority, grammar, self.config.detailed)
-            job = Job(visit.id, ids, params, whose, wish(fields), score, *more)
+            return reply, Job(visit.id, ids, params, whose, wish(fields), score, *more)
+
+        try:
+            left = self.config.request_timeout - (time.monotonic() - visit.arrived)
+            reply, job = await asyncio.wait_for(prepared(), left)
             stream = self.client.submit(job)
+        except asyncio.TimeoutError:
+            ticket.leave()
+            raise too_late(self.config.request_timeout) from None
         except BaseException:
             ticket.leave()
             raise

@@ -129,3 +129,12 @@ async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: 
     helper.go.set()
     assert (await first).status_code == 200 and service.gate.size_inside == 0
     assert (await http.post("/tokenize", json={"prompt": "x" * 600, "return_token_strs": True})).status_code == 200
+
+
+async def test_the_clock_of_a_request_starts_when_it_arrives(served: Served) -> None:
+    """Who is prepared for too long is told, and gives its place back."""
+    http, service, helper = served
+    helper.go.clear()
+    late = await asyncio.wait_for(http.post("/v1/chat/completions", json={"messages": [HELLO]}), 10)
+    assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
+    assert service.gate.num_inside == 0
