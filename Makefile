@@ -13,6 +13,9 @@ ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 PIP_TORCH_ARGS ?= --retries 2 --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
+# Compiles the GPU's kernels, and interprets them where there is no GPU: the version that PyTorch's CUDA build asks for.
+TRITON ?= triton==3.7.1
+
 RECORDS ?= benchmarks/results
 
 # Tests run in so many processes; a file's tests stay together, for they share what was set up for them.
@@ -103,6 +106,8 @@ $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
 	$(PIP) install --quiet '$(TORCH)' $(PIP_TORCH_ARGS)
 	$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
 	$(PIP) install --quiet --no-build-isolation --editable '.[dev,server,train]'
+	@$(PIP) install --quiet --no-deps '$(TRITON)' || \
+	  echo "foretoken: no Triton here; the tests of GPU kernels are skipped"
 	@touch $@
 
 $(BIN)/python:

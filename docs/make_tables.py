@@ -58,7 +58,9 @@ def shelf(name: str) -> str:
     """Name and first sentence of each entry on a shelf; entries are read, not imported."""
     rows = []
     for entry in registry.names(name):
-        text = ast.get_docstring(ast.parse((ROOT / "foretoken" / name / f"{entry}.py").read_text())) or ""
+        folder = ROOT / "foretoken" / name / entry
+        path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
         rows.append([f"`{entry}`", text.split("\n\n")[0].replace("\n", " ")])
     return markdown(["name", "what it is"], rows)
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from foretoken.errors import RegistryError
 
 # Files on a shelf that are its furniture, not entries.
-FURNITURE = frozenset({"scheme", "base", "run", "calibrate", "budget"})
+FURNITURE = frozenset({"scheme", "base", "run", "calibrate", "budget", "devices"})
 
 
 @cache

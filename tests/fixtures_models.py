@@ -40,7 +40,9 @@ def need(path: Path) -> Path:
 
 def backends() -> list[str]:
     """The backends that can run on this machine's CPU."""
-    return [name for name in registry.names("ops") if registry.load("ops", name).unavailable() is None]
+    modules = {name: registry.load("ops", name) for name in registry.names("ops")}
+    here = {name: m for name, m in modules.items() if "cpu" in getattr(m, "DEVICES", ("cpu",))}
+    return [name for name, m in here.items() if m.unavailable() is None]
 
 
 # --- checkpoints ---

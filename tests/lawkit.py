@@ -154,6 +154,7 @@ def make_engine(
     drafter: Drafter | None = None,
     below: tuple[SpecConfig, ...] | None = None,
     policy: str = "fixed",
+    device: str = "cpu",
 ) -> Engine:
     """An Engine of loaded models; the cache holds `tokens`. `drafter` replaces the one that `method` names."""
     under = below_of(method) if below is None else below
@@ -162,7 +163,7 @@ def make_engine(
     )
     cache = CacheConfig(block_size=block, format=kv)
     config = EngineConfig(
-        max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, cache=cache, spec=spec
+        max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, device=device, cache=cache, spec=spec
     )
     engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, models_of(spec, pair, pair.target))
     if drafter is not None:

@@ -40,12 +40,14 @@ def collect() -> dict[str, Any]:
     """Everything that `info` says, as plain data."""
     import foretoken
     from foretoken import registry
+    from foretoken.ops import devices
     from foretoken.study import record
 
     return {
         "version": foretoken.__version__,
         "commit": record.commit(),
         "machine": record.machine(),
+        "devices": devices.describe(),
         "backends": {name: _backend(name) for name in registry.names("ops")},
         "formats": {name: _format(name) for name in registry.names("formats")},
         "presets": _presets(),
@@ -61,6 +63,7 @@ def _backend(name: str) -> dict[str, Any]:
     return {
         "runs_here": module.unavailable() is None,
         "reason": module.unavailable(),
+        "devices": sorted(getattr(module, "DEVICES", ("cpu", "cuda"))),
         "row_invariant": module.row_invariant,
         "weights": sorted(module.LINEAR_FORMATS),
         "kv_cache": sorted(module.KV_FORMATS),
@@ -166,13 +169,30 @@ def _print(found: Mapping[str, Any]) -> None:
 
     machine = found["machine"]
     show("machine", (), [(k, "none" if v is None else v) for k, v in machine.items()])
+    gpus, why = found["devices"]["gpus"], found["devices"]["reason"]
+    show(
+        "GPUs",
+        ("device", "name", "capability", "multiplies", "free of memory"),
+        [
+            (
+                g["device"],
+                g["name"],
+                g["capability"],
+                g["multiplies"],
+                f"{g['free_bytes'] / 2**30:.1f} of {g['memory_bytes'] / 2**30:.1f} GiB",
+            )
+            for g in gpus
+        ]
+        or [("none", why, "", "", "")],
+    )
     show(
         "backends",
-        ("name", "runs here", "row-invariant", "weights", "KV cache"),
+        ("name", "runs here", "device", "row-invariant", "weights", "KV cache"),
         [
             (
                 name,
                 "yes" if b["runs_here"] else f"no: {b['reason']}",
+                " ".join(b["devices"]),
                 "yes" if b["row_invariant"] else "no",
                 " ".join(b["weights"]),
                 " ".join(b["kv_cache"]),

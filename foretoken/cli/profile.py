@@ -38,6 +38,7 @@ class Args:
     batch_sizes: str = "4,16"  # sequences that decode together; empty: none
     threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: as many as the backend finds useful
     backend: str = "auto"  # who computes: cpu, reference, ...; auto takes the fastest that runs here
+    device: str = "cpu"  # cpu, cuda, cuda:1, ...
     repeats: int = 30  # the most runs of each pass; at least 3 are made
     seconds: float = 60.0  # time to spend on passes, in which the repeats must fit
     draft: Annotated[str | None, option("NAME")] = None  # a draft model's shape or folder, measured in turn
@@ -63,6 +64,7 @@ def run(argv: Seq[str], prog: str) -> int:
         "batch_sizes": numbers("batch-sizes", args.batch_sizes),
         "threads": args.threads,
         "backend": args.backend,
+        "device": args.device,
         "repeats": args.repeats,
         "seconds": args.seconds,
         "draft": args.draft,

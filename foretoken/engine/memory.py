@@ -15,6 +15,7 @@ from foretoken.models.config import ModelConfig, read_config
 from foretoken.models.eagle_loader import head_bytes
 from foretoken.models.loader import open_checkpoint
 from foretoken.models.weights import weight_bytes
+from foretoken.ops import devices
 
 CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes
 
@@ -74,7 +75,7 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
             f"raise it to {longest}, or lower max_model_len to {count * size}"
         )
     weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
-    free = available_memory()
+    free = available_memory() if config.device == "cpu" else devices.free_memory(config.device)
     cache = (longest if count is None else count) * block
     if weights + cache > free:
         formats = " and ".join(str(d.quant) for d in demands)

@@ -20,7 +20,7 @@ from foretoken.models.eagle_config import HEADS, is_head
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft", "embedded-head": "head"}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-KV_FORMATS = {"bf16": "bfloat16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+KV_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Options that vLLM has too, with the drafters' own defaults (loading a drafter would load torch).
 OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"min_ngram": 2, "max_ngram": 4},
@@ -182,7 +182,7 @@ def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str,
     path = model_path(spec.model)
     made["method"], made["model"] = _kind(spec.method, path), path
     if spread.tensor_parallel_size > 1:
-        made["draft_tensor_parallel_size"] = 1 if made["method"] == "draft_model" else spread.tensor_parallel_size
+        made["draft_tensor_parallel_size"] = spread.tensor_parallel_size  # vLLM takes no other
     return made
 
 

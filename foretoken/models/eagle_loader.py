@@ -129,10 +129,13 @@ def _in_format(ops: Ops, w: QuantTensor, quant: QuantScheme) -> QuantTensor:
     if quant.weights == "auto" or (quant.weights == w.format and quant.activations == w.activations):
         return w
     plain = ops.unpack(w)
+    device = next(iter(plain.parts.values())).device
     if quant.rows_together != 1:
         return ops.pack(quant.encode(scheme.get(plain.format).decode(plain)))
     parts = [
-        quant.encode(scheme.get(plain.format).decode_rows(plain, torch.arange(i, min(i + CHUNK, w.shape[0]))))
+        quant.encode(
+            scheme.get(plain.format).decode_rows(plain, torch.arange(i, min(i + CHUNK, w.shape[0]), device=device))
+        )
         for i in range(0, w.shape[0], CHUNK)
     ]
     return ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))

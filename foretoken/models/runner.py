@@ -13,6 +13,7 @@ from foretoken.batch import Rows, build_batch
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.llama import Llama
+from foretoken.ops import devices
 from foretoken.request import Sequence
 
 
@@ -71,6 +72,7 @@ class ModelRunner:
             offsets.append(offsets[-1] + num_pending[b] + len(nodes))
         batch = build_batch(rows, self.cache.block_size, self.model.device)
         logits, hidden = self.model.forward(batch, self.cache, self.captures)
+        devices.wait(self.model.device)  # who times a pass times all of it; the verdict needs its logits at once
         return Output(logits, hidden, offsets, [r.wants_logits for r in rows])
 
     def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:

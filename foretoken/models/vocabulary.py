@@ -17,6 +17,7 @@ from foretoken.ops import Ops
 def take_rows(ops: Ops, w: QuantTensor, rows: Tensor) -> QuantTensor:
     """Rows [n] of a weight [O, K] as a weight [n, K]: the same values, in the same format where rows share nothing."""
     plain = ops.unpack(w)
+    rows = rows.to(next(iter(plain.parts.values())).device)
     if all(part.shape[0] == w.shape[0] for part in plain.parts.values()):
         parts = {name: part.index_select(0, rows) for name, part in plain.parts.items()}
         taken = replace(plain, shape=(len(rows), w.shape[1]), parts=parts)

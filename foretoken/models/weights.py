@@ -205,7 +205,9 @@ class WeightReader:
         o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
         gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
         return LayerWeights(
-            input_norm=self.vector(f"{at}.input_layernorm.weight") if first_norm else torch.empty(0),
+            input_norm=self.vector(f"{at}.input_layernorm.weight")
+            if first_norm
+            else torch.empty(0, device=self.device),
             qkv=self.stack(qkv),
             qkv_bias=self.biases(qkv, c.qkv_bias),
             q_norm=self.vector(f"{at}.self_attn.q_norm.weight") if c.qk_norm else None,
@@ -249,10 +251,15 @@ class WeightReader:
         names = [f"{m}.weight" for m in modules]
         if not as_stored and chosen.rows_together == 1:
             return self._encoded(names, chosen)
-        weights = [self.source.stored(n) if as_stored else self._whole(n, chosen) for n in names]
+        weights = [self._stored(n) if as_stored else self._whole(n, chosen) for n in names]
         whole = weights[0] if len(weights) == 1 else scheme.get(chosen.weights).concat(weights)
         self._tick(whole.shape[0] * whole.shape[1])
         return self.pack(replace(whole, activations=chosen.activations))
+
+    def _stored(self, name: str) -> QuantTensor:
+        """A matrix as the source has it, on the device."""
+        found = self.source.stored(name)
+        return replace(found, parts={n: part.to(self.device) for n, part in found.parts.items()})
 
     def _whole(self, name: str, chosen: QuantScheme) -> QuantTensor:
         """A matrix of the source in a scheme whose rows share scales, so that it cannot be encoded in chunks."""

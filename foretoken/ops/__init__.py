@@ -4,9 +4,10 @@ Letters: T rows of a pass, B sequences, N draft nodes, R rows whose logits are w
 heads, D head dimension, V vocabulary, O x K weight, G group, P positions.
 
 A backend is a module that defines any subset of the ops in `reference.py`, which is the specification, and declares
-`row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`. What it lacks falls through to the reference. Where
-its kernels want weights in a layout of their own it has `pack`, `unpack`, `serves`, and perhaps `encode`, which rounds
-and packs at once. With `replayer` it may record a forward pass and replay it.
+`row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`, and `DEVICES` where it runs on some kinds only.
+What it lacks falls through to the reference. Where its kernels want weights in a layout of their own it has `pack`,
+`unpack`, `serves`, and perhaps `encode`, which rounds and packs at once. With `replayer` it may record a forward pass
+and replay it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from foretoken import registry
 from foretoken.batch import Batch
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import KVLayer, QuantScheme, QuantTensor
-from foretoken.ops import reference
+from foretoken.ops import devices, reference
 
 log = logging.getLogger("foretoken.ops")
 
@@ -212,25 +213,33 @@ class Ops:
         return self._kv("attention", layer)(q, layer, batch, scale, window)
 
 
+_FASTEST = {"cpu": "cpu", "cuda": "triton"}  # by kind of device: what `auto` tries before the reference
+
+
 @cache
 def resolve(name: str = "auto", device: str = "cpu") -> Ops:
     """The ops of a backend by name; `auto`: the fastest that runs on the device. Raises ConfigError, RegistryError."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {device!r}: PyTorch sees no CUDA GPU here; use --device cpu, or install a driver and a CUDA build"
-        )
-    if name != "auto":
-        module = registry.load("ops", name)
-        reason = module.unavailable()
+    kind = device.partition(":")[0]
+    chosen = registry.load("ops", name) if name != "auto" else None
+    devices.check(device)
+    if chosen is not None:
+        reason = chosen.unavailable()
         if reason is not None:
             raise ConfigError(f"backend {name!r} cannot run here: {reason}")
-        return Ops(module)
-    if device == "cpu" and "cpu" in registry.names("ops"):
-        module = registry.load("ops", "cpu")
+        runs_on: frozenset[str] = getattr(chosen, "DEVICES", frozenset(_FASTEST))
+        if kind not in runs_on:
+            raise ConfigError(
+                f"backend {name!r} does not compute on device {device!r} but on {' or '.join(sorted(runs_on))}; "
+                "leave out --backend, or change --device"
+            )
+        return Ops(chosen)
+    fastest = _FASTEST[kind]
+    if fastest in registry.names("ops"):
+        module = registry.load("ops", fastest)
         reason = module.unavailable()
         if reason is None:
             return Ops(module)
-        _say_once(f"the cpu backend cannot run ({reason}); using the reference, which is slow")
+        _say_once(f"the {fastest} backend cannot run ({reason}); using the reference, which is slow")
     return Ops(reference)
 
 

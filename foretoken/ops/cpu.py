@@ -31,6 +31,7 @@ else:
     _missing = None
 
 row_invariant = True
+DEVICES = frozenset({"cpu"})
 _CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Formats whose kernels take float rows; `serves` knows of weights that want their rows quantized as well.

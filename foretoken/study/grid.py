@@ -30,6 +30,7 @@ class Grid:
     batch_sizes: tuple[int, ...] = (4, 16)
     threads: int | None = None
     backend: str = "auto"
+    device: str = "cpu"
     repeats: int = 30
     seconds: float = 60.0
     draft: str | None = None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from foretoken import registry
 from foretoken.engine.memory import available_memory
+from foretoken.ops import devices
 
 BYTES = 512 << 20  # far beyond the caches
 REPEATS = 8
@@ -83,8 +85,13 @@ def from_rates(
     )
 
 
-def measure_limits(threads: int, repeats: int = REPEATS) -> Limits:
-    """Measure this machine with `threads` threads, which the backends must be set to already. Takes about a second."""
+def measure_limits(threads: int, repeats: int = REPEATS, device: str = "cpu") -> Limits:
+    """Measure this machine with `threads` threads, which the backends must be set to already. Takes about a second.
+
+    Of a GPU: what PyTorch's copy moves (its bytes are read and written), and its matrix products multiply.
+    """
+    if device != "cpu":
+        return _gpu_limits(threads, repeats, torch.device(device))
     size = min(BYTES, available_memory() // 8)
     if "cpu" not in registry.names("ops") or registry.load("ops", "cpu").unavailable() is not None:
         return _torch_limits(threads, repeats, size)
@@ -111,11 +118,28 @@ def _torch_limits(threads: int, repeats: int, size: int) -> Limits:
     return from_rates(threads, rates, {"fp32": "PyTorch's matrix product"}, "torch")
 
 
-def _torch_rates(job: Callable[[], object], work: float, repeats: int) -> tuple[float, ...]:
+def _gpu_limits(threads: int, repeats: int, device: torch.device) -> Limits:
+    size, side = min(2 * BYTES, devices.free_memory(str(device)) // 8), 8192
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    rates = {"read": _torch_rates(copy, 2.0 * size, repeats, device)}
+    del source, copy
+    for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        a = torch.randn(side, side, device=device).to(dtype)
+        rates[kind] = _torch_rates(partial(torch.matmul, a, a), 2.0 * side**3, repeats, device)
+    return from_rates(threads, rates, dict.fromkeys(("fp32", "bf16"), "PyTorch's matrix product"), "torch")
+
+
+def _torch_rates(
+    job: Callable[[], object], work: float, repeats: int, device: torch.device | None = None
+) -> tuple[float, ...]:
+    where = device or torch.device("cpu")
     job()
+    devices.wait(where)
     rates = []
     for _ in range(repeats):
         start = time.perf_counter()
         job()
+        devices.wait(where)
         rates.append(work / (time.perf_counter() - start))
     return tuple(rates)

@@ -87,7 +87,8 @@ class Subject:
         c = self.config = model.config
         self.kv_format = cache_format(model.weights.dense, kv_format)
         num_blocks = max(p.num_blocks for p in passes)
-        cache = KVCache(c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim, self.kv_format)
+        device = str(model.device)
+        cache = KVCache(c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim, self.kv_format, device)
         fill(cache)
         self.runner = ModelRunner(model, cache)
         self.kv_row_bytes = cache.nbytes / (num_blocks * BLOCK_SIZE)

@@ -63,7 +63,7 @@ class Profiler:
         if (shape is None) == (model is None):
             raise ConfigError("give either a shape by name or a model, e.g. --shape llama-3.2-1b")
         self.grid = grid
-        self.ops = ops.resolve(grid.backend)
+        self.ops = ops.resolve(grid.backend, grid.device)
         self.name = shape.lower() if shape is not None else record.model_name(model or "")
         self.draft_name: str | None = None
         config, folder = (get_shape(shape), None) if shape is not None else _checkpoint(model or "")
@@ -91,7 +91,8 @@ class Profiler:
 
     def _fits_together(self) -> bool:
         """Do all formats fit in memory at once? Raises ConfigError if one does not fit even alone."""
-        free = available_memory() - LOADING_BYTES
+        device = self.grid.device
+        free = available_memory() - LOADING_BYTES if device == "cpu" else ops.devices.free_memory(device)
         for x in self.candidates:
             if x.num_bytes > free:
                 raise ConfigError(
@@ -108,14 +109,14 @@ class Profiler:
         ops.set_num_threads(threads)
         self.machine = record.machine()  # its load before ours
         tell("machine limits", 0, 1)
-        self.limits = measure_limits(threads)
+        self.limits = measure_limits(threads, device=self.grid.device)
         groups = [self.candidates] if self.interleaved else [[x] for x in self.candidates]
         interrupted = False
         try:
             for group in groups:
                 self._measure(group, self.grid.seconds / len(groups), tell)
             tell("machine limits", 0, 1)
-            self.limits = self.limits.merged(measure_limits(threads))
+            self.limits = self.limits.merged(measure_limits(threads, device=self.grid.device))
         except KeyboardInterrupt:
             interrupted = True
             if not any(x.samples for x in self.candidates):
@@ -151,9 +152,9 @@ class Profiler:
 
         progress(0, 1)
         if x.folder is None:
-            model = random_model(x.config, self.ops, quant, longest, progress=progress)
+            model = random_model(x.config, self.ops, quant, longest, device=self.grid.device, progress=progress)
         else:
-            model = load_model(x.folder, self.ops, quant, longest, progress=progress)
+            model = load_model(x.folder, self.ops, quant, longest, self.grid.device, progress)
         took = time.perf_counter() - start
         subject = x.subject = Subject(model, self.grid.kv_format, x.chains + x.others)
         subject.seconds(x.chains[-1])  # scratch memory belongs to what it takes

@@ -154,9 +154,10 @@ def test_a_poisoned_request_ends_alone(server: Server, http: httpx.Client) -> No
 
 def test_a_dead_engine_is_replaced(server: Server, http: httpx.Client) -> None:
     alone, drafted = complete(http), gauge(http, "spec_decode_num_drafts_total")
-    readers = [Reader(http, **{**LONG, "n": 16}) for _ in range(3)]  # far from done when the engine dies
-    readers[0].wait_begun()
     engine = server.engine_pid
+    many = {**LONG, "prompt": ["the sum of"] * 8, "n": 8}  # far from done when the engine dies
+    readers = [Reader(http, **many) for _ in range(3)]
+    readers[0].wait_begun()
     killed = time.monotonic()
     os.kill(engine, signal.SIGKILL)
     for reader in readers:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ConfigError
@@ -87,6 +86,11 @@ class Bench:
 
     async def prepare(self) -> None:
         """Ask the servers what they serve, and what they make of speculation. Raises ConfigError."""
+        if self.settings.strict and len({arm.endpoint.url for arm in self.arms}) < len(self.arms):
+            raise ConfigError(
+                "with --strict no request has a cache_salt, so that each arm would find the other's prompts in the "
+                "server's prefix cache; leave --strict out, or compare two servers with --baseline-url"
+            )
         self.arms = [replace(arm, endpoint=await self._known(arm.endpoint)) for arm in self.arms]
         if self.settings.prompts in ("text", "random"):
             self._source = await prompts.open_source(self.client, self.arms[0].endpoint)
@@ -135,15 +139,16 @@ class Bench:
 
     async def _check_wish(self, arm: Arm) -> None:
         """A server that does not read `speculation` would measure one thing twice. Raises ConfigError."""
-        shape = Shape(None, 4)
+        shape = Shape(None, 24)
         body = self._body(arm, shape, prompts.fields(shape, self.settings.sampling, 0, self._salt, False), {})
-        text = "The quick brown fox"
+        text = "one two three one two three one two three one two three one two"
         body |= {"messages": [{"role": "user", "content": text}]} if arm.endpoint.chat else {"prompt": text}
         sent = await wire.exchange(self.client, arm.endpoint, body, self.settings.timeout, self.settings.max_retries)
         found = outcome.read(sent)
         if found.error is not None and "speculation" not in found.detail:
             raise ConfigError(f"{arm.endpoint.url} answers a first request with: {found.error}: {found.detail}")
-        if found.error is not None or not found.metrics:
+        drafted = found.speculation is not None
+        if found.error is not None or not found.metrics or (arm.endpoint.fields["speculation"] == "off" and drafted):
             raise ConfigError(
                 f"{arm.endpoint.url} does not read the field 'speculation'; start a second server without speculation "
                 "and give its address with --baseline-url"
@@ -177,7 +182,10 @@ class Bench:
             self._body(arm, shape, prompts.fields(shape, s.sampling, s.seed + i, f"{salt} {i}", s.strict), prompt)
             for i, prompt in enumerate(made)
         ]
-        send = partial(wire.exchange, self.client, endpoint, timeout=s.timeout, max_retries=s.max_retries)
+
+        def send(body: Mapping[str, Any], due: float | None = None) -> Awaitable[wire.Exchange]:
+            return wire.exchange(self.client, endpoint, body, s.timeout, s.max_retries, due)
+
         before, cpu, start = await self._counters(endpoint), time.process_time(), time.perf_counter()
         late: float | None = None
         if level.concurrency is not None:

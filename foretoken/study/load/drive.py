@@ -66,8 +66,13 @@ async def closed(send: Callable[[B], Awaitable[T]], bodies: Seq[B], concurrency:
     return [results[i] for i in range(len(bodies))]
 
 
-async def opened(send: Callable[[B], Awaitable[T]], bodies: Seq[B], moments: Seq[float]) -> tuple[list[T], float]:
-    """Answers in the order of `bodies`, each sent at its moment; and by how much the latest was sent too late, in s."""
+async def opened(
+    send: Callable[[B, float], Awaitable[T]], bodies: Seq[B], moments: Seq[float]
+) -> tuple[list[T], float]:
+    """Answers in the order of `bodies`, each sent at its moment; and by how much the latest was sent too late, in s.
+
+    `send` is told when each was due, by `time.perf_counter`.
+    """
     start = time.perf_counter()
     late = 0.0
     tasks = []
@@ -75,5 +80,5 @@ async def opened(send: Callable[[B], Awaitable[T]], bodies: Seq[B], moments: Seq
         ahead = start + moment - time.perf_counter()
         await asyncio.sleep(max(0.0, ahead))
         late = max(late, time.perf_counter() - start - moment)
-        tasks.append(asyncio.ensure_future(send(body)))
+        tasks.append(asyncio.ensure_future(send(body, start + moment)))
     return list(await asyncio.gather(*tasks)), late

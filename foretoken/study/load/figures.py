@@ -66,6 +66,7 @@ def summarize(outcomes: Seq[Outcome], bounds: Bounds) -> dict[str, Any]:
         "seconds": seconds,
         "num_requests": len(outcomes),
         "num_completed": len(done),
+        "num_cached_tokens": sum(o.num_cached for o in done),
         "num_prompt_tokens": sum(prompts) if len(prompts) == len(done) else None,
         "num_output_tokens": num_output,
         "output_tokens_per_s": rate(num_output),

@@ -29,6 +29,7 @@ class Outcome:
     token_ids: tuple[int, ...] | None = None
     speculation: Mapping[str, Any] | None = None  # as vLLM writes it
     metrics: bool = False  # did the server tell of its own metrics, if only to say that nothing was drafted?
+    num_cached: int = 0  # tokens of the prompt that the server knew, as far as it says
     retries: int = 0
     error: str | None = None
     detail: str = ""
@@ -150,6 +151,7 @@ def _outcome(exchange: Exchange, reading: _Reading) -> Outcome:
         sizes=tuple(reading.sizes) if reading.sizes and sum(reading.sizes) == num_output else None,
         num_output=num_output,
         num_prompt=usage.get("prompt_tokens"),
+        num_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         counted=counted,
         text="".join(reading.texts),
         token_ids=tuple(reading.token_ids) if reading.sizes else None,

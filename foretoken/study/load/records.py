@@ -160,6 +160,13 @@ def remarks(bench: Bench, record: Mapping[str, Any]) -> list[str]:
     asked = record["config"]["num_input_tokens"]
     if asked is not None and not bench.tokenized:
         found.append("the server has no /tokenize: prompts have about the asked length, by their characters")
+    if any(r["num_cached_tokens"] for r in repetitions):
+        found.append("the server knew parts of prompts from before: first tokens came sooner than of new prompts")
+    if record["config"]["fields"].get("speculation") == "off" and record["acceptance"] is not None:
+        found.append("the server drafted although speculation was off: the arms are alike")
+    level = record["config"]["concurrency"]
+    if level is not None and record["config"]["num_requests"] < 2 * level:
+        found.append("fewer than two requests a client: this is a burst, and not all clients are busy throughout")
     if any(r["generator_cpu"] > BUSY for r in repetitions):
         found.append("the generator took most of a core: its own speed may be what was measured")
     if any((r["late_ms"] or 0) > LATE for r in repetitions):

@@ -70,10 +70,18 @@ def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.Asyn
 
 
 async def exchange(
-    client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, Any], timeout: float, max_retries: int
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    body: Mapping[str, Any],
+    timeout: float,
+    max_retries: int,
+    due: float | None = None,
 ) -> Exchange:
-    """Send one request and keep what comes, for at most `timeout` seconds with all its retries."""
-    made = Exchange(time.perf_counter())
+    """Send one request and keep what comes, for at most `timeout` seconds with all its retries.
+
+    `due`: when it should have been sent. Times count from then: a request that a busy generator sends late waited.
+    """
+    made = Exchange(time.perf_counter() if due is None else due)
     try:
         await asyncio.wait_for(_attempts(client, endpoint, body, max_retries, made), timeout)
     except asyncio.TimeoutError:

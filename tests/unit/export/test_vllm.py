@@ -83,7 +83,7 @@ def test_drafts() -> None:
         "num_speculative_tokens": 4,
         "model": "org/small",
     }
-    assert drafted(parse_draft("org/small"), Spread(4))["draft_tensor_parallel_size"] == 1
+    assert drafted(parse_draft("org/small"), Spread(4))["draft_tensor_parallel_size"] == 4
     head = SpecConfig("eagle", "org/Some-EAGLE3-head")
     assert drafted(head, Spread(4)) == {
         "method": "eagle3",

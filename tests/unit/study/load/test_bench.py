@@ -35,6 +35,8 @@ class Fake:
     tokenizes: bool = True
     tells_usage: bool = True
     wrong_when_off: bool = False
+    drafts_when_off: bool = False
+    num_cached: int = 0
     status: int = 200
     message: str = "no such thing"
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -77,9 +79,10 @@ class Fake:
         end: dict[str, Any] = {"choices": []}
         if self.tells_usage:
             end["usage"] = {"prompt_tokens": len(body.get("prompt", "x")), "completion_tokens": count}
+            end["usage"]["prompt_tokens_details"] = {"cached_tokens": self.num_cached} if self.num_cached else None
         if self.reads_speculation:
             told = {"num_spec_steps": 1, "num_draft_tokens": 3, "num_accepted_draft_tokens": 2}
-            end["metrics"] = {"speculative_decoding": None if off else told}
+            end["metrics"] = {"speculative_decoding": None if off and not self.drafts_when_off else told}
         return b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in [*lines, end]) + b"data: [DONE]\n\n"
 
 
@@ -147,6 +150,22 @@ async def test_errors_stay_in_sight() -> None:
     lines = report.notes(records)
     assert any("6 HTTP 400" in line and "no such thing" in line for line in lines)
     assert report.cells(records[0])[report.COLUMNS.index("failed")] == "6"
+
+
+async def test_what_would_compare_a_thing_with_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--baseline-url"):
+        await measure(Fake(drafts_when_off=True), SETTINGS, arms())
+    with pytest.raises(ConfigError, match="leave --strict out"):
+        await measure(Fake(), replace(SETTINGS, strict=True), arms())
+
+
+async def test_what_the_server_knew_before_and_bursts_are_said() -> None:
+    _, records = await measure(Fake(num_cached=8), SETTINGS, arms())
+    assert all("knew parts of prompts" in " ".join(r["remarks"]) for r in records)
+    assert all("this is a burst" in " ".join(r["remarks"]) for r in records), "3 requests of 2 clients"
+    _, records = await measure(Fake(), replace(SETTINGS, num_requests=4), arms())
+    said = " ".join(r for record in records for r in record["remarks"])  # of a busy generator, perhaps
+    assert "burst" not in said and "knew" not in said and "alike" not in said
 
 
 async def test_a_server_that_tells_less() -> None:

@@ -41,7 +41,10 @@ async def test_closed_keeps_so_many_inside_and_the_order() -> None:
 async def test_opened_waits_for_nobody() -> None:
     first = asyncio.Event()
 
-    async def send(body: int) -> int:
+    dues: list[float] = []
+
+    async def send(body: int, due: float) -> int:
+        dues.append(due)
         if body == 0:
             await first.wait()  # an answer that comes only because later requests are sent
         elif body == 2:
@@ -50,6 +53,7 @@ async def test_opened_waits_for_nobody() -> None:
 
     answers, late = await asyncio.wait_for(opened(send, range(3), [0.0, 0.01, 0.02]), 10)
     assert answers == [0, 1, 2] and late >= 0
+    assert [due - dues[0] for due in dues] == pytest.approx([0.0, 0.01, 0.02]), "not when they were sent"
 
 
 @pytest.mark.parametrize("given", [{"concurrency": 0}, {"rate": 0.0}, {"rate": 1.0, "burstiness": 0.0}, {}])

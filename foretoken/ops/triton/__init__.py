@@ -1,0 +1,74 @@
+"""The GPU backend: Triton kernels for one NVIDIA GPU of compute capability 8.0 or newer.
+
+Products multiply on tensor cores: rows enter as float16 under a power of two of their own (bfloat16 for bf16 weights,
+float32 for fp32 ones), or quantized where the weight asks for it; sums are float32 or exact integers. What there is no
+kernel for falls through to the reference, on the same device.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+from foretoken.ops import devices
+from foretoken.ops.triton import packing
+from foretoken.ops.triton.packing import embedding, pack, serves, unpack
+
+_missing: str | None = None
+try:
+    from foretoken.ops.triton.dispatch import linear, norm_linear, rms_norm, rope, silu_linear, silu_mul
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "triton":
+        raise
+    _missing = f"Triton is not installed ({error}); `pip install 'foretoken[gpu]'` on Linux"
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU (TRITON_INTERPRET=1 before the first import): for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+row_invariant = True
+LINEAR_FORMATS = packing.DENSE | frozenset(packing.CODED)
+KV_FORMATS: frozenset[str] = frozenset()
+DEVICES = frozenset({"cpu" if interpreted() else "cuda"})
+OLDEST = (8, 0)
+
+
+@cache
+def unavailable() -> str | None:
+    """Why the kernels cannot run here, with the remedy; None if they can."""
+    if _missing is not None:
+        return _missing
+    if interpreted():
+        return None
+    if (reason := devices.no_cuda()) is not None:
+        return reason
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST:
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, the kernels need "
+            "8.0; use --backend reference"
+        )
+    return None
+
+
+__all__ = [
+    "DEVICES",
+    "KV_FORMATS",
+    "LINEAR_FORMATS",
+    "embedding",
+    "linear",
+    "norm_linear",
+    "pack",
+    "rms_norm",
+    "rope",
+    "row_invariant",
+    "serves",
+    "silu_linear",
+    "silu_mul",
+    "unavailable",
+    "unpack",
+]

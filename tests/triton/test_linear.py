@@ -1,0 +1,299 @@
+"""Products, norms and gates of the GPU's kernels: values, bits, and what they are cut into."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from fixtures_ops import randn as randn_here
+from torch import Tensor
+
+from foretoken import ops
+from foretoken.formats import scheme
+from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.models.config import RopeConfig
+from foretoken.models.layers import rope_table
+from foretoken.ops import reference, triton as gpu
+from foretoken.ops.triton import dispatch as host, guard, packing, tiling as cuts
+
+# Law 4, written down: the largest difference from the reference over the sum of |x w|. Rows in float16 under a power of
+# two keep 11 bits, bfloat16 8; other rows enter as the reference has them.
+ROUNDING = {"half": 2.0**-11, "bf16": 2.0**-8, "single": 0.0, "int8": 0.0, "fp8": 0.0, "fp8_half": 0.0}
+SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
+
+FORMATS = [
+    "bf16",
+    "fp16",
+    "fp32",
+    "w8a16",
+    "w8a8",
+    "w8a8-g64",
+    "w4a16",
+    "w4a16-g32-asym",
+    "w4a8",
+    "w4a8-g32",
+    "w4a8-asym",
+    "fp8",
+    "fp8-b128",
+    "fp8-a8",
+    "fp8_e5m2",
+    "fp8_e5m2-a8",
+    "qoq",
+    "w4a8-qoq",
+]
+every_format = pytest.mark.parametrize("name", FORMATS)
+FEW = ["bf16", "fp32", "w4a16-g32-asym", "w4a8-g32", "fp8-a8"]
+DEVICE = "cpu" if guard.interpreted() else "cuda"
+backend = ops.resolve("triton", DEVICE)
+NATIVE = host.has_fp8(torch.device(DEVICE))
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    with torch.device("cpu"):
+        return randn_here(*shape, seed=seed).to(DEVICE)
+
+
+def form_for(w: QuantTensor) -> str:
+    return host.form_for(w, NATIVE)
+
+
+def packed(name: str, O: int, K: int) -> tuple[QuantTensor, QuantTensor]:  # noqa: E741
+    plain = QuantScheme.parse(name).encode(randn(O, K, seed=1))
+    w = backend.pack(plain)
+    assert gpu.serves(w) and (w.layout == packing.LAYOUT or w.format in packing.DENSE)
+    return plain, w
+
+
+def fits(name: str, K: int) -> bool:
+    """Whether its groups divide such rows."""
+    group = {"g64": 64, "g32": 32, "b128": 32}.get(name.split("-")[1] if "-" in name else "", 1)
+    return K % group == 0
+
+
+def as_entered(x: Tensor, w: QuantTensor) -> Tensor:
+    """Rows as they enter the product, float64."""
+    form = form_for(w)
+    if form == "half":
+        power = torch.exp2(torch.floor(torch.log2(x.abs().amax(-1, keepdim=True))))
+        return (x / power).half().double() * power
+    if form == "int8":
+        codes, scales = scheme.quantize_rows(x, w.group)
+        return (codes.double().view(x.shape[0], -1, w.group) * scales.double()[..., None]).flatten(1)
+    if form in ("fp8", "fp8_half"):
+        return scheme.round_rows(x, w.group).double()
+    return x.bfloat16().double() if form == "bf16" else x.double()
+
+
+def size(x: Tensor, w: QuantTensor) -> Tensor:
+    return x.abs().double() @ scheme.get(w.format).decode(w).abs().double().T
+
+
+# --- values ---
+
+
+@every_format
+@pytest.mark.parametrize(("T", "O", "K"), [(5, 70, 256), (1, 3, 40), (33, 20, 96)])
+def test_values(T, O, K, name):  # noqa: E741
+    if not fits(name, K):
+        return
+    plain, w = packed(name, O, K)
+    x, bias, residual = randn(T, K), randn(O, seed=2), randn(T, O, seed=3)
+    got = backend.linear(x, w, bias, residual)
+    decoded = scheme.get(plain.format).decode(plain).double()
+    wanted = as_entered(x, plain) @ decoded.T + bias + residual
+    assert got.dtype == torch.float32 and got.shape == (T, O)
+    assert (got - wanted).abs().max() <= SUMS * 3 * math.sqrt(K) * max(1.0, decoded.abs().max().item())
+    bound = (ROUNDING[form_for(w)] + SUMS) * (size(x, plain) + 4)
+    assert ((got - reference.linear(x, plain, bias, residual)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w4a8", "fp8", "w4a16"])
+def test_rows_of_any_size(name):
+    """Large and tiny rows, zeros, and rows that are no numbers, which spoil themselves alone."""
+    plain, w = packed(name, 5, 256)
+    x = randn(8, 256)
+    x[1] *= 1e30
+    x[2] *= 1e-30
+    x[3] = 0.0
+    x[4, 7], x[5, 9] = math.nan, math.inf
+    x[6] *= 1e-41
+    got, wanted = backend.linear(x, w), reference.linear(x, plain)
+    assert not got[4:6].isfinite().any() and not wanted[4:6].isfinite().any()
+    for t in (0, 1, 2, 3, 7):
+        torch.testing.assert_close(got[t], wanted[t], rtol=2e-3, atol=2e-2 * float(x[t].abs().max()))
+    assert (got[6].abs() <= 1e-38).all() and (got[3] == 0).all()
+
+
+def test_every_code_of_eight_bit_floats():
+    """As an exact product with rows of one 1 tells them, NaN and subnormals too."""
+    for name in ("fp8_e4m3", "fp8_e5m2"):
+        codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+        plain = scheme.get(name).stored(codes, torch.ones(2, 1))
+        finite = codes.view(scheme.get(name).dtype).float().isfinite()
+        alone = replace(plain, parts={**plain.parts, "codes": torch.where(finite, codes, 0)})
+        x = torch.eye(128)
+        assert gpu.linear(x, gpu.pack(alone)).T.equal(scheme.get(name).decode(alone))
+        spoiled = gpu.linear(torch.ones(1, 128), gpu.pack(plain))[0]
+        assert spoiled.isfinite().equal(finite.all(1))
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8_half"])
+def test_rows_are_quantized_as_the_formats_say(form):
+    x = randn(6, 256)
+    x[1], x[2], x[3] = 0.0, x[2] * 2.0**-103, x[3] * 1e35  # row 2 lies below 2^-100
+    x[4, 3], x[5, 200] = math.nan, math.inf
+    x[0, :128] = torch.arange(128) - 63.5  # ties
+    for group in (64, 256):
+        launch, ready = host.preparation(x, form, group)
+        launch.run()
+        if form == "int8":
+            codes, scales = scheme.quantize_rows(x, group)
+            assert ready.values.equal(codes)
+            torch.testing.assert_close(ready.scales, scales, rtol=0, atol=0, equal_nan=True)
+        else:
+            values = (ready.values.float().view(6, -1, group) * ready.scales[..., None]).flatten(1)
+            torch.testing.assert_close(values, scheme.round_rows(x, group), rtol=0, atol=0, equal_nan=True)
+
+
+def test_halves_of_the_largest_and_the_smallest_rows():
+    """A row's power of two never reaches the ends of float32."""
+    x = torch.tensor([[3.4e38, -1.7e38, 1.0], [2.0**-126, 2.0**-100, -(2.0**-99)], [0.0, -0.0, 0.0]])
+    launch, ready = host.preparation(x, "half", 3)
+    launch.run()
+    assert ready.values.isfinite().all() and (ready.values.abs() < 4).all()
+    back = ready.values.double() * ready.scales.double()[:, None]
+    assert ((back - x.double()).abs() <= 2.0**-11 * x.abs().double().amax(-1, keepdim=True)).all()
+
+
+def test_small_ops():
+    x, weight = randn(5, 96), randn(96, seed=1)
+    exact = x.double()
+    normed = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(backend.rms_norm(x, weight, 1e-5).double(), normed, rtol=1e-6, atol=1e-6)
+    gate, up = (6 * x).double().chunk(2, -1)
+    wanted = gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(backend.silu_mul(6 * x).double(), wanted, rtol=2e-6, atol=2e-6)
+    wide, table = randn(7, 5, 20), rope_table(RopeConfig(), 20, 50)
+    positions = torch.tensor([0, 3, 49, 1, 1, 30, 8], dtype=torch.int32)
+    for q in (wide, wide[:, 1:4]):
+        torch.testing.assert_close(
+            backend.rope(q, positions, table), reference.rope(q, positions, table), rtol=1e-6, atol=1e-6
+        )
+
+
+# --- bits ---
+
+
+@every_format
+def test_rows_do_not_know_their_company(name):
+    _, w = packed(name, 33, 64)
+    x, bias = randn(40 if name in FEW else 20, 64), randn(33, seed=2)
+    whole = backend.linear(x, w, bias)
+    for start, count in ((39, 1), (2, 17)) if name in FEW else ((19, 1),):
+        assert backend.linear(x[start : start + count].clone(), w, bias).equal(whole[start : start + count]), count
+
+
+def test_a_row_keeps_its_bits_as_others_join_it():
+    """Numbers of rows on either side of every border; that all others run the same code, the cut's test says."""
+    _, w = packed("w4a16-g32", 8, 64)
+    x = randn(64, 64)
+    whole = backend.linear(x, w)
+    for count in (1, 2, 7, 15, 16, 17, 32, 33, 48, 63):
+        assert backend.linear(x[:count].clone(), w).equal(whole[:count]), count
+    lies = torch.cat([torch.zeros(1), x.flatten()])[1:].view(64, 64)
+    assert lies.data_ptr() % 16 and backend.linear(lies, w).equal(whole)  # wherever it lies in memory
+
+
+@pytest.fixture
+def short_parts(monkeypatch):
+    """Sums are cut into parts where they are short too."""
+    monkeypatch.setattr(cuts, "SHORTEST", 1)
+
+
+@pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "w8a8-g64", "fp8-a8"])
+def test_split_sums_keep_the_law(name, short_parts, monkeypatch):
+    plain, w = packed(name, 20, 256)
+    assert cuts.tiling(w).split == (2 if name == "fp8-a8" else 4)
+    x, bias, residual = randn(65, 256), randn(20, seed=2), randn(65, 20, seed=3)
+    whole = backend.linear(x, w, bias, residual)
+    assert backend.linear(x[17:18].clone(), w, bias, residual[17:18]).equal(whole[17:18])
+    wanted = as_entered(x, plain) @ scheme.get(plain.format).decode(plain).double().T + bias + residual
+    assert (whole - wanted).abs().max() <= SUMS * 3 * math.sqrt(256) * 4
+    monkeypatch.setattr(host, "ROWS_AT_ONCE", 64)  # a long pass goes in slices
+    assert backend.linear(x, w, bias, residual).equal(whole)
+
+
+def test_some_sums_are_split_as_it_is():
+    assert cuts.tiling(packed("w4a16", 20, 4096)[1]).split == 4
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_fused_forms_have_the_bits_of_their_parts(name):
+    _, w = packed(name, 20, 64)
+    x, norm, bias = randn(5, 64), randn(64, seed=4), randn(20, seed=5)
+    assert gpu.norm_linear(x, norm, 1e-5, w, bias).equal(gpu.linear(gpu.rms_norm(x, norm, 1e-5), w, bias))
+    index = torch.tensor([4, 3, 3], dtype=torch.int32)
+    assert gpu.norm_linear(x, norm, 1e-5, w, rows=index).equal(gpu.norm_linear(x, norm, 1e-5, w)[index.long()])
+    gate_up, residual = randn(5, 128, seed=6), randn(5, 20, seed=7)
+    assert gpu.silu_linear(gate_up, w, bias, residual).equal(gpu.linear(gpu.silu_mul(gate_up), w, bias, residual))
+    alone, added = gpu.silu_linear(gate_up, w), gpu.silu_linear(gate_up, w, residual=residual)
+    assert added.equal(residual + alone)
+
+
+@every_format
+def test_the_cut_depends_on_the_weight_alone(name):
+    """Nothing that is compiled or launched changes with the rows but the number of programs, and of tiles in one."""
+    _, w = packed(name, 100, 4096)
+    seen = set()
+    for count in (*range(1, 65), 100, 500):
+        _, ready = host.preparation(torch.empty(count, 4096), form_for(w), w.group)
+        launches = host.multiplication(ready, w, None, None, torch.empty(count, 100))
+        cut = []
+        for launch in launches:
+            fixed = {k: v for k, v in launch.constants.items() if k != "TILES"}
+            sizes = {k: v for k, v in launch.arguments.items() if isinstance(v, int) and k != "num_rows"}
+            cut.append((str(fixed), str(sizes), launch.grid[1:], launch.warps, launch.stages))
+            assert "num_rows" in launch.free  # the compiler may not know 1, or a multiple of 16, from other numbers
+        seen.add(tuple(cut))
+        tiles = launches[0].constants["TILES"]
+        assert tiles == (1 if count <= 16 else 2 if count <= 32 else 4) and launches[0].grid[0] * tiles * 16 >= count
+    assert len(seen) == 1
+
+
+# --- packing ---
+
+
+@every_format
+@pytest.mark.parametrize(("O", "K"), [(70, 384), (33, 96), (1, 40)])
+def test_packed_weights_unpack_to_themselves(O, K, name):  # noqa: E741
+    if not fits(name, K):
+        return
+    plain, w = packed(name, O, K)
+    again = backend.unpack(w)
+    assert again.layout == "plain" and again.group == plain.group == w.group
+    for part, tensor in plain.parts.items():
+        assert again.parts[part].equal(tensor.reshape(again.parts[part].shape)), part
+    ids = torch.tensor([O - 1, 0, O // 2], dtype=torch.int32)
+    assert backend.embedding(ids, w).equal(reference.embedding(ids, plain))
+    assert backend.pack(w) is w
+
+
+@pytest.mark.parametrize("name", ["nf4", "mxfp4", "w8a8n"])
+def test_what_has_no_kernel_is_left_to_the_reference(name):
+    plain = QuantScheme.parse(name).encode(randn(4, 64, seed=1))
+    assert backend.pack(plain) is plain and not gpu.serves(plain)
+    x = randn(3, 64)
+    assert backend.linear(x, plain).equal(reference.linear(x, plain))
+
+
+def test_rows_that_do_not_fit_are_refused():
+    _, w = packed("w4a16", 4, 64)
+    with pytest.raises(ValueError, match="do not fit a weight"):
+        gpu.linear(randn(2, 65), w)
+    with pytest.raises(ValueError, match="to be float32"):
+        gpu.linear(randn(2, 64).half(), w)
+    with pytest.raises(ValueError, match="do not fit a weight"):
+        gpu.pack(replace(gpu.unpack(w), shape=(5, 64)))
+    assert gpu.linear(randn(0, 64), w).shape == (0, 4)

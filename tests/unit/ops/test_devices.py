@@ -1,0 +1,187 @@
+"""Devices: names that are none, GPUs that are not here, and code that forgets where its tensors are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fixtures_device import Elsewhere, pretended_device
+from fixtures_ops import randn
+from lawkit import load_pair, make_engine, random_prompts, run, texts
+
+from foretoken import SamplingParams, ops
+from foretoken.config import EngineConfig
+from foretoken.engine.memory import Demand, plan_blocks
+from foretoken.errors import ConfigError
+from foretoken.formats.scheme import QuantScheme
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.eagle_loader import load_head, with_vocabulary
+from foretoken.models.loader import load_model
+from foretoken.models.vocabulary import with_tokens
+from foretoken.ops import devices
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """PyTorch says that there is one."""
+    for name, answer in {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_capability": (9, 0),
+        "get_device_name": "a GPU",
+        "mem_get_info": (3 << 30, 8 << 30),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    ops.resolve.cache_clear()
+    yield
+    ops.resolve.cache_clear()
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cpu:1", "meta", "cuda:-2"])
+def test_names_that_are_no_device(name):
+    with pytest.raises(ConfigError, match="use cpu, cuda, or cuda:N"):
+        ops.resolve("auto", name)
+
+
+def test_without_a_driver(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"no CUDA GPU here: no driver answers.*nvidia-smi.*--device cpu"):
+        devices.check("cuda")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"built without CUDA.*install a CUDA build.*--device cpu"):
+        devices.check("cuda:0")
+
+
+def test_a_gpu_that_is_not_here(one_gpu):
+    devices.check("cuda")
+    devices.check("cuda:0")
+    with pytest.raises(ConfigError, match=r"'cuda:1' is not here; there is cuda:0 \(a GPU\)"):
+        devices.check("cuda:1")
+
+
+def test_backends_say_where_they_compute(one_gpu, monkeypatch):
+    with pytest.raises(ConfigError, match=r"'cpu' does not compute on device 'cuda' but on cpu; leave out --backend"):
+        ops.resolve("cpu", "cuda")
+    assert ops.resolve("reference", "cuda").name == "reference"
+    triton = pytest.importorskip("foretoken.ops.triton")
+    monkeypatch.setattr(triton, "unavailable", lambda: None)
+    ops.resolve.cache_clear()
+    assert ops.resolve("auto", "cuda:0").name == "triton"
+    with pytest.raises(ConfigError, match="'triton' does not compute on device 'cpu' but on cuda"):
+        ops.resolve("triton", "cpu")
+    monkeypatch.setattr(triton, "unavailable", lambda: "it is too old")
+    ops.resolve.cache_clear()
+    assert ops.resolve("auto", "cuda").name == "reference"  # slow, but it runs
+
+
+def test_what_is_said_of_gpus(one_gpu):
+    found = devices.describe()
+    assert found["gpus"][0]["capability"] == "9.0" and "fp8" in found["gpus"][0]["multiplies"]
+    assert found["gpus"][0]["free_bytes"] == 3 << 30 and found["reason"] is None
+
+
+def test_memory_is_the_device_s(one_gpu):
+    need = [Demand(QuantScheme.parse("bf16"), 4 << 30, 1 << 20)]
+    with pytest.raises(ConfigError, match=r"4.0 GiB.*3.0 GiB are free"):
+        plan_blocks(EngineConfig(device="cuda"), 512, need)
+    assert plan_blocks(EngineConfig(device="cuda"), 512, [replace(need[0], weights=1 << 30)]) >= 32
+
+
+# --- tensors elsewhere ---
+
+
+def test_the_pretended_device_tells_what_a_gpu_would_refuse():
+    with pretended_device() as name:
+        there = torch.ones(3, device=name)
+        assert isinstance(there, Elsewhere) and isinstance(there + 1, Elsewhere)
+        assert (there + there).tolist() == [2.0] * 3 and (there * 2).cpu().equal(2 * torch.ones(3))
+        assert float((there + torch.tensor(1.0)).sum()) == 6.0  # a single number may come from anywhere
+        for wrong in (
+            lambda: there + torch.ones(3),
+            lambda: there[torch.tensor([0])],
+            lambda: torch.cat([there, there.cpu()]),
+        ):
+            with pytest.raises(RuntimeError, match="two devices"):
+                wrong()
+        with pytest.raises((RuntimeError, TypeError)):
+            there.numpy()
+        with pytest.raises(RuntimeError, match="address"):
+            there.data_ptr()
+
+
+@pytest.fixture(scope="module")
+def plain_texts(pair_folders):
+    pair = load_pair(*pair_folders, backend="reference", weights="w8a16")
+    return {seed: texts(run(make_engine(pair), *asked(seed))) for seed in (0, 1)}
+
+
+def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
+    """Greedy, and sampled with all that looks at logits."""
+    more = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": 2} if seed else {"temperature": 0}
+    return random_prompts(2, longest=12), SamplingParams(max_tokens=6, seed=seed, **more)
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix", "draft_model", "eagle", "cascade", "self_quant"])
+def test_the_engine_runs_whole_on_another_device(method, pair_folders, plain_texts):
+    """The reference with all that is above it: the same text, and nothing of it on the CPU that should not be."""
+    with pretended_device() as name:
+        reference = ops.resolve("reference")
+        scheme = QuantScheme.parse("w8a16")
+        pair = load_pair(*pair_folders, backend="reference", weights="w8a16")
+        target = load_model(pair_folders[0], reference, scheme, device=name)
+        pair = replace(
+            pair,
+            target=target,
+            draft=load_model(pair_folders[1], reference, scheme, device=name),
+            low=load_model(pair_folders[0], reference, QuantScheme.parse("int8"), device=name),
+            head=load_head(pair_folders[0].parent / "head", target, reference, device=name),
+        )
+        engine = make_engine(pair, method, device=name)
+        assert isinstance(engine.runner.cache.layers[0].k, Elsewhere) and isinstance(target.rope, Elsewhere)
+        for seed, wanted in plain_texts.items():
+            assert texts(run(make_engine(pair, method, device=name), *asked(seed))) == wanted
+
+
+def test_stored_weights_and_small_vocabularies_move_too(pair_folders):
+    ids = torch.arange(0, 60, 2)
+    with pretended_device() as name:
+        reference = ops.resolve("reference")
+        target = load_model(pair_folders[0], reference, None, device=name)
+        assert isinstance(with_tokens(target, ids).weights.lm_head.parts["weight"], Elsewhere)
+        for scheme in (None, QuantScheme.parse("int8"), QuantScheme.parse("fp8-b128")):
+            head = load_head(pair_folders[0].parent / "head", target, reference, scheme, device=name)
+            small = with_vocabulary(head, ids)
+            assert all(isinstance(part, Elsewhere) for part in small.weights.lm_head.parts.values())
+
+
+@pytest.mark.parametrize("name", ["w4a16-g32-asym", "fp8", "nf4-dq", "mxfp4", "qoq"])
+@pytest.mark.parametrize("kv", ["int8", "fp8_e4m3", "int4", "int4_sparse"])
+def test_formats_compute_elsewhere(name, kv):
+    reference, plain = ops.resolve("reference"), QuantScheme.parse(name).encode(randn(8, 64, seed=1))
+    x = randn(3, 64)
+    cache = [KVCache(1, 2, 4, 2, 16, kv) for _ in range(2)]
+    slots, rows = torch.tensor([5, 0, 3], dtype=torch.int32), randn(3, 2, 16, seed=2)
+    reference.store_kv(rows, rows, cache[0].layers[0], slots)
+    with pretended_device() as there:
+        moved = replace(plain, parts={k: t.to(there) for k, t in plain.parts.items()})
+        assert reference.linear(x.to(there), moved).cpu().equal(reference.linear(x, plain))
+        away = KVCache(1, 2, 4, 2, 16, kv, there)
+        reference.store_kv(rows.to(there), rows.to(there), away.layers[0], slots.to(there))
+        assert away.layers[0].k.cpu().view(torch.uint8).equal(cache[0].layers[0].k.view(torch.uint8))
+
+
+def test_a_pass_ends_when_its_device_has_done_it(monkeypatch, reference_pair):
+    """Else the clock of the target's time would be read as soon as the work is handed over."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    devices.wait(torch.device("cpu"))
+    devices.wait(torch.device("cuda:0"))
+    assert waited == [torch.device("cuda:0")]
+    monkeypatch.setattr(devices, "wait", waited.append)
+    run(make_engine(reference_pair), [[1, 2]], SamplingParams(max_tokens=2, temperature=0, seed=0))
+    assert waited[1:] == [torch.device("cpu")] * 2

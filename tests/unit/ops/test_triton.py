@@ -1,0 +1,231 @@
+"""The GPU's kernels where there is no GPU: their cases in Triton's interpreter, their fallback, and their compiler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures_ops import randn
+
+from foretoken import registry
+from foretoken.formats.scheme import QuantScheme
+from foretoken.ops import reference
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
+from foretoken.ops import triton as gpu  # noqa: E402
+from foretoken.ops.triton import dispatch, guard  # noqa: E402
+
+pytestmark = pytest.mark.triton
+CASES = Path(__file__).parents[2] / "triton"
+interpreted = guard.interpreted()
+
+
+def run_cases(name: str, **settings: str) -> None:
+    environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES / name)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=CASES.parents[1])
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py")))
+def test_in_the_interpreter(name):
+    run_cases(name, TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py") if p.name != "test_model.py"))
+def test_on_the_gpu(name):
+    run_cases(name, TRITON_INTERPRET="0", FORETOKEN_TEST_GPU="1")
+
+
+# --- kernels that fail ---
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Kernels that raise `failing.error` as they are launched."""
+
+    class Failing:
+        error: Exception = guard.TritonError("tt.dot is not what it was")
+        launches = 0
+
+    def run(self: guard.Launch) -> None:
+        Failing.launches += 1
+        raise Failing.error
+
+    monkeypatch.setattr(guard.Launch, "run", run)
+    monkeypatch.setattr(guard, "broken", set())
+    return Failing
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a8", "bf16"])
+def test_a_kernel_that_does_not_compile_leaves_its_op_to_the_reference(name, failing, caplog):
+    plain = QuantScheme.parse(name).encode(randn(6, 128, seed=1))
+    w, x, norm = gpu.pack(plain), randn(3, 128), randn(128, seed=2)
+    with caplog.at_level(logging.WARNING, "foretoken.ops"):
+        assert gpu.linear(x, w).equal(reference.linear(x, plain))
+        assert gpu.linear(x, w).equal(reference.linear(x, plain))
+        assert gpu.norm_linear(x, norm, 1e-5, w).equal(reference.linear(reference.rms_norm(x, norm, 1e-5), plain))
+        wide = randn(3, 256)
+        assert gpu.silu_linear(wide, w).equal(reference.linear(reference.silu_mul(wide), plain))
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and "tt.dot" in said[0] and plain.format in said[0] and "using the reference" in said[0]
+    assert failing.launches == 1  # tried once, not with every pass
+
+
+def test_one_broken_op_leaves_the_others_alone(failing, caplog):
+    x, norm = randn(3, 128), randn(128, seed=2)
+    assert gpu.rms_norm(x, norm, 1e-5).equal(reference.rms_norm(x, norm, 1e-5))
+    assert guard.broken == {"rms_norm"}
+    assert gpu.silu_mul(x).equal(reference.silu_mul(x))
+    positions, table = torch.zeros(3, dtype=torch.int32), torch.ones(4, 32)
+    heads = x.view(3, 4, 32)
+    assert gpu.rope(heads, positions, table).equal(reference.rope(heads, positions, table))
+    assert failing.launches == 3
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access")]
+)
+def test_errors_of_a_gpu_at_work_are_not_hidden(error, failing):
+    failing.error = error
+    with pytest.raises(type(error), match="CUDA"):
+        gpu.rms_norm(randn(3, 128), randn(128), 1e-5)
+    assert not guard.broken
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Failed to find C compiler. Please specify via CC"), FileNotFoundError("ptxas")]
+)
+def test_a_missing_compiler_is_a_kernel_that_does_not_compile(error, failing):
+    failing.error = error
+    x = randn(3, 128)
+    assert gpu.silu_mul(x).equal(reference.silu_mul(x)) and guard.broken == {"silu_mul"}
+
+
+# --- old GPUs ---
+
+
+def test_a_gpu_without_8_bit_floats_widens_them_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an older GPU")
+    dispatch.has_fp8.cache_clear()
+    w = QuantScheme.parse("fp8-a8").encode(randn(4, 128))
+    try:
+        with caplog.at_level(logging.WARNING, "foretoken.ops"):
+            device = torch.device("cuda:0")
+            assert [dispatch.form_for(w, dispatch.has_fp8(device)) for _ in range(2)] == ["fp8_half"] * 2
+        assert len(caplog.records) == 1 and "an older GPU" in caplog.text and "16 bits" in caplog.text
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+        dispatch.has_fp8.cache_clear()
+        assert dispatch.form_for(w, dispatch.has_fp8(device)) == "fp8"
+    finally:
+        dispatch.has_fp8.cache_clear()
+
+
+@pytest.mark.parametrize(("capability", "reason"), [((7, 5), "has compute capability 7.5.*need 8.0"), ((8, 0), None)])
+def test_a_gpu_that_is_too_old_is_refused(capability, reason, monkeypatch):
+    module = registry.load("ops", "triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    module.unavailable.cache_clear()
+    try:
+        found = module.unavailable()
+        assert found is None if reason is None else re.search(reason, found)
+    finally:
+        module.unavailable.cache_clear()
+
+
+# --- compiled for GPUs that are not here ---
+
+INSTRUCTIONS = {  # of tensor cores, by the form of rows
+    "half": "m16n8k16.row.col.f32.f16.f16.f32",
+    "bf16": "m16n8k16.row.col.f32.bf16.bf16.f32",
+    "int8": "m16n8k32.row.col.satfinite.s32.s8.s8.s32",
+    "fp8_half": "m16n8k16.row.col.f32.f16.f16.f32",
+}
+SOME = [("w4a16", 90), ("w4a8", 80), ("bf16", 90), ("fp8-a8", 89)]
+KINDS = ("bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a8", "fp8", "fp8-b128", "fp8-a8")
+ALL = [(name, capability) for name in KINDS for capability in (80, 89, 90)]
+
+
+def instructions(name: str, capability: int, num_rows: int) -> set[str]:
+    """What of tensor cores the kernels of a product use; they are compiled to machine code."""
+    w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(128, 512)))
+    form = dispatch.form_for(w, capability >= 89)
+    launch, ready = dispatch.preparation(torch.empty(num_rows, 512), form, w.group, "norm", torch.ones(512), 1e-5)
+    assert launch.compile(capability).asm["cubin"]
+    launches = dispatch.multiplication(ready, w, None, None, torch.empty(num_rows, 128))
+    compiled = [launch.compile(capability) for launch in launches]
+    assert all(c.asm["cubin"] for c in compiled)
+    assert "wgmma" not in compiled[0].asm["ptx"]
+    return set(re.findall(r"mma\.sync\.aligned\.([\w.]+)", compiled[0].asm["ptx"]))
+
+
+def check_compiled(name: str, capability: int) -> None:
+    """One and the same instruction for one tile of rows and for four: the order of a row's sums is that of one tile."""
+    w = QuantScheme.parse(name).encode(torch.ones(1, 512))
+    form = dispatch.form_for(w, capability >= 89)
+    native = {89: "m16n8k32.row.col.f32.e4m3.e4m3.f32", 90: INSTRUCTIONS["half"]}  # Triton widens them on Hopper
+    wanted = INSTRUCTIONS.get(form) or native[capability]
+    assert instructions(name, capability, 1) == instructions(name, capability, 64) == {wanted}
+
+
+@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("name", "capability"), SOME)
+def test_products_compile_to_one_instruction_for_all_rows(name, capability, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    check_compiled(name, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("name", "capability"), ALL)
+def test_products_compile_everywhere(name, capability, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    check_compiled(name, capability)
+
+
+@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+def test_the_smallest_shapes_compile(tmp_path, monkeypatch):
+    """Sizes of 1 become constants of a kernel, which must bear that."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    w = gpu.pack(QuantScheme.parse("w4a8").encode(torch.ones(1, 64)))
+    launch, ready = dispatch.preparation(torch.empty(1, 64), "int8", w.group)
+    launches = [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
+    launches.append(dispatch.preparation(torch.empty(1, 1), "single", 1, "norm", torch.ones(1), 1e-5)[0])
+    launches.append(dispatch.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
+    assert all(launch.compile(90).asm["cubin"] for launch in launches)
+
+
+@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+def test_kernels_are_not_compiled_for_numbers_of_rows():
+    """What a launch leaves free, Triton must not specialize on: one row, or a multiple of 16, would be other code."""
+    w = gpu.pack(QuantScheme.parse("w4a16").encode(torch.ones(8, 4096)))
+    launch, ready = dispatch.preparation(torch.empty(3, 4096), "half", w.group)
+    launches = [launch, *dispatch.multiplication(ready, w, None, None, torch.empty(3, 8))]
+    assert len(launches) == 3
+    for launch in launches:
+        given = {p.name for p in launch.kernel.params if p.do_not_specialize}
+        rows = {name for name, value in launch.arguments.items() if name == "num_rows"}
+        assert given == launch.free == rows
+
+
+@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_small_ops_compile(capability, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = [
+        dispatch.preparation(torch.empty(3, 256), "single", 1, "silu")[0],
+        dispatch.preparation(torch.empty(3, 256), "int8", 64, "silu")[0],
+        dispatch.rotation(torch.empty(3, 2, 64), torch.zeros(3, dtype=torch.int32), torch.empty(9, 64))[0],
+    ]
+    assert all(launch.compile(capability).asm["cubin"] for launch in launches)
