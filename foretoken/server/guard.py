@@ -1,6 +1,6 @@
 """Guard: what every request passes before any route is looked up. Keys, hosts, sizes; ids, counts; errors in one shape.
 
-It decides on the raw path of the connection, never on a URL put together from headers. Without a key it lets by
+It decides on the path that the router sees (the connection's, percent signs decoded), never on a URL made of headers. Without a key it lets by
 GET /health, and GET /: the playground's page, the same bytes for everybody, which asks for its data with a key.
 """
 
