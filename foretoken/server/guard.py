@@ -1,7 +1,8 @@
 """Guard: what every request passes before any route is looked up. Keys, hosts, sizes; ids, counts; errors in one shape.
 
-It decides on the path that the router sees (the connection's, percent signs decoded), never on a URL made of headers. Without a key it lets by
-GET /health, and GET /: the playground's page, the same bytes for everybody, which asks for its data with a key.
+It decides on the path that the router sees (the connection's, percent signs decoded), never on a URL made of headers.
+Without a key it lets by GET /health, and GET /: the playground's page, the same bytes for everybody, which asks for its
+data with a key.
 """
 
 from __future__ import annotations
