@@ -33,7 +33,7 @@ PEERS_WORK  ?= $(HOME)/.cache/foretoken-peers
 PEERS_SHAPE ?= llama-3.2-1b
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full sanitize check bench peers bench-peers docs clean build format lint types contracts
+.PHONY: help demo test test-full sanitize check bench bench-gpu peers bench-peers docs clean build format lint types contracts
 
 help: ## this list
 	@printf 'foretoken: make <target>\n\n'
@@ -65,6 +65,10 @@ check: lint types contracts test ## format, lint, types, import contracts, tests
 bench: $(STAMP) ## measure plain against speculative decoding; appends to benchmarks/results
 	@mkdir -p $(RECORDS)
 	$(BIN)/foretoken bench --out $(RECORDS)/bench.jsonl
+
+bench-gpu: $(STAMP) ## measure everything on one GPU in under 9 minutes (GPU_ARGS=--dry-run: toy sizes, on the CPU)
+	@mkdir -p $(RECORDS)
+	$(BIN)/python benchmarks/gpu.py --out $(RECORDS)/gpu.jsonl $(GPU_ARGS)
 
 peers: $(STAMP) ## set up llama.cpp, OpenVINO, vLLM, transformers, each in its own environment, and checkpoints (long)
 	$(BIN)/python benchmarks/peers/environments.py --home $(PEERS_HOME)

@@ -323,6 +323,7 @@ class Sequence:
         "params",
         "priority",
         "prompt_logprobs",
+        "ruled_out",
         "script",
         "seed",
         "seq_id",
@@ -355,6 +356,7 @@ class Sequence:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.grammar: Grammar | None = None
+        self.ruled_out = False  # did it fail because its own request left no token?
         self.script: Seq[int] = ()  # tokens that are decided already, from the first on, and yet to be scored
         self.state: object = None  # what the sampler keeps between rounds (penalty counts); derived, may be dropped
 
@@ -455,6 +457,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all tokens of the prompt but the first
     text_offset: tuple[int, ...] = ()
+    ruled_out: bool = False  # of an error: the request itself left no token to choose
 
     @property
     def accepted(self) -> tuple[bool, ...]:

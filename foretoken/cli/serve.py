@@ -34,6 +34,7 @@ class Args:
     engine: Literal["foretoken", "vllm"] = "foretoken"  # vllm: start vLLM with the same flags, and stand in front of it
     vllm_python: Annotated[str | None, option("PYTHON")] = None  # whose vLLM; unset: that of this environment
     vllm_args: Annotated[str, option("FLAGS")] = ""  # vLLM's own flags, e.g. --vllm-args='--enforce-eager'
+    load_timeout: float = 1800.0  # vllm: seconds until it is ready; one that takes longer counts as dead
     tensor_parallel_size: int = 1  # vllm: GPUs that share each layer
     pipeline_parallel_size: Annotated[int | None, option("N")] = None  # vllm: groups of layers; unset: one a node
     nodes: int = 1  # vllm: nodes of a Ray cluster, which must run
@@ -59,6 +60,7 @@ def run(argv: Seq[str], prog: str) -> int:
         max_queue=args.max_queue,
         request_timeout=args.request_timeout,
         drain_timeout=args.drain_timeout,
+        load_timeout=args.load_timeout,
         metrics_prefix=args.metrics_prefix,
         detailed=args.per_request_spec_decode_metrics == "detailed",
     )

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretoken.errors import RequestError
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.sampling import adjust, gumbel_noise
 
@@ -83,7 +84,10 @@ class Guesses:
             whole = np.full(self.vocab_size, -np.inf, np.float32)
             whole[self.target_ids] = logits
             logits = whole
-        values = adjust(logits, seq, path, self.eos_token_ids)
+        try:
+            values = adjust(logits, seq, path, self.eos_token_ids)
+        except RequestError:  # its grammar is given up: the sequences beside it go on
+            return np.arange(count), np.full(count, -np.inf)
         best = np.argsort(-values, kind="stable")[: max(CANDIDATES, count)].astype(np.int64)
         if not np.isfinite(values[best[0]]):
             return best[:count], np.full(len(best[:count]), -np.inf)

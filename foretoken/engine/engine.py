@@ -323,6 +323,7 @@ class Engine:
             logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
             prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
             text_offset=tuple(live.offsets),
+            ruled_out=seq.ruled_out,
         )
         logprobs = tuple(seq.logprobs[len(seq.logprobs) - len(tokens) :]) if r.params.logprobs is not None else ()
         new = len(live.levels) - len(tokens)

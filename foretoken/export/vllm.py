@@ -29,7 +29,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # What foretoken decides: who may come in, where it listens, what runs.
 RESERVED = (
     *("host", "port", "uds", "api-key", "ssl-keyfile", "ssl-certfile", "grpc-port", "allowed-origins", "root-path"),
-    *("model", "served-model-name", "speculative-config", "trust-remote-code", "middleware", "headless"),
+    *("model", "served-model-name", "speculative-config", "sc", "trust-remote-code", "middleware", "headless"),
+    *(
+        "config",
+        "max-num-seqs",
+        "per-request-spec-decode-metrics",
+    ),  # a file of flags; how many may come in; what is told
 )
 
 
@@ -228,10 +233,16 @@ def _kind(method: str, path: str) -> str:
 
 
 def _own_flags(more: str) -> list[str]:
-    """vLLM's own flags as they were given. Raises ConfigError for those that are foretoken's to decide."""
+    """vLLM's own flags as they were given. Raises ConfigError for those that are foretoken's to decide.
+
+    vLLM's parser takes the beginning of a flag for the flag, "_" for "-", and sets parts of a value by --flag.part.
+    """
     made = shlex.split(more)
     for word in made:
-        name = word.partition("=")[0].lstrip("-").replace("_", "-")
-        if word.startswith("-") and any(name == r or (len(name) > 2 and r.startswith(name)) for r in RESERVED):
-            raise ConfigError(f"--vllm-args: {word!r} is decided by foretoken's own flags; leave it out")
+        name = word.partition("=")[0].partition(".")[0].lstrip("-").replace("_", "-")
+        if word.startswith("-") and any(name == r or (len(name) > 1 and r.startswith(name)) for r in RESERVED):
+            raise ConfigError(
+                f"--vllm-args: {word!r} is decided by foretoken's own flags; leave it out, or give foretoken's "
+                "(foretoken serve --help)"
+            )
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import ModelLoadError
+
+log = logging.getLogger("foretoken.models")
 
 # Architecture -> what is always true of it: biases on q, k, v; normalized q and k.
 ARCHITECTURES = {
@@ -118,7 +121,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
             raise ModelLoadError(f"{where}: {name} must be a whole number in 1..{most}, got {value!r}")
         return value
 
-    hidden, heads = whole("hidden_size"), whole("num_attention_heads")
+    hidden, heads, vocab_size = whole("hidden_size"), whole("num_attention_heads"), whole("vocab_size")
     kv_heads = whole("num_key_value_heads", heads)
     head_dim = whole("head_dim", hidden // heads)
     if heads % kv_heads or head_dim % 2:
@@ -132,7 +135,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
     bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
-        vocab_size=whole("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=whole("intermediate_size"),
         num_layers=layers,
@@ -148,8 +151,9 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=flags["qk_norm"],
         windows=_windows(raw, layers, architecture, where),
-        eos_token_ids=_token_ids(raw.get("eos_token_id") if eos is None else eos),
-        bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"))), None),
+        eos_token_ids=_token_ids(eos, "generation_config.json: eos_token_id", vocab_size)
+        or _token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id", vocab_size),
+        bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id", vocab_size)), None),
     )
 
 
@@ -160,10 +164,14 @@ def _number(raw: Mapping[str, Any], name: str, default: float, where: str) -> fl
     return float(value)
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,)
-    return tuple(v for v in value if isinstance(v, int)) if isinstance(value, list) else ()
+def _token_ids(value: object, name: str, vocab_size: int) -> tuple[int, ...]:
+    """Those that the model has: what it can never write ends no text, and has no row in a table."""
+    given = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
+    known = tuple(v for v in given if not isinstance(v, bool) and 0 <= v < vocab_size)
+    if len(known) < len(given):
+        left_out = [v for v in given if v not in known]
+        log.warning("%s: left out %s, beyond the model's %d tokens", name, left_out, vocab_size)
+    return known
 
 
 def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:

@@ -20,7 +20,7 @@ from foretoken.server import frames, process
 from foretoken.server.errors import ApiError, bad_request, internal, unavailable
 from foretoken.server.frames import Frame
 from foretoken.server.grammars import Compiled, Grammars
-from foretoken.server.helper import ENDED, Helper, HelperDiedError, SpentError
+from foretoken.server.helper import ENDED, Helper, HelperDiedError
 from foretoken.server.stream import Job, Piece, Stream
 from foretoken.server.text import Text
 
@@ -166,10 +166,10 @@ class EngineClient:
         try:
             frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
             return await self._templates.ask(frame, "messages", size)
-        except SpentError:
+        except HelperDiedError as error:
+            if not error.spent:  # the machine's doing, perhaps
+                raise unavailable("the messages could not be prepared in time; try again later") from None
             raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
-        except HelperDiedError:  # the machine's doing, perhaps
-            raise unavailable("the messages could not be prepared in time; try again later") from None
 
     def _aside(self, grammars: bool) -> Frame:
         """What a helper's process must know of the model."""

@@ -28,6 +28,7 @@ class ServerConfig:
     max_queue: int = 256
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
+    load_timeout: float = 1800.0  # of a vLLM
     metrics_prefix: str = "vllm:"
     detailed: bool = False  # does each answer list every round's drafted and accepted tokens?
 
@@ -36,8 +37,8 @@ class ServerConfig:
             raise ConfigError(f"port must lie in 0..65535, got {self.port}; 8000 is usual")
         if self.max_queue < 0:
             raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}")
-        if not self.request_timeout > 0 or not self.drain_timeout >= 0:
-            raise ConfigError("request_timeout must be above 0 and drain_timeout at least 0 seconds")
+        if not (self.request_timeout > 0 and self.load_timeout > 0) or not self.drain_timeout >= 0:
+            raise ConfigError("request_timeout and load_timeout must be above 0, drain_timeout at least 0 seconds")
         if self.metrics_prefix not in PREFIXES:
             raise ConfigError(f"metrics_prefix must be one of {', '.join(PREFIXES)}, got {self.metrics_prefix!r}")
         if not self.loopback and not self.keys:

@@ -7,12 +7,21 @@ import json
 import resource
 from functools import cache
 
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.server.errors import unavailable
 
 WAIT = 80.0  # seconds for the head of a request; longer than uvicorn keeps an idle connection
 RESERVED = 64  # file descriptors for all but clients: libraries, pipes, the engine that replaces a dead one
+CUT = "foretoken.cut"  # in a request's scope: ends its connection
+
+
+async def cut(scope: Scope) -> None:
+    """End a connection with an answer half sent: an orderly close would wait for a client that reads nothing."""
+    if CUT in scope:
+        scope[CUT]()
+        await asyncio.sleep(0)  # it is told before its request ends
 
 
 @cache
@@ -64,7 +73,10 @@ class Patient(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _mind(self) -> None:
-        """The clock runs while no request is being answered."""
+        """The clock runs while no request is being answered. A request that is can end its connection: see `cut`."""
+        if self.scope is not None:
+            scope: Scope = self.scope  # type: ignore[assignment]
+            scope.setdefault(CUT, self.transport.abort)
         if self._waiting and self._deadline is None:
             self._deadline = self.loop.call_later(WAIT, self._late)
         elif not self._waiting and self._deadline is not None:

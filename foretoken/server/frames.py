@@ -147,6 +147,7 @@ def _number(value: float) -> float:
 def _completion(c: Completion) -> dict[str, Any]:
     return {
         "finish_reason": c.finish_reason.value,
+        "ruled_out": c.ruled_out,
         "seed": c.seed,
         "num_prompt_tokens": len(c.prompt_token_ids),
         "metrics": c.metrics.as_dict(),

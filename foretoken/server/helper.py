@@ -22,11 +22,11 @@ ENDED = "the server is shutting down, and this request was not finished"
 
 
 class HelperDiedError(Exception):
-    """A job came to nothing, for no fault of its own that is known: its process died or took too long by the clock."""
+    """A job came to nothing: its process died, or took too long. `spent`: it used up the work that it may take."""
 
-
-class SpentError(HelperDiedError):
-    """A job took more work than any may: the process ended itself."""
+    def __init__(self, spent: bool) -> None:
+        super().__init__("it took too much work" if spent else "its process died or stood still")
+        self.spent = spent
 
 
 class Helper:
@@ -45,7 +45,7 @@ class Helper:
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
         """What becomes of a job.
 
-        Raises HelperDiedError, SpentError; ApiError 400 where it is refused, 503 where too many wait.
+        Raises HelperDiedError; ApiError 400 where it is refused, 503 where too many wait.
         `name`: the field that an error is about; `size`: characters of the frame, about.
         """
         if self._closed:
@@ -67,7 +67,8 @@ class Helper:
         if answer["type"] == "refused":
             raise bad_request(answer["message"], name)
         if answer["type"] == "failed":
-            raise HelperDiedError(answer["message"])
+            log.error("a grammar could not be compiled: %s", answer["message"])
+            raise HelperDiedError(spent=False)
         return str(answer["text"])
 
     def refuse(self) -> None:
@@ -106,7 +107,11 @@ class Helper:
             log.error("the process beside the server cannot be started: %s", error.strerror)
             await self._end()
             raise unavailable("requests cannot be prepared now; try again later") from None
-        answer = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
+        try:
+            answer = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
+        except HelperDiedError as error:
+            log.error("the process beside the server cannot be set up: %s", error)
+            raise unavailable("requests cannot be prepared now; try again later") from None
         if answer["type"] == "refused":
             await self._end()
             raise bad_request(answer["message"])
@@ -116,8 +121,11 @@ class Helper:
         try:
             return await asyncio.wait_for(self._talk(data), patience)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, frames.FrameError) as error:
-            spent = await self._end() == -signal.SIGPROF
-            raise (SpentError if spent else HelperDiedError)(type(error).__name__) from None
+            code = await self._end()
+            spent = code == -signal.SIGPROF  # a timer of its own
+            if not spent:
+                log.error("a process beside the server ended with code %s (%s)", code, type(error).__name__)
+            raise HelperDiedError(spent) from None
         except BaseException:
             await self._end()
             raise
@@ -134,7 +142,7 @@ class Helper:
         return made[0]
 
     async def _end(self) -> int | None:
-        """End the process; its exit code, if there was one."""
+        """End the process; its exit code, None where there is none."""
         pid, streams = self._pid, self._streams
         self._pid = self._streams = None
         if streams is not None:

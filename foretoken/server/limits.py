@@ -38,30 +38,33 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _STRING = re.compile(rb'"[^"]*"')  # without escapes; with them the expression would take quadratic time
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request's body. Raises ApiError 400 for anything else, 413 for a body beyond the limit."""
+def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
+    """The JSON object of a request's body, or of a text in it by its `name`.
+
+    Raises ApiError 400 for anything else, 413 for a body beyond the limit.
+    """
     if len(raw) > MAX_BODY:
         raise too_large()
-    check_values(raw, "the body holds")
+    check_values(raw, f"{name} holds")
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
     except UnicodeDecodeError as error:
-        raise bad_request(f"the body is no UTF-8 ({error.reason} at byte {error.start})") from None
+        raise bad_request(f"{name} is no UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
-        raise bad_request(f"the body is no JSON: {error.msg} at {where}", code="invalid_json") from None
+        raise bad_request(f"{name} is no JSON: {error.msg} at {where}", code="invalid_json") from None
     except RecursionError:
-        raise _too_deep() from None
+        raise _too_deep(name) from None
     except ValueError as error:  # a number of thousands of digits
-        raise bad_request(f"the body is no JSON: {error}", code="invalid_json") from None
+        raise bad_request(f"{name} is no JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise bad_request("the body must be a JSON object", code="invalid_json")
-    check_nesting(value)
+        raise bad_request(f"{name} must be a JSON object", code="invalid_json")
+    check_nesting(value, name)
     if _SURROGATE.search(raw):
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise bad_request("the body holds half of a surrogate pair, which is no text") from None
+            raise bad_request(f"{name} holds half of a surrogate pair, which is no text") from None
     return value
 
 
@@ -80,7 +83,7 @@ def _too_many(raw: bytes) -> bool:
     return raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS or raw.count(b",") > MAX_VALUES
 
 
-def check_nesting(value: Any) -> None:
+def check_nesting(value: Any, name: str = "the body") -> None:
     """Raise ApiError 400 for lists and objects within each other deeper than the limit."""
     level = [value]
     for _ in range(MAX_NESTING):
@@ -92,7 +95,7 @@ def check_nesting(value: Any) -> None:
         ]
         if not level:
             return
-    raise _too_deep()
+    raise _too_deep(name)
 
 
 def too_large() -> ApiError:
@@ -108,8 +111,8 @@ def _number(text: str) -> float | int:
     return int(value) if value.is_integer() else value
 
 
-def _too_deep() -> ApiError:
-    return bad_request(f"the body nests deeper than {MAX_NESTING} levels", code="invalid_json")
+def _too_deep(name: str) -> ApiError:
+    return bad_request(f"{name} nests deeper than {MAX_NESTING} levels", code="invalid_json")
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -13,6 +13,7 @@ import httpx
 from foretoken.server.errors import unavailable
 
 STOPPED = "the engine stopped while this request ran; send it again"
+IDLE = 2.0  # seconds that an unused connection is kept; vLLM closes one after 5, and a request must not meet that
 MAX_PAGE = 16 * 2**20  # bytes of an answer that is read whole
 
 
@@ -20,7 +21,7 @@ class Link:
     """HTTP over one unix socket, with the key that only both ends know."""
 
     def __init__(self, path: str, key: str) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE)
         self._client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
             base_url="http://vllm",

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import RequestError
@@ -22,7 +23,8 @@ log = logging.getLogger("foretoken")
 class Loader:
     """Takes frames that concern grammars, in order, and hands requests on with what their texts must look like.
 
-    Such a request gets "make": a function that makes the grammar of one text, or raises what is wrong with it.
+    Such a request gets "make": a function that makes the grammar of one text, or raises what is wrong with it. So every
+    request is handed on, whatever happens here.
     """
 
     def __init__(self, deliver: Callable[[Frame], None], vocabulary: Callable[[], Vocabulary]) -> None:
@@ -75,7 +77,10 @@ class Loader:
                 log.exception("a compiled grammar could not be loaded")
 
     def _hand_on(self, frame: Frame) -> None:
-        frame["make"] = self._maker(frame["choice"], frame["grammar"])
+        try:
+            frame["make"] = self._maker(frame["choice"], frame["grammar"])
+        except Exception as error:  # raised where the request is added, which refuses it
+            frame["make"] = partial(_raise, error)
         with self._lock:
             wanted = frame["id"] in self._waiting
             self._waiting.discard(frame["id"])
@@ -90,7 +95,7 @@ class Loader:
             return lambda: shared
         grammar, matching = self._grammars.get(key or ""), self._matching
         if grammar is None or matching is None:
-            return _missing
+            raise RuntimeError("the request's grammar is not there")
         return lambda: matching.matched(grammar)
 
     def _ready(self) -> Matching:
@@ -106,5 +111,5 @@ class Loader:
         return self._vocabulary
 
 
-def _missing() -> Grammar:
-    raise RuntimeError("the request's grammar is not there")
+def _raise(error: Exception) -> Grammar:
+    raise error

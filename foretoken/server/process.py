@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 SECRETS = ("FORETOKEN_API_KEY",)  # of the server's environment, not of theirs
+# What a program beside the server may know of its environment: what Python needs to start, and how texts are encoded.
+# Templates and grammars of others run there: a token of some hub, say, is nothing to them.
+PLAIN = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "TMPDIR", "TZ", "LANG")
+PLAIN_PREFIXES = ("LC_", "OMP_", "COVERAGE_", "COV_CORE_")
 
 
 def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, socket.socket]:
@@ -19,7 +23,7 @@ def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, so
     ours, theirs = socket.socketpair()
     with theirs:
         os.set_inheritable(theirs.fileno(), True)
-        environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
+        environment = {k: v for k, v in os.environ.items() if k not in SECRETS and (program == "worker" or plain(k))}
         root = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         safe = ["-P"] if sys.version_info >= (3, 11) else []  # nothing is imported from the working directory
@@ -31,6 +35,11 @@ def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, so
             raise
     ours.setblocking(False)
     return pid, ours
+
+
+def plain(name: str) -> bool:
+    """Is this variable one that any program may know?"""
+    return name in PLAIN or name.startswith(PLAIN_PREFIXES)
 
 
 async def end(pid: int, patience: float) -> int:

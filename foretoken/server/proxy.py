@@ -18,38 +18,18 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 import foretoken
-from foretoken.server import limits
 from foretoken.server.app import _api_error, _http_error
 from foretoken.server.config import ServerConfig
-from foretoken.server.errors import ApiError, bad_request, unavailable
+from foretoken.server.errors import ApiError, unavailable
 from foretoken.server.gate import Gate
 from foretoken.server.guard import Guard, Visit
 from foretoken.server.intake import INLINE, Intake
 from foretoken.server.metrics import CONTENT_TYPE
+from foretoken.server.passable import check, num_prompts
 from foretoken.server.relay import Relay
 from foretoken.server.vllm import VllmClient
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
-# What runs a client's program, loads a client's tensors, or reaches into vLLM's inside.
-REFUSED = {
-    "prompt_embeds": "prompts are text or token ids",
-    "chat_template": "the model's own chat template is used, never a request's",
-    "chat_template_kwargs": "the model's own chat template is used, without arguments",
-    "logits_processors": "programs in requests are not run",
-    "use_beam_search": "beam search is not offered",
-    "vllm_xargs": "vLLM's inner arguments are not for clients",
-    "kv_transfer_params": "vLLM's inner arguments are not for clients",
-    "mm_processor_kwargs": "text only",
-    "media_io_kwargs": "text only",
-    "previous_response_id": "responses are not stored; send the whole conversation as 'input'",
-    "background": "responses are not stored",
-    "speculation": "vLLM drafts for all requests alike; leave 'speculation' out",
-}
-_LISTS = {"stop": limits.MAX_STOP, "logit_bias": limits.MAX_LOGIT_BIAS, "messages": limits.MAX_MESSAGES}
-_LISTS |= {"tools": limits.MAX_TOOLS, "stop_token_ids": limits.MAX_STOP_TOKENS, "allowed_token_ids": limits.MAX_ALLOWED}
-_NUMBERS = {"n": limits.MAX_N, "best_of": limits.MAX_N, "top_logprobs": limits.MAX_TOP_LOGPROBS}
-_NUMBERS |= {"logprobs": limits.MAX_TOP_LOGPROBS, "prompt_logprobs": limits.MAX_TOP_LOGPROBS}
-_PARTS = ("text", "input_text", "output_text", "refusal")
 _PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?vllm:", re.MULTILINE)
 
 
@@ -104,13 +84,15 @@ def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intak
 
     async def route(request: Request) -> Relay:
         visit: Visit = request.scope["foretoken"]
-        body = await intake.read_object(request)
+        body, size = await intake.read_sized(request)
         client.check()
-        check(body)
+        if size > INLINE:
+            await asyncio.to_thread(check, body)
+        else:
+            check(body)
         if path.startswith("/v1/"):
             salt(body, visit.tenant)
-        count = int(body.get("n") or 1) * _prompts(body.get("prompt"))
-        size = int(request.headers.get("content-length", limits.MAX_BODY))
+        count = int(body.get("n") or 1) * num_prompts(body.get("prompt"))
         ticket = gate.enter(count, size)
         try:
             raw = await asyncio.to_thread(_written, body) if size > INLINE else _written(body)
@@ -160,47 +142,11 @@ def _add_reading(app: FastAPI, client: VllmClient, config: ServerConfig, gate: G
         return PlainTextResponse(own, media_type=CONTENT_TYPE)
 
 
-def check(body: Mapping[str, Any]) -> None:
-    """Raise ApiError 400 for what is not passed on: too much, or what no client may ask of vLLM."""
-    for name, why in REFUSED.items():
-        if body.get(name) not in (None, False, [], {}, ""):
-            raise bad_request(f"{name!r} is not supported: {why}", param=name, code="unsupported_parameter")
-    for name, most in _NUMBERS.items():
-        value = body.get(name)
-        if isinstance(value, int | float) and not (0 if name != "n" else 1) <= value <= most:
-            raise bad_request(f"{name} must lie in 0..{most}", param=name, code="invalid_value")
-        if name == "n" and value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise bad_request("n must be a whole number", param=name, code="invalid_value")
-    for name, most in _LISTS.items():
-        value = body.get(name)
-        if isinstance(value, list | dict) and len(value) > most:
-            raise bad_request(f"{name} has more than {most} entries", param=name, code="invalid_value")
-    if _prompts(body.get("prompt")) > limits.MAX_PROMPTS:
-        raise bad_request(f"more than {limits.MAX_PROMPTS} prompts", param="prompt", code="invalid_value")
-    for name in ("messages", "input"):
-        _text_only(body.get(name), name)
-
-
-def _text_only(messages: Any, name: str) -> None:
-    """An image's address would make vLLM open a connection that a client chose. Raises ApiError 400."""
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if not isinstance(part, dict) or part.get("type") not in _PARTS:
-                raise bad_request(f"{name}: text only", param=name, code="invalid_value")
-
-
 def salt(body: dict[str, Any], tenant: str) -> None:
     """Whose prefixes these are: tenants never share what is cached."""
     own = body.get("cache_salt")
     if tenant or own is not None:
         body["cache_salt"] = hashlib.sha256(json.dumps([tenant, own]).encode()).hexdigest()
-
-
-def _prompts(prompt: Any) -> int:
-    """Prompts in a request."""
-    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    return len(prompt) if several else 1
 
 
 def _written(body: Mapping[str, Any]) -> bytes:

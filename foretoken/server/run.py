@@ -77,7 +77,14 @@ def serve_vllm(
         raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install 'foretoken[vllm]'") from None
 
     def theirs(on_failure: OnFailure) -> tuple[Client, ASGIApp, Gate]:
-        client = VllmClient(arguments, facts, python=python, environment=environment, on_failure=on_failure)
+        client = VllmClient(
+            arguments,
+            facts,
+            python=python,
+            environment=environment,
+            load_timeout=config.load_timeout,
+            on_failure=on_failure,
+        )
         return client, *create_proxy(client, config)
 
     return asyncio.run(Runner(theirs, config).run())

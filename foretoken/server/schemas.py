@@ -29,7 +29,10 @@ def check(schema: Any, name: str) -> str:
     """The schema as text for the compiler. Raises ApiError 400 that names the keyword; `name`: the field it came in."""
     if isinstance(schema, str):
         _check_length(len(schema), name)
-        schema = limits.parse_object(schema.encode("utf-8", "replace"))
+        try:
+            schema = limits.parse_object(schema.encode("utf-8", "replace"), name)
+        except ApiError as error:  # of the field, not of the body
+            raise ApiError(error.status, error.message, param=name, code=error.code) from None
     if not isinstance(schema, dict):
         raise bad_request(f"{name}: a schema is a JSON object", name)
     parts: list[str] = []

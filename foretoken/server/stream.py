@@ -58,8 +58,6 @@ class Stream:
         self._forget = forget
         self.num_open = len(job.prompts) * job.params.n  # sequences that the engine has not completed
         self._num_unread = self.num_open
-        p = job.params
-        self._restricted = bool(p.allowed_token_ids or p.banned_token_ids or p.logit_bias or job.choice or job.grammar)
         self._scores: dict[int, list[Any]] = {}
         self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
 
@@ -85,7 +83,7 @@ class Stream:
             if item.completion is not None:
                 self._num_unread -= 1
                 if item.completion["finish_reason"] == "error":
-                    raise bad_request(NO_TOKEN) if self._restricted else internal()
+                    raise bad_request(NO_TOKEN) if item.completion["ruled_out"] else internal()
             yield item
 
     def leave(self, error: ApiError | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from foretoken.server import limits, schemas
 from foretoken.server.conversation import Fields
@@ -82,16 +82,33 @@ class TextOptions(Fields):
     format: Annotated[TextFormat | ObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
 
 
+def _one_of_them(schema: dict[str, Any]) -> None:
+    """Make of a schema with properties one that says: exactly one of these, and not null."""
+    forms = []
+    for name, form in schema.pop("properties").items():
+        kinds = [{**f, "enum": [v for v in f["enum"] if v is not None]} if "enum" in f else f for f in form["anyOf"]]
+        kinds = [{"const": True} if f.get("type") == "boolean" else f for f in kinds if f.get("type") != "null"]
+        forms.append({"type": "object", "properties": {name: {"anyOf": kinds}}, "required": [name]})
+    schema["anyOf"] = [{**form, "additionalProperties": False} for form in forms]
+    schema.pop("additionalProperties", None)
+
+
 class StructuredOutputs(Fields):
     """vLLM's form: exactly one of these."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_one_of_them)
 
     choice: Choices | None = None
     json_: Annotated[Schema | None, Field(alias="json", json_schema_extra=SOME_SCHEMAS)] = None
     regex: Annotated[str | None, Field(json_schema_extra=SOME_PATTERNS)] = None
     grammar: Annotated[str | None, Field(json_schema_extra=SOME_GRAMMARS)] = None
     json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> StructuredOutputs:
+        if self.json_object or any(v is not None for v in (self.choice, self.json_, self.regex, self.grammar)):
+            return self
+        raise ValueError("give one of choice, json, regex, grammar, json_object")
 
 
 def of_format(chosen: TextFormat | ObjectFormat | SchemaFormat | FlatSchemaFormat | None, name: str) -> Source | None:

@@ -154,7 +154,7 @@ class QwenCalls:
 
 
 class LlamaCalls:
-    """A text that begins as an object is held back until it is a call, or to its end."""
+    """A text that begins as an object is held back until it is a call, or to its end. Space beside calls is no text."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -162,6 +162,7 @@ class LlamaCalls:
         self._buffer = ""
         self._step = self._opening
         self._braces = _Braces()
+        self._called = False
 
     def feed(self, text: str) -> list[Found]:
         """What became certain with this text."""
@@ -174,7 +175,7 @@ class LlamaCalls:
     def end(self) -> list[Found]:
         """What is left when no text follows."""
         rest, self._buffer = self._buffer, ""
-        if self._step != self._opening:
+        if self._step != self._opening or (self._called and not rest.strip()):
             return []
         found = [_call(c, "parameters", self._names) for c in _objects(rest)]
         known = [c for c in found if c is not None]
@@ -186,6 +187,7 @@ class LlamaCalls:
             found.append(Call(head[1]))
             self._buffer, self._step, self._braces = self._buffer[head.end() :], self._arguments, _Braces()
             self._braces.depth = 1  # the call's own
+            self._called = True
             return True
         if self._buffer.lstrip()[:1] in ("", "{"):
             return False

@@ -34,6 +34,7 @@ LOADING, READY = 0.5, 2.0  # seconds between questions whether it is well
 PATIENCE = 10.0  # seconds for the answer
 EXIT_START = 127  # as a shell says it
 CLOSING = 15.0  # seconds for vLLM to leave by itself
+LOADS = 1800.0  # seconds for it to become ready
 
 
 class Ending(Protocol):
@@ -54,11 +55,13 @@ class VllmClient:
         python: str | None = None,
         environment: Mapping[str, str] | None = None,
         beat_timeout: float = 60.0,
+        load_timeout: float = LOADS,
         max_restarts: int = 5,
         on_failure: Callable[[str], None] = lambda message: None,
     ) -> None:
         """`arguments` as `export.vllm.arguments` makes them. `facts`: max_num_seqs, method. `python`: whose vLLM.
 
+        `beat_timeout`: seconds without an answer after which it is ended; `load_timeout`: seconds until it is ready.
         Raises ConfigError where there is no vLLM.
         """
         if python is None and importlib.util.find_spec("vllm") is None:
@@ -77,9 +80,11 @@ class VllmClient:
         self._command = [program, str(START)]
         self._arguments = list(arguments)
         self._environment = dict(environment or {})
-        self._beat_timeout, self._max_restarts, self._on_failure = beat_timeout, max_restarts, on_failure
+        self._beat_timeout, self._load_timeout = beat_timeout, load_timeout
+        self._max_restarts, self._on_failure = max_restarts, on_failure
         self._open: set[Ending] = set()
         self._ready = asyncio.Event()
+        self._closing = asyncio.Event()
         self._ready_since = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -115,6 +120,7 @@ class VllmClient:
     async def close(self) -> None:
         """End vLLM; open requests end with an error."""
         self.state = "closed"
+        self._closing.set()
         self.end_all(unavailable("the server is shutting down"))
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
@@ -122,7 +128,7 @@ class VllmClient:
     async def _supervise(self) -> None:
         """One process after the other."""
         deaths, delay = 0, FIRST_DELAY
-        while True:
+        while self.state != "closed":
             self._ready_since = 0.0
             try:
                 code = await self._run_once()
@@ -141,7 +147,9 @@ class VllmClient:
                 self._on_failure(message)
                 return
             log.error("vLLM ended with code %s; starting it again in %.1f s", code, delay)
-            await asyncio.sleep(delay)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), delay)
+                return
             delay = min(2 * delay, LAST_DELAY)
             self.num_restarts += 1
 
@@ -150,7 +158,11 @@ class VllmClient:
         folder = tempfile.mkdtemp(prefix="foretoken-")  # for this user alone
         key = secrets.token_urlsafe(32)
         path = os.path.join(folder, "socket")
-        pid, leash = self._spawn(path, key)
+        try:
+            pid, leash = self._spawn(path, key)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self.pid, self.link = pid, Link(path, key)
         try:
             code = await self._mind(pid, self.link)
@@ -168,7 +180,7 @@ class VllmClient:
 
     async def _mind(self, pid: int, link: Link) -> int:
         """Until the process has ended, by itself or because it is no longer well."""
-        heard = asked = time.monotonic()
+        heard = asked = started = time.monotonic()
         question: asyncio.Task[bool | None] | None = None
         stop_at: float | None = None
         while True:
@@ -191,6 +203,9 @@ class VllmClient:
                     stop_at = now
             elif question is None and now - asked > (READY if self.state == "ready" else LOADING):
                 asked, question = now, asyncio.get_running_loop().create_task(link.healthy(PATIENCE))
+            if stop_at is None and self.state in ("loading", "down") and now - started > self._load_timeout:
+                log.error("vLLM was not ready within %g s; it is ended (--load-timeout gives more)", self._load_timeout)
+                stop_at = now
             if stop_at is not None and now >= stop_at:
                 os.killpg(pid, signal.SIGKILL)
                 stop_at = float("inf")
@@ -217,5 +232,8 @@ class VllmClient:
         to_stderr = [(os.POSIX_SPAWN_DUP2, 2, 1)]
         try:
             return os.posix_spawn(command[0], command, environment, file_actions=to_stderr, setpgroup=0), ours
+        except OSError:
+            os.close(ours)
+            raise
         finally:
             os.close(theirs)

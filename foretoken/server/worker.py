@@ -192,6 +192,8 @@ class Worker:
                         self._put(frame)
         except (OSError, frames.FrameError) as error:
             log.error("the server's frames cannot be read: %s", error)
+        except Exception:  # no thread is to be had, say: without a reader there is nothing to wait for
+            log.exception("the server's frames cannot be taken")
         self._close()
         time.sleep(LAST_STEP)  # a daemon thread: the process mostly ends before this does
         os._exit(EXIT_FAILED)

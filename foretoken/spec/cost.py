@@ -152,9 +152,15 @@ def _solve(table: list[list[float]]) -> list[float]:
 
 @dataclass(frozen=True)
 class Prices:
-    """What one round costs: `rows` known rows and `fixed` seconds in any case, and what a draft adds to that."""
+    """What deciding `count` tokens and a draft's costs, in a pass of `rows` known rows.
+
+    Rows of prompts in the pass cost what they cost, with a draft or without: only what a draft adds beyond them counts,
+    beside what the `count` rows would take by themselves. Else drafts would look cheap where prompts make a pass long,
+    dearer though they are there than in the next pass.
+    """
 
     target: Curve
+    count: int
     rows: int
     fixed: float  # for contexts, and outside the models
     slope: float  # a row more, because of what is cached
@@ -164,13 +170,14 @@ class Prices:
     @property
     def plain(self) -> float:
         """Seconds without a draft."""
-        return self.target.at(self.rows) + self.fixed
+        return self.target.at(min(self.count, self.rows)) + self.fixed
 
     def seconds(self, more: float, steps: float) -> float:
         """Seconds with `more` rows, drafted in `steps` steps."""
-        return self.target.at(self.rows + more) + self.slope * more + self.fixed + self.start + self.step * steps
+        added = self.target.at(self.rows + more) - self.target.at(self.rows)
+        return self.plain + added + self.slope * more + self.start + self.step * steps
 
     def seconds_many(self, more: Floats, steps: Floats) -> Floats:
         """`seconds` of several, ascending in rows."""
-        found = self.target.at_many(self.rows + more) + self.slope * more
-        return found + (self.fixed + self.start) + self.step * steps
+        added = self.target.at_many(self.rows + more) - self.target.at(self.rows)
+        return added + self.slope * more + (self.plain + self.start) + self.step * steps

@@ -155,7 +155,7 @@ class GoodputLength:
         assert self.target is not None
         fixed = self.target.extra([len(seq) for seq in everyone], [1] * len(everyone)) + self.rest
         step = self.draft.per_step(sum(map(len, seqs)) / len(seqs))
-        return Prices(self.target, rows, fixed, self._slope(seqs), self.draft.start, step)
+        return Prices(self.target, len(everyone), rows, fixed, self._slope(seqs), self.draft.start, step)
 
     def _slope(self, seqs: Seq[Sequence]) -> float:
         """Seconds that a row more takes because of what is cached."""
@@ -261,8 +261,9 @@ class GoodputLength:
                 self.draft.correct(steps, times.draft, sum(asking) / len(asking))
                 seconds = times.draft + times.target + times.verify + times.schedule
                 tokens = len(round_.seqs) + sum(round_.num_accepted)
-                self._promise[0] = FADE * self._promise[0] + tokens
-                self._promise[1] = FADE * self._promise[1] + (self._rate * seconds if self._rate else tokens)
+                if round_.num_rows <= len(round_.seqs) + sum(round_.num_draft):  # no prompt's rows among them
+                    self._promise[0] = FADE * self._promise[0] + tokens
+                    self._promise[1] = FADE * self._promise[1] + (self._rate * seconds if self._rate else tokens)
             self.rest += 0.1 * (times.verify + times.schedule - self.rest)
             self._correct(round_, times.target)
         self._nodes, self._steps = {}, None

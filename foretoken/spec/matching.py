@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 import types
 from collections.abc import Callable, Collection, Sequence as Seq
 from functools import partial
@@ -18,11 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.errors import RequestError
-from foretoken.spec.grammar import Vocabulary
+from foretoken.spec.grammar import Allowance, Vocabulary
 
-# Seconds of a thread's time that a text may take in all, beyond so many a mask: a grammar that needs more is given up,
-# for it holds up all texts of a batch.
-FREE, EACH = 1.0, 0.005
 TRIED = 96  # tokens of a trial: a grammar that cannot write so many in time is not taken
 _PLACE = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")
 _WARNING = re.compile(r"Warning: (.*)")
@@ -166,20 +162,15 @@ class Matched:
         self._held: list[int] = []
         self._mask: NDArray[np.bool_] | None = None  # after `_held`
         self._bits = np.zeros((1, (self._size + 31) // 32), np.int32)
-        self._spent, self._num_asked = 0.0, 0
+        self._allowance = Allowance()
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
         """bool [V]: the tokens that may come after the output's tokens and then those of `path`.
 
         None after what does not match. Raises RequestError once this text has taken too much time.
         """
-        self._num_asked += 1
-        if self._spent > FREE + EACH * self._num_asked:
-            raise RequestError("the grammar takes too long to follow; simplify it")
-        start = time.thread_time()
-        mask = self._after([*output, *path])
-        self._spent += time.thread_time() - start
-        return mask
+        with self._allowance:
+            return self._after([*output, *path])
 
     def another(self) -> Matched:
         """The same grammar with a matcher of its own, for another reader."""

@@ -5,10 +5,40 @@ To follow the target is to truncate to the common prefix; the rest is pending. T
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence as Seq
+from typing import Any
 
+import numpy as np
+
+from foretoken.errors import RequestError
 from foretoken.models.runner import ModelRunner
-from foretoken.request import Sequence
+from foretoken.request import Grammar, Sequence
+
+log = logging.getLogger("foretoken")
+_NOTHING = np.zeros(0, np.bool_)
+
+
+class Guide:
+    """A target's grammar as its shadow follows it: where that fails, nothing is guessed, and it is not asked again."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self.failed = False
+
+    def allowed(self, output: Seq[int], path: Seq[int]) -> Any:
+        """bool [V]; empty, which allows no token, once the grammar has failed: the sequences beside it go on."""
+        if not self.failed:
+            try:
+                return self._grammar.allowed(output, path)
+            except Exception as error:
+                self.failed = True
+                log.debug("a drafter goes on without a grammar", exc_info=not isinstance(error, RequestError))
+        return _NOTHING
+
+    def another(self) -> Guide:
+        """For a shadow of the shadow."""
+        return Guide(self._grammar.another())
 
 
 class Shadow:
@@ -18,8 +48,9 @@ class Shadow:
         self.runner = runner
         self.seq = Sequence(target.seq_id, target.token_ids, target.params, target.seed, target.tenant)
         self.seq.num_prompt = target.num_prompt
-        if target.grammar is not None:  # what the target may not write is not worth guessing
-            self.seq.grammar = target.grammar.another()
+        # What the target may not write is not worth guessing.
+        self._guide = None if target.grammar is None else Guide(target.grammar.another())
+        self.seq.grammar = self._guide
         self.seq.context = runner.model.max_model_len
         self.num_agreed = len(target)  # of the target's tokens: these need no second look, unless it was rewound
 
@@ -29,6 +60,8 @@ class Shadow:
         `keep` guessed tokens behind all of the target's stay. `rewind(seq, length)` is told before tokens of the shadow
         are taken back.
         """
+        if self._guide is not None and self._guide.failed:
+            self.seq.grammar = None  # a guess that the target may not write costs no more than none
         mine, its = self.seq.token_ids, target.token_ids
         same = min(self.num_agreed, len(its))
         while same < min(len(mine), len(its)) and mine[same] == its[same]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretoken.errors import RequestError
 from foretoken.request import Sequence, TokenLogprob
 from foretoken.spec.draft import Draft
 from foretoken.spec.sampling import FAILED, choose, plain_greedy, token_logprob
@@ -52,6 +53,9 @@ def verify(
             try:
                 greedy = (best[row:end], finite[row:end]) if plain_greedy(seq) else None
                 _walk(path, table[row:end], seq, draft_tokens, parents, greedy, eos_token_ids)
+            except RequestError as error:  # a grammar that is given up
+                log.warning("choosing a token of sequence %d failed: %s", seq.seq_id, error)
+                path.failed = seq.ruled_out = True
             except Exception:  # its own parameters, mostly: it ends alone, and its neighbours never know
                 log.exception("choosing a token of sequence %d failed", seq.seq_id)
                 path.failed = True
@@ -97,6 +101,7 @@ def _walk(
             token = choose(table[at], seq, path.tokens, eos_token_ids)
         if token == FAILED:
             path.failed = True
+            seq.ruled_out = bool(np.isfinite(table[at].max()))  # else the model is at fault
             return
         if seq.params.logprobs is not None:
             path.logprobs.append(token_logprob(table[at], seq, path.tokens, token, eos_token_ids))

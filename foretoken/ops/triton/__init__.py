@@ -18,7 +18,9 @@ from foretoken.ops.triton.packing import embedding, pack, serves, unpack
 
 _missing: str | None = None
 try:
+    from foretoken.ops.triton.attention import attention
     from foretoken.ops.triton.dispatch import linear, norm_linear, rms_norm, rope, silu_linear, silu_mul
+    from foretoken.ops.triton.kv import move_kv, store_kv
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise
@@ -32,7 +34,7 @@ def interpreted() -> bool:
 
 row_invariant = True
 LINEAR_FORMATS = packing.DENSE | frozenset(packing.CODED)
-KV_FORMATS: frozenset[str] = frozenset()
+KV_FORMATS = frozenset({"fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"})
 DEVICES = frozenset({"cpu" if interpreted() else "cuda"})
 OLDEST = (8, 0)
 
@@ -59,8 +61,10 @@ __all__ = [
     "DEVICES",
     "KV_FORMATS",
     "LINEAR_FORMATS",
+    "attention",
     "embedding",
     "linear",
+    "move_kv",
     "norm_linear",
     "pack",
     "rms_norm",
@@ -69,6 +73,7 @@ __all__ = [
     "serves",
     "silu_linear",
     "silu_mul",
+    "store_kv",
     "unavailable",
     "unpack",
 ]

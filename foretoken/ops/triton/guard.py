@@ -17,6 +17,7 @@ log = logging.getLogger("foretoken.ops")
 T = TypeVar("T")
 broken: set[str] = set()  # what did not compile here; the reference does it from then on
 _POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",

@@ -1,8 +1,9 @@
-"""The files of benchmarks/peers run as programs, beside each other: so the tests find them too."""
+"""The files of benchmarks run as programs, beside each other: so the tests find them too."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "peers"))
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS / "peers"), str(BENCHMARKS)]

@@ -183,9 +183,22 @@ def test_own_flags() -> None:
         "--gpu-memory-utilization",
         "0.8",
     ]
-    for more in ("--host 0.0.0.0", "--port=1", "--trust-remote-code", "--trust_remote_code", "--api-key x", "--trust"):
-        with pytest.raises(ConfigError, match="foretoken's own flags"):
-            arguments(more=more)
+    for more in ("-tp 2 -pp 2 -ep", "-O3", "--config-format hf", "--max-num-partial-prefills 2"):
+        assert arguments(more=more)[len(HEAD) :] == more.split()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *("--host 0.0.0.0", "--port=1", "--trust-remote-code", "--trust_remote_code", "--api-key x", "--trust"),
+        *("--ho 0.0.0.0", "--po 1", "--ap x", "--ud /tmp/x", "--uds=/tmp/x", "--mo x", "--api_key x", "--root_path x"),
+        *("--config f.yaml", "--config=f.yaml", "--max-num-seqs 3", "--max_num_seqs=3", "--max-num-s 3"),
+        *("--speculative-config.model=x", "-sc x", "-sc.model x", "--enforce-eager --max-num-seqs 3"),
+    ],
+)
+def test_flags_that_are_foretokens(more: str) -> None:
+    with pytest.raises(ConfigError, match="foretoken's own flags"):
+        arguments(more=more)
 
 
 def test_no_torch() -> None:

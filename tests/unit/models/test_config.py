@@ -275,3 +275,15 @@ def test_paths_appear_in_messages(tmp_path: Path):
     with pytest.raises(ModelLoadError, match="hidden_size") as caught:
         read_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_end_tokens_that_the_model_has_not_are_left_out(tmp_path, caplog):
+    size = changed()["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(changed(eos_token_id=2, bos_token_id=-1)))
+    for eos, expected in (([3, size, -1, True], (3,)), ([size, size + 9], (2,)), (size - 1, (size - 1,))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        caplog.clear()
+        config = read_config(tmp_path)
+        assert (config.eos_token_ids, config.bos_token_id) == (expected, None)
+        told = [r.getMessage() for r in caplog.records if "generation_config.json: eos_token_id" in r.getMessage()]
+        assert len(told) == (expected != (size - 1,))

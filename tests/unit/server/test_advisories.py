@@ -144,3 +144,17 @@ async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request(monkey
             await made.ask({"type": "render"}, "messages")
         assert caught.value.status == 503 and caught.value.retry_after
     await made.close()
+
+
+def test_who_runs_the_programs_of_others_knows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates and grammars run in a process whose environment holds nothing but what Python needs."""
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(helper.process.os, "posix_spawn", lambda path, command, env: started.append(env) or 1)
+    secret = {"FORETOKEN_API_KEY": "k", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "LC_ALL": "C.UTF-8"}
+    for name, value in secret.items():
+        monkeypatch.setenv(name, value)
+    for program in ("aside", "worker"):
+        helper.process.spawn(program)[1].close()  # type: ignore[arg-type]
+    aside, worker = started
+    assert not secret.keys() - {"LC_ALL"} & aside.keys() and aside["LC_ALL"] == "C.UTF-8" and aside["PYTHONPATH"]
+    assert "FORETOKEN_API_KEY" not in worker and worker["HF_TOKEN"] == "t", "who loads models may need it"

@@ -15,6 +15,7 @@ from lawkit import Pair
 from foretoken.request import SamplingParams
 from foretoken.server.answer import INLINE, Answer
 from foretoken.server.client import EngineClient
+from foretoken.server.errors import ApiError
 from foretoken.server.gate import Gate
 from foretoken.server.guard import Visit
 from foretoken.server.metrics import Metrics
@@ -116,3 +117,15 @@ async def test_many_log_probabilities_are_written_out_elsewhere(reply: Recorded,
 async def test_the_clock_has_run_while_the_request_was_prepared(reply: Recorded) -> None:
     status, body, gate = await asyncio.wait_for(answered(reply, [], True, prepared=11.0), 5)
     assert status == 408 and b"longer than 10 s" in body and gate.num_inside == 0
+
+
+@pytest.mark.parametrize(("ruled_out", "status"), [(True, 400), (False, 500)])
+async def test_whose_fault_an_error_is(ruled_out: bool, status: int) -> None:
+    """A pass that fails is no fault of a request, whatever its biases and its grammar are."""
+    stream = Stream(Job("r", [[1]], SamplingParams(logit_bias={1: 1.0}), choice=["a"]), lambda job_id: None)
+    done = {**DONE, "finish_reason": "error", "ruled_out": ruled_out}
+    stream.push(Piece(0, "", [], [], [], [], done))
+    with pytest.raises(ApiError) as caught:
+        async for _ in stream.pieces():
+            pass
+    assert caught.value.status == status

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
 import random
+import signal
+import socket
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from lawkit import EOS, MODEL_VOCAB, Pair
 
+from foretoken.server import frames as frames_of_server, helper as helper_of_server
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.server.grammars import MAX_REFUSALS, Grammars
-from foretoken.server.helper import HelperDiedError
+from foretoken.server.helper import Helper, HelperDiedError
 from foretoken.server.loading import Loader
 from foretoken.server.protocol import ChatFields, read
 from foretoken.server.structured import Source
@@ -35,7 +40,7 @@ class Pretended:
         if frame["source"] == "bad":
             raise bad_request("bad", name)
         if frame["source"] == "late":
-            raise HelperDiedError("late")
+            raise HelperDiedError(spent=False)
         return "x" * int(frame["source"])
 
 
@@ -108,6 +113,44 @@ def run(scenario: Any) -> None:
     asyncio.run(scenario)
 
 
+DIES = """
+import os, socket, sys
+link = socket.socket(fileno=int(sys.argv[1]))
+link.recv(65536)
+if sys.argv[3] == "0":
+    sys.exit()
+link.sendall(bytes.fromhex(sys.argv[2]))
+link.recv(65536)
+os.kill(os.getpid(), int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGPROF, True), (signal.SIGKILL, False), (signal.SIGSTOP, False), (0, None)]
+)
+async def test_too_much_work_is_told_from_a_death(
+    number: int, expected: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spawn(program: str) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            answer = frames_of_server.pack({"type": "done", "text": ""}).hex()
+            command = [sys.executable, "-IS", "-c", DIES, str(theirs.fileno()), answer, str(int(number))]
+            pid = os.posix_spawn(sys.executable, command, {})
+        ours.setblocking(False)
+        return pid, ours
+
+    monkeypatch.setattr(helper_of_server.process, "spawn", spawn)
+    monkeypatch.setattr(helper_of_server, "AT_ONCE", -1.0)
+    made = Helper(lambda: {"type": "setup"}, 0.5, 8)
+    with pytest.raises((HelperDiedError, ApiError)) as caught:
+        await made.ask({"type": "render"}, "messages")
+    assert getattr(caught.value, "spent", None) is expected
+    assert expected is not None or getattr(caught.value, "status", None) == 503, "that it cannot be set up"
+    await made.close()
+
+
 @pytest.fixture(scope="module")
 def words(pair: Pair) -> Matching:
     return Matching(vocabulary(pair.tokenizer, MODEL_VOCAB, [EOS]))
@@ -148,6 +191,22 @@ def test_the_engine_loads_what_it_is_sent(words: Matching) -> None:
             missing["make"]()
     assert made[3]["make"]().allowed((), ()).any() and len(calls) == 1
     assert loader.takes({**add, "id": "gone", "grammar": "k"}) and delivered.get(timeout=60)["id"] == "gone"
+
+
+def test_a_request_whose_grammar_cannot_be_made_is_handed_on_all_the_same() -> None:
+    """So that it is refused: nobody would ever answer it otherwise. An abort finds nothing left here."""
+    delivered: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def broken() -> Vocabulary:
+        raise MemoryError
+
+    loader = Loader(delivered.put, broken)
+    for _ in range(2):
+        assert loader.takes({"type": "prepare"})
+        assert loader.takes({"type": "add", "id": "1", "choice": ["ab"], "grammar": None})
+        with pytest.raises(MemoryError):
+            delivered.get(timeout=60)["make"]()
+        assert not loader.takes({"type": "abort", "id": "1"})
 
 
 WEATHER = {

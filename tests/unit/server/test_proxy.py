@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from foretoken.errors import ConfigError
 from foretoken.server import relay, vllm
 from foretoken.server.config import Keys, ServerConfig
 from foretoken.server.errors import ApiError
+from foretoken.server.events import Events
 from foretoken.server.link import Link
-from foretoken.server.proxy import PATHS, REFUSED, check, create_proxy, salt
+from foretoken.server.passable import REFUSED, check
+from foretoken.server.proxy import PATHS, create_proxy, salt
 from foretoken.server.vllm import VllmClient
 
 KEY = "a-key-for-the-test"
 FACTS = {"max_num_seqs": 2, "method": "none"}
+IMAGE = {"type": "input_image", "image_url": "http://inside", "detail": "auto"}
 
 
 def never_started(**more: Any) -> VllmClient:
@@ -79,7 +83,28 @@ async def test_vllms_own_routes_are_not_there() -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://inside"}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "audio_url"}]}]},
         {"messages": [{"role": "user", "content": ["x"]}]},
+        {"messages": [{"role": "user", "content": {"type": "image_url", "image_url": {"url": "http://inside"}}}]},
+        {"messages": [{"role": "user", "content": {"type": "text", "text": "x"}}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "uuid": "x", "image_url": "http://inside"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"image_url": "http://inside"}]}]},
+        {"messages": [[{"role": "user", "content": [{"type": "input_audio"}]}]]},
+        {"messages": [{"role": "tool", "tool_call_id": "x", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "assistant", "audio": {"id": "x"}}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://inside"}]}]},
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": [IMAGE]}]},
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": IMAGE}]},
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": [{"type": "text", "more": [IMAGE]}]}]},
+        {"input": [{"type": "computer_call_output", "output": "x"}]},
+        {"input": [{"type": "reasoning", "summary": [{"type": ["text"], "text": "x"}]}]},
+        {"input": {"role": "user", "content": [IMAGE]}},
+        {"prompt": {"id": "x", "variables": {"a": IMAGE}}},
+        {"prompt": ["x", {"multi_modal_data": {}}]},
+        {"tools": [{"type": "mcp", "server_label": "x", "server_url": "http://inside"}]},
+        {"prompt_logprobs": "-1"},
+        {"stop": "a" * 257},
+        {"bad_words": ["a"] * 65},
+        {"bad_words": ["a" * 257]},
+        {"documents": [{}] * 4097},
     ],
     ids=lambda b: next(iter(b)),
 )
@@ -94,6 +119,21 @@ def test_what_is_passed_on() -> None:
     check(
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "user", "content": "y"}]}
     )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"image_url": 1}'}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"file": {"type": "string"}}}}}
+    answered = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "x"}]}
+    check({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}, answered], "tools": [tool]})
+    check({"messages": [{"role": "assistant", "content": "x", "audio": None, "refusal": None, "annotations": []}]})
+    said = {"type": "output_text", "text": "x", "annotations": []}
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "assistant", "content": [said]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+    ]
+    check({"input": items, "tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "text"}}})
+    check({"tokens": [1] * 5000})
     check({"input": "x", "logprobs": True, "background": False, "response_format": {"type": "json_object"}})
 
 
@@ -120,10 +160,68 @@ def test_errors_lose_paths_and_addresses() -> None:
     assert relay.told(401, b'{"error": "Unauthorized"}').status == 500  # ours and vLLM's business
     assert relay.told(503, b"<html>").status == 503 and relay.told(404, b"[]").status == 404
     chunk = b'data: {"choices": []}\n\ndata: ' + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
-    events = relay.cleaned(chunk).split(b"\n\n")
+    events = Events().feed(chunk).split(b"\n\n")
     assert events[0] == b'data: {"choices": []}' and events[2] == b"data: [DONE]"
     assert json.loads(events[1][5:])["error"]["message"] == "no ... at ..."
-    assert b"failed" in relay.cleaned(b'data: {"error": 3}\n\n')
+    assert b"failed" in Events().feed(b'data: {"error": 3}\n\n')
+
+
+def test_errors_lose_addresses_of_machines() -> None:
+    made = relay.told(400, b'{"error": {"message": "ask http://10.0.0.1:80/x or 10.0.0.2:5555", "param": "10.0.0.3"}}')
+    assert (made.status, made.param, made.message) == (400, "...", "ask ... or ...")
+
+
+class Counted(VllmClient):
+    """Does not start anything: its process `ends` at once, or stays until it is closed."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__([], FACTS, python=sys.executable)
+        self.ends, self.num_starts = ends, 0
+
+    async def _run_once(self) -> int:
+        self.num_starts += 1
+        self._ready_since = time.monotonic()
+        self.state = "down" if self.ends else "ready"
+        if not self.ends:
+            await self._closing.wait()
+        return -9
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_none_is_started_after_the_end(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "FIRST_DELAY", 3600.0)
+    client = Counted(ends)
+    client.start()
+    while not client.num_starts:
+        await asyncio.sleep(0)
+    await asyncio.wait_for(client.close(), 5)
+    assert client.num_starts == 1 and client.state == "closed" and client.num_restarts == 0
+
+
+async def test_one_closed_before_it_began_is_not_started() -> None:
+    client = Counted(True)
+    client.start()
+    await client.close()
+    assert client.num_starts == 0
+
+
+async def test_one_that_never_gets_ready_is_a_dead_one(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    failures: list[str] = []
+    client = VllmClient([], FACTS, python=str(python), load_timeout=0.2, on_failure=failures.append)
+    client.start()
+    with pytest.raises(ApiError):
+        await asyncio.wait_for(client.wait_ready(), 10)
+    assert client.state == "failed" and len(failures) == 1
+    await client.close()
+
+
+async def test_no_unused_connection_outlives_vllms_patience() -> None:
+    link = Link("nowhere", "key")
+    assert link._client._transport._pool._keepalive_expiry < 5.0  # type: ignore[attr-defined]
+    await link.close()
 
 
 def test_no_vllm_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:

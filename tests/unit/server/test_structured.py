@@ -11,6 +11,7 @@ import pytest
 from foretoken.server import limits, schemas
 from foretoken.server.errors import ApiError
 from foretoken.server.protocol import ChatFields, CompletionFields, ResponseFields, read
+from foretoken.server.structured import StructuredOutputs
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 
@@ -41,7 +42,6 @@ def test_one_meaning_however_it_is_said() -> None:
     )
     assert source(response_format={"type": "text"}) is None and source(guided_choice=["a"]) is None
     assert source(ResponseFields, text={"format": {"type": "text"}}) is None
-    assert source(structured_outputs={}) is None
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,8 @@ def test_one_meaning_however_it_is_said() -> None:
         {"guided_choice": ["a"], "guided_regex": "a"},
         {"structured_outputs": {"regex": "a", "grammar": 'root ::= "a"'}},
         {"structured_outputs": {"xml": "a"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json_object": False}},
         {"guided_json": "no json"},
         {"guided_json": 5},
         {"guided_regex": "a" * (limits.MAX_REGEX + 1)},
@@ -66,6 +68,25 @@ def test_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
         source(**fields)
     assert caught.value.status == 400 and len(caught.value.message) < 600
+
+
+def test_what_the_document_says_of_structured_outputs_is_taken() -> None:
+    forms = StructuredOutputs.model_json_schema()["anyOf"]
+    assert [form["required"] for form in forms] == [["choice"], ["json"], ["regex"], ["grammar"], ["json_object"]]
+    assert all(form["additionalProperties"] is False for form in forms)
+    assert "null" not in json.dumps([form for form in forms if form["required"] != ["json"]])  # which names types
+    assert forms[4]["properties"]["json_object"] == {"anyOf": [{"const": True}]}
+
+
+def test_a_schema_that_is_no_json_is_named() -> None:
+    for fields, name in (
+        ({"guided_json": "{bad"}, "guided_json"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json"),
+        ({"guided_json": '{"a":' * 70 + "1" + "}" * 70}, "guided_json"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            source(**fields)
+        assert caught.value.param == name and "body" not in caught.value.message, caught.value.message
 
 
 def nested(depth: int) -> dict[str, Any]:

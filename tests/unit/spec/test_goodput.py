@@ -139,6 +139,24 @@ def test_a_large_batch_is_soon_known() -> None:
     assert sum(any(ks) for ks in world.lengths) <= 4
 
 
+@pytest.mark.parametrize(("slope", "pays"), [(0.3, False), (0.02, True)])
+def test_drafts_do_not_look_cheaper_beside_prompts(slope: float, pays: bool) -> None:
+    """What rows of prompts take is spent in any case: in such a pass drafts are worth what they are worth without."""
+
+    def cost(rows: int) -> float:
+        return 0.03 * (1 + slope * (rows - 1))
+
+    policy = GoodputLength(8, Curve([(m, cost(m)) for m in (1, 2, 4, 8, 16, 32, 64, 512)]))
+    world, seqs = World(policy, cost, step=0.004), sequences(4)
+    for _ in range(40):
+        world.round(seqs, 0.6)
+    known = policy.probing
+    for rows in (4, 400):
+        policy.probing = type(known)()  # nobody waits
+        policy._held = None
+        assert any(policy.lengths(seqs, rows)) is pays, rows
+
+
 def test_a_place_that_is_not_known_is_as_the_one_before() -> None:
     acceptance = Acceptance(8)
     for _ in range(60):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import random
 from collections import Counter
 from typing import Any
 
@@ -9,9 +11,12 @@ import numpy as np
 import pytest
 from lawkit import EOS, MODEL_VOCAB, Pair, TreeDrafter, assert_nothing_left, knowing, make_engine
 
+from foretoken.drafters._eagle_guesses import Guesses, Rows
 from foretoken.engine.engine import Engine
-from foretoken.request import Completion, FinishReason, Grammar, Request, SamplingParams
-from foretoken.spec.grammar import Choice, Vocabulary
+from foretoken.errors import RequestError
+from foretoken.request import Completion, FinishReason, Grammar, Request, SamplingParams, Sequence
+from foretoken.spec import grammar as grammars
+from foretoken.spec.grammar import MAX_KNOWN, Choice, Vocabulary
 
 CHOICES = ["the sum", "the whole", "the", "für", "你好", "list"]
 
@@ -93,3 +98,130 @@ def test_neighbours_without_a_grammar_do_not_notice(pair: Pair, vocabulary: Voca
     engine = make_engine(pair)
     engine.add(Request("other", (9, 9), SamplingParams(max_tokens=9), 1, grammar=Choice(CHOICES, vocabulary)))
     assert write(engine, None, params, range(1))[0].token_ids == alone.token_ids
+
+
+def test_masks_are_those_of_every_choice_on_its_own() -> None:
+    """The sorted choices, what they share and the longest pieces only save work."""
+    rng = random.Random(0)
+    pieces = sorted({bytes(rng.choices(b"ab\xc3", k=rng.randint(0, 7))) for _ in range(90)})
+    vocabulary = Vocabulary([*pieces, *pieces[5:9], b"ab", b"end", b"end"], [len(pieces) + 5, len(pieces) + 6])
+    for _ in range(30):
+        choices = ["".join(rng.choices("abÃ", k=rng.randint(1, 9))) for _ in range(rng.randint(1, 12))]
+        grammar = Choice(choices, vocabulary)
+        for written in {w for c in choices for w in (b"", c.encode()[: rng.randint(0, 9)], c.encode(), b"zz")}:
+            expected = {
+                t
+                for c in {c.encode() for c in choices}
+                if c.startswith(written)
+                for t in range(len(vocabulary.pieces))
+                if (t in vocabulary.eos_token_ids if c == written else _may(vocabulary, t, c[len(written) :]))
+            }
+            grammar._vocabulary.spell = lambda tokens, w=written: w  # type: ignore[method-assign, misc]
+            for _ in range(2):
+                assert set(np.flatnonzero(grammar.allowed((), ())).tolist()) == expected
+
+
+def _may(vocabulary: Vocabulary, token: int, text: bytes) -> bool:
+    piece = vocabulary.pieces[token]
+    return bool(piece) and token not in vocabulary.eos_token_ids and text.startswith(piece)
+
+
+class Counting(dict[bytes, list[int]]):
+    """Tokens by what they spell; counts how often it is asked."""
+
+    num_asked = 0
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        self.num_asked += 1
+        return super().get(key, default)
+
+
+def test_the_largest_choices_cost_little_work_and_memory() -> None:
+    pieces = [bytes([c]) for c in range(256)] + [b"a" * 24, b"end"]
+    vocabulary = Vocabulary(pieces, [len(pieces) - 1])
+    asked = vocabulary._tokens = Counting(vocabulary._tokens)
+    grammar = Choice([f"{'a' * 500}{i:03}{'b' * 521}" for i in range(256)], vocabulary)
+    output: list[int] = []
+    for _ in range(1024):
+        before = asked.num_asked
+        allowed = np.flatnonzero(grammar.allowed(output, ()))
+        assert asked.num_asked - before <= 256 * 24
+        output.append(int(allowed[0]))
+    assert grammar.allowed(output, ()).tolist() == [False] * (len(pieces) - 1) + [True]
+    assert len(grammar._known) == MAX_KNOWN
+    assert sum(tokens.nbytes for tokens in grammar._known.values()) < 2**20
+
+
+def test_choices_that_take_too_long_are_given_up(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = Choice(CHOICES, vocabulary)
+    grammar.allowed((), ())
+    monkeypatch.setattr(grammars, "FREE", -1.0)
+    for _ in range(2):  # and no lock is held
+        with pytest.raises(RequestError, match="too long"):
+            grammar.allowed((), ())
+
+
+class GivesUp:
+    """A grammar that allows everything; its readers but the first fail after `num_left` questions."""
+
+    def __init__(self, num_left: int | None, error: Exception) -> None:
+        self.num_left, self.error, self.first = num_left, error, True
+
+    def allowed(self, output: Any, path: Any) -> Any:
+        if not self.first and self.num_left is not None:
+            if not self.num_left:
+                raise self.error
+            self.num_left -= 1
+        return np.ones(MODEL_VOCAB, np.bool_)
+
+    def another(self) -> GivesUp:
+        """One that fails."""
+        made = GivesUp(self.num_left, self.error)
+        made.first = False
+        return made
+
+
+@pytest.mark.parametrize("error", [RequestError("too long"), RuntimeError("broken")])
+@pytest.mark.parametrize("method", ["draft_model", "cascade"])
+def test_a_drafter_whose_grammar_fails_goes_on(
+    reference_pair: Pair, method: str, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own guesses miss a round, nobody else's do, and the log is not filled."""
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+
+    def run(num_left: int | None) -> dict[str, Completion]:
+        engine = make_engine(reference_pair, method=method, k=3)
+        engine.add(Request("free", (40, 50), params, 1))
+        engine.add(Request("bound", (41, 50), params, 2, grammar=GivesUp(num_left, error)))
+        done = {}
+        while engine.has_work:
+            for delta in engine.step():
+                if delta.completion is not None:
+                    done[delta.request_id] = delta.completion
+        assert_nothing_left(engine)
+        return done
+
+    with caplog.at_level(logging.INFO, "foretoken"):
+        sound, failing = run(None), run(4)
+    assert {n: c.token_ids for n, c in failing.items()} == {n: c.token_ids for n, c in sound.items()}
+    before, after = sound["free"].metrics.spec, failing["free"].metrics.spec
+    assert (before.num_rounds, before.num_drafts) == (after.num_rounds, after.num_drafts)
+    assert failing["bound"].metrics.spec.num_drafts >= sound["bound"].metrics.spec.num_drafts - 3 > 0
+    assert not caplog.records
+
+
+def test_a_head_guesses_nothing_where_the_grammar_is_given_up() -> None:
+    seq = Sequence(0, [1], SamplingParams(), 1)
+    seq.grammar = GivesUp(0, RequestError("too long")).another()
+    logits = np.zeros((1, 9), np.float32)
+    known = Rows(logits, logits.astype(np.float64), np.arange(9)[None], np.ones(1))
+    tokens, log_probs = Guesses(None, 9, ()).adjusted(known, slice(0, 1), seq, [[]], 3)
+    assert tokens.shape == log_probs.shape == (1, 3) and (log_probs == -np.inf).all()
+
+
+def test_a_text_whose_grammar_is_given_up_ends_alone(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(pair)
+    engine.add(Request("bound", (9, 9), SamplingParams(), 1, grammar=GivesUp(3, RequestError("too long")).another()))
+    other = write(engine, None, SamplingParams(max_tokens=9), range(1))[0]
+    assert other.finish_reason == FinishReason.LENGTH or other.token_ids[-1] == EOS
+    assert [(r.levelname, r.exc_info) for r in caplog.records] == [("WARNING", None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,18 @@ def test_failure_keeps_what_was_accepted_before() -> None:
         bad[0] = -math.inf
         result = check(Draft.chains([[4, 5, 6]]), bad, params)
         assert (result.tokens, result.nodes, result.failed) == ([[]], [[]], [True])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("params", [{}, {"logit_bias": {3: 1.0}}, {"banned_token_ids": (1,)}])
+def test_whose_fault_it_is_that_no_token_is_left(params: dict[str, Any], temperature: float) -> None:
+    """Bans and biases beside logits that are no numbers are no fault of the request's."""
+    for bad in (math.nan, math.inf, -math.inf):
+        logits = after(4) * 0 + bad
+        seq = Sequence(0, [1], SamplingParams(temperature=temperature, **params), 0)
+        assert verify(Draft.empty(1), logits, [seq], [True]).failed == [True] and not seq.ruled_out
+    seq = Sequence(0, [1], SamplingParams(temperature=temperature, banned_token_ids=tuple(range(V))), 0)
+    assert verify(Draft.empty(1), after(4), [seq], [True]).failed == [True] and seq.ruled_out
 
 
 def test_ties_agree_with_plain_decoding() -> None:

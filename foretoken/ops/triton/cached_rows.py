@@ -1,0 +1,140 @@
+"""Kernels of the KV cache: a row and head encoded into its place, decoded as it is read, and rows copied as bytes.
+
+A program of `store` sees one row of one head and nothing else: scales are per token and head, so that a rejected draft
+leaves no trace.
+"""
+
+# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # formats.scheme.SMALLEST
+ROUND: tl.constexpr = tl.constexpr(1.5 * 2.0**23)  # added and taken away, it rounds to nearest even
+
+
+@triton.jit
+def as_numbers(raw, KIND: tl.constexpr):
+    # Codes as the numbers they stand for, in float16, which holds all of them; floats as they are.
+    if KIND == "e4m3":
+        # Bits s eeee mmm under float16's exponent, times 2^(15 - 7). 0x7F is NaN.
+        bits = raw.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        numbers = (half.to(tl.float32) * 256.0).to(tl.float16)
+        numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers).to(tl.float16)
+    elif KIND == "e5m2":
+        numbers = (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    elif KIND == "int8":
+        numbers = raw.to(tl.float16)
+    else:
+        numbers = raw
+    return numbers
+
+
+@triton.jit
+def _float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    # Bits of the 8-bit float nearest to y, to even; |y| must not lie beyond the largest one.
+    TINY: tl.constexpr = 1 - BIAS - MANTISSA  # a subnormal's step, as a power of two
+    exponent = y.to(tl.int32, bitcast=True) & 0x7F800000
+    step = tl.maximum(exponent - (MANTISSA << 23), (127 + TINY) << 23).to(tl.float32, bitcast=True) * ROUND
+    sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80  # before rounding, which makes a small negative one a zero
+    y = tl.abs((y + step) - step)
+    size = y.to(tl.int32, bitcast=True)
+    normal = (size >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
+    subnormal = (y * (2.0 ** (-TINY))).to(tl.int32)
+    code = tl.where(size >= ((128 - BIAS) << 23), normal, subnormal)
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def _bfloat(x):
+    # x float32 with the bits that bfloat16 has not rounded away, to even: what a GPU's conversion does, spelt out
+    # because the interpreter's cuts them off.
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return tl.where(x != x, x, rounded)
+
+
+@triton.jit
+def _encode_row(x, codes_at, scale_at, inside, KIND: tl.constexpr, LARGEST: tl.constexpr):
+    # One row [BLOCK] of one head into its place.
+    if KIND == "float":
+        if codes_at.dtype.element_ty == tl.bfloat16:
+            x = _bfloat(x)
+        tl.store(codes_at, x.to(codes_at.dtype.element_ty), mask=inside)
+    else:
+        finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=0) == 1
+        a = tl.max(tl.abs(x), axis=0)
+        usable = finite & (a >= SMALLEST)
+        a = tl.where(usable, a, 1.0)
+        y = x * tl.div_rn(LARGEST, a)
+        if KIND == "int8":
+            y = (y + ROUND) - ROUND
+        y = tl.where(usable, tl.minimum(tl.maximum(y, -LARGEST), LARGEST), 0.0)
+        if KIND == "int8":
+            codes = y.to(tl.int8)
+        elif KIND == "e4m3":
+            codes = _float8(y, 3, 7)
+        else:
+            codes = _float8(y, 2, 15)
+        tl.store(codes_at, codes, mask=inside)
+        tl.store(scale_at, tl.where(usable, tl.div_rn(a, LARGEST), tl.where(finite, 0.0, float("nan"))))
+
+
+@triton.jit(do_not_specialize=["k_stride", "v_stride"])
+def store(
+    k_ptr,
+    v_ptr,
+    k_stride,
+    v_stride,
+    slots_ptr,
+    k_codes_ptr,
+    v_codes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    num_heads,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Row t, head h: its key and its value.
+    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < DIM
+    place = tl.load(slots_ptr + t).to(tl.int64) * num_heads + h
+    k = tl.load(k_ptr + t * k_stride + h * DIM + cols, mask=inside, other=0.0)
+    v = tl.load(v_ptr + t * v_stride + h * DIM + cols, mask=inside, other=0.0)
+    _encode_row(k, k_codes_ptr + place * DIM + cols, k_scale_ptr + place, inside, KIND, LARGEST)
+    _encode_row(v, v_codes_ptr + place * DIM + cols, v_scale_ptr + place, inside, KIND, LARGEST)
+
+
+@triton.jit(do_not_specialize=["num_moves"])
+def copy_rows(
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, index_ptr, buffer_ptr, num_moves, row_bytes, scale_bytes,
+    OUT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Cache row index[i] to row i of the buffer (OUT), or back. A buffer row: key, value, and their scales.
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(index_ptr + i).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < row_bytes
+    row = buffer_ptr + i * (2 * (row_bytes + scale_bytes))
+    keys, values = k_ptr + slot * row_bytes + cols, v_ptr + slot * row_bytes + cols
+    if OUT:
+        tl.store(row + cols, tl.load(keys, mask=inside), mask=inside)
+        tl.store(row + row_bytes + cols, tl.load(values, mask=inside), mask=inside)
+    else:
+        tl.store(keys, tl.load(row + cols, mask=inside), mask=inside)
+        tl.store(values, tl.load(row + row_bytes + cols, mask=inside), mask=inside)
+    if SCALED and tl.program_id(1) == 0:
+        at = tl.arange(0, SCALE_BLOCK)
+        there = at < scale_bytes
+        theirs, ours = row + 2 * row_bytes + at, slot * scale_bytes + at
+        if OUT:
+            tl.store(theirs, tl.load(k_scale_ptr + ours, mask=there), mask=there)
+            tl.store(theirs + scale_bytes, tl.load(v_scale_ptr + ours, mask=there), mask=there)
+        else:
+            tl.store(k_scale_ptr + ours, tl.load(theirs, mask=there), mask=there)
+            tl.store(v_scale_ptr + ours, tl.load(theirs + scale_bytes, mask=there), mask=there)

@@ -1,0 +1,110 @@
+"""Attention in Triton against the float64 formula, and rows against themselves in other company."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from fixtures_ops import Part, alone, exact_attention, flat, make_pass, slot_lists
+
+kernels = importlib.import_module("foretoken.ops.triton.attention")
+
+# Largest difference from the float64 formula: queries and weights enter in two terms of the cache's type.
+TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4}  # else 2e-5: 22 bits
+FORMATS = ["fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"]
+MIXED = [Part(0, 1), Part(70, 1, [-1, 0, 1]), Part(126, 2, [-1, 0, -1, 2]), Part(0, 5)]
+
+
+@pytest.fixture(autouse=True)
+def _short_spans(monkeypatch):
+    """Spans of two blocks: a context of 130 keys has two of them."""
+    monkeypatch.setattr(kernels, "SPAN", 128)
+
+
+def attend(p, window=None, split=None, scale=0.3):
+    out = torch.full(p.q.shape, torch.nan)
+    for launch in kernels.launches(p.q, p.layer, p.batch, scale, window, out, split):
+        launch.run()
+    return out
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values(name):
+    p = make_pass(MIXED if name == "bf16" else [Part(63, 1, [-1, -1, 0]), Part(0, 3)], name)
+    got = kernels.attention(p.q, p.layer, p.batch, 0.3)
+    assert (got.double() - exact_attention(p, 0.3)).abs().max() <= TOLERANCE.get(name, 2e-5)
+
+
+@pytest.mark.parametrize("window", [1, 65])
+def test_windows(window):
+    p = make_pass(MIXED[1:3], "fp16")
+    assert (attend(p, window).double() - exact_attention(p, 0.3, window)).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page"), [(3, 3, 8, 1), (7, 1, 10, 100), (6, 2, 33, 16), (20, 1, 16, 5)]
+)
+def test_shapes(heads, kv_heads, dim, page):
+    """Groups of 1, 7, 3 and 20 query heads; dimensions that are no power of two."""
+    p = make_pass([Part(20, 2, [-1, -1, 0]), Part(3, 4)], "fp16", heads, kv_heads, dim, page, seed=3)
+    assert (attend(p).double() - exact_attention(p, 0.3)).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_rows_do_not_know_their_company(name):
+    """Alone, in another cache, at another block size, on a plain path instead of a tree: the same bits."""
+    p = make_pass(MIXED, name)
+    whole = attend(p)
+    for b, row in [(0, 0), (1, 3), (2, 1), (2, 3), (2, 5)]:
+        single = alone(p, b, row, 16)
+        assert attend(single)[0].equal(whole[int(p.batch.row_offsets[b]) + row]), (b, row)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_who_walks_the_spans_changes_no_bit(window):
+    p = make_pass([Part(300, 1, [-1, 0, -1]), Part(2, 3)], "fp16")
+    whole, split = attend(p, window, split=False), attend(p, window, split=True)
+    assert whole.equal(split)
+    assert (whole.double() - exact_attention(p, 0.3, window)).abs().max() <= 2e-5
+
+
+def test_the_last_level_of_a_full_tree():
+    """64 nodes: bit 63 is an int64's sign, and a path of 64 crosses a block of keys. Upper nodes were stored before."""
+    p = make_pass([Part(30, 1, [*range(-1, 63)])], "fp16", 2, 2, 16)
+    last = {name: getattr(p.batch, name)[-3:] for name in ("token_ids", "positions", "slots", "tree_mask")}
+    offsets, pending = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    level = replace(p, batch=replace(p.batch, **last, row_offsets=offsets, num_pending=pending), q=p.q[-3:].clone())
+    assert (attend(level).double() - exact_attention(p, 0.3)[-3:]).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3"])
+def test_a_broken_draft_leaves_no_trace(name):
+    """Values of one branch that are no numbers reach neither the known token nor the other branch."""
+    part = Part(60, 1, [-1, 0, -1])  # nodes 0 and 1 are one branch, node 2 the other
+    p = make_pass([part], name)
+    clean = attend(p)
+    slot = slot_lists([part], p.batch, 5)[0][part.kv_len + 1]  # node 1's row
+    for x in flat(p.layer)[2:] or flat(p.layer):
+        x[slot] = torch.nan
+    got = attend(p)
+    assert got[[0, 1, 3]].equal(clean[[0, 1, 3]])
+    assert got[2].isnan().all()
+
+
+def test_scores_beyond_what_exponentials_hold():
+    p = make_pass([Part(90, 1, [-1, 0])], "fp16")
+    wild = replace(p, q=100 * p.q)
+    torch.testing.assert_close(attend(wild, scale=3.0).double(), exact_attention(wild, 3.0), rtol=1e-3, atol=1e-2)
+
+
+def test_slices_of_wider_rows_and_an_empty_pass():
+    p = make_pass([Part(0, 6)], "bf16")
+    sliced = torch.cat([p.q, p.q], dim=1)[:, 4:]
+    assert not sliced.is_contiguous()
+    assert kernels.attention(sliced, p.layer, p.batch, 0.3).equal(kernels.attention(p.q, p.layer, p.batch, 0.3))
+    with pytest.raises(TypeError, match="float32"):
+        kernels.attention(p.q.double(), p.layer, p.batch, 0.3)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.attention(p.q[:, :3], p.layer, p.batch, 0.3)

@@ -1,0 +1,70 @@
+"""The cache in Triton: codes and scales are the formats' own, bit for bit, and rows move whole."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from fixtures_kv import KV_FORMATS, kv_oracle
+from fixtures_ops import Part, empty_layer, flat, make_pass, randn
+
+kernels = importlib.import_module("foretoken.ops.triton.kv")
+
+
+def rows():
+    """Common rows, ties of rounding, tiny and huge ones, zeros, subnormals of the codes, and what is no number."""
+    x = randn(12, 2, 12)
+    x[1] *= 1e-3
+    x[2] = (torch.arange(24).view(2, 12) - 11) * 0.5
+    x[3] = 0.0
+    x[4] *= 2.0**-101
+    x[5] *= 1e30 if torch.finfo(torch.float32).max > 1e38 else 1
+    x[6] = torch.tensor([448.0, *(2.0**-e for e in range(1, 12))])  # down to e4m3's smallest
+    x[7] = torch.tensor([57344.0, *(3 * 2.0**-e for e in range(7, 18))])
+    x[8, 0, 3] = torch.nan
+    x[9, 1, 5] = -torch.inf
+    x[10] = -x[6] * 1.0625  # between two codes
+    return x
+
+
+def same(a, b):
+    return a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_stored_rows_are_the_format_s_codes(name):
+    layer = empty_layer(name, 5, 5, 2, 12)
+    before = [t.clone() for t in flat(layer)]
+    wide = torch.cat([rows(), rows().flip(0)], dim=1)  # k and v as slices of one projection
+    slots = torch.tensor([19, 0, 7, 3, 1, 24, 11, 12, 13, 14, 15, 16], dtype=torch.int32)
+    kernels.store_kv(wide[:, :2], wide[:, 2:], layer, slots)
+    k, v = (kv_oracle(name).encode_kv(x) for x in (wide[:, :2], wide[:, 2:]))
+    others = [i for i in range(25) if i not in slots.tolist()]
+    for tensor, old, new in zip(flat(layer), before, (k[0], v[0], k[1], v[1]), strict=False):
+        got, wanted = tensor[slots.long()], new
+        if got.is_floating_point():  # NaN is not equal to itself, and its bits are nobody's business
+            assert got.isnan().equal(wanted.isnan())
+            got, wanted = got.nan_to_num(nan=0.0), wanted.nan_to_num(nan=0.0)
+        assert same(got, wanted)
+        assert same(tensor[others], old[others])
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+@pytest.mark.parametrize("moves", [[], [(3, 2), (4, 3), (9, 4)], [(12, 1), (19, 12)], [(1, 2), (2, 1)]], ids=str)
+def test_moved_rows_are_read_before_they_are_overwritten(moves, name):
+    layer = make_pass([Part(0, 20)], name).layer
+    wanted = [t.clone() for t in flat(layer)]
+    for tensor in wanted:
+        tensor[[d for _, d in moves]] = tensor[[s for s, _ in moves]]
+    src, dst = (torch.tensor([m[i] for m in moves], dtype=torch.int32) for i in range(2))
+    kernels.move_kv(layer, src, dst)
+    assert all(same(a, b) for a, b in zip(flat(layer), wanted, strict=True))
+
+
+def test_what_does_not_fit_is_refused():
+    layer, slots = empty_layer("bf16", 2, 5, 2, 12), torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.store_kv(randn(1, 3, 12), randn(1, 3, 12), layer, slots)
+    with pytest.raises(TypeError, match="float32"):
+        kernels.store_kv(randn(1, 2, 12).double(), randn(1, 2, 12), layer, slots)

@@ -1,0 +1,198 @@
+"""One request on its way through vLLM, which goes wrong: what its client is told, what is counted, and that it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from foretoken.server import relay
+from foretoken.server.config import ServerConfig
+from foretoken.server.connection import CUT, Patient
+from foretoken.server.errors import unavailable
+from foretoken.server.gate import Gate
+from foretoken.server.guard import Visit
+from foretoken.server.proxy import create_proxy
+from foretoken.server.relay import Relay
+
+EVENT = b'data: {"choices":[]}\n\n'
+STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"
+
+
+class Answered:
+    """What vLLM answers: chunks, then an end, silence, or its death."""
+
+    status_code = 200
+
+    def __init__(self, kind: str, chunks: list[bytes], end: str = "ends") -> None:
+        self.headers = {"content-type": kind}
+        self._chunks, self._end = chunks, end
+
+    async def aiter_raw(self) -> AsyncIterator[bytes]:
+        for chunk in self._chunks:
+            yield chunk
+            await asyncio.sleep(0)
+        while self._end == "floods":
+            yield b"data: " + b"x" * 60000 + b"\n\n"
+            await asyncio.sleep(0)
+        if self._end == "is silent":
+            await asyncio.sleep(1e6)
+        if self._end == "dies":
+            raise unavailable("the engine stopped")
+
+
+class Alone:
+    """A client of vLLM that is its link too, with one answer for everything."""
+
+    state, num_restarts = "ready", 0
+
+    def __init__(self, answered: Answered) -> None:
+        self.answered = answered
+        self.facts = {"max_num_seqs": 8, "method": "none"}
+
+    def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def check(self) -> Alone:
+        return self
+
+    def enter(self, request: Any) -> None:
+        pass
+
+    def forget(self, request: Any) -> None:
+        pass
+
+    @asynccontextmanager
+    async def post(self, path: str, body: bytes) -> AsyncIterator[Answered]:
+        yield self.answered
+
+
+class Told:
+    """What became of a relay."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.visit = Visit("r")
+        self.gate = Gate(4)
+        self.num_cuts = 0
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m.get("body", b"") for m in self.sent)
+
+    @property
+    def ended(self) -> bool:
+        return not self.sent[-1].get("more_body", True)
+
+
+async def relayed(answered: Answered, *, reads: bool = True, timeout: float = 10.0, stopped: bool = False) -> Told:
+    """`reads`: does the client? `stopped`: the server shuts down meanwhile."""
+    told = Told()
+
+    def count() -> None:
+        told.num_cuts += 1
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(1e6)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        assert (message["type"] == "http.response.start") == (not told.sent)
+        if told.sent and not reads:
+            await asyncio.sleep(1e6)
+        told.sent.append(message)
+
+    client: Any = Alone(answered)
+    made = Relay(client, "/v1/completions", b"{}", told.gate.enter(1, 10), timeout)
+    if stopped:
+        asyncio.get_running_loop().call_later(0.02, made.leave, unavailable("the server is shutting down"))
+    scope: Any = {"type": "http", "foretoken": told.visit, CUT: count}
+    await asyncio.wait_for(made(scope, receive, send), 5)  # type: ignore[arg-type]
+    assert told.gate.num_inside == told.gate.size_inside == 0
+    return told
+
+
+@pytest.mark.parametrize(("timeout", "stopped", "status"), [(0.02, False, 408), (10.0, True, 503)])
+@pytest.mark.parametrize("kind", [STREAM, WHOLE])
+async def test_who_does_not_read_is_cut_off(
+    kind: str, timeout: float, stopped: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "GRACE", 0.02)
+    told = await relayed(Answered(kind, [EVENT], "is silent"), reads=False, timeout=timeout, stopped=stopped)
+    assert told.visit.outcome == status and told.num_cuts == 1 and not told.body
+
+
+async def test_who_reads_is_told() -> None:
+    told = await relayed(Answered(STREAM, [EVENT], "is silent"), timeout=0.02)
+    events = told.body.split(b"\n\n")
+    assert events[0] + b"\n\n" == EVENT and events[2:] == [b"data: [DONE]", b""]
+    assert json.loads(events[1][5:])["error"]["code"] == "timeout"
+    assert told.visit.outcome == 408 and told.ended and not told.num_cuts
+    late = await relayed(Answered(WHOLE, [], "dies"))
+    assert late.visit.outcome == 503 and late.sent[0]["status"] == 200 and late.num_cuts == 1
+
+
+async def test_half_of_a_body_is_cut_off() -> None:
+    """Nothing can be said in the middle of it; and it is counted as what it was."""
+    told = await relayed(Answered(WHOLE, [b'{"id": '], "dies"))
+    assert told.visit.outcome == 503 and told.body == b'{"id": ' and not told.ended and told.num_cuts == 1
+
+
+async def test_half_of_an_event_is_not_passed_on() -> None:
+    told = await relayed(Answered(STREAM, [EVENT + b'data: {"choices":[{"te', b'xt": "x'], "dies"))
+    events = told.body.split(b"\n\n")
+    assert events[0] + b"\n\n" == EVENT and len(events) == 4
+    assert json.loads(events[1][5:])["error"]["type"] == "service_unavailable_error" and told.ended
+    assert told.visit.outcome == 503
+
+
+async def test_an_error_in_a_stream_is_counted() -> None:
+    parts = [b'data: {"err', b'or": {"message": "/root/secret/x failed", "code": 500}}\n', b"\ndata: [DONE]\n\n"]
+    told = await relayed(Answered(STREAM, parts))
+    assert b"secret" not in told.body and b"... failed" in told.body and told.body.endswith(b"data: [DONE]\n\n")
+    assert told.visit.outcome == 500
+    fine = await relayed(Answered(STREAM, [EVENT, b"data: [DONE]\n", b"\n"]))
+    assert fine.visit.outcome == 200 and fine.body == EVENT + b"data: [DONE]\n\n"
+
+
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+async def test_connections_of_those_who_do_not_read_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a server and sockets: place and connection are free again, though the client holds on to it."""
+    monkeypatch.setattr(relay, "GRACE", 0.2)
+    client: Any = Alone(Answered(STREAM, [], "floods"))
+    app, gate = create_proxy(client, ServerConfig(model_name="m", max_queue=0, request_timeout=0.5))
+    sizes: list[int] = []
+    count = gate.count
+    monkeypatch.setattr(gate, "count", lambda n, size: (sizes.append(size), count(n, size)))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    config = uvicorn.Config(app, http=Patient, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    body = b'{"prompt": "a", "stream": true}'
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(silent, listener.getsockname())
+        chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        await asyncio.get_running_loop().sock_sendall(silent, HEAD.encode() + chunked)
+        for _ in range(200):
+            await asyncio.sleep(0.05)
+            if sizes and not gate.num_inside and not server.server_state.connections:
+                break
+        assert sizes and not gate.num_inside and not server.server_state.connections
+        assert sizes == [len(body), -len(body)]  # a body that did not say its length counts as what was read
+    server.should_exit = True
+    await asyncio.wait_for(task, 10)
