@@ -42,7 +42,7 @@ class Answer(Response):
         usage: bool,
         timeout: float,
     ) -> None:
-        """`events`: as a stream; `usage`: with counts at its end; `timeout`: seconds for all of it."""
+        """`events`: as a stream; `usage`: with counts at its end; `timeout`: seconds since it arrived."""
         super().__init__()
         self._reply, self._stream, self._ticket, self._metrics = reply, stream, ticket, metrics
         self._events, self._usage, self._timeout = events, usage, timeout
@@ -56,7 +56,8 @@ class Answer(Response):
         self._arrived = scope["foretoken"].arrived
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         watcher = loop.create_task(self._watch(receive))
-        deadline = loop.call_later(self._timeout, self._expire, task)
+        left = self._timeout - (time.monotonic() - self._arrived)  # it began to count before there was an answer
+        deadline = loop.call_later(max(0.0, left), self._expire, task)
         status = LEFT
         try:
             status = await (self._as_events if self._events else self._as_whole)(scope, receive, send)
@@ -79,7 +80,7 @@ class Answer(Response):
 
     def _expire(self, task: asyncio.Task[Any] | None) -> None:
         """Time is up: say so, and leave also if nobody reads that."""
-        self._stream.leave(ApiError(408, f"the request took longer than {self._timeout:g} s", code="timeout"))
+        self._stream.leave(too_late(self._timeout))
         self._cut_off = True
         if task is not None:
             asyncio.get_running_loop().call_later(GRACE, task.cancel)
@@ -176,6 +177,11 @@ class Answer(Response):
                 "total_ms": round(took * 1e3, 1),
             },
         )
+
+
+def too_late(timeout: float) -> ApiError:
+    """408."""
+    return ApiError(408, f"the request took longer than {timeout:g} s", code="timeout")
 
 
 def error_response(error: ApiError) -> JSONResponse:

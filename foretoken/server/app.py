@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence as Seq
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,11 +18,13 @@ from foretoken.server import metrics, protocol
 from foretoken.server.answer import Answer, error_response
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
+from foretoken.server.conversation import plain
 from foretoken.server.errors import ApiError, bad_request, unavailable
 from foretoken.server.guard import Guard
 from foretoken.server.interface import SUMMARY, described, errors, fitted, page
 from foretoken.server.playground import Playground
 from foretoken.server.service import Service
+from foretoken.server.text import Text
 
 
 def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Service]:
@@ -132,19 +134,17 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", **described(forms, "Token ids of a text, or of a conversation"))
     async def tokenize(request: Request) -> JSONResponse:
-        body = await service.body(request)
-        if body.get("messages") is None:
-            plain = protocol.read(protocol.TokenizeFields, body)
-            text, shown = service.loaded(plain.model), plain.return_token_strs
-            ids = await text.encode(plain.prompt, plain.add_special_tokens is not False)
-        else:
-            chat = protocol.read(protocol.TokenizeChatFields, body)
-            text, shown = service.loaded(chat.model), chat.return_token_strs
-            ids = await text.encode_chat([m.plain() for m in chat.messages])
-        made: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
-        if shown:
-            made["token_strs"] = [text.pieces.text(i) for i in ids]
-        return JSONResponse(made)
+        fields: protocol.TokenizeFields | protocol.TokenizeChatFields = await service.fields(request, *forms)
+        text, size = service.loaded(fields.model), service.size(request)
+        with service.gate.enter(0, size):
+            if isinstance(fields, protocol.TokenizeFields):
+                ids = await text.encode(fields.prompt, fields.add_special_tokens is not False)
+            else:
+                messages = await service.aside(request, lambda: plain(fields.messages))
+                ids = await text.encode_chat(messages, size=size)
+            return await service.aside(
+                request, lambda: JSONResponse(_tokens(text, ids, bool(fields.return_token_strs)))
+            )
 
     @app.get("/tokenizer_info", summary="Special tokens and the chat template", responses=errors(503))
     async def tokenizer_info() -> JSONResponse:
@@ -155,7 +155,14 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", **described([protocol.DetokenizeFields], "Text of token ids"))
     async def detokenize(request: Request) -> JSONResponse:
         fields = await service.fields(request, protocol.DetokenizeFields)
-        return JSONResponse({"prompt": await service.loaded(fields.model).decode(fields.tokens)})
+        with service.gate.enter(0, service.size(request)):
+            return JSONResponse({"prompt": await service.loaded(fields.model).decode(fields.tokens)})
+
+
+def _tokens(text: Text, ids: Seq[int], shown: bool) -> dict[str, Any]:
+    """The answer of /tokenize; `shown`: with what each token spells."""
+    made: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
+    return made | ({"token_strs": [text.pieces.text(i) for i in ids]} if shown else {})
 
 
 def _add_playground(app: FastAPI) -> None:

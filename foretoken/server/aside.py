@@ -19,12 +19,17 @@ from typing import Any
 
 from foretoken.errors import RequestError
 from foretoken.server import frames
+from foretoken.server.arguments import opened
 from foretoken.server.frames import Frame
 from foretoken.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS
 
 log = logging.getLogger("foretoken")
 WALL = 5.0  # seconds by the clock for each second of work: others compute too
 TOO_MUCH = "it takes too much time or memory to compile; simplify it"
+
+
+class StalledError(Exception):
+    """Compiling stopped for a reason that need not be the grammar's."""
 
 
 class Aside:
@@ -51,6 +56,8 @@ class Aside:
             text = self._render(frame) if kind == "render" else self._compile(frame["kind"], frame["source"])
         except RequestError as error:
             return {"type": "refused", "message": str(error)}
+        except StalledError as error:
+            return {"type": "failed", "message": str(error)}
         return {"type": "done", "text": text}
 
     def _set_up(self, frame: Frame) -> None:
@@ -68,28 +75,45 @@ class Aside:
     def _render(self, frame: Frame) -> str:
         signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
         try:
-            text: str = self._tokenizer.render_chat(frame["messages"], tools=frame["tools"])
+            text: str = self._tokenizer.render_chat(opened(frame["messages"]), tools=frame["tools"])
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
         return text
 
     def _compile(self, kind: str, source: str) -> str:
-        """Compile in a fork, so that neither a crash nor a kill costs what is loaded. Raises RequestError."""
+        """Compile in a fork, so that neither a crash nor a kill costs what is loaded.
+
+        Raises RequestError for a grammar that cannot be or takes too much, StalledError where the machine was at fault.
+        """
         sys.stderr.flush()
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            self._as_child(writing, kind, source)
-        os.close(writing)
+        reading, pid = self._fork(kind, source)
         try:
             answer = _read(reading, time.monotonic() + WALL * COMPILE_SECONDS)
         finally:
             os.close(reading)
-            os.kill(pid, signal.SIGKILL)  # it has ended, or has to
-            os.waitpid(pid, 0)
-        if answer[:1] == b"+":
+            code = _end(pid)
+        if code == 0 and answer[:1] == b"+":
             return answer[1:].decode()
-        raise RequestError(answer[1:].decode() or f"structured output: {TOO_MUCH}")
+        if code == -signal.SIGKILL:  # by the clock, or by the system; its own limits end it otherwise
+            raise StalledError("compiling was stopped")
+        raise RequestError((code == 0 and answer[1:].decode()) or f"structured output: {TOO_MUCH}")
+
+    def _fork(self, kind: str, source: str) -> tuple[int, int]:
+        """Begin to compile; where the answer will come, and the fork's id. Raises StalledError."""
+        try:
+            reading, writing = os.pipe()
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    self._as_child(writing, kind, source)
+            except OSError:
+                os.close(reading)
+                raise
+            finally:
+                os.close(writing)
+        except OSError as error:  # no memory, process or descriptor is to be had, now
+            raise StalledError(error.strerror) from None
+        return reading, pid
 
     def _as_child(self, writing: int, kind: str, source: str) -> None:
         """The fork's whole life."""
@@ -109,6 +133,17 @@ class Aside:
             log.debug("a grammar could not be compiled", exc_info=True)
         finally:
             os._exit(0)
+
+
+def _end(pid: int) -> int:
+    """The exit code of a process that has ended, or has to."""
+    for _ in range(40):  # what it had to say has come: it is about to end by itself
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _read(reading: int, until: float) -> bytes:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from foretoken.server import schemas
+from foretoken.server import limits, schemas
 from foretoken.server.conversation import NamedTool, Tool
 from foretoken.server.errors import bad_request
 from foretoken.server.structured import Source
@@ -47,24 +47,25 @@ def _source(how: dict[str, Any], tools: Seq[Tool], parser: str | None) -> Source
     if parser is None:
         return None
     begin, end, separator = _FORMS[parser]
-    tags = [
-        {
-            "type": "tag",
-            "begin": begin.replace("NAME", json.dumps(tool.function.name)),
-            "content": {"type": "json_schema", "json_schema": _parameters(tool), "max_whitespace_cnt": 1},
-            "end": end,
-        }
-        for tool in tools
-    ]
+    tags, size = [], 0
+    for tool in tools:
+        schema, length = _parameters(tool)
+        size += length
+        if size > limits.MAX_TOOL_SCHEMAS:
+            raise bad_request(f"tools: their schemas may have {limits.MAX_TOOL_SCHEMAS} characters in all", "tools")
+        content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+        opening = begin.replace("NAME", json.dumps(tool.function.name))
+        tags.append({"type": "tag", "begin": opening, "content": content, "end": end})
     separated = {"type": "tags_with_separator", "separator": separator} if "type" not in how else {}
     made = {"type": "structural_tag", "format": {**separated, **how, "tags": tags}}
     return Source("tag", json.dumps(made, ensure_ascii=False), "tools")
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, an object always."""
+def _parameters(tool: Tool) -> tuple[dict[str, Any], int]:
+    """The schema of a tool's arguments, an object always, and its length as text."""
     schema = tool.function.parameters or _ANY
     if schema.get("type", "object") != "object":
         raise bad_request(f"tools: arguments of {tool.function.name!r} must be an object", "tools")
-    schemas.check(schema, "tools")
-    return {"type": "object", **schema} if not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"} else schema
+    length = len(schemas.check(schema, "tools"))
+    whole = schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}
+    return schema if whole else {"type": "object", **schema}, length

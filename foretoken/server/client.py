@@ -20,7 +20,7 @@ from foretoken.server import frames, process
 from foretoken.server.errors import ApiError, bad_request, internal, unavailable
 from foretoken.server.frames import Frame
 from foretoken.server.grammars import Compiled, Grammars
-from foretoken.server.helper import Helper, HelperDiedError
+from foretoken.server.helper import ENDED, Helper, HelperDiedError
 from foretoken.server.stream import Job, Piece, Stream
 from foretoken.server.text import Text
 
@@ -28,7 +28,8 @@ log = logging.getLogger("foretoken.server")
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before the engine is started again, doubled each time
 STEADY = 60.0  # seconds after which a death is no longer counted with the one before
 PATIENCE = 6.0  # seconds for a helper's job that should take one: others compute too
-MAX_COMPILING = 16  # requests that may wait for the compiler
+MAX_RENDERING = 2048  # conversations that may wait for the template: more than come through the gate by default
+MAX_COMPILING = 16  # grammars that may wait for the compiler
 CLOSING = 6.0  # seconds for the process to leave by itself
 
 
@@ -58,7 +59,7 @@ class EngineClient:
         self._beat_timeout, self._step_timeout, self._max_restarts = beat_timeout, step_timeout, max_restarts
         self._on_failure = on_failure
         self._streams: dict[str, Stream] = {}
-        self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE)
+        self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE, MAX_RENDERING)
         self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE, MAX_COMPILING)
         self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send({"type": "prepare"}))
         self._sent: set[str] = set()  # keys of the grammars that the engine has
@@ -67,6 +68,7 @@ class EngineClient:
         self._task: asyncio.Task[None] | None = None
         self._ready_since = 0.0
         self._message = ""
+        self._over = False  # is nothing taken any more?
         self._heard = 0.0
 
     def start(self) -> None:
@@ -85,7 +87,9 @@ class EngineClient:
             raise unavailable(why.get(self.state, "the engine has stopped") + "; try again later")
 
     def submit(self, job: Job) -> Stream:
-        """Hand a job to the engine. Raises ApiError 503 where there is none."""
+        """Hand a job to the engine. Raises ApiError 503 where there is none, or after `end_all`."""
+        if self._over:
+            raise unavailable(ENDED)
         self.check()
         stream = Stream(job, self.forget)
         if job.grammar is not None:
@@ -132,7 +136,13 @@ class EngineClient:
         return len(self._streams)
 
     def end_all(self, error: ApiError) -> None:
-        """End every stream with this error."""
+        """End every stream with this error, and what is being prepared: nothing comes after it."""
+        self._over = True
+        self._templates.refuse()
+        self._compiler.refuse()
+        self._end_streams(error)
+
+    def _end_streams(self, error: ApiError) -> None:
         for stream in list(self._streams.values()):
             stream.leave(error)
 
@@ -151,14 +161,14 @@ class EngineClient:
         if self.text is not None:
             self.text.close()
 
-    async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]]) -> str:
-        """A conversation as the model's template writes it. Raises ApiError 400."""
+    async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
+        """A conversation as the model's template writes it; `size`: bytes that it came in. Raises ApiError 400, 503."""
         try:
             frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
-            return await self._templates.ask(frame, "messages", sum(len(m["content"]) for m in messages))
+            return await self._templates.ask(frame, "messages", size)
         except HelperDiedError as error:
-            if not error.late:
-                raise internal() from None
+            if not error.spent:  # the machine's doing, perhaps
+                raise unavailable("the messages could not be prepared in time; try again later") from None
             raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
 
     def _aside(self, grammars: bool) -> Frame:
@@ -183,7 +193,7 @@ class EngineClient:
             if self.stats:
                 self.past_stats.append({**self.stats, "running": 0, "waiting": 0})
                 self.stats = {}
-            self.end_all(unavailable("the engine stopped while this request ran; send it again"))
+            self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
             if self.state == "closed":
                 return
             deaths, delay = (1, FIRST_DELAY) if lasted > STEADY else (deaths + 1, delay)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence as Seq
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from foretoken.server import limits
-from foretoken.server.errors import ApiError
-
-log = logging.getLogger("foretoken.server")
 
 
 class Fields(BaseModel):
@@ -41,13 +38,9 @@ class ToolCall(Fields):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """As a chat template takes it: arguments as an object, where they are one."""
-        arguments: Any = self.function.arguments
-        try:
-            arguments = limits.parse_object(arguments.encode())
-        except ApiError:
-            log.debug("arguments of a tool call that are no object")
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        """As OpenAI writes it; `arguments.opened` makes of it what a chat template takes."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
 
 
 Content = str | list[TextPart]
@@ -77,6 +70,16 @@ class CallMessage(Fields):
         """As a chat template takes it."""
         calls = [c.plain() for c in self.tool_calls]
         return {"role": self.role, "content": _plain(self.content or ""), "tool_calls": calls}
+
+
+def plain(messages: Seq[CallMessage | Message]) -> list[dict[str, Any]]:
+    """Messages as OpenAI writes them, but plain; `arguments.opened` makes of them what a chat template takes.
+
+    Raises ApiError 400 for arguments of calls that hold too much.
+    """
+    called = [c.function.arguments for m in messages if isinstance(m, CallMessage) for c in m.tool_calls]
+    limits.check_values("".join(called).encode("utf-8", "replace"), "the arguments of tool calls hold")
+    return [m.plain() for m in messages]
 
 
 def _plain(content: Content) -> str:

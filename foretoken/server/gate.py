@@ -7,11 +7,11 @@ from types import TracebackType
 
 from foretoken.server.errors import ApiError, bad_request, unavailable
 
-MAX_TEXT = 64 * 2**20  # characters (or token ids) of all prompts inside
+MAX_TEXT = 64 * 2**20  # bytes of all bodies inside
 
 
 class Gate:
-    """Counts sequences and the size of their prompts; `close` lets nobody in any more."""
+    """Counts sequences and the size of the bodies that ask for them; `close` lets nobody in any more."""
 
     def __init__(self, max_queue: int) -> None:
         """`max_queue`: sequences that may wait beyond those that run."""
@@ -25,17 +25,22 @@ class Gate:
         self._empty.set()
 
     def enter(self, num_seqs: int, size: int) -> Ticket:
-        """Let a request of `num_seqs` sequences in. Raises ApiError: 503 closed, 429 full, 400 never to fit."""
+        """Let a request of `num_seqs` sequences (0: only tokens are asked for) and a body of `size` bytes in.
+
+        Raises ApiError: 503 closed, 429 full, 400 never to fit.
+        """
         if self._closed is not None:
             raise unavailable(self._closed)
         room = self.max_running + self.max_queue
         if num_seqs > room:
             raise bad_request(f"{num_seqs} sequences in one request, and this server holds {room}; ask for fewer", "n")
-        if self.num_inside + num_seqs > room or (self.num_inside and self.size_inside + size > MAX_TEXT):
+        crowded = self.size_inside > 0 and self.size_inside + size > MAX_TEXT
+        if crowded or (num_seqs and self.num_inside + num_seqs > room):
             self.num_refused += 1
+            what = "too much text is inside" if crowded else f"the queue is full ({self.num_inside} sequences)"
             raise ApiError(
                 429,
-                f"the queue is full ({self.num_inside} sequences); try again later",
+                f"{what}; try again later",
                 code="queue_full",
                 retry_after=1 + min(30, self.num_inside // (4 * self.max_running)),
             )
@@ -58,7 +63,7 @@ class Gate:
         """What came in (or, negative, left)."""
         self.num_inside += num_seqs
         self.size_inside += size
-        if self.num_inside:
+        if self.num_inside or self.size_inside:
             self._empty.clear()
         else:
             self._empty.set()

@@ -1,11 +1,13 @@
 """Guard: what every request passes before any route is looked up. Keys, hosts, sizes; ids, counts; errors in one shape.
 
-It decides on the raw path of the connection, never on a URL put together from headers. Without a key it lets by
-GET /health, and GET /: the playground's page, the same bytes for everybody, which asks for its data with a key.
+It decides on the path that the router sees (the connection's, percent signs decoded), never on a URL made of headers.
+Without a key it lets by GET /health, and GET /: the playground's page, the same bytes for everybody, which asks for its
+data with a key.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -17,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foretoken.server import limits
 from foretoken.server.answer import error_response
 from foretoken.server.config import ServerConfig
-from foretoken.server.errors import ApiError, internal
+from foretoken.server.errors import ApiError, internal, unavailable
 
 log = logging.getLogger("foretoken.server")
 OPEN = ("/health", "/")
@@ -32,6 +34,7 @@ class Visit:
 
     id: str
     tenant: str = ""
+    size: int = 0  # bytes of the body that have been read
     client_id: str | None = None  # what the client calls it: repeated and logged, never used
     arrived: float = field(default_factory=time.monotonic)
     outcome: int | None = None  # a status other than that of the response: 499, or an error in a stream
@@ -81,6 +84,10 @@ class Guard:
         except ApiError as error:
             if not started:
                 await error_response(error)(scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends, and waits for nobody any more
+            if started:
+                raise
+            await error_response(unavailable("the server is shutting down"))(scope, receive, answer)
         except Exception:
             log.exception("a request failed", extra={"request_id": visit.id})
             if not started:

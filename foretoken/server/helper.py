@@ -18,45 +18,69 @@ log = logging.getLogger("foretoken.server")
 STARTING = 120.0  # seconds to load what it needs
 AT_ONCE = 0.2  # seconds within which no job ends a process
 LARGE = 2**16  # bytes of a frame that is read or written in a thread
+ENDED = "the server is shutting down, and this request was not finished"
 
 
 class HelperDiedError(Exception):
-    """The process ended, or had to be ended, over a job. `late`: because that took too long."""
+    """A job came to nothing: its process died, or took too long. `spent`: it used up the work that it may take."""
 
-    def __init__(self, late: bool) -> None:
-        super().__init__("it took too long" if late else "its process died")
-        self.late = late
+    def __init__(self, spent: bool) -> None:
+        super().__init__("it took too much work" if spent else "its process died or stood still")
+        self.spent = spent
 
 
 class Helper:
     """One process, one job at a time. A job that takes longer than `patience` seconds costs the process."""
 
-    def __init__(self, setup: Callable[[], Frame], patience: float, max_waiting: int = 10**6) -> None:
+    def __init__(self, setup: Callable[[], Frame], patience: float, max_waiting: int) -> None:
         """`setup` makes the first frame of a new process; `max_waiting`: jobs that may wait for the one that runs."""
         self._setup, self._patience, self._max_waiting = setup, patience, max_waiting
         self._lock = asyncio.Lock()
         self._num_waiting = 0
         self._pid: int | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._jobs: set[asyncio.Task[Frame]] = set()
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
-        """What becomes of a job. Raises HelperDiedError; ApiError 400 where it is refused, 503 where too many wait.
+        """What becomes of a job.
 
+        Raises HelperDiedError; ApiError 400 where it is refused, 503 where too many wait.
         `name`: the field that an error is about; `size`: characters of the frame, about.
         """
-        if self._num_waiting > self._max_waiting or self._closed:
+        if self._closed:
+            raise unavailable(ENDED)
+        if self._num_waiting > self._max_waiting:
             raise unavailable("too many requests wait to be prepared; try again later", 1)
         self._num_waiting += 1
+        job = asyncio.get_running_loop().create_task(self._done(frame, size))
+        self._jobs.add(job)
         try:
-            data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
-            async with self._lock:
-                answer = await self._answer(data)
+            await asyncio.wait({job})
         finally:
+            job.cancel()  # where nobody waits any more
+            self._jobs.discard(job)
             self._num_waiting -= 1
+        if job.cancelled():
+            raise unavailable(ENDED)
+        answer = job.result()
         if answer["type"] == "refused":
             raise bad_request(answer["message"], name)
+        if answer["type"] == "failed":
+            log.error("a grammar could not be compiled: %s", answer["message"])
+            raise HelperDiedError(spent=False)
         return str(answer["text"])
+
+    def refuse(self) -> None:
+        """Nothing is done any more: whoever waits gets a 503, and so does who comes."""
+        self._closed = True
+        for job in self._jobs:
+            job.cancel()
+
+    async def _done(self, frame: Frame, size: int) -> Frame:
+        data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
+        async with self._lock:
+            return await self._answer(data)
 
     async def _answer(self, data: bytes) -> Frame:
         if self._streams is None:
@@ -72,7 +96,7 @@ class Helper:
 
     async def close(self) -> None:
         """End the process."""
-        self._closed = True
+        self.refuse()
         await self._end()
 
     async def _start(self) -> None:
@@ -94,21 +118,17 @@ class Helper:
 
     async def _exchange(self, data: bytes, patience: float) -> Frame:
         """Send and receive. Whatever goes wrong, or whoever stops waiting: the process would answer too late."""
-        answer: Frame | None = None
         try:
-            answer = await asyncio.wait_for(self._talk(data), patience)
-            return answer
-        except asyncio.TimeoutError:
-            raise HelperDiedError(late=True) from None
-        except (OSError, asyncio.IncompleteReadError, frames.FrameError):
+            return await asyncio.wait_for(self._talk(data), patience)
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, frames.FrameError) as error:
             code = await self._end()
-            if code == -signal.SIGPROF:  # a timer of its own
-                raise HelperDiedError(late=True) from None
-            log.error("a process beside the server ended with code %s", code)
-            raise HelperDiedError(late=False) from None
-        finally:
-            if answer is None:
-                await self._end()
+            spent = code == -signal.SIGPROF  # a timer of its own
+            if not spent:
+                log.error("a process beside the server ended with code %s (%s)", code, type(error).__name__)
+            raise HelperDiedError(spent) from None
+        except BaseException:
+            await self._end()
+            raise
 
     async def _talk(self, data: bytes) -> Frame:
         assert self._streams is not None
@@ -127,9 +147,7 @@ class Helper:
         self._pid = self._streams = None
         if streams is not None:
             streams[1].close()
-        if pid is not None:
-            return await asyncio.shield(process.end(pid, 0.05))
-        return None
+        return None if pid is None else await asyncio.shield(process.end(pid, 0.05))
 
 
 async def _streams(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -26,6 +26,7 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_CHOICES, MAX_CHOICE_LENGTH = 256, 1024
 MAX_GRAMMAR = 64 * 2**10  # characters of a schema or a grammar
+MAX_TOOL_SCHEMAS = 256 * 2**10  # characters of the schemas of all tools that are enforced
 MAX_REGEX = 4096  # characters
 MAX_SCHEMA_NODES, MAX_SCHEMA_DEPTH, MAX_ENUM, MAX_PATTERNS = 2000, 32, 1000, 64
 MAX_COMPILED = 8 * 2**20  # bytes of a compiled grammar
@@ -44,8 +45,7 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
     """
     if len(raw) > MAX_BODY:
         raise too_large()
-    if _too_many(raw) and _too_many(_without_texts(raw)):  # the second look takes longer
-        raise bad_request(f"{name} holds more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values")
+    check_values(raw, f"{name} holds")
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
     except UnicodeDecodeError as error:
@@ -66,6 +66,12 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
         except UnicodeEncodeError:
             raise bad_request(f"{name} holds half of a surrogate pair, which is no text") from None
     return value
+
+
+def check_values(raw: bytes, what: str) -> None:
+    """Raise ApiError 400 for JSON of which parsing would make too much."""
+    if _too_many(raw) and _too_many(_without_texts(raw)):  # the second look takes longer
+        raise bad_request(f"{what} more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values")
 
 
 def _without_texts(raw: bytes) -> bytes:

@@ -24,6 +24,7 @@ from foretoken.server.conversation import (
     TextPart,
     Tool,
     ToolCall,
+    plain,
 )
 from foretoken.server.errors import ApiError, bad_request
 
@@ -208,7 +209,7 @@ class ResponseFields(Common):
             first.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*first, {"role": "user", "content": self.input}]
-        return first + [m.plain() for m in self.input]
+        return first + plain(self.input)
 
 
 class TokenizeFields(Fields):

@@ -16,7 +16,14 @@ from foretoken.server.tools import Call, More, Parser
 from foretoken.server.usage import speculation_metrics
 
 DONE = b"data: [DONE]\n\n"
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # where clients that split text like Python end a line
+
+
+def _encode(value: Any) -> str:
+    """JSON in one line, whoever splits lines."""
+    text = _written(value)
+    return text if text.isascii() else text.translate(_ENDS)
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:

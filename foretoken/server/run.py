@@ -102,7 +102,7 @@ class Client(Protocol):
         """Until it is loaded. Raises ApiError 503 if it will not be."""
 
     def end_all(self, error: ApiError) -> None:
-        """End every request with this error."""
+        """End every request with this error, also those that are being prepared."""
 
 
 class Runner:

@@ -21,26 +21,36 @@ _WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # each says all t
 KNOWN = {"type"} | ANNOTATIONS | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
 FORMATS |= {"uri-template"}  # those of JSON pointers would let control characters in
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 _UNSAFE_ESCAPES = frozenset('"\\nrtfv0xuc')  # may spell what a JSON string has to escape
 
 
 def check(schema: Any, name: str) -> str:
     """The schema as text for the compiler. Raises ApiError 400 that names the keyword; `name`: the field it came in."""
     if isinstance(schema, str):
+        _check_length(len(schema), name)
         try:
             schema = limits.parse_object(schema.encode("utf-8", "replace"), name)
         except ApiError as error:  # of the field, not of the body
             raise ApiError(error.status, error.message, param=name, code=error.code) from None
     if not isinstance(schema, dict):
         raise bad_request(f"{name}: a schema is a JSON object", name)
+    parts: list[str] = []
+    size = 0
     try:
-        text = json.dumps(schema, ensure_ascii=False)
+        for part in _ENCODER.iterencode(schema):  # never much longer than it may be
+            parts.append(part)
+            size += len(part)
+            _check_length(size, name)
     except RecursionError:
         raise bad_request(f"{name}: the schema nests too deeply", name) from None
-    if len(text) > limits.MAX_GRAMMAR:
-        raise bad_request(f"{name}: a schema may have {limits.MAX_GRAMMAR} characters, this has {len(text)}", name)
     _Walk(schema, name).schema(schema, "schema", 0)
-    return text
+    return "".join(parts)
+
+
+def _check_length(size: int, name: str) -> None:
+    if size > limits.MAX_GRAMMAR:
+        raise bad_request(f"{name}: a schema may have {limits.MAX_GRAMMAR} characters, this has more", name)
 
 
 class _Walk:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
 from foretoken.request import SamplingParams
-from foretoken.server.answer import Answer
+from foretoken.server import conversation
+from foretoken.server.answer import Answer, too_late
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
 from foretoken.server.conversation import NamedTool
@@ -36,6 +39,16 @@ from foretoken.server.text import Text
 from foretoken.server.tools import PARSERS, Parser, parser_for
 
 COMPLETION_TOKENS = 16  # OpenAI's default
+T = TypeVar("T")
+
+
+class Plain(NamedTuple):
+    """What the engine and the template are told, of a body that may be large."""
+
+    source: Source | None
+    messages: Seq[dict[str, Any]] = ()
+    tools: Seq[dict[str, Any]] = ()
+    parser: Callable[[], Parser] | None = None
 
 
 class Service:
@@ -45,17 +58,29 @@ class Service:
         self.client, self.config = client, config
         self.gate = Gate(config.max_queue)
         self._intake = Intake()
+        self._threads = ThreadPoolExecutor(2, "bodies")  # more would only take turns
         self.metrics = Metrics(client, self.gate, config.model_name, config.metrics_prefix)
 
-    async def fields(self, request: Request, kind: type[F]) -> F:
-        """The checked fields of a request's body. Raises ApiError."""
-        body = await self.body(request)
-        size = int(request.headers.get("content-length", INLINE + 1))
-        return read(kind, body) if size <= INLINE else await asyncio.to_thread(read, kind, body)
+    async def fields(self, request: Request, *kinds: type[F]) -> F:
+        """The checked fields of a request's body, of the first kind or, where it holds a conversation, the last.
 
-    async def body(self, request: Request) -> dict[str, Any]:
-        """A request's body. Raises ApiError."""
-        return await self._intake.read_object(request)
+        Raises ApiError.
+        """
+        async with self._intake.held(request) as body:
+            kind = kinds[0 if body.get("messages") is None else -1]
+            return await self.aside(request, lambda: read(kind, body))
+
+    @staticmethod
+    def size(request: Request) -> int:
+        """Bytes of a request's body, which has been read."""
+        visit: Visit = request.scope["foretoken"]
+        return visit.size
+
+    async def aside(self, request: Request, work: Callable[[], T]) -> T:
+        """Work that grows with the request's body: in a thread where that is large."""
+        if self.size(request) <= INLINE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def loaded(self, model: str | None) -> Text:
         """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
@@ -77,18 +102,20 @@ class Service:
         fields = await self.fields(request, CompletionFields)
         text = self.loaded(fields.model)
         prompts, hidden = fields.prompts, fields.max_tokens == 0
-        source = fields.source()
         n = fields.n or 1
 
-        async def encode() -> list[list[int]]:
+        def plain() -> Plain:
+            return Plain(fields.source())
+
+        async def encode(plain: Plain) -> list[list[int]]:
             return [await text.prompt(p) for p in prompts]
 
-        async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
+        async def make(id: str, ids: Seq[list[int]], plain: Plain) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - max(len(i) for i in ids)
             asked = COMPLETION_TOKENS if fields.max_tokens is None else max(1, fields.max_tokens)
             if fields.max_tokens is None:
                 asked = min(asked, room)
-            params = sampling(fields, text, asked, room, fields.logprobs, source is not None)
+            params = sampling(fields, text, asked, room, fields.logprobs, plain.source is not None)
             texts = [p if isinstance(p, str) else await text.decode(p) for p in prompts] if fields.echo else []
             reply = CompletionReply(
                 f"cmpl-{id}",
@@ -102,78 +129,87 @@ class Service:
             )
             return reply, params, bool(fields.echo) and fields.logprobs is not None
 
-        size = sum(len(p) for p in prompts)
-        return await self._answer(request, fields, len(prompts) * n, size, source, encode, make)
+        return await self._answer(request, fields, len(prompts) * n, plain, encode, make)
 
     async def chat(self, request: Request) -> Answer:
         """/v1/chat/completions."""
         fields = await self.fields(request, ChatFields)
         text = self.loaded(fields.model)
-        messages = [m.plain() for m in fields.messages]
         with_logprobs = bool(fields.logprobs or fields.top_logprobs)
         asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
         check_length(fields.max_tokens or 0, text)
-        tools = fields.offered
-        parser = tool_parser(tools, text)
-        source = grammar_source(fields, text)
         named = isinstance(fields.tool_choice, NamedTool)
 
-        async def encode() -> list[list[int]]:
-            return [await text.chat(messages, tools)]
+        def plain() -> Plain:
+            tools = fields.offered
+            parser = tool_parser(tools, text)
+            return Plain(grammar_source(fields, text), conversation.plain(fields.messages), tools, parser)
 
-        async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
+        async def encode(plain: Plain) -> list[list[int]]:
+            return [await text.chat(plain.messages, plain.tools, self.size(request))]
+
+        async def make(id: str, ids: Seq[list[int]], plain: Plain) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
             top = (fields.top_logprobs or 0) if with_logprobs else None
-            params = sampling(fields, text, room if asked is None else asked, room, top, source is not None)
+            params = sampling(fields, text, room if asked is None else asked, room, top, plain.source is not None)
             more = self._shown(fields)
-            more |= {"logprobs": with_logprobs, "parser": parser}
+            more |= {"logprobs": with_logprobs, "parser": plain.parser}
             more |= {"one_call": named or fields.parallel_tool_calls is False, "named": named}
             reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
             return reply, params, False
 
-        return await self._answer(request, fields, fields.n or 1, _size(messages), source, encode, make)
+        return await self._answer(request, fields, fields.n or 1, plain, encode, make)
 
     async def responses(self, request: Request) -> Answer:
         """/v1/responses."""
         fields = await self.fields(request, ResponseFields)
         text = self.loaded(fields.model)
-        messages = fields.messages
-        source = fields.source()
 
-        async def encode() -> list[list[int]]:
-            return [await text.chat(messages)]
+        def plain() -> Plain:
+            return Plain(fields.source(), fields.messages)
 
-        async def make(id: str, ids: Seq[list[int]]) -> tuple[Reply, SamplingParams, bool]:
+        async def encode(plain: Plain) -> list[list[int]]:
+            return [await text.chat(plain.messages, size=self.size(request))]
+
+        async def make(id: str, ids: Seq[list[int]], plain: Plain) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
             asked = room if fields.max_output_tokens is None else fields.max_output_tokens
-            params = sampling(fields, text, asked, room, None, source is not None)
+            params = sampling(fields, text, asked, room, None, plain.source is not None)
             reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, asked=fields, **self._shown(fields))
             return reply, params, False
 
-        return await self._answer(request, fields, 1, _size(messages), source, encode, make)
+        return await self._answer(request, fields, 1, plain, encode, make)
 
     async def _answer(
         self,
         request: Request,
         fields: Common,
         num_seqs: int,
-        size: int,
-        source: Source | None,
-        encode: Callable[[], Awaitable[list[list[int]]]],
-        make: Callable[[str, Seq[list[int]]], Awaitable[tuple[Reply, SamplingParams, bool]]],
+        plain: Callable[[], Plain],
+        encode: Callable[[Plain], Awaitable[list[list[int]]]],
+        make: Callable[[str, Seq[list[int]], Plain], Awaitable[tuple[Reply, SamplingParams, bool]]],
     ) -> Answer:
         """Through the gate first; then tokens, then the engine."""
         visit: Visit = request.scope["foretoken"]
-        ticket = self.gate.enter(num_seqs, size)
-        try:
-            grammar = None if source is None else await self.client.grammars.compiled(source)
-            ids = await encode()
-            reply, params, score = await make(visit.id, ids)
+        ticket = self.gate.enter(num_seqs, visit.size)
+
+        async def prepared() -> tuple[Reply, Job]:
+            made = await self.aside(request, plain)
+            grammar = None if made.source is None else await self.client.grammars.compiled(made.source)
+            ids = await encode(made)
+            reply, params, score = await make(visit.id, ids, made)
             reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(len(i) for i in ids)
             whose, priority = tenant(visit, fields.cache_salt), fields.priority or 0
             more = (fields.choice, priority, grammar, self.config.detailed)
-            job = Job(visit.id, ids, params, whose, wish(fields), score, *more)
+            return reply, Job(visit.id, ids, params, whose, wish(fields), score, *more)
+
+        try:
+            left = self.config.request_timeout - (time.monotonic() - visit.arrived)
+            reply, job = await asyncio.wait_for(prepared(), left)
             stream = self.client.submit(job)
+        except asyncio.TimeoutError:
+            ticket.leave()
+            raise too_late(self.config.request_timeout) from None
         except BaseException:
             ticket.leave()
             raise
@@ -213,7 +249,3 @@ def grammar_source(fields: ChatFields, text: Text) -> Source | None:
     if calls is not None and (source is not None or fields.choice is not None):
         raise bad_request("a format, and tools that must be called (or are 'strict'), contradict each other", "tools")
     return calls or source
-
-
-def _size(messages: Seq[dict[str, Any]]) -> int:
-    return sum(len(m["content"]) for m in messages)

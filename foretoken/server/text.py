@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.errors import RequestError
+from foretoken.server.arguments import opened
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.tokenizer import Tokenizer
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from foretoken.spec.grammar import Vocabulary
 
 T = TypeVar("T")
-Render = Callable[[Seq[dict[str, Any]], Seq[dict[str, Any]]], Awaitable[str]]
+Render = Callable[[Seq[dict[str, Any]], Seq[dict[str, Any]], int], Awaitable[str]]
 INLINE = 1000  # characters that are encoded at once: a thread would take longer to start
 SLACK = 4  # a normalizer may shorten a text, but not by so much
 
@@ -45,19 +46,21 @@ class Text:
             return self._checked(self._begun(await self._away(len(prompt), lambda: self.tokenizer.encode(prompt))))
         return self._checked(list(prompt))
 
-    async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = ()) -> list[int]:
-        """Token ids of a conversation, checked. Raises ApiError 400."""
+    async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0) -> list[int]:
+        """Token ids of a conversation, checked; `size`: bytes that it came in. Raises ApiError 400."""
         self._check_text("", sum(len(m["content"]) for m in messages))
-        return self._checked(await self.encode_chat(messages, tools))
+        return self._checked(await self.encode_chat(messages, tools, size))
 
-    async def encode_chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = ()) -> list[int]:
+    async def encode_chat(
+        self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0
+    ) -> list[int]:
         """Token ids of a conversation of any length. Templates are programs: they run elsewhere."""
         if not self.tokenizer.has_chat_template:
             raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
-        return await self.encode(await self._render(messages, tools), add_special_tokens=False)
+        return await self.encode(await self._render(messages, tools, size), add_special_tokens=False)
 
-    async def _render_here(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]]) -> str:
-        return await self._away(INLINE + 1, lambda: self.tokenizer.render_chat(messages, tools=tools))
+    async def _render_here(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
+        return await self._away(INLINE + 1, lambda: self.tokenizer.render_chat(opened(messages), tools=tools))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length."""

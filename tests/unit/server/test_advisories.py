@@ -138,7 +138,7 @@ async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request(monkey
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(helper.process, "spawn", short)
-    made = helper.Helper(lambda: {"type": "setup"}, 1.0)
+    made = helper.Helper(lambda: {"type": "setup"}, 1.0, 8)
     for _ in range(2):
         with pytest.raises(ApiError) as caught:
             await made.ask({"type": "render"}, "messages")

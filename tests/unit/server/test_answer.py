@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,8 +58,13 @@ class Recorded(CompletionReply):
         yield from super().events(piece)
 
 
-async def answered(reply: Recorded, pieces: list[Piece], events: bool) -> tuple[int, bytes, Gate]:
-    """Status and body of the answer that these pieces make, and the gate that it came through."""
+async def answered(
+    reply: Recorded, pieces: list[Piece], events: bool, prepared: float = 0.0
+) -> tuple[int, bytes, Gate]:
+    """Status and body of the answer that these pieces make, and the gate that it came through.
+
+    `prepared`: seconds that passed before there was an answer.
+    """
     gate = Gate(10)
     stream = Stream(Job("r", [[1]], SamplingParams()), lambda job_id: None)
     for piece in pieces:
@@ -74,7 +80,7 @@ async def answered(reply: Recorded, pieces: list[Piece], events: bool) -> tuple[
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await answer({"type": "http", "foretoken": Visit("r")}, receive, send)  # type: ignore[arg-type]
+    await answer({"type": "http", "foretoken": Visit("r", arrived=time.monotonic() - prepared)}, receive, send)  # type: ignore[arg-type]
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent), gate
 
 
@@ -106,6 +112,11 @@ async def test_many_log_probabilities_are_written_out_elsewhere(reply: Recorded,
     few = Recorded("cmpl-1", "x", reply.text, 1, logprobs=True, echoes=[], hidden=False)
     await answered(few, [piece("a", done=True)], events)
     assert few.threads == {threading.get_ident()}
+
+
+async def test_the_clock_has_run_while_the_request_was_prepared(reply: Recorded) -> None:
+    status, body, gate = await asyncio.wait_for(answered(reply, [], True, prepared=11.0), 5)
+    assert status == 408 and b"longer than 10 s" in body and gate.num_inside == 0
 
 
 @pytest.mark.parametrize(("ruled_out", "status"), [(True, 400), (False, 500)])

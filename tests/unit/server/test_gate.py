@@ -38,8 +38,16 @@ async def test_a_full_gate_says_when_to_return() -> None:
 async def test_large_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "MAX_TEXT", 100)
     gate = Gate(max_queue=100)
-    with gate.enter(1, 90), pytest.raises(ApiError, match="queue is full"):
+    with gate.enter(1, 90), pytest.raises(ApiError, match="too much text"):
         gate.enter(1, 20)
+    with gate.enter(0, 90):  # of who wants tokens only, no sequence is counted
+        assert gate.num_inside == 0
+        gate.enter(1, 10).leave()
+        with pytest.raises(ApiError, match="too much text"):
+            gate.enter(0, 20)
+        with pytest.raises(asyncio.TimeoutError):  # but a drain waits for it
+            await asyncio.wait_for(gate.wait_empty(), 0.01)
+    await asyncio.wait_for(gate.wait_empty(), 1)
     gate.enter(1, 1000).leave()
 
 

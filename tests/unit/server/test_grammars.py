@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -38,8 +39,8 @@ class Pretended:
         self.asked.append(frame["source"])
         if frame["source"] == "bad":
             raise bad_request("bad", name)
-        if frame["source"] in ("late", "dies"):
-            raise HelperDiedError(late=frame["source"] == "late")
+        if frame["source"] == "late":
+            raise HelperDiedError(spent=False)
         return "x" * int(frame["source"])
 
 
@@ -70,12 +71,10 @@ def test_refusals_are_remembered_and_bounded() -> None:
             assert caught.value.param == name
         assert helper.asked == ["bad"]
         for _ in range(2):  # that a process died may have other reasons
-            with pytest.raises(ApiError, match="too long"):
+            with pytest.raises(ApiError, match="in time") as caught:
                 await grammars.compiled(Source("regex", "late", "f"))
+            assert caught.value.status == 503 and caught.value.retry_after
         assert helper.asked == ["bad", "late", "late"]
-        with pytest.raises(ApiError) as caught:
-            await grammars.compiled(Source("regex", "dies", "f"))
-        assert caught.value.status == 500, "no fault of the request's"
         for i in range(MAX_REFUSALS + 5):
             grammars._refused[str(i)] = "no"
         with pytest.raises(ApiError):
@@ -85,9 +84,32 @@ def test_refusals_are_remembered_and_bounded() -> None:
     run(scenario())
 
 
-def run(scenario: Any) -> None:
-    import asyncio
+async def test_who_asks_meanwhile_waits_for_the_same() -> None:
+    """Many clients begin with one schema: it is compiled once, whoever leaves, and each is told in its words."""
+    go = asyncio.Event()
 
+    class Slow(Pretended):
+        async def ask(self, frame: dict[str, Any], name: str, size: int) -> str:
+            await go.wait()
+            return await super().ask(frame, name, size)
+
+    helper = Slow()
+    grammars = Grammars(helper, lambda key: None)  # type: ignore[arg-type]
+
+    def ask(source: str, field: str) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(grammars.compiled(Source("regex", source, field)))  # type: ignore[return-value]
+
+    good, bad = [ask("40", f"f{i}") for i in range(40)], [ask("bad", f"f{i}") for i in range(3)]
+    await asyncio.sleep(0)
+    good[0].cancel()
+    go.set()
+    made = await asyncio.gather(*good, return_exceptions=True)
+    assert isinstance(made[0], asyncio.CancelledError) and len(set(map(repr, made[1:]))) == 1
+    assert [e.param for e in await asyncio.gather(*bad, return_exceptions=True)] == ["f0", "f1", "f2"]
+    assert helper.asked == ["40", "bad"] and grammars.num_bytes == len(made[1].frame) and not grammars._coming
+
+
+def run(scenario: Any) -> None:
     asyncio.run(scenario)
 
 
@@ -104,9 +126,9 @@ os.kill(os.getpid(), int(sys.argv[3]))
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"), [(signal.SIGPROF, True), (signal.SIGKILL, False), (signal.SIGSTOP, True), (0, None)]
+    ("number", "expected"), [(signal.SIGPROF, True), (signal.SIGKILL, False), (signal.SIGSTOP, False), (0, None)]
 )
-async def test_too_late_is_told_from_a_death(
+async def test_too_much_work_is_told_from_a_death(
     number: int, expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spawn(program: str) -> tuple[int, socket.socket]:
@@ -121,10 +143,10 @@ async def test_too_late_is_told_from_a_death(
 
     monkeypatch.setattr(helper_of_server.process, "spawn", spawn)
     monkeypatch.setattr(helper_of_server, "AT_ONCE", -1.0)
-    made = Helper(lambda: {"type": "setup"}, 0.5)
+    made = Helper(lambda: {"type": "setup"}, 0.5, 8)
     with pytest.raises((HelperDiedError, ApiError)) as caught:
         await made.ask({"type": "render"}, "messages")
-    assert getattr(caught.value, "late", None) is expected
+    assert getattr(caught.value, "spent", None) is expected
     assert expected is not None or getattr(caught.value, "status", None) == 503, "that it cannot be set up"
     await made.close()
 

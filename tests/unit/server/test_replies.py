@@ -10,8 +10,11 @@ from lawkit import Pair
 
 from foretoken.request import Metrics as Cost, SpecMetrics, TimeSplit
 from foretoken.server.client import EngineClient
+from foretoken.server.errors import ApiError
 from foretoken.server.gate import Gate
 from foretoken.server.metrics import Metrics
+from foretoken.server.replies import ChatReply, event
+from foretoken.server.stream import Piece
 from foretoken.server.text import Text
 from foretoken.server.usage import speculation_metrics as metrics
 
@@ -121,3 +124,20 @@ def test_every_draft_of_one_sequence_is_listed_where_asked_for() -> None:
     spec.rounds = None
     made = {"metrics": Cost(3, 9, spec.copy(), TimeSplit(), 0.1, 0.1, 1.0).as_dict(), "seed": 1}
     assert "per_step_accepted" not in metrics([made], 4)["speculative_decoding"]
+
+
+def test_an_event_is_one_line_to_whoever_splits_lines(pair: Pair) -> None:
+    """Python's clients end lines where Unicode does; all three ways out of a stream."""
+    text = Text(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
+    hostile = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\n für 🙂"
+    reply = ChatReply("chatcmpl-r", hostile, text, 1, logprobs=False)
+    reply.take(Piece(0, hostile, [5], [None], [], [], None))
+    events = [*reply.begin(), *reply.events(Piece(0, hostile, [5], [None], [], [], None))]
+    events += [event({"text": hostile}, "x"), *reply.fail(ApiError(503, hostile))]
+    assert len(events) == 5
+    for made in events:
+        lines = made.decode().splitlines()
+        assert len(lines) == 2 + made.startswith(b"event: ") and lines[-1] == "", made
+    chunk = json.loads(events[1].decode().splitlines()[0].removeprefix("data: "))
+    assert chunk["model"] == chunk["choices"][0]["delta"]["content"] == hostile
+    text.close()

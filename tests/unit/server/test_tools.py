@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from lawkit import Pair
 
+from foretoken.server.arguments import opened
 from foretoken.server.errors import ApiError
 from foretoken.server.protocol import ChatFields, read
 from foretoken.server.replies import ChatReply
@@ -185,9 +186,8 @@ def test_tools_that_cannot_be(pair: Pair) -> None:
             ]
         },
     )
-    assert broken.messages[0].plain()["tool_calls"][0]["function"]["arguments"] == "{", (
-        "the template sees what was sent"
-    )
+    seen = opened([broken.messages[0].plain()])
+    assert seen[0]["tool_calls"][0]["function"]["arguments"] == "{", "the template sees what was sent"
 
 
 def answer(text: Text, pieces: list[str], **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -1,0 +1,160 @@
+"""The process beside the server: what becomes of those who wait when the server ends, or the process does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.request import SamplingParams
+from foretoken.server import aside as asides, frames, helper as helpers
+from foretoken.server.client import EngineClient
+from foretoken.server.config import ServerConfig
+from foretoken.server.errors import ApiError
+from foretoken.server.guard import Guard
+from foretoken.server.helper import Helper, HelperDiedError
+from foretoken.server.stream import Job
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """Processes that are set up, and then never answer; called, it gives their ids."""
+    pids, ends = [], []
+
+    def spawn(program: str) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        theirs.sendall(frames.pack({"type": "done", "text": ""}))  # it is set up
+        ends.append(theirs)
+        ours.setblocking(False)
+        pids.append(os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ))
+        return pids[-1], ours
+
+    monkeypatch.setattr(helpers.process, "spawn", spawn)
+    return lambda: pids
+
+
+async def refused(waiting: asyncio.Future[Any]) -> int:
+    with pytest.raises(ApiError) as caught:
+        await asyncio.wait_for(waiting, 10)
+    return caught.value.status
+
+
+async def test_who_is_being_prepared_when_the_server_ends_is_told(silent: Callable[[], list[int]]) -> None:
+    made = Helper(lambda: {"type": "setup"}, 60.0, 8)
+    waiting = [asyncio.ensure_future(made.ask({"type": "render"}, "messages")) for _ in range(3)]
+    while not silent():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    made.refuse()
+    assert [await refused(w) for w in waiting] == [503] * 3
+    assert await refused(asyncio.ensure_future(made.ask({"type": "render"}, "messages"))) == 503
+    await made.close()
+    for _ in range(500):
+        if not Path(f"/proc/{silent()[0]}").exists():
+            break
+        await asyncio.sleep(0.01)
+    assert len(silent()) == 1 and not Path(f"/proc/{silent()[0]}").exists(), "nothing is left behind, or started anew"
+
+
+async def test_what_took_too_much_work_is_told_from_what_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process's own limit ends it with a signal of its own; any other end may be the machine's doing."""
+
+    def spawn(program: str) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        theirs.sendall(frames.pack({"type": "done", "text": ""}))
+        os.set_inheritable(theirs.fileno(), True)
+        pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep 0.3; kill -{end} $$"], os.environ)
+        theirs.close()
+        ours.setblocking(False)
+        return pid, ours
+
+    monkeypatch.setattr(helpers.process, "spawn", spawn)
+    for end, status in (("PROF", 400), ("KILL", 503)):
+        made = Helper(lambda: {"type": "setup"}, 60.0, 8)
+        with pytest.raises(HelperDiedError) as caught:
+            await made.ask({"type": "render"}, "messages")
+        assert caught.value.spent is (end == "PROF")
+        client = EngineClient("x", {})
+        client._templates = made
+        with pytest.raises(ApiError) as told:
+            await client.render([], [], 0)
+        assert told.value.status == status
+        await made.close()
+
+
+def _sleep() -> str:
+    time.sleep(60)
+    return ""
+
+
+def _work() -> str:
+    while True:
+        pass
+
+
+def _kill() -> str:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+def _much() -> str:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("compiling", "kind"),
+    [(_sleep, "failed"), (_kill, "failed"), (_work, "refused"), (_much, "refused"), (str, "done")],
+)
+async def test_a_grammar_is_refused_for_its_own_faults_only(
+    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: str
+) -> None:
+    class Pretended:
+        def compiled(self, kind: str, source: str) -> str:
+            return compiling()
+
+    monkeypatch.setattr(asides, "WALL", 0.3 if compiling is _sleep else 20.0)
+    monkeypatch.setattr(asides, "COMPILE_SECONDS", 1.0 if compiling is _sleep else 0.1)
+    aside = asides.Aside(socket.socket())
+    aside._matching = Pretended()
+    assert aside._answer({"type": "compile", "kind": "regex", "source": "x"})["type"] == kind
+
+
+async def test_nothing_is_taken_after_the_end() -> None:
+    client = EngineClient("x", {})
+    client.state = "ready"
+    client.end_all(ApiError(503, "the end"))
+    with pytest.raises(ApiError, match="shutting down") as caught:
+        client.submit(Job("r", [[1]], SamplingParams()))
+    assert caught.value.status == 503 and client.num_streams == 0
+
+
+async def test_who_is_cut_off_before_an_answer_gets_one() -> None:
+    """The last resort: tasks that the HTTP server cancels."""
+
+    class Uncounted:
+        def answered(self, route: str, status: int) -> None:
+            assert status == 503
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": [(b"host", b"localhost")]}
+    task = asyncio.ensure_future(Guard(app, ServerConfig(), Uncounted())(scope, send, send))  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.wait_for(task, 10)
+    assert sent[0]["status"] == 503 and b"shutting down" in sent[1]["body"]

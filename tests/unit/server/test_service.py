@@ -1,0 +1,140 @@
+"""Preparing requests: what is large is worked out in threads and counted at the gate, whatever becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from lawkit import Pair
+
+from foretoken.server import calls, conversation, gate as gates, limits, protocol
+from foretoken.server.app import create_app
+from foretoken.server.client import EngineClient
+from foretoken.server.config import ServerConfig
+from foretoken.server.errors import ApiError
+from foretoken.server.intake import INLINE
+from foretoken.server.protocol import ChatFields
+from foretoken.server.service import Service
+from foretoken.server.text import Text
+
+pytestmark = pytest.mark.asyncio
+HELLO = {"role": "user", "content": "hi"}
+FACTS = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
+
+
+class Waiting:
+    """A helper that takes no time, or waits until it is let go on."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def ask(self, frame: dict[str, Any], name: str, size: int) -> str:
+        self.sizes.append(size)
+        await self.go.wait()
+        return "hi"
+
+
+@pytest.fixture
+async def served(pair: Pair) -> AsyncIterator[tuple[httpx.AsyncClient, Service, Waiting]]:
+    """An application whose engine takes nothing; whoever is prepared gets a 503."""
+    client, helper = EngineClient("embedded", {}), Waiting()
+    client.state, client.facts, client._templates = "ready", dict(FACTS), helper  # type: ignore[assignment]
+    text = client.text = Text(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
+    app, service = create_app(client, ServerConfig(request_timeout=0.5))
+    client._over = True
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        yield http, service, helper
+    text.close()
+
+
+Served = tuple[httpx.AsyncClient, Service, Waiting]
+
+
+def calling(arguments: str, count: int = 1) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call] * count}
+
+
+def tools(count: int, letters: int) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "description": "x" * letters}}}
+    return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(count)]
+
+
+async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    http, service, helper = served
+    threads: dict[str, set[int]] = {}
+
+    def watched(module: Any, name: str, work: Callable[..., Any]) -> None:
+        def watching(*args: Any, **more: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return work(*args, **more)
+
+        monkeypatch.setattr(module, name, watching)
+
+    watched(calls, "source", lambda *args: None)
+    watched(conversation, "plain", conversation.plain)
+    arguments = json.dumps({"a": "x" * INLINE})
+    body = {"messages": [HELLO, calling(arguments)]}
+    assert (await http.post("/v1/chat/completions", json=body)).status_code == 503
+    assert set(threads) == {"plain", "source"} and threading.get_ident() not in set.union(*threads.values())
+    threads.clear()
+    plain = await http.post("/v1/chat/completions", json={"messages": [HELLO]})
+    assert plain.status_code == 503 and threads["plain"] == {threading.get_ident()}, "a thread costs more than this"
+    assert (await http.post("/tokenize", json={"messages": body["messages"]})).status_code == 200
+    assert helper.sizes[-1] > INLINE, "its frame is packed in a thread too"
+    assert service.gate.num_inside == service.gate.size_inside == service._intake.size_inside == 0
+
+
+async def test_arguments_and_schemas_are_bounded_in_sum() -> None:
+    many = json.dumps({"a": [0] * (limits.MAX_VALUES // 4)})
+    messages = protocol.read(ChatFields, {"messages": [calling(many, 3)]}).messages
+    assert len(conversation.plain(messages)) == 1
+    messages = protocol.read(ChatFields, {"messages": [calling(many, 5)]}).messages
+    with pytest.raises(ApiError, match="arguments of tool calls hold more than"):
+        conversation.plain(messages)
+    fits, beyond = (limits.MAX_TOOL_SCHEMAS // 50_000, 1 + limits.MAX_TOOL_SCHEMAS // 50_000)
+    for count in (fits, beyond):
+        fields = protocol.read(
+            ChatFields, {"messages": [HELLO], "tools": tools(count, 50_000), "tool_choice": "required"}
+        )
+        if count == fits:
+            assert fields.compelled("qwen") is not None
+        else:
+            with pytest.raises(ApiError, match="characters in all"):
+                fields.compelled("qwen")
+
+
+async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    http, service, helper = served
+    monkeypatch.setattr(gates, "MAX_TEXT", 1000)
+    helper.go.clear()
+    body = {"messages": [{"role": "user", "content": "x" * 600}]}
+    first = asyncio.ensure_future(http.post("/tokenize", json=body))
+    while not helper.sizes:
+        await asyncio.sleep(0.01)
+    for path, other in (
+        ("/tokenize", body),
+        ("/tokenize", {"prompt": "x" * 600}),
+        ("/detokenize", {"tokens": [5] * 300}),
+    ):
+        refused = await http.post(path, json=other)
+        assert refused.status_code == 429 and refused.headers["retry-after"]
+    helper.go.set()
+    assert (await first).status_code == 200 and service.gate.size_inside == 0
+    assert (await http.post("/tokenize", json={"prompt": "x" * 600, "return_token_strs": True})).status_code == 200
+
+
+async def test_the_clock_of_a_request_starts_when_it_arrives(served: Served) -> None:
+    """Who is prepared for too long is told, and gives its place back."""
+    http, service, helper = served
+    helper.go.clear()
+    late = await asyncio.wait_for(http.post("/v1/chat/completions", json={"messages": [HELLO]}), 10)
+    assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
+    assert service.gate.num_inside == 0
