@@ -77,13 +77,9 @@ class BlockManager:
         """Known blocks that go on where `seq` is cached; its last token is in none of them."""
         return self.prefixes.find(seq, seq.num_cached // self.block_size) if self.shares else []
 
-    def adopt(self, seq: Sequence, held_back: int = 0) -> int:
-        """Let `seq` share the known blocks that go on where it is cached; returns the rows that this saves it.
-
-        `held_back`: so many of them, the last ones, it shall compute itself.
-        """
+    def adopt(self, seq: Sequence) -> int:
+        """Let `seq` share the known blocks that go on where it is cached; returns the rows that this saves it."""
         found = self.find(seq)
-        found = found[: max(0, len(found) - held_back)]
         if not found:
             return 0
         before, first = seq.num_cached, seq.num_cached // self.block_size

@@ -61,21 +61,18 @@ class _Braces:
         return -1
 
 
-class QwenCalls:
-    """Calls between marks, text around them. A tail that may become a mark is held back until that is decided.
+class _Calls:
+    """Base: reads step by step what became certain. `key` of the arguments; `depth`: brackets open around them."""
 
-    Space beside calls is no text.
-    """
+    key, depth = "", 0
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._head = re.compile(_HEAD % "arguments")
+        self._head = re.compile(_HEAD % self.key)
         self._buffer = ""
-        self._step = self._outside
-        self._searched = 0  # characters of the buffer that hold no whole mark
         self._braces = _Braces()
-        self._bare = True  # nothing but space since the last call, or since the beginning
-        self._called = False
+        self._called = False  # was there a call yet?
+        self._step = self._first
 
     def feed(self, text: str) -> list[Found]:
         """What became certain with this text."""
@@ -85,17 +82,59 @@ class QwenCalls:
             pass
         return found
 
+    def _first(self, found: list[Found]) -> bool:
+        """The step that a text begins with: does its work on the buffer; true where another may follow at once."""
+        raise NotImplementedError
+
+    def _closing(self, found: list[Found]) -> bool:
+        """Behind the arguments."""
+        raise NotImplementedError
+
+    def _begins(self, found: list[Found]) -> bool:
+        """Does the buffer begin with a call of an offered tool, up to its arguments? They are read then."""
+        head = self._head.match(self._buffer)
+        if head is None or head[1] not in self._names:
+            return False
+        found.append(Call(head[1]))
+        self._buffer, self._step, self._braces = self._buffer[head.end() :], self._arguments, _Braces()
+        self._braces.depth = self.depth
+        return True
+
+    def _arguments(self, found: list[Found]) -> bool:
+        size = self._braces.close(self._buffer, self.depth)
+        text = self._buffer if size < 0 else self._buffer[:size]
+        if text:
+            found.append(More(text))
+        self._buffer = self._buffer[len(text) :]
+        if size >= 0:
+            self._step = self._closing
+        return size >= 0
+
+
+class QwenCalls(_Calls):
+    """Calls between marks, text around them. A tail that may become a mark is held back until that is decided.
+
+    Space beside calls is no text.
+    """
+
+    key, depth = "arguments", 0
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._searched = 0  # characters of the buffer that hold no whole mark
+        self._bare = True  # nothing but space since the last call, or since the beginning
+
     def end(self) -> list[Found]:
         """What is left when no text follows."""
         rest, self._buffer = self._buffer, ""
-        if self._step == self._outside:
+        if self._step == self._first:
             return [] if self._called and self._bare else _text(rest)
         if self._step != self._opening:
             return []
         call = _call(rest, "arguments", self._names)  # the mark at the end may be missing, the call be whole
         return [call] if call is not None else _text(OPEN + rest)
 
-    def _outside(self, found: list[Found]) -> bool:
+    def _first(self, found: list[Found]) -> bool:
         at = self._find(OPEN)
         size = at if at >= 0 else len(self._buffer) - _tail(self._buffer, OPEN)
         text = self._buffer[:size]
@@ -112,10 +151,7 @@ class QwenCalls:
 
     def _opening(self, found: list[Found]) -> bool:
         """Behind a mark: a call, once its name and the beginning of its arguments are there."""
-        head = self._head.match(self._buffer)
-        if head is not None and head[1] in self._names:
-            found.append(Call(head[1]))
-            self._buffer, self._step, self._braces = self._buffer[head.end() :], self._arguments, _Braces()
+        if self._begins(found):
             self._searched = 0
             return True
         at = self._find(CLOSE)
@@ -125,16 +161,6 @@ class QwenCalls:
         found += [call] if call is not None else _text(OPEN + self._buffer[: at + len(CLOSE)])
         self._leave(at, call is not None)
         return True
-
-    def _arguments(self, found: list[Found]) -> bool:
-        size = self._braces.close(self._buffer, 0)
-        text = self._buffer if size < 0 else self._buffer[:size]
-        if text:
-            found.append(More(text))
-        self._buffer = self._buffer[len(text) :]
-        if size >= 0:
-            self._step = self._closing
-        return size >= 0
 
     def _closing(self, found: list[Found]) -> bool:
         at = self._find(CLOSE)
@@ -148,45 +174,27 @@ class QwenCalls:
         return at
 
     def _leave(self, at: int, called: bool) -> None:
-        self._buffer, self._step = self._buffer[at + len(CLOSE) :], self._outside
+        self._buffer, self._step = self._buffer[at + len(CLOSE) :], self._first
         self._called = self._called or called
         self._bare = called
 
 
-class LlamaCalls:
+class LlamaCalls(_Calls):
     """A text that begins as an object is held back until it is a call, or to its end. Space beside calls is no text."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._head = re.compile(_HEAD % "parameters")
-        self._buffer = ""
-        self._step = self._opening
-        self._braces = _Braces()
-        self._called = False
-
-    def feed(self, text: str) -> list[Found]:
-        """What became certain with this text."""
-        self._buffer += text
-        found: list[Found] = []
-        while self._step(found):
-            pass
-        return found
+    key, depth = "parameters", 1  # the call's own bracket is open around them
 
     def end(self) -> list[Found]:
         """What is left when no text follows."""
         rest, self._buffer = self._buffer, ""
-        if self._step != self._opening or (self._called and not rest.strip()):
+        if self._step != self._first or (self._called and not rest.strip()):
             return []
         found = [_call(c, "parameters", self._names) for c in _objects(rest)]
         known = [c for c in found if c is not None]
         return [*known] if known and len(known) == len(found) else _text(rest)
 
-    def _opening(self, found: list[Found]) -> bool:
-        head = self._head.match(self._buffer)
-        if head is not None and head[1] in self._names:
-            found.append(Call(head[1]))
-            self._buffer, self._step, self._braces = self._buffer[head.end() :], self._arguments, _Braces()
-            self._braces.depth = 1  # the call's own
+    def _first(self, found: list[Found]) -> bool:
+        if self._begins(found):
             self._called = True
             return True
         if self._buffer.lstrip()[:1] in ("", "{"):
@@ -198,16 +206,6 @@ class LlamaCalls:
         found += _text(self._buffer)
         self._buffer = ""
         return False
-
-    def _arguments(self, found: list[Found]) -> bool:
-        size = self._braces.close(self._buffer, 1)
-        text = self._buffer if size < 0 else self._buffer[:size]
-        if text:
-            found.append(More(text))
-        self._buffer = self._buffer[len(text) :]
-        if size >= 0:
-            self._step = self._closing
-        return size >= 0
 
     def _closing(self, found: list[Found]) -> bool:
         size = self._braces.close(self._buffer, 0)
@@ -222,7 +220,7 @@ class LlamaCalls:
         if not rest:
             return False
         another = rest[0] == ";"
-        self._buffer, self._step = (rest[1:], self._opening) if another else (self._buffer, self._plain)
+        self._buffer, self._step = (rest[1:], self._first) if another else (self._buffer, self._plain)
         return True
 
 

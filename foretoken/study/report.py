@@ -82,16 +82,14 @@ def _predicted(record: Mapping[str, Any]) -> str:
     return "" if found is None else f" ({found['speedup']:.2f}x)"
 
 
+def blank(name: str) -> Table:
+    """A table of records without columns yet; `name` stands above it."""
+    return Table(title=name, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+
+
 def table(records: Seq[Mapping[str, Any]]) -> Table:
     """A table of records that share all but the way to decode; the fastest row stands out."""
-    made = Table(
-        title=title(records[0]["config"]),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-    )
+    made = blank(title(records[0]["config"]))
     for name in COLUMNS:
         made.add_column(name.replace(" ", "\n"), justify="left" if name == "decoding" else "right", no_wrap=True)
     best = max(records, key=lambda r: float(r["tokens_per_s"]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
-from rich import box
 from rich.table import Table
+
+from foretoken.study.report import blank
 
 COLUMNS = (
     "load",
@@ -77,14 +78,7 @@ def table(records: Seq[Mapping[str, Any]]) -> Table:
     """The levels of one shape; columns in which nothing stands are left out."""
     rows = [cells(r) for r in records]
     shown = [i for i in range(len(COLUMNS)) if any(row[i] for row in rows)]
-    made = Table(
-        title=title(records[0]["config"]),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-    )
+    made = blank(title(records[0]["config"]))
     for i in shown:
         name = COLUMNS[i] if "\n" in COLUMNS[i] else COLUMNS[i].replace(" ", "\n")
         made.add_column(name, justify="left" if COLUMNS[i] == "arm" else "right", no_wrap=True)

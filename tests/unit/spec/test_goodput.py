@@ -17,6 +17,7 @@ from foretoken.spec.cost import Curve
 from foretoken.spec.goodput import GoodputLength
 from foretoken.spec.length import FixedLength, Round
 from foretoken.spec.policies import ByRequest
+from foretoken.spec.probing import Probing
 from foretoken.spec.worth import MARGIN
 
 
@@ -150,9 +151,8 @@ def test_drafts_do_not_look_cheaper_beside_prompts(slope: float, pays: bool) -> 
     world, seqs = World(policy, cost, step=0.004), sequences(4)
     for _ in range(40):
         world.round(seqs, 0.6)
-    known = policy.probing
     for rows in (4, 400):
-        policy.probing = type(known)()  # nobody waits
+        policy.probing = Probing()  # nobody waits
         policy._held = None
         assert any(policy.lengths(seqs, rows)) is pays, rows
 
