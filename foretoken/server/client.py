@@ -22,19 +22,20 @@ from foretoken.server.frames import Frame
 from foretoken.server.grammars import Compiled, Grammars
 from foretoken.server.helper import ENDED, Helper, HelperDiedError
 from foretoken.server.stream import Job, Piece, Stream
+from foretoken.server.supervised import Supervised
 from foretoken.server.text import Text
 
 log = logging.getLogger("foretoken.server")
-FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before the engine is started again, doubled each time
-STEADY = 60.0  # seconds after which a death is no longer counted with the one before
 PATIENCE = 6.0  # seconds for a helper's job that should take one: others compute too
 MAX_RENDERING = 2048  # conversations that may wait for the template: more than come through the gate by default
 MAX_COMPILING = 16  # grammars that may wait for the compiler
 CLOSING = 6.0  # seconds for the process to leave by itself
 
 
-class EngineClient:
-    """Runs one engine in a process of its own. `state`: loading, ready, down (starting anew), failed, closed."""
+class EngineClient(Supervised):
+    """Runs one engine in a process of its own."""
+
+    what = "the engine's process"
 
     def __init__(
         self,
@@ -47,44 +48,26 @@ class EngineClient:
         on_failure: Callable[[str], None] = lambda message: None,
     ) -> None:
         """`settings` as `make_config` takes them. `on_failure` is told why, when the engine is given up."""
+        super().__init__(max_restarts, on_failure)
         self.model = model
-        self.state = "loading"
         self.text: Text | None = None
         self.facts: Frame = {}
         self.stats: Frame = {}
         self.past_stats: list[Frame] = []  # what engines had counted when they died
-        self.num_restarts = 0
-        self.pid: int | None = None
         self._load = {"type": "load", "model": model, "settings": frames.settings_to_data(settings)}
-        self._beat_timeout, self._step_timeout, self._max_restarts = beat_timeout, step_timeout, max_restarts
-        self._on_failure = on_failure
+        self._beat_timeout, self._step_timeout = beat_timeout, step_timeout
         self._streams: dict[str, Stream] = {}
         self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE, MAX_RENDERING)
         self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE, MAX_COMPILING)
         self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send({"type": "prepare"}))
         self._sent: set[str] = set()  # keys of the grammars that the engine has
         self._transport: asyncio.WriteTransport | None = None
-        self._ready = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._ready_since = 0.0
-        self._message = ""
         self._over = False  # is nothing taken any more?
         self._heard = 0.0
 
-    def start(self) -> None:
-        """Start the process and keep one running, from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._supervise())
-
-    async def wait_ready(self) -> None:
-        """Until an engine is loaded. Raises ApiError 503 if there will be none."""
-        await self._ready.wait()
-        self.check()
-
     def check(self) -> None:
         """Raise ApiError 503 where there is no engine."""
-        if self.state != "ready":
-            why = {"loading": "the model is being loaded", "down": "the engine is being started again"}
-            raise unavailable(why.get(self.state, "the engine has stopped") + "; try again later")
+        self.check_ready()
 
     def submit(self, job: Job) -> Stream:
         """Hand a job to the engine. Raises ApiError 503 where there is none, or after `end_all`."""
@@ -183,44 +166,14 @@ class EngineClient:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
-    async def _supervise(self) -> None:
-        """One process after the other."""
-        deaths, delay = 0, FIRST_DELAY
-        while True:
-            code = await self._run_once()
-            lasted = time.monotonic() - self._ready_since if self._ready_since else 0.0
-            loaded, self._ready_since = bool(self._ready_since), 0.0
-            if self.stats:
-                self.past_stats.append({**self.stats, "running": 0, "waiting": 0})
-                self.stats = {}
-            self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
-            if self.state == "closed":
-                return
-            deaths, delay = (1, FIRST_DELAY) if lasted > STEADY else (deaths + 1, delay)
-            what = "could not be started" if code is None else f"ended with code {code}"
-            short = code is None and self._ready.is_set()  # of descriptors, say: that passes, and is no death
-            deaths -= short
-            if self._message or deaths > self._max_restarts or not (loaded or self._ready.is_set()):
-                self._give_up(self._message or f"the engine's process {what}")
-                return
-            log.error("the engine's process %s; starting it again in %.1f s", what, delay)
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, LAST_DELAY)
-            self.num_restarts += 1
+    def _gone(self) -> None:
+        if self.stats:
+            self.past_stats.append({**self.stats, "running": 0, "waiting": 0})
+            self.stats = {}
+        self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
 
-    def _give_up(self, message: str) -> None:
-        self.state = "failed"
-        self._ready.set()
-        log.error("no engine: %s", message)
-        self._on_failure(message)
-
-    async def _run_once(self) -> int | None:
-        """Start a process, listen until it ends; returns its exit code, None where it could not be started."""
-        try:
-            pid, ours = _spawn()
-        except OSError as error:  # no process, memory or descriptor is to be had, now
-            log.error("the engine's process cannot be started: %s", error.strerror)
-            return None
+    async def _run_once(self) -> int:
+        pid, ours = _spawn()
         self.pid = pid
         self._sent.clear()
         try:
@@ -245,8 +198,7 @@ class EngineClient:
         try:
             await link.closed
         finally:
-            if self.state not in ("closed", "failed"):
-                self.state = "down" if self._ready.is_set() else "loading"
+            self._stopped()
             watchdog.cancel()
             transport.close()
             self._transport = None
@@ -278,8 +230,7 @@ class EngineClient:
             self.facts = frame
             if self.text is None:
                 self.text = Text(frame["tokenizer"], frame["vocab_size"], frame["max_model_len"], self.render)
-            self.state, self._ready_since = "ready", time.monotonic()
-            self._ready.set()
+            self._serves()
         elif kind == "refused":
             stream = self._streams.pop(frame["id"], None)
             if stream is not None:

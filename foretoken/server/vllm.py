@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from foretoken.errors import ConfigError
-from foretoken.server.client import FIRST_DELAY, LAST_DELAY, STEADY
 from foretoken.server.errors import ApiError, unavailable
 from foretoken.server.link import Link
 from foretoken.server.process import SECRETS
+from foretoken.server.supervised import Supervised
 
 log = logging.getLogger("foretoken.server")
 START = Path(__file__).with_name("vllm_start.py")
 POLL = 0.1  # seconds between looks at the process
 LOADING, READY = 0.5, 2.0  # seconds between questions whether it is well
 PATIENCE = 10.0  # seconds for the answer
-EXIT_START = 127  # as a shell says it
 CLOSING = 15.0  # seconds for vLLM to leave by itself
 LOADS = 1800.0  # seconds for it to become ready
 
@@ -44,8 +43,10 @@ class Ending(Protocol):
         """End it with this error."""
 
 
-class VllmClient:
-    """Runs one vLLM. `state`: loading, ready, down (starting anew), failed, closed."""
+class VllmClient(Supervised):
+    """Runs one vLLM."""
+
+    what, remedy = "vLLM", "; what it wrote above says why"
 
     def __init__(
         self,
@@ -72,36 +73,19 @@ class VllmClient:
         program = sys.executable if python is None else shutil.which(python)
         if program is None:
             raise ConfigError(f"--vllm-python {python} is no program; give the python of an environment that has vLLM")
-        self.state = "loading"
+        super().__init__(max_restarts, on_failure)
         self.facts: dict[str, Any] = dict(facts)
         self.link: Link | None = None
-        self.num_restarts = 0
-        self.pid: int | None = None
         self._command = [program, str(START)]
         self._arguments = list(arguments)
         self._environment = dict(environment or {})
         self._beat_timeout, self._load_timeout = beat_timeout, load_timeout
-        self._max_restarts, self._on_failure = max_restarts, on_failure
         self._open: set[Ending] = set()
-        self._ready = asyncio.Event()
-        self._closing = asyncio.Event()
-        self._ready_since = 0.0
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Start vLLM and keep one running, from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._supervise())
-
-    async def wait_ready(self) -> None:
-        """Until vLLM is loaded. Raises ApiError 503 if it will not be."""
-        await self._ready.wait()
-        self.check()
 
     def check(self) -> Link:
         """The way to vLLM. Raises ApiError 503 where there is none."""
-        if self.state != "ready" or self.link is None:
-            why = {"loading": "the model is being loaded", "down": "the engine is being started again"}
-            raise unavailable(why.get(self.state, "the engine has stopped") + "; try again later")
+        self.check_ready()
+        assert self.link is not None
         return self.link
 
     def enter(self, request: Ending) -> None:
@@ -125,36 +109,7 @@ class VllmClient:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _supervise(self) -> None:
-        """One process after the other."""
-        deaths, delay = 0, FIRST_DELAY
-        while self.state != "closed":
-            self._ready_since = 0.0
-            try:
-                code = await self._run_once()
-            except OSError as error:  # the program has gone, or there is no room for a socket
-                log.error("vLLM cannot be started: %s", error.strerror)
-                code = EXIT_START
-            loaded, lasted = self._ready_since > 0, time.monotonic() - self._ready_since
-            if self.state == "closed":
-                return
-            deaths, delay = (1, FIRST_DELAY) if loaded and lasted > STEADY else (deaths + 1, delay)
-            if deaths > self._max_restarts or not (loaded or self.num_restarts):
-                self.state = "failed"
-                self._ready.set()
-                message = f"vLLM ended with code {code}; what it wrote above says why"
-                log.error(message)
-                self._on_failure(message)
-                return
-            log.error("vLLM ended with code %s; starting it again in %.1f s", code, delay)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), delay)
-                return
-            delay = min(2 * delay, LAST_DELAY)
-            self.num_restarts += 1
-
     async def _run_once(self) -> int:
-        """Start a process, watch it until it ends; returns its exit code."""
         folder = tempfile.mkdtemp(prefix="foretoken-")  # for this user alone
         key = secrets.token_urlsafe(32)
         path = os.path.join(folder, "socket")
@@ -167,8 +122,7 @@ class VllmClient:
         try:
             code = await self._mind(pid, self.link)
         finally:
-            if self.state not in ("closed", "failed"):
-                self.state = "down" if self._ready_since else "loading"
+            self._stopped()
             self.end_all(unavailable("the engine stopped while this request ran; send it again"))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # what it left behind
@@ -218,8 +172,7 @@ class VllmClient:
             self.facts["max_model_len"] = models["data"][0]["max_model_len"]
             self.facts["version"] = json.loads(await link.get("/version"))["version"]
         if self.state != "closed":
-            self.state, self._ready_since = "ready", time.monotonic()
-            self._ready.set()
+            self._serves()
 
     def _spawn(self, path: str, key: str) -> tuple[int, int]:
         """Start vLLM in a process group of its own; returns its id and our end of its leash."""

@@ -21,8 +21,9 @@ from foretoken.tokenizer import Tokenizer
 RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "num_hidden_layers": 1}
 
 
-def write(folder: Path, tokenizer: Any) -> Path:
-    return write_gguf(folder / "model.gguf", RAW, random_tensors(parse_config(RAW)), tokenizer=tokenizer)
+def write(folder: Path, tokenizer: Any, vocab_size: int = RAW["vocab_size"]) -> Path:
+    raw = {**RAW, "vocab_size": vocab_size}
+    return write_gguf(folder / "model.gguf", raw, random_tensors(parse_config(raw)), tokenizer=tokenizer)
 
 
 ORIGINALS: dict[str, Any] = {
@@ -62,7 +63,7 @@ def test_special_tokens_template_and_ends(tmp_path):
         source, "llama-bpe", special, bos_token_id=size, eos_token_id=size + 1, add_bos_token=True,
         chat_template="{{ bos_token }}{% for m in messages %}<|user|>{{ m.content }}{{ eos_token }}{% endfor %}",
     )  # fmt: skip
-    path = write(tmp_path, keys)
+    path = write(tmp_path, keys, size + len(special))
     tokenizer = load_tokenizer(path)
     ids = tokenizer.encode("hello<|user|>there[USER]x")
     assert ids[0] == size and size + 2 in ids and size + 3 in ids

@@ -18,7 +18,7 @@ import uvicorn
 from lawkit import Pair
 
 from foretoken.request import SamplingParams
-from foretoken.server import client as clients, connection, frames, logs, process, run
+from foretoken.server import client as clients, connection, frames, logs, process, run, supervised
 from foretoken.server.client import EngineClient
 from foretoken.server.errors import ApiError
 from foretoken.server.stream import Job, Stream
@@ -66,7 +66,7 @@ def start(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
             return pid, ours
 
         monkeypatch.setattr(clients, "_spawn", spawn)
-        monkeypatch.setattr(clients, "FIRST_DELAY", 0.01)
+        monkeypatch.setattr(supervised, "FIRST_DELAY", 0.01)
         made = EngineClient("x", {}, **more)
         made.start()
         return made

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from foretoken.errors import ConfigError
-from foretoken.server import relay, vllm
+from foretoken.server import relay, supervised, vllm
 from foretoken.server.config import Keys, ServerConfig
 from foretoken.server.errors import ApiError
 from foretoken.server.events import Events
@@ -180,16 +179,17 @@ class Counted(VllmClient):
 
     async def _run_once(self) -> int:
         self.num_starts += 1
-        self._ready_since = time.monotonic()
-        self.state = "down" if self.ends else "ready"
-        if not self.ends:
+        self._serves()
+        if self.ends:
+            self._stopped()
+        else:
             await self._closing.wait()
         return -9
 
 
 @pytest.mark.parametrize("ends", [True, False])
 async def test_none_is_started_after_the_end(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "FIRST_DELAY", 3600.0)
+    monkeypatch.setattr(supervised, "FIRST_DELAY", 3600.0)
     client = Counted(ends)
     client.start()
     while not client.num_starts:
