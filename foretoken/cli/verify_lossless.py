@@ -71,7 +71,9 @@ def run(argv: Seq[str], prog: str) -> int:
     with _checking(args.json) as tick:
         certificate = suite.certify(subject, asked, checks, tick)
         if args.mutants:
-            certificate.mutants = mutants.try_all(subject.loaded.tokenizer, tick=tick)
+            certificate.mutants = mutants.try_all(
+                subject.loaded.tokenizer, tick=tick, backend=config.backend, device=config.device
+            )
     found = certificate.as_dict()
     if args.out is not None:
         record.append(args.out, found)

@@ -18,8 +18,16 @@ from foretoken.ops.triton.packing import embedding, pack, serves, unpack
 
 _missing: str | None = None
 try:
-    from foretoken.ops.triton.attention import attention
-    from foretoken.ops.triton.dispatch import linear, norm_linear, rms_norm, rope, silu_linear, silu_mul
+    from foretoken.ops.triton.attention import attention, attention_rounding
+    from foretoken.ops.triton.dispatch import (
+        linear,
+        norm_linear,
+        product_rounding,
+        rms_norm,
+        rope,
+        silu_linear,
+        silu_mul,
+    )
     from foretoken.ops.triton.kv import move_kv, store_kv
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
@@ -62,11 +70,13 @@ __all__ = [
     "KV_FORMATS",
     "LINEAR_FORMATS",
     "attention",
+    "attention_rounding",
     "embedding",
     "linear",
     "move_kv",
     "norm_linear",
     "pack",
+    "product_rounding",
     "rms_norm",
     "rope",
     "row_invariant",
