@@ -18,11 +18,11 @@ from foretoken.formats.scheme import QuantScheme
 from foretoken.models.config import ModelConfig
 from foretoken.models.weights import Source
 from foretoken.quantize._decoder import (
+    CPU,
     DOWN,
     NORM_OF,
     STAGES,
     UP,
-    CPU,
     Block,
     Decoder,
     O,

@@ -60,7 +60,10 @@ def form_for(w: QuantTensor, native_fp8: bool) -> str:
     return {"fp32": "single", "bf16": "bf16"}.get(w.format, "half")
 
 
-_KEPT = {"half": 2.0**-11, "bf16": 2.0**-8}  # of a row's values: half a step of float16 under a power of two, of bfloat16
+_KEPT = {
+    "half": 2.0**-11,
+    "bf16": 2.0**-8,
+}  # of a row's values: half a step of float16 under a power of two, of bfloat16
 
 
 def product_rounding(w: QuantTensor) -> float:

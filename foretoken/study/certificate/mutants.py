@@ -20,7 +20,17 @@ from foretoken.ops import Ops, reference
 from foretoken.request import SamplingParams
 from foretoken.spec import sampling, step
 from foretoken.spec.verify import verify
-from foretoken.study.certificate import acceptance, closeness, kernels, law, logits, sampled, texts, wrong, wrong_kernels
+from foretoken.study.certificate import (
+    acceptance,
+    closeness,
+    kernels,
+    law,
+    logits,
+    sampled,
+    texts,
+    wrong,
+    wrong_kernels,
+)
 from foretoken.study.certificate.check import FAILED, PASSED, Check, Effort, Result, run_check
 from foretoken.study.certificate.subject import Subject
 from foretoken.study.certificate.toy import toy_loaded

@@ -1,4 +1,4 @@
-"""Quantizing on another device: the same file where nothing is learned from text, nearly the same where something is."""
+"""Quantizing on another device: the same file where nothing is learned from text, nearly the same elsewhere."""
 
 from __future__ import annotations
 
@@ -109,5 +109,5 @@ def test_a_device_that_is_not_here_is_refused_first(plan: Plan, tmp_path: Path) 
     with pytest.raises(ConfigError, match="use cpu, cuda, or cuda:N"):
         quantize(replace(plan, model=str(tmp_path / "no such model"), device="gpu"))
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="no CUDA GPU here.*--device cpu"):
+        with pytest.raises(ConfigError, match=r"no CUDA GPU here.*--device cpu"):
             quantize(replace(plan, model=str(tmp_path / "no such model"), device="cuda"))

@@ -68,7 +68,24 @@ def test_a_right_engine_passes_every_check(certificate: suite.Certificate) -> No
     assert not wrong_ones
     assert certificate.passed
     found = {r.check.id: r.found for r in certificate.results}
-    assert set(found) == {"L1", "L1a", "B1", "L2", "C1", "L3", "L3t", "L6", "L9", "S1", "L5", "L5s", "L7", "L10", "A1", "C2"}
+    assert set(found) == {
+        "L1",
+        "L1a",
+        "B1",
+        "L2",
+        "C1",
+        "L3",
+        "L3t",
+        "L6",
+        "L9",
+        "S1",
+        "L5",
+        "L5s",
+        "L7",
+        "L10",
+        "A1",
+        "C2",
+    }
     # Each looked at something.
     assert all(min(f.sizes.values()) > 0 for name, f in found.items() if name != "A1")
     assert found["L6"].statistic["preemptions"] > 0

@@ -117,7 +117,9 @@ def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypa
     "name",
     ["a product forgets the last column", *(pytest.param(m.name, marks=pytest.mark.slow) for m in mutants.MUTANTS)],
 )
-def test_mutants_are_tried_there_too(name: str, pair_folders: tuple[Path, Path], request: pytest.FixtureRequest) -> None:
+def test_mutants_are_tried_there_too(
+    name: str, pair_folders: tuple[Path, Path], request: pytest.FixtureRequest
+) -> None:
     """In toys that lie there."""
     if name == "a product forgets the last column":
         request.getfixturevalue("small")
