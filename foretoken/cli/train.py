@@ -52,7 +52,9 @@ def run(argv: Seq[str], prog: str) -> int:
     from foretoken import train
 
     try:
-        result = train.run(recipe, data=args.data, out=args.out, device=args.device, resume=args.resume, quiet=args.json)
+        result = train.run(
+            recipe, data=args.data, out=args.out, device=args.device, resume=args.resume, quiet=args.json
+        )
     except KeyboardInterrupt:
         print("stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
         raise

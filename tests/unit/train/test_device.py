@@ -86,7 +86,9 @@ def test_a_head_is_trained_there(
 ) -> None:
     """As `train head --device`: texts and states of a target there, the head's own vocabulary, the exported file."""
     recipe = HeadRecipe(target=str(pair_folders[0]), train=TrainSettings(2, rows=1, warmup=1), **SMALL)
-    recipe = replace(recipe, layers=(1, 2, 2), size=replace(recipe.size, draft_vocab_size=64), loss=replace(recipe.loss, unroll=2))
+    recipe = replace(
+        recipe, layers=(1, 2, 2), size=replace(recipe.size, draft_vocab_size=64), loss=replace(recipe.loss, unroll=2)
+    )
     heads = [
         run_head(recipe, sources, tmp_path / name, Machine("reference", device), quiet=True).head
         for name, device in (("here", "cpu"), ("there", away))
