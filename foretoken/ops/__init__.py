@@ -119,7 +119,7 @@ class Ops:
         return SUMS + (extra(w) if extra is not None and self._serves(w) else 0.0)
 
     def kv_rounding(self, name: str) -> float:
-        """Law 4: by how much attention over a cache in a format may differ from the reference's, over its largest value.
+        """Law 4: by how much attention over a cache in a format may differ from the reference's, over its largest.
 
         `attention_rounding(name)` of a backend, and the order of float32 sums.
         """

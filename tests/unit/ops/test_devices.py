@@ -141,10 +141,10 @@ def test_the_engine_runs_whole_on_another_device(method, pair_folders, plain_tex
             low=load_model(pair_folders[0], reference, QuantScheme.parse("int8"), device=name),
             head=load_head(pair_folders[0].parent / "head", target, reference, device=name),
         )
-        engine = make_engine(pair, method, device=name)
+        engine = make_engine(pair, method)
         assert isinstance(engine.runner.cache.layers[0].k, Elsewhere) and isinstance(target.rope, Elsewhere)
         for seed, wanted in plain_texts.items():
-            assert texts(run(make_engine(pair, method, device=name), *asked(seed))) == wanted
+            assert texts(run(make_engine(pair, method), *asked(seed))) == wanted
 
 
 def test_stored_weights_and_small_vocabularies_move_too(pair_folders):
