@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,12 @@ class Elsewhere(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_placed(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_placed(index), value)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
@@ -66,6 +73,13 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable and name.endswith("_") and args and isinstance(args[0], Elsewhere):
         return args[0]
     return tree_map(lambda r: Elsewhere(r) if isinstance(r, torch.Tensor) else r, result) if goes else result
+
+
+def _placed(index: Any) -> Any:
+    """An index whose lists of numbers are on the device: PyTorch would make them there, without numbers."""
+    if isinstance(index, tuple):
+        return tuple(_placed(i) for i in index)
+    return torch.tensor(index, dtype=None if index else torch.int64, device=DEVICE) if type(index) is list else index
 
 
 def _inner(x: Any) -> Any:
@@ -94,9 +108,9 @@ def pretended_device() -> Iterator[str]:
     real = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **more: Any) -> torch.Tensor:
-        """PyTorch's own makes it on the device behind the mode's back."""
-        made = real(data, **more)
-        return made if device is None else made.to(device)
+        """PyTorch's own makes it on the device behind the mode's back; on the default one where none is said."""
+        made = real(data, device="cpu", **more)
+        return made.to(torch.empty(0).device if device is None else device)
 
     torch.tensor = tensor
     try:
@@ -104,3 +118,16 @@ def pretended_device() -> Iterator[str]:
             yield str(DEVICE)
     finally:
         torch.tensor = real
+
+
+def interpreted_there(monkeypatch: Any) -> None:
+    """Let Triton's interpreter compute on the pretended device: kernels get the numbers, what launches them does not."""
+    from foretoken.ops.triton import guard
+
+    run = guard.Launch.run
+
+    def launch(self: Any) -> None:
+        run(replace(self, arguments={name: _inner(x) for name, x in self.arguments.items()}))
+
+    monkeypatch.setattr(guard.Launch, "run", launch)
+    monkeypatch.setattr(Elsewhere, "data_ptr", lambda self: self.inner.data_ptr())
