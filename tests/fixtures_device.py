@@ -7,6 +7,8 @@ be run whole, with real numbers, to find what it forgets to move.
 from __future__ import annotations
 
 import itertools
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,12 +55,17 @@ class Elsewhere(torch.Tensor):
         return _call(func, args, kwargs or {})
 
 
+waits: Counter[tuple[str, str]] | None = None  # where code waited for the device, and for what; see `counted_waits`
+
+
 def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [t for t in _flat((args, kwargs)) if isinstance(t, torch.Tensor)]
     here = [t for t in tensors if isinstance(t, Elsewhere)]
     name = func._schema.name
     asked = kwargs.get("device")
     goes = torch.device(asked).type == DEVICE.type if asked is not None else bool(here)
+    if waits is not None and (kind := _wait_of(name, tensors, here, goes, args)):
+        waits[kind, _asker()] += 1
     if here and name not in _COPIES:
         strangers = [t for t in tensors if not isinstance(t, Elsewhere) and t.dim() > 0]
         if strangers:
@@ -73,6 +80,44 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable and name.endswith("_") and args and isinstance(args[0], Elsewhere):
         return args[0]
     return tree_map(lambda r: Elsewhere(r) if isinstance(r, torch.Tensor) else r, result) if goes else result
+
+
+def _wait_of(name: str, tensors: list[torch.Tensor], here: list[torch.Tensor], goes: bool, args: Any) -> str | None:
+    """Why the host waits for the device in this call, as CUDA's does; None: it does not."""
+    if name in _LEAVES and here:
+        return "number"
+    if name == "aten::copy_":
+        there = [isinstance(t, Elsewhere) for t in args[:2]]
+        return None if all(there) or not any(there) else "copy to the device" if there[0] else "copy to the host"
+    if name in _COPIES:
+        return "copy to the host" if here and not goes else "copy to the device" if not here and goes else None
+    by_mask = name.startswith("aten::index") and any(t.dtype == torch.bool for t in here[1:])
+    return "size" if by_mask or (here and name in ("aten::nonzero", "aten::masked_select")) else None
+
+
+def _asker() -> str:
+    """The innermost function of the package that is being called."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("foretoken."):
+            return f"{name.removeprefix('foretoken.')}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+@contextmanager
+def counted_waits() -> Iterator[Counter[tuple[str, str]]]:
+    """Counts, within it, how often code makes the host wait for the device: what for, and in which function.
+
+    A copy to the device counts: from memory that is not pinned PyTorch waits for it too.
+    """
+    global waits
+    waits = Counter()
+    try:
+        yield waits
+    finally:
+        waits = None
 
 
 def _placed(index: Any) -> Any:

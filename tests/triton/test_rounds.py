@@ -1,0 +1,72 @@
+"""Rounds of the whole engine on the GPU's kernels, on a pretended GPU: the CPU's texts, and what the host waits for."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures_device import DEVICE, Elsewhere, counted_waits
+from fixtures_eagle import fit_head
+from lawkit import Pair, load_pair, make_engine, run, texts, write_model
+
+from foretoken import SamplingParams, ops
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.eagle_loader import load_head
+from foretoken.models.loader import load_model
+from foretoken.ops import devices
+
+pytestmark = pytest.mark.skipif(os.environ.get("FORETOKEN_TEST_GPU") != "pretended", reason="of the pretended GPU")
+PASS = {("copy to the device", "batch.int_tensors"): 1}  # of each pass of a model; and its end, which is waited for
+CHECK = {("copy to the host", "spec.verify.verify"): 1}
+TREE = {("copy to the device", "batch.build_batch"): 1}  # of a pass with a draft in it
+# What a round may wait for at most; k is 2, so that a draft model runs twice at most after it has caught up.
+MOST: dict[str, Counter[tuple[str, str]]] = {
+    "none": Counter(PASS) + Counter(CHECK),
+    "draft_model": Counter(PASS) + Counter(PASS) + Counter(PASS) + Counter(CHECK) + Counter(TREE),
+    "eagle": Counter(PASS)
+    + Counter(PASS)
+    + Counter(PASS)
+    + Counter(CHECK)
+    + Counter(TREE)
+    + Counter({("copy to the host", "drafters._eagle_guesses.rows"): 4}),
+}
+MOST["draft_model"][("copy to the host", "spec.chains._next")] = 2
+for name in ("drafters.eagle._taken", "models.eagle_runner._batch", "models.runner.commit"):
+    MOST["eagle"][("copy to the device", name)] = 1
+MOST["eagle"][("copy to the device", "models.runner._move")] = 2
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_a_round_waits_for_little(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_default_device(None)
+    for folder, noise in (("target", 0.0), ("draft", 0.1)):
+        write_model(tmp_path / folder, noise=noise, num_hidden_layers=1)
+    backend, quant, place = ops.resolve("triton"), QuantScheme.parse("w4a16"), str(DEVICE)
+    if method == "eagle":
+        fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
+    here = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")
+    target, draft = (load_model(tmp_path / f, backend, quant, device=place) for f in ("target", "draft"))
+    head = load_head(tmp_path / "head", target, backend, device=place) if method == "eagle" else None
+    there = Pair(target, draft, here.tokenizer, None, head)
+    monkeypatch.setattr(devices, "wait", lambda device: None)
+    params = SamplingParams(max_tokens=4, temperature=0.8, seed=1, ignore_eos=True)
+    wanted = texts(run(make_engine(here), [[5, 6, 7]], params))
+    engine = make_engine(there, method, k=2)
+    assert isinstance(engine.runner.cache.layers[0].k, Elsewhere)
+    steps: list[Counter[tuple[str, str]]] = []
+    step = engine.step
+
+    def counted() -> object:
+        with counted_waits() as found:
+            done = step()
+        steps.append(found)
+        return done
+
+    monkeypatch.setattr(engine, "step", counted)
+    assert texts(run(engine, [[5, 6, 7]], params)) == wanted
+    for found in steps:
+        assert found <= MOST[method], found - MOST[method]
+    assert any(found[("copy to the host", "spec.verify.verify")] == 1 for found in steps)
