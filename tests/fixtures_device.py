@@ -100,7 +100,7 @@ def _asker() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("foretoken."):
+        if name.startswith("foretoken.") and not frame.f_code.co_name.startswith("<"):
             return f"{name.removeprefix('foretoken.')}.{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"

@@ -240,7 +240,7 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
     chosen = registry.load("ops", name) if name != "auto" else None
     devices.check(device)
     if chosen is not None:
-        reason = chosen.unavailable()
+        reason = _unavailable(chosen, device)
         if reason is not None:
             raise ConfigError(f"backend {name!r} cannot run here: {reason}")
         runs_on: frozenset[str] = getattr(chosen, "DEVICES", frozenset(_FASTEST))
@@ -253,11 +253,18 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
     fastest = _FASTEST[kind]
     if fastest in registry.names("ops"):
         module = registry.load("ops", fastest)
-        reason = module.unavailable()
+        reason = _unavailable(module, device)
         if reason is None:
             return Ops(module)
         _say_once(f"the {fastest} backend cannot run ({reason}); using the reference, which is slow")
     return Ops(reference)
+
+
+def _unavailable(module: ModuleType, device: str) -> str | None:
+    """Why a backend cannot run: one that computes on GPUs alone is asked about this one, which may be the older."""
+    only_gpus = getattr(module, "DEVICES", None) == frozenset({"cuda"}) and device.partition(":")[0] == "cuda"
+    reason: str | None = module.unavailable(device) if only_gpus else module.unavailable()
+    return reason
 
 
 def set_num_threads(threads: int) -> None:

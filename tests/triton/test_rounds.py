@@ -36,7 +36,6 @@ MOST: dict[str, Counter[tuple[str, str]]] = {
 MOST["draft_model"][("copy to the host", "spec.chains._next")] = 2
 for name in ("drafters.eagle._taken", "models.eagle_runner._batch", "models.runner.commit"):
     MOST["eagle"][("copy to the device", name)] = 1
-MOST["eagle"][("copy to the device", "models.runner._move")] = 2
 
 
 @pytest.mark.parametrize("method", MOST)

@@ -48,18 +48,19 @@ OLDEST = (8, 0)
 
 
 @cache
-def unavailable() -> str | None:
-    """Why the kernels cannot run here, with the remedy; None if they can."""
+def unavailable(device: str = "cuda") -> str | None:
+    """Why the kernels cannot run here, or not on this one of several GPUs, with the remedy; None if they can."""
     if _missing is not None:
         return _missing
     if interpreted():
         return None
     if (reason := devices.no_cuda()) is not None:
         return reason
-    capability = torch.cuda.get_device_capability()
+    place = torch.device(device)
+    capability = torch.cuda.get_device_capability(place)
     if capability < OLDEST:
         return (
-            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, the kernels need "
+            f"{torch.cuda.get_device_name(place)} has compute capability {capability[0]}.{capability[1]}, the kernels need "
             "8.0; use --backend reference"
         )
     return None

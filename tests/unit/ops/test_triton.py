@@ -25,7 +25,7 @@ pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
 interpreted = guard.interpreted()
 CPU_ONLY = ("test_model.py", "test_rounds.py")
-PREPARED = ("attention", "linear", "sampling", "rounds")  # beside test_kv.py
+PREPARED = ("attention", "kv", "linear", "sampling", "rounds")
 
 
 def run_cases(name: str, **settings: str) -> None:
@@ -47,10 +47,8 @@ def test_on_the_gpu(name):
     run_cases(name, TRITON_INTERPRET="0", FORETOKEN_TEST_GPU="1")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["test_kv.py", *(pytest.param(f"test_{n}.py", marks=pytest.mark.slow) for n in PREPARED)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [f"test_{name}.py" for name in PREPARED])
 def test_on_a_pretended_gpu(name):
     """Tensors on a device that holds numbers and refuses what a GPU refuses: what prepares the launches, and the cases
     themselves, which a GPU's owner will run.

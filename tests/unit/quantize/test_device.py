@@ -30,16 +30,16 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     root = tmp_path_factory.mktemp("device")
-    write_model(root / "model", hidden_size=32, intermediate_size=32, num_hidden_layers=2)
+    write_model(root / "model", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
     text = write_text(root / "text.jsonl")
-    return Plan(str(root / "model"), root / "out", "w4a16-g32", "rtn", text, samples=4, length=24)
+    return Plan(str(root / "model"), root / "out", "w4a16-g32", "rtn", text, samples=2, length=16)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-SCHEMES = ["w8a8", "fp8", "nf4-dq", "mxfp4", "qoq", "w4a16-g32-asym"]
+SCHEMES = ["w8a8", "fp8", "nf4-dq", "mxfp4", "qoq", "w4a16-g32-asym"]  # and, below, one with rules
 slow = pytest.mark.slow
 
 
@@ -92,7 +92,7 @@ def test_methods_that_learn_from_text_run_there(
     with pytest.raises(ConfigError, match="was begun with device 'meta', not 'cpu'"):
         quantize(replace(asked, device="cpu", resume=True))
     there = quantize(replace(asked, resume=True))
-    assert len(computed) == 14 and all(computed)
+    assert len(computed) == 7 and all(computed)
     for a, b in zip(here.quantization["modules"], there.quantization["modules"], strict=True):
         assert b["module"] == a["module"] and b["relative"] == pytest.approx(a["relative"], rel=0.02)
 

@@ -1,4 +1,4 @@
-"""Training on another device: every stage whole, on the pretended one, with the CPU's first weights, noise and order."""
+"""Training on another device: every stage whole on the pretended one, with the CPU's first weights and noise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture
 def reference_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend knows the pretended device's name."""
-    monkeypatch.setattr(ops, "resolve", lambda *args, plain=ops.resolve("reference"): plain)
+    plain = ops.resolve("reference")
+    monkeypatch.setattr(ops, "resolve", lambda *args: plain)
 
 
 def test_a_pair_is_trained_there(
