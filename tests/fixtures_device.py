@@ -166,7 +166,7 @@ def pretended_device() -> Iterator[str]:
 
 
 def interpreted_there(monkeypatch: Any) -> None:
-    """Let Triton's interpreter compute on the pretended device: kernels get the numbers, what launches them does not."""
+    """Let Triton's interpreter compute there: kernels get the numbers, what launches them does not."""
     from foretoken.ops.triton import guard
 
     run = guard.Launch.run

@@ -57,11 +57,11 @@ def unavailable(device: str = "cuda") -> str | None:
     if (reason := devices.no_cuda()) is not None:
         return reason
     place = torch.device(device)
-    capability = torch.cuda.get_device_capability(place)
-    if capability < OLDEST:
+    major, minor = torch.cuda.get_device_capability(place)
+    if (major, minor) < OLDEST:
         return (
-            f"{torch.cuda.get_device_name(place)} has compute capability {capability[0]}.{capability[1]}, the kernels need "
-            "8.0; use --backend reference"
+            f"{torch.cuda.get_device_name(place)} has compute capability {major}.{minor}, the kernels need 8.0; use "
+            "--backend reference"
         )
     return None
 
