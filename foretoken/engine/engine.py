@@ -100,7 +100,8 @@ class Engine:
         """Queue a request. Raises RequestError if it cannot be served."""
         self.check(request.prompt_token_ids)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
-        seq.speculation, seq.grammar, seq.priority = request.speculation, request.grammar, request.priority
+        seq.speculation, seq.grammar = request.speculation, request.grammar
+        seq.priority, seq.owner = request.priority, request.owner
         seq.metrics.rounds = [] if request.detailed else None
         if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
             seq.script = request.prompt_token_ids

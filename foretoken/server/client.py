@@ -84,6 +84,7 @@ class EngineClient(Supervised):
                 "prompts": [list(p) for p in job.prompts],
                 "params": frames.params_to_data(job.params),
                 "tenant": job.tenant,
+                "owner": job.owner,
                 "priority": job.priority,
                 "detailed": job.detailed,
                 "speculation": frames.wish_to_data(job.speculation),

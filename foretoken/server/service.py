@@ -200,7 +200,7 @@ class Service:
             reply, params, score = await make(visit.id, ids, made)
             reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(len(i) for i in ids)
             whose, priority = tenant(visit, fields.cache_salt), fields.priority or 0
-            more = (fields.choice, priority, grammar, self.config.detailed)
+            more = (fields.choice, priority, grammar, self.config.detailed, visit.tenant)
             return reply, Job(visit.id, ids, params, whose, wish(fields), score, *more)
 
         try:

@@ -47,6 +47,7 @@ class Job(NamedTuple):
     priority: int = 0  # lower goes first
     grammar: Compiled | None = None  # the text must match this
     detailed: bool = False  # every draft in the metrics
+    owner: str = ""  # whose turn it is
 
 
 class Stream:

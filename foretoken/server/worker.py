@@ -225,6 +225,7 @@ def _requests(frame: Frame) -> list[Request]:
             seed=derive_seed(seed, i),
             index=p * params.n + i,
             tenant=frame["tenant"],
+            owner=frame["owner"],
             priority=frame["priority"],
             detailed=frame["detailed"],
             speculation=wish,

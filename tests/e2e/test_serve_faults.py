@@ -96,6 +96,25 @@ def test_keys(server: Server, http: httpx.Client) -> None:
     assert b"key-of-the-environment" not in Path(f"/proc/{server.engine_pid}/environ").read_bytes()
 
 
+def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.Client) -> None:
+    """Four run at once; of one key 40 are there first, and the one of another ends while some of these still wait."""
+    ended: list[int] = []
+
+    def flood(number: int) -> None:
+        assert http.post("/v1/completions", json={"prompt": "the sum of", **LONG}).status_code == 200
+        ended.append(number)
+
+    with ThreadPoolExecutor(10) as threads:
+        waiting = [threads.submit(flood, number) for number in range(10)]
+        wait_until(lambda: gauge(http, "num_requests_waiting") >= 24)
+        with server.client(headers={"authorization": f"Bearer {ENVIRONMENT['FORETOKEN_API_KEY']}"}) as other:
+            alone = complete(other)
+        assert len(ended) <= 6, "its turn was the next"
+        for one in waiting:
+            one.result()
+    assert alone == complete(http), "whose turn it is changes no text"
+
+
 def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
     """Malformed, cut off, slow and idle ones between good ones, whose texts stay what they are."""
     alone = {p: complete(http, p) for p in ("the sum of", "def add(", "a list")}
