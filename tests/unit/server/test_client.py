@@ -174,12 +174,13 @@ async def test_a_stop_while_a_process_is_ended_leaves_none(start: Start) -> None
 async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None:
     client = start("alive")
     await asyncio.wait_for(client.wait_ready(), 20)
-    sent: list[Any] = []
-    client._send = sent.append  # type: ignore[method-assign]
+    written: list[bytes] = []
+    client._write = written.append  # type: ignore[method-assign]
     stream = submit(client)
     stream.leave()
     stream.leave()
     assert [piece async for piece in stream.pieces()] == []
+    sent = frames.Unpacker().feed(b"".join(written))
     assert [f["type"] for f in sent] == ["add", "abort"] and client.num_streams == 0
     await client.close()
     assert client.pid is not None and not Path(f"/proc/{client.pid}").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from lawkit import Pair
 
-from foretoken.server import calls, conversation, gate as gates, limits, protocol
+from foretoken.server import calls, conversation, frames, gate as gates, limits, protocol
 from foretoken.server.app import create_app
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
@@ -90,6 +91,47 @@ async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkey
     assert (await http.post("/tokenize", json={"messages": body["messages"]})).status_code == 200
     assert helper.sizes[-1] > INLINE, "its frame is packed in a thread too"
     assert service.gate.num_inside == service.gate.size_inside == service._intake.size_inside == 0
+
+
+async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http, service, _ = served
+    text = service.client.text
+    assert text is not None
+    text.max_model_len, service.config = 5000, dataclasses.replace(service.config, request_timeout=60.0)
+    packing, go, pack = threading.Event(), threading.Event(), frames.pack_lists
+    threads: list[int] = []
+
+    def slow(*args: Any) -> bytes:
+        threads.append(threading.get_ident())
+        packing.set()
+        assert go.wait(30), "the event loop packs, and answers nobody meanwhile"
+        return pack(*args)
+
+    monkeypatch.setattr(frames, "pack_lists", slow)
+    long = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": [5] * 4000}))
+    while not packing.is_set():
+        await asyncio.sleep(0.01)
+    assert (await http.get("/health")).status_code == 200
+    go.set()
+    assert (await long).status_code == 503
+    assert (await http.post("/v1/completions", json={"prompt": [5] * 40})).status_code == 503
+    assert [thread == threading.get_ident() for thread in threads] == [False, True], (
+        "a thread costs more than the short"
+    )
+
+
+async def test_prompts_are_bounded_in_sum(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    http, service, _ = served
+    monkeypatch.setattr(limits, "MAX_VALUES", 150)
+    assert (await http.post("/v1/completions", json={"prompt": "9" * 200})).status_code == 503, (
+        "one may be as long as any"
+    )
+    assert (await http.post("/v1/completions", json={"prompt": ["9" * 70] * 2})).status_code == 503
+    refused = await http.post("/v1/completions", json={"prompt": ["9" * 70] * 3})
+    assert refused.status_code == 400 and "150 tokens together" in refused.json()["error"]["message"]
+    assert service.gate.num_inside == service.gate.size_inside == 0
 
 
 async def test_arguments_and_schemas_are_bounded_in_sum() -> None:
