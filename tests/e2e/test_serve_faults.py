@@ -222,7 +222,7 @@ def test_sigterm_drains(server: Server, http: httpx.Client) -> None:
     """Running streams end well or with a word, new requests are refused at once, nothing is left behind."""
     alone = complete(http)
     quick = Reader(http, **FIELDS)
-    slow = [Reader(http, **{**LONG, "n": 16}) for _ in range(8)]
+    slow = [Reader(http, **{**LONG, "prompt": ["the sum of"] * 2, "n": 16}) for _ in range(8)]
     quick.wait_begun()
     for reader in slow[:1]:
         reader.wait_begun()

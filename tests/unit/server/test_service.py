@@ -48,7 +48,7 @@ async def served(pair: Pair) -> AsyncIterator[tuple[httpx.AsyncClient, Service, 
     client, helper = EngineClient("embedded", {}), Waiting()
     client.state, client.facts, client._templates = "ready", dict(FACTS), helper  # type: ignore[assignment]
     text = client.text = Text(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
-    app, service = create_app(client, ServerConfig(request_timeout=0.5))
+    app, service = create_app(client, ServerConfig())
     client._over = True
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
         yield http, service, helper
@@ -99,7 +99,7 @@ async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(
     http, service, _ = served
     text = service.client.text
     assert text is not None
-    text.max_model_len, service.config = 5000, dataclasses.replace(service.config, request_timeout=60.0)
+    text.max_model_len = 5000
     packing, go, pack = threading.Event(), threading.Event(), frames.pack_lists
     threads: list[int] = []
 
@@ -176,6 +176,7 @@ async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: 
 async def test_the_clock_of_a_request_starts_when_it_arrives(served: Served) -> None:
     """Who is prepared for too long is told, and gives its place back."""
     http, service, helper = served
+    service.config = dataclasses.replace(service.config, request_timeout=0.2)
     helper.go.clear()
     late = await asyncio.wait_for(http.post("/v1/chat/completions", json={"messages": [HELLO]}), 10)
     assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
