@@ -202,6 +202,7 @@ BOMBS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
 def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb: dict[str, Any]) -> None:
     """Whatever becomes of the compiler: an answer within bounded time, and nobody else notices."""
+    assert texts(http, guided_regex="[ab]{2}", n=1), "with this the compiler's process is there"
     engine, aside = server.engine_pid, server.child("aside")
     response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **bomb})
     assert response.status_code in (200, 400), response.text
