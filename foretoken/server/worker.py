@@ -67,7 +67,7 @@ class Worker:
 
     def _load(self, frame: Frame) -> None:
         from foretoken.engine.build import build_engine
-        from foretoken.engine.llm import make_config
+        from foretoken.engine.settings import make_config
 
         settings = frames.settings_from_data(frame["settings"])
         config = make_config(settings.pop("draft", None), **settings)
