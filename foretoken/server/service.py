@@ -14,7 +14,9 @@ from starlette.requests import Request
 from foretoken.request import SamplingParams
 from foretoken.server import conversation
 from foretoken.server.answer import Answer, too_late
+from foretoken.server.chat import ChatReply
 from foretoken.server.client import EngineClient
+from foretoken.server.completions import CompletionReply
 from foretoken.server.config import ServerConfig
 from foretoken.server.conversation import NamedTool
 from foretoken.server.errors import ApiError, bad_request
@@ -31,7 +33,7 @@ from foretoken.server.protocol import (
     ResponseFields,
     read,
 )
-from foretoken.server.replies import ChatReply, CompletionReply, Reply
+from foretoken.server.replies import Reply
 from foretoken.server.responses import ResponseReply
 from foretoken.server.stream import Job
 from foretoken.server.structured import Source
