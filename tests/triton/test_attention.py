@@ -19,13 +19,14 @@ MIXED = [Part(0, 1), Part(70, 1, [-1, 0, 1]), Part(126, 2, [-1, 0, -1, 2]), Part
 
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
-    """Spans of two blocks: a context of 130 keys has two of them."""
-    monkeypatch.setattr(kernels, "SPAN", 128)
+    """Stretches of eight spans of one block."""
+    monkeypatch.setattr(kernels, "SPAN", 64)
+    monkeypatch.setattr(kernels, "STRETCH", 512)
 
 
-def attend(p, window=None, split=None, scale=0.3):
+def attend(p, window=None, taken=None, scale=0.3):
     out = torch.full(p.q.shape, torch.nan)
-    for launch in kernels.launches(p.q, p.layer, p.batch, scale, window, out, split):
+    for launch in kernels.launches(p.q, p.layer, p.batch, scale, window, out, taken):
         launch.run()
     return out
 
@@ -65,8 +66,8 @@ def test_rows_do_not_know_their_company(name):
 @pytest.mark.parametrize("window", [None, 70])
 def test_who_walks_the_spans_changes_no_bit(window):
     p = make_pass([Part(300, 1, [-1, 0, -1]), Part(2, 3)], "fp16")
-    whole, split = attend(p, window, split=False), attend(p, window, split=True)
-    assert whole.equal(split)
+    whole, *rest = (attend(p, window, taken) for taken in ("all", "stretch", "span"))
+    assert all(whole.equal(x) for x in rest)
     assert (whole.double() - exact_attention(p, 0.3, window)).abs().max() <= 2e-5
 
 

@@ -22,6 +22,7 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
