@@ -20,7 +20,7 @@ _missing: str | None = None
 try:
     from foretoken.ops.triton.attention import attention
     from foretoken.ops.triton.dispatch import linear, norm_linear, rms_norm, rope, silu_linear, silu_mul
-    from foretoken.ops.triton.kv import move_kv, store_kv
+    from foretoken.ops.triton.kv import move_kv, rope_store, store_kv
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise
@@ -69,6 +69,7 @@ __all__ = [
     "pack",
     "rms_norm",
     "rope",
+    "rope_store",
     "row_invariant",
     "serves",
     "silu_linear",

@@ -79,6 +79,23 @@ def _fold(m, mass, o0, o1, m_new, l_new, o0_new, o1_new, lines, BLOCK: tl.conste
     return m, mass, o0, o1, tl.where(lines, no_m, m_new), tl.where(lines, no_l, l_new), kept0, kept1
 
 
+@triton.jit
+def _turn(
+    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
+    WALK: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Where a span begins with this block, the one before goes into its stretch, and a stretch into the whole.
+    if WALK != "span":
+        if block % SPAN == 0:
+            st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _fold(
+                st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines, BLOCK
+            )
+    if WALK == "all":
+        if block % STRETCH == 0:
+            m, mass, o0, o1, st_m, st_l, st_o0, st_o1 = _fold(m, mass, o0, o1, st_m, st_l, st_o0, st_o1, lines, BLOCK)
+    return m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1
+
+
 @triton.jit(
     do_not_specialize=["num_seqs", "has_tree", "q_stride", "num_parts", "table_width"],
     do_not_specialize_on_alignment=[
@@ -150,15 +167,11 @@ def attend(
             st_m, st_l, st_o0, st_o1 = _nothing(BLOCK)
             sp_m, sp_l, sp_o0, sp_o1 = _nothing(BLOCK)
             for block in range(begin, tl.minimum(stop, tl.max(reach, axis=0)), KEYS):
-                # A new span: what there was is merged now, and not before, since a node's last span may go on below.
-                if WALK != "span":
-                    if block % SPAN == 0:
-                        st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _fold(
-                            st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, all_lines, BLOCK)  # fmt: skip
-                if WALK == "all":
-                    if block % STRETCH == 0:
-                        m, mass, o0, o1, st_m, st_l, st_o0, st_o1 = _fold(
-                            m, mass, o0, o1, st_m, st_l, st_o0, st_o1, all_lines, BLOCK)  # fmt: skip
+                # Not at a span's end: a node's last span may go on below.
+                m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
+                    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, all_lines,
+                    WALK, SPAN, STRETCH, BLOCK,
+                )  # fmt: skip
                 index = block + keys
                 visible = (index[None, :] >= low[:, None]) & (index[None, :] < reach[:, None])
                 sees = (block + KEYS > low) & (block < reach)
@@ -174,14 +187,10 @@ def attend(
                 row_begin = tl.maximum(tl.maximum(begin, shared), row_low // KEYS * KEYS)
                 lines = t == row
                 for block in range(row_begin, tl.minimum(stop, row_high), KEYS):
-                    if WALK != "span":
-                        if block % SPAN == 0:
-                            st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _fold(
-                                st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines, BLOCK)  # fmt: skip
-                    if WALK == "all":
-                        if block % STRETCH == 0:
-                            m, mass, o0, o1, st_m, st_l, st_o0, st_o1 = _fold(
-                                m, mass, o0, o1, st_m, st_l, st_o0, st_o1, lines, BLOCK)  # fmt: skip
+                    m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
+                        block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
+                        WALK, SPAN, STRETCH, BLOCK,
+                    )  # fmt: skip
                     place = block + keys
                     index = tl.where(place < kv_len, place, kv_len + _places(tree, place - kv_len))
                     wanted = (place >= row_low) & (place < row_high)

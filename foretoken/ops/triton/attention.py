@@ -22,7 +22,10 @@ from foretoken.ops.triton.kv import KINDS, LARGEST, heads_packed
 KEYS = 64  # keys of a block
 SPAN = 2 * KEYS  # keys of a span: the least that a program takes
 STRETCH = AT_ONCE.value * SPAN  # what one takes where contexts are long
-FEW, ENOUGH = 132, 1056  # programs that give each multiprocessor of a large GPU one, or eight: then none waits for a last one
+FEW, ENOUGH = (
+    132,
+    1056,
+)  # programs that give each multiprocessor of a large GPU one, or eight: then none waits for a last one
 PARTS_BYTES = 256 << 20  # the most that parts may take
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30

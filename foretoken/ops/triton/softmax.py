@@ -1,7 +1,7 @@
 """One block of keys into the softmax of 16 queries, and two partial softmaxes into one.
 
-A cached row is read as two parts, each a matrix product of its own: 8-bit codes lie two to a word, and a word's codes are
-the even and the odd dimension; of other formats the parts are the halves of the row. So codes become 16-bit numbers
+A cached row is read as two parts, each a matrix product of its own: 8-bit codes lie two to a word, and a word's codes
+are the even and the odd dimension; of other formats the parts are the halves of the row. So codes become 16-bit numbers
 where the tensor cores' operands lie, without a shuffle. What is multiplied with 16-bit numbers goes in as two terms.
 """
 
