@@ -20,6 +20,7 @@ from foretoken.ops.triton.guard import Launch, guarded, interpreted
 from foretoken.ops.triton.kv import KINDS, LARGEST, heads_packed
 
 KEYS = 64  # keys of a block
+STAGES = 3  # of the loop over blocks: where the next keys lie, the next keys, these keys
 SPAN = 2 * KEYS  # keys of a span: the least that a program takes
 STRETCH = AT_ONCE.value * SPAN  # what one takes where contexts are long
 FEW, ENOUGH = (
@@ -114,7 +115,7 @@ def launches(
         "STRETCH": STRETCH,
     }
     free = frozenset({"num_seqs", "has_tree", "q_stride", "num_parts", "table_width"})
-    first = Launch(attend, (*grid, num_parts), arguments, constants, warps=4, stages=2, free=free)
+    first = Launch(attend, (*grid, num_parts), arguments, constants, warps=4, stages=STAGES, free=free)
     if taken == "all":
         return [first]
     kept = {

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from foretoken.ops.triton.softmax import blend, shares
 
-AT_ONCE: tl.constexpr = tl.constexpr(8)  # parts of one step: their loads do not wait for each other
+AT_ONCE: tl.constexpr = tl.constexpr(8)  # parts of one step; the next step's are loaded meanwhile
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -25,18 +25,19 @@ def combine(
     first = tl.load(bounds_ptr + t * 2) // SPANS
     last = tl.cdiv(tl.load(bounds_ptr + t * 2 + 1), SPANS)
     dims = tl.arange(0, BLOCK)
+    same = dims * 0  # sums are loaded by every element for itself: as tensors, which alone are loaded ahead
     o = tl.zeros((BLOCK,), tl.float32)
-    m, mass = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
-    for start in range(first // AT_ONCE * AT_ONCE, last, AT_ONCE):
+    m, mass = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(first // AT_ONCE * AT_ONCE, last, AT_ONCE, num_stages=3):
         in_m, in_l, in_o = m, mass, o
         if TWICE:
-            in_m, in_l = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
+            in_m, in_l = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
             in_o = tl.zeros((BLOCK,), tl.float32)
         for step in tl.static_range(AT_ONCE):
             there = (start + step >= first) & (start + step < last)
             at = place * num_parts + start + step
-            m_new = tl.load(sums_ptr + at * 2, mask=there, other=float("-inf"))
-            l_new = tl.load(sums_ptr + at * 2 + 1, mask=there, other=0.0)
+            m_new = tl.load(sums_ptr + (at * 2 + same), mask=there, other=float("-inf"))
+            l_new = tl.load(sums_ptr + (at * 2 + 1 + same), mask=there, other=0.0)
             o_new = tl.load(part_ptr + at * DIM + dims, mask=there & (dims < DIM), other=0.0)
             in_m, in_l, old, new, none, seen = shares(in_m, in_l, m_new, l_new)
             in_o = blend(in_o, o_new, old, new, none, seen)
@@ -45,5 +46,4 @@ def combine(
             o = blend(o, in_o, old, new, none, seen)
         else:
             m, mass, o = in_m, in_l, in_o
-    shared_mass = tl.broadcast_to(mass, (BLOCK,))
-    tl.store(out_ptr + place * DIM + dims, tl.div_rn(o, shared_mass), mask=dims < DIM)
+    tl.store(out_ptr + place * DIM + dims, tl.div_rn(o, mass), mask=dims < DIM)
