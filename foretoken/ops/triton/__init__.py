@@ -33,7 +33,7 @@ def interpreted() -> bool:
 
 
 row_invariant = True
-LINEAR_FORMATS = packing.DENSE | frozenset(packing.CODED)
+LINEAR_FORMATS = packing.DENSE | packing.CODED
 KV_FORMATS = frozenset({"fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"})
 DEVICES = frozenset({"cpu" if interpreted() else "cuda"})
 OLDEST = (8, 0)

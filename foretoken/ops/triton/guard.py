@@ -71,6 +71,8 @@ class Launch:
 
         signature: dict[str, str] = {}
         constants = dict(self.constants)
+        if "FLOAT8" in constants:
+            constants["FLOAT8"] = capability >= 89
         aligned: dict[tuple[int, ...], list[list[object]]] = {}
         for place, name in enumerate(self.kernel.arg_names):
             value, bound = self.arguments.get(name), name not in self.free
