@@ -107,8 +107,8 @@ def attend(
     positions_ptr, offsets_ptr, num_pending_ptr, kv_lens_ptr, table_ptr, tree_ptr,
     num_seqs, has_tree, q_stride, num_parts, table_width, scale, window, num_heads, kv_heads, group,
     WALK: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
-    WIDEN: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    KEYS: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr,
+    WIDEN: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     # Program (slot, head, part): ROWS rows of a sequence, HEADS query heads; a span, a stretch, or all of them (WALK).
     ROWS: tl.constexpr = TILE // HEADS
@@ -179,7 +179,7 @@ def attend(
                     q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
                     index, index < kv_len, visible, sees,
                     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
-                    KIND, SCALED, SPLIT, WIDEN, HALVES, PAGE, DIM, BLOCK,
+                    KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
                 )  # fmt: skip
             for row in range(tl.maximum(first, pending_end), tl.minimum(first + ROWS, end)):
                 tree = tl.load(tree_ptr + row)
@@ -198,7 +198,7 @@ def attend(
                         q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
                         index, wanted, lines[:, None] & wanted[None, :], lines,
                         k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
-                        KIND, SCALED, SPLIT, WIDEN, HALVES, PAGE, DIM, BLOCK,
+                        KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
                     )  # fmt: skip
             if WALK != "span":
                 sp_m, sp_l, sp_o0, sp_o1 = merge(st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1)

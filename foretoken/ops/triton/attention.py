@@ -16,6 +16,7 @@ from foretoken.formats.scheme import KVLayer
 from foretoken.ops import reference
 from foretoken.ops.triton.attend import attend
 from foretoken.ops.triton.combine import AT_ONCE, combine
+from foretoken.ops.triton.dispatch import converts_fp8
 from foretoken.ops.triton.guard import Launch, guarded, interpreted
 from foretoken.ops.triton.kv import KINDS, LARGEST, heads_packed
 
@@ -106,6 +107,8 @@ def launches(
         "SPLIT": layer.format != "fp32",
         "HALVES": layer.format == "fp16",
         "WIDEN": interpreted() and layer.format == "bf16",
+        "MACHINE": not interpreted(),
+        "FLOAT8": converts_fp8(q.device),
         "PAGE": page,
         "DIM": dim,
         "BLOCK": half,

@@ -15,28 +15,6 @@ ROUND: tl.constexpr = tl.constexpr(1.5 * 2.0**23)  # added and taken away, it ro
 
 
 @triton.jit
-def both_numbers(words, KIND: tl.constexpr):
-    # The two codes of each word of 16 bits, the lower one first, in float16, which holds all of them: float steps here
-    # round nothing. No code stands for what is no number: such a row is zeros under a scale of NaN.
-    if KIND == "e4m3":
-        # Bits s eeee mmm under float16's exponent, times 2^(15 - 7).
-        low = ((words & 0x80) << 8) | ((words & 0x7F) << 7)
-        high = (words & -0x8000) | ((words >> 1) & 0x3F80)
-        first = low.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-        second = high.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-    elif KIND == "e5m2":
-        first = (words << 8).to(tl.int16).to(tl.float16, bitcast=True)
-        second = (words & -0x100).to(tl.int16).to(tl.float16, bitcast=True)
-    else:
-        # The last bits of 1024 + 128 + code, in float16.
-        low = (words & 0xFF) ^ 0x6480
-        high = ((words >> 8) & 0xFF) ^ 0x6480
-        first = low.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
-        second = high.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
-    return first, second
-
-
-@triton.jit
 def _float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     # Bits of the 8-bit float nearest to y, to even; |y| must not lie beyond the largest one.
     TINY: tl.constexpr = 1 - BIAS - MANTISSA  # a subnormal's step, as a power of two

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.triton.cached_rows import both_numbers
+from foretoken.ops.triton.decode import e4m3, e5m2, int8
 
 TILE: tl.constexpr = tl.constexpr(16)  # queries of a product: the tensor cores' smallest
 LIFT: tl.constexpr = tl.constexpr(2.0**15)  # float16 holds small weights under it; none is above 1
@@ -79,7 +79,10 @@ def _times(high, low, y, acc, SPLIT: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _parts(rows_ptr, row, loaded, KIND: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _parts(
+    rows_ptr, row, loaded,
+    KIND: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # The two parts [KEYS, BLOCK] of cached rows, as numbers of 16 bits (float32 of fp32); zeros where not loaded.
     HALF: tl.constexpr = (DIM + 1) // 2
     cols = tl.arange(0, BLOCK)
@@ -91,7 +94,13 @@ def _parts(rows_ptr, row, loaded, KIND: tl.constexpr, DIM: tl.constexpr, BLOCK: 
         second = tl.load(rows_ptr + (at + HALF), mask=rest, other=0.0)
     else:
         words = tl.load(rows_ptr + (row[:, None] * HALF + cols[None, :]), mask=inside, other=0)
-        first, second = both_numbers(words, KIND)
+        words = words.to(tl.uint16, bitcast=True)
+        if KIND == "e4m3":
+            first, second = e4m3(words, MACHINE, FLOAT8)
+        elif KIND == "e5m2":
+            first, second = e5m2(words, MACHINE)
+        else:
+            first, second = int8(words ^ 0x8080, MACHINE)  # which takes codes + 128
     return first, second
 
 
@@ -100,13 +109,13 @@ def step(
     q0_high, q0_low, q1_high, q1_low, q_power, m, mass, o0, o1, index, loaded, visible, sees,
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
     KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, HALVES: tl.constexpr,
-    PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    MACHINE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One block of keys, stored at `index` [KEYS], into the softmax of the queries that see some of it (`sees` [TILE]).
     KEYS: tl.constexpr = index.shape[0]
     page = tl.load(table + index // PAGE, mask=loaded, other=0).to(tl.int64)
     row = (page * PAGE + index % PAGE) * kv_heads + kv_head  # [KEYS]
-    k0, k1 = _parts(k_ptr, row, loaded, KIND, DIM, BLOCK)
+    k0, k1 = _parts(k_ptr, row, loaded, KIND, MACHINE, FLOAT8, DIM, BLOCK)
     scores = tl.zeros((TILE, KEYS), tl.float32)
     scores = _times(q0_high, q0_low, tl.trans(k0), scores, SPLIT, WIDEN)
     scores = _times(q1_high, q1_low, tl.trans(k1), scores, SPLIT, WIDEN) * q_power[:, None]
@@ -117,7 +126,7 @@ def step(
     weights = tl.where(visible, tl.exp2(scores - top[:, None]), 0.0)
     faded = tl.exp2(m - top)
     total = mass * faded + tl.sum(weights, axis=1)
-    v0, v1 = _parts(v_ptr, row, loaded, KIND, DIM, BLOCK)
+    v0, v1 = _parts(v_ptr, row, loaded, KIND, MACHINE, FLOAT8, DIM, BLOCK)
     back = tl.full((TILE,), 1.0, tl.float32)
     if SCALED:
         # By each key's scale, which may be any number: under a power of two of what this row sees, and nothing else.
