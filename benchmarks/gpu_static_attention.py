@@ -168,7 +168,7 @@ def estimate(shape: str, name: str, case: Case, codes: dict[str, Code]) -> dict[
 
 
 def rows_of(shapes: Seq[str], formats: Seq[str], capability: int = 90) -> Iterator[dict[str, Any]]:
-    """For each shape and format what its kernels are made of, and each case's estimate; compiling takes seconds each."""
+    """For each shape and format what its kernels are made of, and each case's estimate; seconds each."""
     for shape in shapes:
         for name in formats:
             codes = {t: code_of(launches(shape, name, (1, 4096, 1), t)[0], capability) for t in TAKEN}

@@ -62,6 +62,9 @@ def launches(
     page, kv_heads, width = layer.k.shape[1:]
     if width != dim or num_heads % kv_heads:
         raise ValueError(f"queries {tuple(q.shape)} do not fit a cache {tuple(layer.k.shape)}")
+    coded = layer.format in LARGEST
+    if coded and dim % 2:
+        raise ValueError(f"8-bit codes are read in pairs, and heads of {dim} have none; use a KV cache in bf16")
     group = num_heads // kv_heads
     heads = min(16, triton.next_power_of_2(group))
     table = batch.block_tables.contiguous()
@@ -72,7 +75,6 @@ def launches(
     parts = (num_rows, num_heads, num_parts) if taken != "all" else (1, 1, 1)
     part, sums = (torch.empty(*parts, n, dtype=torch.float32, device=q.device) for n in (dim, 2))
     half = max(16, triton.next_power_of_2(-(-dim // 2)))
-    coded = layer.format in LARGEST
     arguments = {
         "q_ptr": q,
         "k_ptr": layer.k.view(torch.int16) if coded else layer.k,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 
 import pytest
 import torch
@@ -57,6 +58,12 @@ def test_attention_compiles(name, capability):
         # Products of 16-bit codes are the tensor cores', one shape for all numbers of rows; fp32's are plain fma.
         assert ("mma.sync.aligned.m16n8k16" in made[0].asm["ptx"]) == (name != "fp32")
         assert "wgmma" not in made[0].asm["ptx"]
+        if name != "fp32":
+            # Products and sums lie in one layout, in the loop of all rows and in a node's own, whoever takes the keys.
+            layouts = set(re.findall(r"tt\.dot .*-> tensor<16x\d+xf32, (#\w+)>", made[0].asm["ttgir"]))
+            pattern = r"^(#mma\d*) = .*warpsPerCTA = \[1, 4\], instrShape = \[16, 8\]"
+            kinds = re.findall(pattern, made[0].asm["ttgir"], re.M)
+            assert layouts == set(kinds) and len(kinds) == 1
 
 
 @NEEDS_COMPILER
