@@ -35,7 +35,7 @@ from foretoken.study.shapes import get_shape
 
 attention = importlib.import_module("foretoken.ops.triton.attention")  # it shares its name with the op
 SCHEMA = "foretoken.gpu_static/1"
-OUT = Path(__file__).parent / "results" / "gpu_static.jsonl"
+OUT = Path(__file__).parent / "results" / "gpu_static_attention.jsonl"
 FORMATS = ("bf16", "fp16", "fp32", "int8", "fp8_e4m3")
 TAKEN = ("span", "stretch", "all")
 PAGE = 16
