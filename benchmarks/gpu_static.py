@@ -1,6 +1,6 @@
 """What compilers make of the GPU's products, where there is no GPU: static estimates, not measurements.
 
-    .venv/bin/python benchmarks/gpu_static.py [--formats w4a16,fp8] [--rows 1,32,64] [--out RECORDS.jsonl]
+    .venv/bin/python benchmarks/gpu_static.py [--formats w4a16,fp8] [--products '8B down'] [--rows 1,64] [--out RECORDS.jsonl]
 
 Each kernel is compiled for a chip, and its machine code read: registers, spills, shared memory, the instructions of the
 inner loop. With what the chip has that gives how many programs a multiprocessor holds, how many bytes are on their way
@@ -32,7 +32,7 @@ from foretoken.study import record
 SCHEMA = "foretoken.gpu_static/1"
 FORMATS = "bf16,w8a16,w8a8,w8a8n,fp8,fp8-a8,w4a16,w4a16-asym,w4a16-g32,w4a8,w4a8-qoq,nf4,mxfp4"
 SHAPES = {  # outputs and inputs of the products of a Llama
-    "8B q, o": (4096, 4096),
+    "8B o": (4096, 4096),
     "8B qkv": (6144, 4096),
     "8B gate_up": (28672, 4096),
     "8B down": (4096, 14336),
@@ -201,7 +201,8 @@ def lines(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A record for each format, shape and number of rows."""
     found = []
     for name in args.formats.split(","):
-        for what, (outputs, depth) in SHAPES.items():
+        for what in args.products.split(","):
+            outputs, depth = SHAPES[what]
             w = weight(name, outputs, depth)
             for num_rows in map(int, args.rows.split(",")):
                 launch = product(w, num_rows)
@@ -233,8 +234,10 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Print the table; append the records."""
     parser = argparse.ArgumentParser(description="Static estimates of the GPU's products; nothing is measured.")
     parser.add_argument("--formats", default=FORMATS)
+    parser.add_argument("--products", default=",".join(SHAPES))
     parser.add_argument("--rows", default="1,32,64", help="numbers of rows: 1, 17 and 33 begin 1, 2 and 4 tiles")
     parser.add_argument("--capability", type=int, choices=CHIPS, default=90)
     parser.add_argument("--out", type=Path, help="append records to this file")

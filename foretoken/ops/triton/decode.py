@@ -27,6 +27,7 @@ NF4_FIRST, NF4_SECOND = (tl.constexpr(tuple(term)) for term in ptx.terms(TABLE.t
 
 @triton.jit
 def nibble(words, part: tl.constexpr):
+    """The 4 bits of a part."""
     return (words >> (4 * part)) & 15
 
 
@@ -122,6 +123,7 @@ def e2m1(words, MACHINE: tl.constexpr):
 
 @triton.jit
 def from_table(codes, TABLE: tl.constexpr):
+    """One of 16 constants for each code."""
     value = tl.zeros(codes.shape, tl.float16)
     for i in tl.static_range(16):
         value = tl.where(codes == i, TABLE[i], value).to(tl.float16)

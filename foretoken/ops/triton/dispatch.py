@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foretoken.formats.scheme import QuantTensor
 from foretoken.ops import reference
-from foretoken.ops.triton import product, rows as row_kernels, packing
+from foretoken.ops.triton import packing, product, rows as row_kernels
 from foretoken.ops.triton.guard import Launch, guarded, interpreted
 from foretoken.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling
 

@@ -14,13 +14,14 @@ from foretoken.ops.triton import packing
 TILE = 16  # rows of one chain of sums (product.TILE)
 MAX_TILES = 4  # tiles that share a decoded tile of the weight in one program
 SHAPES = ((64, 4), (128, 8))  # outputs of a program, and its warps
+NARROW = {"both": ((64, 8),), "nf4": ((64, 8),)}  # kinds that need more registers than others
 SPLITS = (1, 2, 4, 8)
 SHORTEST = 4  # steps of a share
 MULTIPROCESSORS = 132
 RATE = 33.0  # bytes a nanosecond that one of them gets of the memory, and ...
 SHARED_RATE = 1.3 * RATE  # ... of the second cache, where rows lie
 LATENCY = 800.0  # nanoseconds
-COMBINE = 1000.0  # of adding shares
+COMBINE = 1500.0  # of adding shares
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def tiling(w: QuantTensor) -> Tiling:
     rows = TILE * width * parts * (1 if w.activations == "int8" else 4 if kind == "dense" and w.format == "fp32" else 2)
     cuts = [
         Tiling(kind, width, parts, steps, split, outputs, warps)
-        for outputs, warps in SHAPES
+        for outputs, warps in NARROW.get(kind, SHAPES)
         for split in SPLITS
         if split == 1 or steps >= split * SHORTEST
     ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing is compiled")
-import gpu_static  # noqa: E402
+import gpu_static
 
-from foretoken.ops.triton import guard  # noqa: E402
+from foretoken.ops.triton import guard
 
 pytestmark = [
     pytest.mark.triton,
@@ -57,7 +57,9 @@ def test_a_record_says_that_it_is_no_measurement(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu_static, "SHAPES", {"small": (128, 512)})
     out = tmp_path / "records.jsonl"
-    monkeypatch.setattr("sys.argv", ["gpu_static.py", "--formats", "bf16", "--rows", "1", "--out", str(out)])
+    monkeypatch.setattr(
+        "sys.argv", ["gpu_static.py", "--formats", "bf16", "--products", "small", "--rows", "1", "--out", str(out)]
+    )
     gpu_static.main()
     assert capsys.readouterr().out.startswith("static estimates, not measurements")
     text = out.read_text()

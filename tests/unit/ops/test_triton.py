@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from fixtures_ops import randn
@@ -34,6 +35,11 @@ def run_cases(name: str, **settings: str) -> None:
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+# Triton 3.6's takes no array of one number for a number, as NumPy 2.4 asks; its compiler is not concerned.
+outdated = triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
+
+
+@pytest.mark.skipif(outdated, reason="the interpreter of Triton 3.6 does not run with NumPy 2.4; take Triton 3.7")
 @pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py")))
 def test_in_the_interpreter(name):
     run_cases(name, TRITON_INTERPRET="1")
