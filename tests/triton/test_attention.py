@@ -19,13 +19,16 @@ MIXED = [Part(0, 1), Part(70, 1, [-1, 0, 1]), Part(126, 2, [-1, 0, -1, 2]), Part
 
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
-    """Spans of two blocks: a context of 130 keys has two of them."""
-    monkeypatch.setattr(kernels, "SPAN", 128)
+    """Stretches of eight spans of one block; a program takes all of them, which is quickest here, unless told."""
+    monkeypatch.setattr(kernels, "FEW", 0)
+    monkeypatch.setattr(kernels, "ENOUGH", 0)
+    monkeypatch.setattr(kernels, "SPAN", 64)
+    monkeypatch.setattr(kernels, "STRETCH", 512)
 
 
-def attend(p, window=None, split=None, scale=0.3):
+def attend(p, window=None, taken=None, scale=0.3):
     out = torch.full(p.q.shape, torch.nan)
-    for launch in kernels.launches(p.q, p.layer, p.batch, scale, window, out, split):
+    for launch in kernels.launches(p.q, p.layer, p.batch, scale, window, out, taken):
         launch.run()
     return out
 
@@ -57,16 +60,16 @@ def test_rows_do_not_know_their_company(name):
     """Alone, in another cache, at another block size, on a plain path instead of a tree: the same bits."""
     p = make_pass(MIXED, name)
     whole = attend(p)
-    for b, row in [(0, 0), (1, 3), (2, 1), (2, 3), (2, 5)]:
+    for b, row in [(1, 3), (2, 1), (2, 5)]:
         single = alone(p, b, row, 16)
         assert attend(single)[0].equal(whole[int(p.batch.row_offsets[b]) + row]), (b, row)
 
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_who_walks_the_spans_changes_no_bit(window):
-    p = make_pass([Part(300, 1, [-1, 0, -1]), Part(2, 3)], "fp16")
-    whole, split = attend(p, window, split=False), attend(p, window, split=True)
-    assert whole.equal(split)
+    p = make_pass([Part(540, 1, [-1, 0]), Part(2, 2)], "fp16", 2, 1)
+    whole, *rest = (attend(p, window, taken) for taken in ("all", "stretch", "span"))
+    assert all(whole.equal(x) for x in rest)
     assert (whole.double() - exact_attention(p, 0.3, window)).abs().max() <= 2e-5
 
 
@@ -108,3 +111,6 @@ def test_slices_of_wider_rows_and_an_empty_pass():
         kernels.attention(p.q.double(), p.layer, p.batch, 0.3)
     with pytest.raises(ValueError, match="do not fit"):
         kernels.attention(p.q[:, :3], p.layer, p.batch, 0.3)
+    odd = make_pass([Part(0, 2)], "int8", dim=9)
+    with pytest.raises(ValueError, match="use a KV cache in bf16"):
+        kernels.attention(odd.q, odd.layer, odd.batch, 0.3)

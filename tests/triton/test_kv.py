@@ -9,6 +9,8 @@ import torch
 from fixtures_kv import KV_FORMATS, kv_oracle
 from fixtures_ops import Part, empty_layer, flat, make_pass, randn
 
+from foretoken import ops
+
 kernels = importlib.import_module("foretoken.ops.triton.kv")
 
 
@@ -60,6 +62,23 @@ def test_moved_rows_are_read_before_they_are_overwritten(moves, name):
     src, dst = (torch.tensor([m[i] for m in moves], dtype=torch.int32) for i in range(2))
     kernels.move_kv(layer, src, dst)
     assert all(same(a, b) for a, b in zip(flat(layer), wanted, strict=True))
+
+
+@pytest.mark.parametrize(("name", "normed"), [*((name, False) for name in KV_FORMATS), ("bf16", True)])
+def test_rotated_and_stored_at_once_is_one_after_the_other(name, normed):
+    """Codes, scales and queries of the fused kernel, among them rows that are no numbers; no other row is touched."""
+    gpu = ops.Ops(importlib.import_module("foretoken.ops.triton"))
+    heads, dim, table = 3, 12, randn(40, 12, seed=8)
+    some = rows()[[0, 2, 4, 6, 8]]
+    qkv = torch.cat([randn(5, 3, dim, seed=2), some, some.flip(0)], dim=1).view(5, -1)  # [T, (H + 2 Hk) D]
+    batch = make_pass([Part(20, 5)]).batch
+    norms = (randn(dim, seed=3), randn(dim, seed=4)) if normed else None
+    layers = [empty_layer(name, 10, 5, 2, dim) for _ in range(2)]
+    fused = gpu.rope_store(qkv, heads, layers[0], batch, table, norms, 1e-5)
+    gpu._rope_store = None
+    assert same(fused, gpu.rope_store(qkv, heads, layers[1], batch, table, norms, 1e-5))
+    assert all(same(a, b) for a, b in zip(flat(layers[0]), flat(layers[1]), strict=True))
+    assert not same(layers[0].k, empty_layer(name, 10, 5, 2, dim).k)
 
 
 def test_what_does_not_fit_is_refused():

@@ -20,7 +20,7 @@ from foretoken.ops.triton import dispatch as host, guard, packing, tiling as cut
 
 # Law 4, written down: the largest difference from the reference over the sum of |x w|. Rows in float16 under a power of
 # two keep 11 bits, bfloat16 8; other rows enter as the reference has them.
-ROUNDING = {"half": 2.0**-11, "bf16": 2.0**-8, "single": 0.0, "int8": 0.0, "fp8": 0.0, "fp8_half": 0.0}
+ROUNDING = {"half": 2.0**-11, "bf16": 2.0**-8, "single": 0.0, "int8": 0.0, "fp8": 0.0}
 SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
 
 FORMATS = [
@@ -42,16 +42,23 @@ FORMATS = [
     "fp8_e5m2-a8",
     "qoq",
     "w4a8-qoq",
+    "nf4",
+    "mxfp4",
+    "int8n-g64",
+    "w8a8n-g32",
 ]
 every_format = pytest.mark.parametrize("name", FORMATS)
-FEW = ["bf16", "fp32", "w4a16-g32-asym", "w4a8-g32", "fp8-a8"]
+FEW = ["bf16", "w4a16-g32-asym", "w4a8-g32", "fp8-a8"]
 DEVICE = "cpu" if guard.interpreted() else "cuda"
 backend = ops.resolve("triton", DEVICE)
-NATIVE = host.has_fp8(torch.device(DEVICE))
 
 
-def form_for(w: QuantTensor) -> str:
-    return host.form_for(w, NATIVE)
+@pytest.fixture(autouse=True)
+def _small_programs(request, monkeypatch):
+    """The interpreter computes what programs pad; theirs are as wide as the smallest weights here."""
+    if guard.interpreted() and "as_it_is" not in request.node.name:
+        monkeypatch.setattr(cuts, "SHAPES", ((32, 4),))
+        monkeypatch.setattr(cuts, "NARROW", {})
 
 
 def packed(name: str, O: int, K: int) -> tuple[QuantTensor, QuantTensor]:  # noqa: E741
@@ -69,14 +76,14 @@ def fits(name: str, K: int) -> bool:
 
 def as_entered(x: Tensor, w: QuantTensor) -> Tensor:
     """Rows as they enter the product, float64."""
-    form = form_for(w)
+    form = host.form_for(w)
     if form == "half":
         power = torch.exp2(torch.floor(torch.log2(x.abs().amax(-1, keepdim=True))))
         return (x / power).half().double() * power
     if form == "int8":
         codes, scales = scheme.quantize_rows(x, w.group)
         return (codes.double().view(x.shape[0], -1, w.group) * scales.double()[..., None]).flatten(1)
-    if form in ("fp8", "fp8_half"):
+    if form == "fp8":
         return scheme.round_rows(x, w.group).double()
     return x.bfloat16().double() if form == "bf16" else x.double()
 
@@ -91,7 +98,7 @@ def size(x: Tensor, w: QuantTensor) -> Tensor:
 @every_format
 @pytest.mark.parametrize(("T", "O", "K"), [(5, 70, 256), (1, 3, 40), (33, 20, 96)])
 def test_values(T, O, K, name):  # noqa: E741
-    if not fits(name, K):
+    if not fits(name, K) or (T == 33 and name not in FEW):
         return
     plain, w = packed(name, O, K)
     x, bias, residual = randn(T, K), randn(O, seed=2), randn(T, O, seed=3)
@@ -100,7 +107,7 @@ def test_values(T, O, K, name):  # noqa: E741
     wanted = as_entered(x, plain) @ decoded.T + bias + residual
     assert got.dtype == torch.float32 and got.shape == (T, O)
     assert (got - wanted).abs().max() <= SUMS * 3 * math.sqrt(K) * max(1.0, decoded.abs().max().item())
-    bound = (ROUNDING[form_for(w)] + SUMS) * (size(x, plain) + 4)
+    bound = (ROUNDING[host.form_for(w)] + SUMS) * (size(x, plain) + 4)
     assert ((got - reference.linear(x, plain, bias, residual)).abs() <= bound).all()
 
 
@@ -121,20 +128,30 @@ def test_rows_of_any_size(name):
     assert (got[6].abs() <= 1e-38).all() and (got[3] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["nf4", "mxfp4"])
+def test_every_code_of_four_bit_floats(name):
+    """As an exact product with rows of one 1 tells them; of nf4 22 bits."""
+    fmt = scheme.get(name)
+    plain = fmt.stored(torch.arange(128, dtype=torch.uint8).remainder(16)[None], torch.ones(1, 128 // fmt.groups[0]))
+    ones = torch.arange(16) * 7  # columns of every code
+    got = gpu.linear(torch.eye(128)[ones], gpu.pack(plain)).T
+    torch.testing.assert_close(got, fmt.decode(plain)[:, ones], rtol=2.0**-22 if name == "nf4" else 0.0, atol=2.0**-25)
+
+
 def test_every_code_of_eight_bit_floats():
     """As an exact product with rows of one 1 tells them, NaN and subnormals too."""
     for name in ("fp8_e4m3", "fp8_e5m2"):
-        codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
-        plain = scheme.get(name).stored(codes, torch.ones(2, 1))
+        codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
+        plain = scheme.get(name).stored(codes, torch.ones(8, 1))
         finite = codes.view(scheme.get(name).dtype).float().isfinite()
         alone = replace(plain, parts={**plain.parts, "codes": torch.where(finite, codes, 0)})
-        x = torch.eye(128)
+        x = torch.eye(32)
         assert gpu.linear(x, gpu.pack(alone)).T.equal(scheme.get(name).decode(alone))
-        spoiled = gpu.linear(torch.ones(1, 128), gpu.pack(plain))[0]
+        spoiled = gpu.linear(torch.ones(1, 32), gpu.pack(plain))[0]
         assert spoiled.isfinite().equal(finite.all(1))
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8_half"])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_rows_are_quantized_as_the_formats_say(form):
     x = randn(6, 256)
     x[1], x[2], x[3] = 0.0, x[2] * 2.0**-103, x[3] * 1e35  # row 2 lies below 2^-100
@@ -195,7 +212,7 @@ def test_a_row_keeps_its_bits_as_others_join_it():
     _, w = packed("w4a16-g32", 8, 64)
     x = randn(64, 64)
     whole = backend.linear(x, w)
-    for count in (1, 2, 7, 15, 16, 17, 32, 33, 48, 63):
+    for count in (1, 15, 16, 17, 32, 33, 63):
         assert backend.linear(x[:count].clone(), w).equal(whole[:count]), count
     lies = torch.cat([torch.zeros(1), x.flatten()])[1:].view(64, 64)
     assert lies.data_ptr() % 16 and backend.linear(lies, w).equal(whole)  # wherever it lies in memory
@@ -203,14 +220,15 @@ def test_a_row_keeps_its_bits_as_others_join_it():
 
 @pytest.fixture
 def short_parts(monkeypatch):
-    """Sums are cut into parts where they are short too."""
+    """Sums are cut into two shares where they are short too."""
     monkeypatch.setattr(cuts, "SHORTEST", 1)
+    monkeypatch.setattr(cuts, "SPLITS", (2,))
 
 
-@pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "w8a8-g64", "fp8-a8"])
+@pytest.mark.parametrize("name", ["w4a16-g32", "w8a8-g64"])
 def test_split_sums_keep_the_law(name, short_parts, monkeypatch):
     plain, w = packed(name, 20, 256)
-    assert cuts.tiling(w).split == (2 if name == "fp8-a8" else 4)
+    assert cuts.tiling(w).split == 2
     x, bias, residual = randn(65, 256), randn(20, seed=2), randn(65, 20, seed=3)
     whole = backend.linear(x, w, bias, residual)
     assert backend.linear(x[17:18].clone(), w, bias, residual[17:18]).equal(whole[17:18])
@@ -221,7 +239,11 @@ def test_split_sums_keep_the_law(name, short_parts, monkeypatch):
 
 
 def test_some_sums_are_split_as_it_is():
-    assert cuts.tiling(packed("w4a16", 20, 4096)[1]).split == 4
+    assert cuts.tiling(packed("w4a16", 20, 4096)[1]).split > 1
+    _, w = packed("w4a16", 130, 256)
+    assert cuts.tiling(w).outputs > 32
+    x = randn(20, 256)
+    assert backend.linear(x, w)[19:].equal(backend.linear(x[19:].clone(), w))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -243,13 +265,13 @@ def test_the_cut_depends_on_the_weight_alone(name):
     _, w = packed(name, 100, 4096)
     seen = set()
     for count in (*range(1, 65), 100, 500):
-        _, ready = host.preparation(torch.empty(count, 4096), form_for(w), w.group)
+        _, ready = host.preparation(torch.empty(count, 4096), host.form_for(w), w.group)
         launches = host.multiplication(ready, w, None, None, torch.empty(count, 100))
         cut = []
         for launch in launches:
             fixed = {k: v for k, v in launch.constants.items() if k != "TILES"}
             sizes = {k: v for k, v in launch.arguments.items() if isinstance(v, int) and k != "num_rows"}
-            cut.append((str(fixed), str(sizes), launch.grid[1:], launch.warps, launch.stages))
+            cut.append((str(fixed), str(sizes), launch.grid[1:], launch.warps))
             assert "num_rows" in launch.free  # the compiler may not know 1, or a multiple of 16, from other numbers
         seen.add(tuple(cut))
         tiles = launches[0].constants["TILES"]
@@ -275,12 +297,30 @@ def test_packed_weights_unpack_to_themselves(O, K, name):  # noqa: E741
     assert backend.pack(w) is w
 
 
-@pytest.mark.parametrize("name", ["nf4", "mxfp4", "w8a8n"])
-def test_what_has_no_kernel_is_left_to_the_reference(name):
-    plain = QuantScheme.parse(name).encode(randn(4, 64, seed=1))
-    assert backend.pack(plain) is plain and not gpu.serves(plain)
+def test_what_has_no_kernel_is_left_to_the_reference():
+    plain = QuantScheme.parse("w8a16").encode(randn(4, 48, seed=1))
+    zeros = replace(plain, parts={**plain.parts, "zeros": torch.ones(4, 1, dtype=torch.int8)})
+    assert backend.pack(zeros) is zeros and not gpu.serves(zeros)
+    lowered = scheme.get("int8n").lower(QuantScheme.parse("int8n").encode(randn(4, 64, seed=1)))
+    assert lowered is not None and backend.pack(lowered) is lowered
     x = randn(3, 64)
-    assert backend.linear(x, plain).equal(reference.linear(x, plain))
+    assert backend.linear(x, lowered).equal(reference.linear(x, lowered))
+
+
+@pytest.mark.parametrize("packed_first", [True, False])
+def test_the_upper_halves_of_a_weight_are_read_alone(packed_first):
+    """What self_quant drafts with: one plane of the two, on the same memory."""
+    fmt, plain = scheme.get("int8n"), QuantScheme.parse("w8a8n").encode(randn(20, 256, seed=1))
+    whole = gpu.pack(plain)
+    view = fmt.lower(whole) if packed_first else gpu.pack(fmt.lower(plain))
+    assert gpu.serves(view) and set(view.parts) == {"high", "scales"} and view.shape == plain.shape
+    if packed_first:
+        assert view.parts["high"].data_ptr() == whole.parts["high"].data_ptr()
+    x, exact = randn(5, 256), fmt.decode(fmt.lower(plain))
+    assert fmt.decode(gpu.unpack(view)).equal(exact)
+    wanted = as_entered(x, plain) @ exact.double().T
+    assert (gpu.linear(x, view) - wanted).abs().max() <= SUMS * 3 * 16 * exact.abs().max()
+    assert gpu.linear(x[1:2].clone(), view).equal(gpu.linear(x, view)[1:2])
 
 
 def test_rows_that_do_not_fit_are_refused():

@@ -28,7 +28,7 @@ try:
         silu_linear,
         silu_mul,
     )
-    from foretoken.ops.triton.kv import move_kv, store_kv
+    from foretoken.ops.triton.kv import move_kv, rope_store, store_kv
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise
@@ -41,7 +41,7 @@ def interpreted() -> bool:
 
 
 row_invariant = True
-LINEAR_FORMATS = packing.DENSE | frozenset(packing.CODED)
+LINEAR_FORMATS = packing.DENSE | packing.CODED
 KV_FORMATS = frozenset({"fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"})
 DEVICES = frozenset({"cpu" if interpreted() else "cuda"})
 OLDEST = (8, 0)
@@ -80,6 +80,7 @@ __all__ = [
     "product_rounding",
     "rms_norm",
     "rope",
+    "rope_store",
     "row_invariant",
     "serves",
     "silu_linear",

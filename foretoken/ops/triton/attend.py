@@ -1,9 +1,10 @@
 """Kernels of attention over the paged cache.
 
 The law of rows. A row at logical position p sees keys 0..p; a draft node's ancestors stand at the positions after the
-known tokens, wherever they are stored. Keys go in blocks of `KEYS` and spans of `SPAN` logical positions. Of a span,
-its blocks in ascending order give a maximum m, a sum (mass) and values o; the spans of a row are merged in ascending
-order. Whether one program walks all spans or one program takes each changes nothing: `_merge` is the same arithmetic.
+known tokens, wherever they are stored. Keys go in blocks of `KEYS`, spans of `SPAN` and stretches of `STRETCH` logical
+positions. Of a span, its blocks in ascending order give a maximum m, a sum (mass) and values o; the spans of a stretch
+are merged in ascending order, and so are the stretches of a row. Whether a program takes a span, a stretch or all
+changes nothing: `merge` is the same arithmetic, and merging nothing changes no bit.
 
 A program holds 16 queries of one sequence and one KV head: some rows times the query heads that share it. Every product
 is one `tl.dot` of 16 queries, and a row keeps to its own line of it. Blocks of known keys serve all rows of a tile;
@@ -16,11 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.batch import MAX_NODES
-from foretoken.ops.triton.cached_rows import as_numbers
+from foretoken.ops.triton.softmax import TILE, inverse, merge, power_of, step, terms
 
-TILE: tl.constexpr = tl.constexpr(16)  # queries of a product: the tensor cores' smallest
-NODES: tl.constexpr = tl.constexpr(MAX_NODES)
+SEARCHED: tl.constexpr = tl.constexpr(128)  # sequences looked at at once
 
 
 @triton.jit
@@ -38,98 +37,24 @@ def _popcount(x):
 @triton.jit
 def _places(mask, rank):
     # Index of the set bit of `mask` (a scalar) that has `rank` [KEYS] set bits below it; 0 where there is none.
-    bit = tl.arange(0, NODES)
-    below = _popcount(mask & ((tl.full((NODES,), 1, tl.int64) << bit) - 1))
-    here = (((mask >> bit) & 1) == 1)[None, :] & (below[None, :] == rank[:, None])
-    return tl.sum(tl.where(here, bit[None, :], 0), axis=1)
-
-
-@triton.jit
-def _merge(m, mass, o, m_new, l_new, o_new):
-    # Two partial softmaxes [TILE], [TILE], [TILE, D]; nothing was seen of one whose sum is 0.
-    top = tl.maximum(m, m_new)
-    old, new = tl.exp2(m - top), tl.exp2(m_new - top)
-    seen, first = l_new != 0.0, mass == 0.0
-    l_both = tl.where(first, l_new, mass * old + l_new * new)
-    o_both = tl.where(first[:, None], o_new, o * old[:, None] + o_new * new[:, None])
-    m = tl.where(seen, tl.where(first, m_new, top), m)
-    return m, tl.where(seen, l_both, mass), tl.where(seen[:, None], o_both, o)
-
-
-@triton.jit
-def _halves(x, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
-    # x as the sum of two numbers of a shorter type.
-    high = x.to(DTYPE)
-    low = (x - high.to(tl.float32)).to(DTYPE)
-    if WIDEN:  # the interpreter knows no products of bfloat16
-        high, low = high.to(tl.float32), low.to(tl.float32)
-    return high, low
-
-
-@triton.jit
-def _power(largest):
-    # The power of two at or below `largest`, kept within 2^-100 .. 2^126.
-    bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.minimum(tl.maximum(bits, 27 << 23), 253 << 23)
-
-
-@triton.jit
-def _split_product(x, y, SPLIT: tl.constexpr, WIDEN: tl.constexpr):
-    # x [TILE, K] float32 times y [K, N] as it is stored: a row of x under a power of two, in two terms of y's type.
-    if SPLIT:
-        bits = _power(tl.max(tl.abs(x), axis=1))
-        x = x * ((254 << 23) - bits).to(tl.float32, bitcast=True)[:, None]
-        high, low = _halves(x, y.dtype, WIDEN)
-        if WIDEN:
-            y = y.to(tl.float32)
-        product = tl.dot(high, y, input_precision="ieee") + tl.dot(low, y, input_precision="ieee")
-        product = product * bits.to(tl.float32, bitcast=True)[:, None]
-    else:
-        product = tl.dot(x, y, input_precision="ieee")
-    return product
-
-
-@triton.jit
-def _step(
-    q, m, mass, o, index, loaded, visible, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
-    KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, PAGE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    # One block of keys, stored at `index` [KEYS], into the softmax of the queries that see some of it.
-    page = tl.load(table + index // PAGE, mask=loaded, other=0).to(tl.int64)
-    row = (page * PAGE + index % PAGE) * kv_heads + kv_head  # [KEYS]
-    dims = tl.arange(0, BLOCK_D)
-    at = row[:, None] * DIM + dims[None, :]
-    inside = loaded[:, None] & (dims < DIM)[None, :]
-    keys = as_numbers(tl.load(k_ptr + at, mask=inside, other=0), KIND)
-    scores = _split_product(q, tl.trans(keys), SPLIT, WIDEN)  # [TILE, KEYS]
-    if SCALED:
-        scores = scores * tl.load(k_scale_ptr + row, mask=loaded, other=0.0)[None, :]
-    scores = tl.where(visible, scores, float("-inf"))
-    top = tl.maximum(m, tl.max(scores, axis=1))
-    weights = tl.where(visible, tl.exp2(scores - top[:, None]), 0.0)
-    faded = tl.exp2(m - top)
-    total = mass * faded + tl.sum(weights, axis=1)
-    values = as_numbers(tl.load(v_ptr + at, mask=inside, other=0), KIND)
-    if SCALED:
-        v_scale = tl.load(v_scale_ptr + row, mask=loaded, other=0.0)[None, :]
-        weights = tl.where(visible, weights * v_scale, 0.0)
-    mixed = o * faded[:, None] + _split_product(weights, values, SPLIT, WIDEN)
-    sees = tl.max(visible.to(tl.int32), axis=1) == 1
-    return tl.where(sees, top, m), tl.where(sees, total, mass), tl.where(sees[:, None], mixed, o)
+    found, rest, below = tl.zeros_like(rank), mask.to(tl.uint64, bitcast=True), 0
+    while rest != 0:
+        without = rest & (rest - 1)
+        lowest = (rest ^ without).to(tl.int64, bitcast=True)
+        found = tl.where(rank == below, _popcount(lowest - 1), found)
+        rest, below = without, below + 1
+    return found
 
 
 @triton.jit
 def _sequence_of(slot, offsets_ptr, num_seqs, ROWS: tl.constexpr):
     # Tiles of sequence b begin at slot offsets[b] // ROWS + b, which leaves room for all: the last b at or before slot.
-    low, high = 0, num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(offsets_ptr + middle) // ROWS + middle <= slot:
-            low = middle
-        else:
-            high = middle
-    return low
+    found = -1
+    for base in range(0, num_seqs, SEARCHED):
+        b = base + tl.arange(0, SEARCHED)
+        begin = tl.load(offsets_ptr + b, mask=b < num_seqs, other=0) // ROWS + b
+        found += tl.sum(((b < num_seqs) & (begin <= slot)).to(tl.int32), axis=0)
+    return found
 
 
 @triton.jit
@@ -138,16 +63,54 @@ def _spans(position, window):
     return tl.maximum(position - window + 1, 0), position + 1
 
 
-@triton.jit(do_not_specialize=["num_seqs", "has_tree", "q_stride", "num_spans", "table_width"])
-def attend(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, part_ptr, sums_ptr,
-    positions_ptr, offsets_ptr, num_pending_ptr, kv_lens_ptr, table_ptr, tree_ptr,
-    num_seqs, has_tree, q_stride, num_spans, table_width, scale, window, num_heads, kv_heads, group,
-    WHOLE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
-    PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
-    KEYS: tl.constexpr, SPAN: tl.constexpr,
+@triton.jit
+def _nothing(BLOCK: tl.constexpr):
+    # The softmax of no key.
+    m, o = tl.full((TILE,), float("-inf"), tl.float32), tl.zeros((TILE, BLOCK), tl.float32)
+    return m, tl.zeros((TILE,), tl.float32), o, o
+
+
+@triton.jit
+def _fold(m, mass, o0, o1, m_new, l_new, o0_new, o1_new, lines, BLOCK: tl.constexpr):
+    # Of some lines the second softmax into the first; nothing is left of it there.
+    m, mass, o0, o1 = merge(m, mass, o0, o1, m_new, tl.where(lines, l_new, 0.0), o0_new, o1_new)
+    no_m, no_l, no_o, _ = _nothing(BLOCK)
+    kept0, kept1 = tl.where(lines[:, None], no_o, o0_new), tl.where(lines[:, None], no_o, o1_new)
+    return m, mass, o0, o1, tl.where(lines, no_m, m_new), tl.where(lines, no_l, l_new), kept0, kept1
+
+
+@triton.jit
+def _turn(
+    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
+    WALK: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Program (slot, head, span): ROWS rows of a sequence, HEADS query heads; one span, or all of them (WHOLE).
+    # Where a span begins with this block, the one before goes into its stretch, and a stretch into the whole.
+    if WALK != "span":
+        if block % SPAN == 0:
+            st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _fold(
+                st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines, BLOCK
+            )
+    if WALK == "all":
+        if block % STRETCH == 0:
+            m, mass, o0, o1, st_m, st_l, st_o0, st_o1 = _fold(m, mass, o0, o1, st_m, st_l, st_o0, st_o1, lines, BLOCK)
+    return m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "has_tree", "q_stride", "num_parts", "table_width"],
+    do_not_specialize_on_alignment=[
+        "positions_ptr", "offsets_ptr", "num_pending_ptr", "kv_lens_ptr", "table_ptr", "tree_ptr",
+    ],
+)  # fmt: skip
+def attend(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, part_ptr, sums_ptr, bounds_ptr,
+    positions_ptr, offsets_ptr, num_pending_ptr, kv_lens_ptr, table_ptr, tree_ptr,
+    num_seqs, has_tree, q_stride, num_parts, table_width, scale, window, num_heads, kv_heads, group,
+    WALK: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
+    WIDEN: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr,
+):  # fmt: skip
+    # Program (slot, head, part): ROWS rows of a sequence, HEADS query heads; a span, a stretch, or all of them (WALK).
     ROWS: tl.constexpr = TILE // HEADS
     slot = tl.program_id(0)
     b = _sequence_of(slot, offsets_ptr, num_seqs, ROWS)
@@ -169,69 +132,86 @@ def attend(
         low, high = _spans(position, window)
         shared = kv_len // KEYS * KEYS  # blocks before are known keys alone
         reach = tl.where(node, tl.minimum(high, shared), high)
-        shared_low, shared_high = tl.min(low, axis=0), tl.max(reach, axis=0)
-        dims = tl.arange(0, BLOCK_D)
-        q_at = t_safe[:, None] * q_stride + head[:, None] * DIM + dims[None, :]
-        q = tl.load(q_ptr + q_at, mask=real[:, None] & (dims < DIM)[None, :], other=0.0) * scale
-        keys = tl.arange(0, KEYS)
-        m = tl.full((TILE,), float("-inf"), tl.float32)
-        mass, o = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, BLOCK_D), tl.float32)
-        first_span = shared_low // SPAN if WHOLE else tl.program_id(2)
-        last_span = tl.max((high - 1) // SPAN, axis=0) if WHOLE else tl.program_id(2)
-        for span in range(first_span, last_span + 1):
-            span_m = tl.full((TILE,), float("-inf"), tl.float32)
-            span_l, span_o = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, BLOCK_D), tl.float32)
-            begin = tl.maximum(span * SPAN, shared_low // KEYS * KEYS)
-            for block in range(begin, tl.minimum(span * SPAN + SPAN, shared_high), KEYS):
+        tile_low, tile_high = tl.min(low, axis=0), tl.max(high, axis=0)
+        # The keys of this program: [begin, stop).
+        TAKEN: tl.constexpr = SPAN if WALK == "span" else STRETCH
+        begin, stop = tile_low // KEYS * KEYS, tile_high
+        if WALK != "all":
+            begin = tl.maximum(begin, tl.program_id(2) * TAKEN)
+            stop = tl.minimum(stop, tl.program_id(2) * TAKEN + TAKEN)
+            if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):  # which spans a row has: `combine` reads no others
+                one = (t < end) & (line % HEADS == 0)
+                tl.store(bounds_ptr + t_safe * 2, low // SPAN, mask=one)
+                tl.store(bounds_ptr + t_safe * 2 + 1, (high - 1) // SPAN + 1, mask=one)
+        if begin < stop:
+            HALF: tl.constexpr = (DIM + 1) // 2
+            NEXT: tl.constexpr = HALF if KIND == "float" else 1  # from a part's first dimension to the other part's
+            EACH: tl.constexpr = 1 if KIND == "float" else 2
+            cols = tl.arange(0, BLOCK)
+            ins0 = real[:, None] & (cols < HALF)[None, :]
+            ins1 = real[:, None] & (cols < DIM - HALF)[None, :]
+            q_at = q_ptr + (t_safe[:, None] * q_stride + head[:, None] * DIM + cols[None, :] * EACH)
+            q0 = tl.load(q_at, mask=ins0, other=0.0) * scale
+            q1 = tl.load(q_at + NEXT, mask=ins1, other=0.0) * scale
+            q_power = tl.full((TILE,), 1.0, tl.float32)
+            if SPLIT:
+                bits = power_of(tl.maximum(tl.max(tl.abs(q0), axis=1), tl.max(tl.abs(q1), axis=1)))
+                q0, q1 = q0 * inverse(bits)[:, None], q1 * inverse(bits)[:, None]
+                q_power = bits.to(tl.float32, bitcast=True)
+            NUMBER: tl.constexpr = k_ptr.dtype.element_ty if KIND == "float" else tl.float16
+            q0_high, q0_low = terms(q0, NUMBER, SPLIT, WIDEN)
+            q1_high, q1_low = terms(q1, NUMBER, SPLIT, WIDEN)
+            keys = tl.arange(0, KEYS)
+            all_lines = line >= 0
+            m, mass, o0, o1 = _nothing(BLOCK)
+            st_m, st_l, st_o0, st_o1 = _nothing(BLOCK)
+            sp_m, sp_l, sp_o0, sp_o1 = _nothing(BLOCK)
+            for block in range(begin, tl.minimum(stop, tl.max(reach, axis=0)), KEYS):
+                # Not at a span's end: a node's last span may go on below.
+                m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
+                    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, all_lines,
+                    WALK, SPAN, STRETCH, BLOCK,
+                )  # fmt: skip
                 index = block + keys
                 visible = (index[None, :] >= low[:, None]) & (index[None, :] < reach[:, None])
-                span_m, span_l, span_o = _step(
-                    q, span_m, span_l, span_o, index, index < kv_len, visible,
+                sees = (block + KEYS > low) & (block < reach)
+                sp_m, sp_l, sp_o0, sp_o1 = step(
+                    q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
+                    index, index < kv_len, visible, sees,
                     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
-                    KIND, SCALED, SPLIT, WIDEN, PAGE, DIM, BLOCK_D,
+                    KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
                 )  # fmt: skip
             for row in range(tl.maximum(first, pending_end), tl.minimum(first + ROWS, end)):
                 tree = tl.load(tree_ptr + row)
                 row_low, row_high = _spans(kv_len + _popcount(tree) - 1, window)
-                begin = tl.maximum(tl.maximum(span * SPAN, shared), row_low // KEYS * KEYS)
-                for block in range(begin, tl.minimum(span * SPAN + SPAN, row_high), KEYS):
+                row_begin = tl.maximum(tl.maximum(begin, shared), row_low // KEYS * KEYS)
+                lines = t == row
+                for block in range(row_begin, tl.minimum(stop, row_high), KEYS):
+                    m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
+                        block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
+                        WALK, SPAN, STRETCH, BLOCK,
+                    )  # fmt: skip
                     place = block + keys
                     index = tl.where(place < kv_len, place, kv_len + _places(tree, place - kv_len))
                     wanted = (place >= row_low) & (place < row_high)
-                    span_m, span_l, span_o = _step(
-                        q, span_m, span_l, span_o, index, wanted, (t == row)[:, None] & wanted[None, :],
+                    sp_m, sp_l, sp_o0, sp_o1 = step(
+                        q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
+                        index, wanted, lines[:, None] & wanted[None, :], lines,
                         k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
-                        KIND, SCALED, SPLIT, WIDEN, PAGE, DIM, BLOCK_D,
+                        KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
                     )  # fmt: skip
-            m, mass, o = _merge(m, mass, o, span_m, span_l, span_o)
-        where = t_safe * num_heads + head
-        here = real[:, None] & (dims < DIM)[None, :]
-        if WHOLE:
-            shares = tl.div_rn(o, tl.broadcast_to(mass[:, None], (TILE, BLOCK_D)))
-            tl.store(out_ptr + where[:, None] * DIM + dims[None, :], shares, mask=here)
-        else:
-            where = where * num_spans + tl.program_id(2)
-            tl.store(part_ptr + where[:, None] * DIM + dims[None, :], o, mask=here & (mass != 0.0)[:, None])
-            tl.store(sums_ptr + where * 2, m, mask=real)
-            tl.store(sums_ptr + where * 2 + 1, mass, mask=real)
-
-
-@triton.jit(do_not_specialize=["num_spans"])
-def combine(part_ptr, sums_ptr, out_ptr, num_spans, num_heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    # Program (t, heads): the spans of TILE query heads of one row, merged in ascending order.
-    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    real = head < num_heads
-    where = tl.program_id(0).to(tl.int64) * num_heads + head
-    dims = tl.arange(0, BLOCK_D)
-    here = real[:, None] & (dims < DIM)[None, :]
-    m = tl.full((TILE,), float("-inf"), tl.float32)
-    mass, o = tl.zeros((TILE,), tl.float32), tl.zeros((TILE, BLOCK_D), tl.float32)
-    for span in range(num_spans):
-        at = where * num_spans + span
-        span_m = tl.load(sums_ptr + at * 2, mask=real, other=float("-inf"))
-        span_l = tl.load(sums_ptr + at * 2 + 1, mask=real, other=0.0)
-        written = here & (span_l != 0.0)[:, None]
-        span_o = tl.load(part_ptr + at[:, None] * DIM + dims[None, :], mask=written, other=0.0)
-        m, mass, o = _merge(m, mass, o, span_m, span_l, span_o)
-    shared = tl.broadcast_to(mass[:, None], (TILE, BLOCK_D))
-    tl.store(out_ptr + where[:, None] * DIM + dims[None, :], tl.div_rn(o, shared), mask=here)
+            if WALK != "span":
+                sp_m, sp_l, sp_o0, sp_o1 = merge(st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1)
+            if WALK == "all":
+                m, mass, o0, o1 = merge(m, mass, o0, o1, sp_m, sp_l, sp_o0, sp_o1)
+                out_at = out_ptr + ((t_safe * num_heads + head)[:, None] * DIM + cols[None, :] * EACH)
+                shared_mass = tl.broadcast_to(mass[:, None], (TILE, BLOCK))
+                tl.store(out_at, tl.div_rn(o0, shared_mass), mask=ins0)
+                tl.store(out_at + NEXT, tl.div_rn(o1, shared_mass), mask=ins1)
+            else:
+                where = (t_safe * num_heads + head) * num_parts + tl.program_id(2)
+                part_at = part_ptr + (where[:, None] * DIM + cols[None, :] * EACH)
+                tl.store(part_at, sp_o0, mask=ins0 & (sp_l != 0.0)[:, None])
+                tl.store(part_at + NEXT, sp_o1, mask=ins1 & (sp_l != 0.0)[:, None])
+                tl.store(sums_ptr + where * 2, sp_m, mask=real)
+                tl.store(sums_ptr + where * 2 + 1, sp_l, mask=real)

@@ -14,14 +14,21 @@ from torch import Tensor
 from foretoken.batch import Batch
 from foretoken.formats.scheme import KVLayer
 from foretoken.ops import reference
-from foretoken.ops.triton.attend import attend, combine
+from foretoken.ops.triton.attend import attend
+from foretoken.ops.triton.combine import AT_ONCE, combine
+from foretoken.ops.triton.dispatch import converts_fp8
 from foretoken.ops.triton.guard import Launch, guarded, interpreted
 from foretoken.ops.triton.kv import KINDS, LARGEST, heads_packed
 
 KEYS = 64  # keys of a block
-SPAN = 512  # keys of a span: what one program takes where spans are shared out
-ENOUGH = 264  # programs that keep a large GPU busy without sharing spans out; chosen without a GPU at hand
-PARTS_BYTES = 256 << 20  # the most that spans which are shared out may take
+STAGES = 3  # of the loop over blocks: where the next keys lie, the next keys, these keys
+SPAN = 2 * KEYS  # keys of a span: the least that a program takes
+STRETCH = AT_ONCE.value * SPAN  # what one takes where contexts are long
+FEW, ENOUGH = (
+    132,
+    1056,
+)  # programs that give each multiprocessor of a large GPU one, or eight: then none waits for a last one
+PARTS_BYTES = 256 << 20  # the most that parts may take
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
 
@@ -37,41 +44,52 @@ def _no_tree(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
-def shared_out(num_rows: int, programs: int, num_heads: int, num_spans: int, dim: int) -> bool:
-    """Whether each span of keys has a program of its own: where few programs would walk many spans. Bits are the same.
+def walk(num_rows: int, programs: int, num_heads: int, num_keys: int, dim: int) -> str:
+    """What of the keys a program takes: a "span", a "stretch", or "all". Bits are the same; the host may choose freely.
 
-    `programs`: how many there are without; the parts [num_rows, num_heads, num_spans, dim] must not take too much.
+    `programs`: how many there are if they take all; the parts of rows, heads and spans must not take too much memory.
     """
-    return num_spans > 1 and programs < ENOUGH and 4 * num_rows * num_heads * num_spans * dim <= PARTS_BYTES
+    stretches = -(-num_keys // STRETCH)
+
+    def fits(count: int) -> bool:
+        return 4 * num_rows * num_heads * count * (dim + 2) <= PARTS_BYTES
+
+    if programs * stretches < FEW and num_keys > SPAN and fits(-(-num_keys // SPAN)):
+        return "span"
+    return "stretch" if stretches > 1 and programs < ENOUGH and fits(stretches) else "all"
 
 
 def launches(
-    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None, out: Tensor, split: bool | None = None
+    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None, out: Tensor, taken: str | None = None
 ) -> list[Launch]:
-    """The launches of attention into `out` [T, H, D]; `split`: share spans out or not (None: `shared_out` decides)."""
+    """The launches of attention into `out` [T, H, D]; `taken`: what a program takes (None: `walk` decides)."""
     num_rows, num_heads, dim = q.shape
-    _, page, kv_heads, width = layer.k.shape
+    page, kv_heads, width = layer.k.shape[1:]
     if width != dim or num_heads % kv_heads:
         raise ValueError(f"queries {tuple(q.shape)} do not fit a cache {tuple(layer.k.shape)}")
+    coded = layer.format in LARGEST
+    if coded and dim % 2:
+        raise ValueError(f"8-bit codes are read in pairs, and heads of {dim} have none; use a KV cache in bf16")
     group = num_heads // kv_heads
     heads = min(16, triton.next_power_of_2(group))
     table = batch.block_tables.contiguous()
-    num_spans = max(1, -(-table.shape[1] * page // SPAN))
+    num_keys = table.shape[1] * page
     grid = (num_rows // (16 // heads) + batch.num_seqs, kv_heads * -(-group // heads))
-    if split is None:
-        split = shared_out(num_rows, grid[0] * grid[1], num_heads, num_spans, dim)
-    part = torch.empty((num_rows, num_heads, num_spans, dim) if split else (1,), dtype=torch.float32, device=q.device)
-    sums = torch.empty((num_rows, num_heads, num_spans, 2) if split else (1,), dtype=torch.float32, device=q.device)
-    block_d = max(16, triton.next_power_of_2(dim))
+    taken = walk(num_rows, grid[0] * grid[1], num_heads, num_keys, dim) if taken is None else taken
+    num_parts = max(1, -(-num_keys // {"span": SPAN, "stretch": STRETCH, "all": max(1, num_keys)}[taken]))
+    parts = (num_rows, num_heads, num_parts) if taken != "all" else (1, 1, 1)
+    part, sums = (torch.empty(*parts, n, dtype=torch.float32, device=q.device) for n in (dim, 2))
+    half = max(16, triton.next_power_of_2(-(-dim // 2)))
     arguments = {
         "q_ptr": q,
-        "k_ptr": layer.k,
-        "v_ptr": layer.v,
+        "k_ptr": layer.k.view(torch.int16) if coded else layer.k,
+        "v_ptr": layer.v.view(torch.int16) if coded else layer.v,
         "k_scale_ptr": out if layer.k_scale is None else layer.k_scale,  # not read without scales
         "v_scale_ptr": out if layer.v_scale is None else layer.v_scale,
         "out_ptr": out,
         "part_ptr": part,
         "sums_ptr": sums,
+        "bounds_ptr": torch.empty(num_rows, 2, dtype=torch.int32, device=q.device),
         "positions_ptr": batch.positions if batch.key_positions is None else batch.key_positions,
         "offsets_ptr": batch.row_offsets,
         "num_pending_ptr": batch.num_pending,
@@ -81,7 +99,7 @@ def launches(
         "num_seqs": batch.num_seqs,
         "has_tree": int(batch.tree_mask is not None),
         "q_stride": q.stride(0),
-        "num_spans": num_spans,
+        "num_parts": num_parts,
         "table_width": table.shape[1],
         "scale": scale * LOG2_E,
         "window": NO_WINDOW if window is None else min(window, NO_WINDOW),
@@ -90,25 +108,32 @@ def launches(
         "group": group,
     }
     constants = {
-        "WHOLE": not split,
+        "WALK": taken,
         "KIND": KINDS[layer.format],
-        "SCALED": layer.format in LARGEST,
+        "SCALED": coded,
         "SPLIT": layer.format != "fp32",
+        "HALVES": layer.format == "fp16",
         "WIDEN": interpreted() and layer.format == "bf16",
+        "MACHINE": not interpreted(),
+        "FLOAT8": converts_fp8(q.device),
         "PAGE": page,
         "DIM": dim,
-        "BLOCK_D": block_d,
+        "BLOCK": half,
         "HEADS": heads,
         "KEYS": KEYS,
         "SPAN": SPAN,
+        "STRETCH": STRETCH,
     }
-    free = frozenset({"num_seqs", "has_tree", "q_stride", "num_spans", "table_width"})
-    first = Launch(attend, (*grid, num_spans if split else 1), arguments, constants, warps=4, stages=2, free=free)
-    if not split:
+    free = frozenset({"num_seqs", "has_tree", "q_stride", "num_parts", "table_width"})
+    first = Launch(attend, (*grid, num_parts), arguments, constants, warps=4, stages=STAGES, free=free)
+    if taken == "all":
         return [first]
-    kept = {name: arguments[name] for name in ("part_ptr", "sums_ptr", "out_ptr", "num_spans", "num_heads")}
-    rest = {"DIM": dim, "BLOCK_D": block_d}
-    return [first, Launch(combine, (num_rows, -(-num_heads // 16)), kept, rest, warps=4, free=free)]
+    kept = {
+        name: arguments[name] for name in ("part_ptr", "sums_ptr", "bounds_ptr", "out_ptr", "num_parts", "num_heads")
+    }
+    spans = 1 if taken == "span" else STRETCH // SPAN
+    rest = {"SPANS": spans, "TWICE": spans == 1, "DIM": dim, "BLOCK": max(16, triton.next_power_of_2(dim))}
+    return [first, Launch(combine, (num_rows, num_heads), kept, rest, warps=1, free=free)]
 
 
 def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:

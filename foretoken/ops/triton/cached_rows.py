@@ -15,24 +15,6 @@ ROUND: tl.constexpr = tl.constexpr(1.5 * 2.0**23)  # added and taken away, it ro
 
 
 @triton.jit
-def as_numbers(raw, KIND: tl.constexpr):
-    # Codes as the numbers they stand for, in float16, which holds all of them; floats as they are.
-    if KIND == "e4m3":
-        # Bits s eeee mmm under float16's exponent, times 2^(15 - 7). 0x7F is NaN.
-        bits = raw.to(tl.uint16)
-        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        numbers = (half.to(tl.float32) * 256.0).to(tl.float16)
-        numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers).to(tl.float16)
-    elif KIND == "e5m2":
-        numbers = (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    elif KIND == "int8":
-        numbers = raw.to(tl.float16)
-    else:
-        numbers = raw
-    return numbers
-
-
-@triton.jit
 def _float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     # Bits of the 8-bit float nearest to y, to even; |y| must not lie beyond the largest one.
     TINY: tl.constexpr = 1 - BIAS - MANTISSA  # a subnormal's step, as a power of two
@@ -57,60 +39,106 @@ def _bfloat(x):
 
 
 @triton.jit
-def _encode_row(x, codes_at, scale_at, inside, KIND: tl.constexpr, LARGEST: tl.constexpr):
-    # One row [BLOCK] of one head into its place.
+def _code(x, factor, usable, KIND: tl.constexpr, LARGEST: tl.constexpr):
+    # The codes of numbers of a row with scales; zeros where it has no usable scale.
+    y = x * factor
+    if KIND == "int8":
+        y = (y + ROUND) - ROUND
+    y = tl.where(usable, tl.minimum(tl.maximum(y, -LARGEST), LARGEST), 0.0)
+    if KIND == "int8":
+        codes = y.to(tl.int8)
+    elif KIND == "e4m3":
+        codes = _float8(y, 3, 7)
+    else:
+        codes = _float8(y, 2, 15)
+    return codes
+
+
+@triton.jit
+def _encode_row(x1, x2, codes_at, scale_at, KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr):
+    # One row of one head, as its halves [BLOCK], into its place.
+    HALF: tl.constexpr = (DIM + 1) // 2
+    cols = tl.arange(0, x1.shape[0])
+    first, second = cols < HALF, cols < DIM - HALF
     if KIND == "float":
         if codes_at.dtype.element_ty == tl.bfloat16:
-            x = _bfloat(x)
-        tl.store(codes_at, x.to(codes_at.dtype.element_ty), mask=inside)
+            x1, x2 = _bfloat(x1), _bfloat(x2)
+        tl.store(codes_at + cols, x1.to(codes_at.dtype.element_ty), mask=first)
+        tl.store(codes_at + HALF + cols, x2.to(codes_at.dtype.element_ty), mask=second)
     else:
-        finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=0) == 1
-        a = tl.max(tl.abs(x), axis=0)
+        size = tl.maximum(tl.abs(x1), tl.abs(x2))  # no number if one of them is none: looked for by itself
+        whole = (tl.abs(x1) < float("inf")) & (tl.abs(x2) < float("inf"))
+        finite = tl.min(whole.to(tl.int32), axis=0) == 1
+        a = tl.max(size, axis=0)
         usable = finite & (a >= SMALLEST)
         a = tl.where(usable, a, 1.0)
-        y = x * tl.div_rn(LARGEST, a)
-        if KIND == "int8":
-            y = (y + ROUND) - ROUND
-        y = tl.where(usable, tl.minimum(tl.maximum(y, -LARGEST), LARGEST), 0.0)
-        if KIND == "int8":
-            codes = y.to(tl.int8)
-        elif KIND == "e4m3":
-            codes = _float8(y, 3, 7)
-        else:
-            codes = _float8(y, 2, 15)
-        tl.store(codes_at, codes, mask=inside)
+        factor = tl.div_rn(LARGEST, a)
+        tl.store(codes_at + cols, _code(x1, factor, usable, KIND, LARGEST), mask=first)
+        tl.store(codes_at + HALF + cols, _code(x2, factor, usable, KIND, LARGEST), mask=second)
         tl.store(scale_at, tl.where(usable, tl.div_rn(a, LARGEST), tl.where(finite, 0.0, float("nan"))))
 
 
-@triton.jit(do_not_specialize=["k_stride", "v_stride"])
+@triton.jit
+def _halves(at, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    # The halves [BLOCK] of a row of DIM numbers, zeros behind them.
+    HALF: tl.constexpr = (DIM + 1) // 2
+    cols = tl.arange(0, BLOCK)
+    return tl.load(at + cols, mask=cols < HALF, other=0.0), tl.load(at + HALF + cols, mask=cols < DIM - HALF, other=0.0)
+
+
+@triton.jit(do_not_specialize=["k_stride", "v_stride"], do_not_specialize_on_alignment=["slots_ptr"])
 def store(
-    k_ptr,
-    v_ptr,
-    k_stride,
-    v_stride,
-    slots_ptr,
-    k_codes_ptr,
-    v_codes_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    num_heads,
-    KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    k_ptr, v_ptr, k_stride, v_stride, slots_ptr, k_codes_ptr, v_codes_ptr, k_scale_ptr, v_scale_ptr, num_heads,
+    KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # Row t, head h: its key and its value.
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cols = tl.arange(0, BLOCK)
-    inside = cols < DIM
     place = tl.load(slots_ptr + t).to(tl.int64) * num_heads + h
-    k = tl.load(k_ptr + t * k_stride + h * DIM + cols, mask=inside, other=0.0)
-    v = tl.load(v_ptr + t * v_stride + h * DIM + cols, mask=inside, other=0.0)
-    _encode_row(k, k_codes_ptr + place * DIM + cols, k_scale_ptr + place, inside, KIND, LARGEST)
-    _encode_row(v, v_codes_ptr + place * DIM + cols, v_scale_ptr + place, inside, KIND, LARGEST)
+    k1, k2 = _halves(k_ptr + t * k_stride + h * DIM, DIM, BLOCK)
+    v1, v2 = _halves(v_ptr + t * v_stride + h * DIM, DIM, BLOCK)
+    _encode_row(k1, k2, k_codes_ptr + place * DIM, k_scale_ptr + place, KIND, LARGEST, DIM)
+    _encode_row(v1, v2, v_codes_ptr + place * DIM, v_scale_ptr + place, KIND, LARGEST, DIM)
 
 
-@triton.jit(do_not_specialize=["num_moves"])
+@triton.jit
+def _turned(at, angles, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    # The halves of a row rotated: x1 cos - x2 sin, x2 cos + x1 sin (rows.rotate).
+    x1, x2 = _halves(at, DIM, BLOCK)
+    cos, sin = _halves(angles, DIM, BLOCK)
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit(
+    do_not_specialize=["q_stride", "k_stride", "v_stride"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
+)
+def rotate_store(
+    q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, positions_ptr, table_ptr, slots_ptr,
+    out_ptr, k_codes_ptr, v_codes_ptr, k_scale_ptr, v_scale_ptr, num_heads, kv_heads,
+    KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Row t, head h: a query rotated; behind the queries' heads a key rotated and stored, then a value stored.
+    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.arange(0, BLOCK)
+    HALF: tl.constexpr = DIM // 2
+    angles = table_ptr + tl.load(positions_ptr + t).to(tl.int64) * DIM
+    first = tl.load(slots_ptr + t).to(tl.int64) * kv_heads - num_heads
+    if h < num_heads:
+        y1, y2 = _turned(q_ptr + t * q_stride + h * DIM, angles, DIM, BLOCK)
+        out = out_ptr + (t * num_heads + h) * DIM
+        tl.store(out + cols, y1, mask=cols < HALF)
+        tl.store(out + HALF + cols, y2, mask=cols < HALF)
+    elif h < num_heads + kv_heads:
+        k1, k2 = _turned(k_ptr + t * k_stride + (h - num_heads) * DIM, angles, DIM, BLOCK)
+        place = first + h
+        _encode_row(k1, k2, k_codes_ptr + place * DIM, k_scale_ptr + place, KIND, LARGEST, DIM)
+    else:
+        v1, v2 = _halves(v_ptr + t * v_stride + (h - num_heads - kv_heads) * DIM, DIM, BLOCK)
+        place = first + h - kv_heads
+        _encode_row(v1, v2, v_codes_ptr + place * DIM, v_scale_ptr + place, KIND, LARGEST, DIM)
+
+
+@triton.jit(do_not_specialize=["num_moves"], do_not_specialize_on_alignment=["index_ptr"])
 def copy_rows(
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, index_ptr, buffer_ptr, num_moves, row_bytes, scale_bytes,
     OUT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,

@@ -12,8 +12,8 @@ from torch import Tensor
 from foretoken.formats.scheme import QuantTensor
 from foretoken.ops import reference
 from foretoken.ops.triton import packing, product, rows as row_kernels
-from foretoken.ops.triton.guard import Launch, guarded, interpreted, log
-from foretoken.ops.triton.tiling import MAX_TILES, TILE, tiles, tiling
+from foretoken.ops.triton.guard import Launch, guarded, interpreted
+from foretoken.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling
 
 ROWS_AT_ONCE = 256  # of a split product: bounds the memory of its parts
 WIDEST = 1 << 16  # values of a row that one program holds
@@ -22,8 +22,7 @@ _FORMS = {  # of prepared rows: how they are stored
     "bf16": torch.bfloat16,
     "half": torch.float16,
     "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_half": torch.float16,
+    "fp8": torch.float16,  # holds every value of e4m3
 }
 
 
@@ -37,27 +36,14 @@ class Ready:
 
 
 @cache
-def has_fp8(device: torch.device) -> bool:
-    """Whether its tensor cores multiply 8-bit floats; where not, they are widened to float16, and that is said."""
-    if device.type != "cuda":
-        return False
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        log.warning(
-            "%s (capability %d.%d) multiplies no 8-bit floats (8.9 does); they are widened to 16 bits",
-            torch.cuda.get_device_name(device),
-            *capability,
-        )
-    return capability >= (8, 9)
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the GPU makes float16 of 8-bit floats by an instruction (8.9 and newer); otherwise several do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def form_for(w: QuantTensor, native_fp8: bool) -> str:
+def form_for(w: QuantTensor) -> str:
     """The form of rows that multiply `w`."""
-    if w.activations == "int8":
-        return "int8"
-    if w.activations == "fp8":
-        return "fp8" if native_fp8 and w.format == "fp8_e4m3" else "fp8_half"
-    return {"fp32": "single", "bf16": "bf16"}.get(w.format, "half")
+    return w.activations or {"fp32": "single", "bf16": "bf16"}.get(w.format, "half")
 
 
 _KEPT = {
@@ -68,7 +54,7 @@ _KEPT = {
 
 def product_rounding(w: QuantTensor) -> float:
     """What rows lose before they meet `w`, over the sum of |x w|: see `Ops.rounding`."""
-    return _KEPT.get(form_for(w, False), 0.0)
+    return _KEPT.get(form_for(w), 0.0)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -93,7 +79,7 @@ def preparation(
     groups, scales = width // group, None
     if form == "half":
         scales = x.new_empty(num_rows)
-    elif form in ("int8", "fp8", "fp8_half"):
+    elif form in ("int8", "fp8"):
         scales = x.new_empty(num_rows, groups)
     values = torch.empty(num_rows, width, dtype=_FORMS[form], device=x.device)
     arguments = {
@@ -123,8 +109,7 @@ def multiplication(
 ) -> list[Launch]:
     """The launches that write rows [T, K] times w [O, K] transposed, plus bias [O], plus residual, to out [T, O]."""
     how, (outputs, depth), num_rows = tiling(w), w.shape, ready.values.shape[0]
-    weight = w.parts["weight" if w.format in packing.DENSE else "codes"]
-    scales, zeros, count = w.parts.get("scales"), w.parts.get("zeros"), tiles(num_rows)
+    count = tiles(num_rows)
     extras = {"bias_ptr": bias, "residual_ptr": residual}
     flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "SPLIT": how.split}
     target = out if how.split == 1 else out.new_empty(how.split, num_rows, outputs)
@@ -132,31 +117,36 @@ def multiplication(
     arguments = {
         "x_ptr": ready.values,
         "row_scale_ptr": ready.scales,
-        "w_ptr": weight,
-        "scale_ptr": scales,
-        "zero_ptr": zeros,
+        "w_ptr": next(w.parts[name] for name in packing.PLANES if name in w.parts),
+        "low_ptr": w.parts.get("low"),
+        "scale_ptr": w.parts.get("scales"),
+        "zero_ptr": w.parts.get("zeros"),
         **extras,
         "out_ptr": target,
         "num_rows": num_rows,
         "depth": depth,
-        "row_bytes": weight.shape[1],
         "outputs": outputs,
         "num_groups": depth // w.group,
         "num_steps": how.steps,
     }
     constants = {
-        "WEIGHT": packing.CODED.get(w.format, "dense"),
+        "WEIGHT": how.kind,
         "ROWS": ready.form,
         "GROUPED": w.group != depth,
-        "ZEROS": zeros is not None,
         **flags,
-        "UNIT": how.unit,
+        "WIDTH": how.width,
+        "PARTS": how.parts,
+        "SPAN": min(how.parts, w.group // how.width),
+        "EVEN_K": depth == how.steps * how.parts * how.width,
+        "EVEN_O": outputs % how.outputs == 0,
         "BLOCK_O": how.outputs,
         "TILES": count,
+        "MACHINE": not interpreted(),
+        "FLOAT8": converts_fp8(out.device),
         "WIDEN": interpreted() and ready.form == "bf16",
     }
     free = frozenset({"num_rows"})
-    launches = [Launch(product.product, grid, arguments, constants, how.warps, how.stages, free)]
+    launches = [Launch(product.product, grid, arguments, constants, how.warps, stages(count), free)]
     if how.split > 1:
         arguments = {"parts_ptr": target, **extras, "out_ptr": out, "num_rows": num_rows, "outputs": outputs}
         block = 1024
@@ -186,7 +176,7 @@ def _run(
     width = x.shape[1] // 2 if source == "silu" else x.shape[1]
     if width != w.shape[1] or x.dtype != torch.float32:
         raise ValueError(f"rows {tuple(x.shape)} in {x.dtype} do not fit a weight {w.shape}; they are to be float32")
-    x, form = aligned(x), form_for(w, has_fp8(x.device))
+    x, form = aligned(x), form_for(w)
     if source == "plain" and form == "single" and index is None:
         ready = Ready(form, x, None)
     else:

@@ -23,6 +23,7 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -70,6 +71,8 @@ class Launch:
 
         signature: dict[str, str] = {}
         constants = dict(self.constants)
+        if "FLOAT8" in constants:
+            constants["FLOAT8"] = capability >= 89
         aligned: dict[tuple[int, ...], list[list[object]]] = {}
         for place, name in enumerate(self.kernel.arg_names):
             value, bound = self.arguments.get(name), name not in self.free

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
+from foretoken.batch import Batch
 from foretoken.formats.scheme import KVLayer
 from foretoken.ops import reference
-from foretoken.ops.triton.cached_rows import copy_rows, store
+from foretoken.ops.triton.cached_rows import copy_rows, rotate_store, store
+from foretoken.ops.triton.dispatch import rms_norm, rope
 from foretoken.ops.triton.guard import Launch, guarded
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}  # codes of formats with scales
@@ -24,31 +28,52 @@ def heads_packed(x: Tensor) -> Tensor:
     return x if packed else x.contiguous()
 
 
+def _places(layer: KVLayer) -> dict[str, Tensor]:
+    """Where codes and scales go."""
+    return {
+        "k_codes_ptr": layer.k,
+        "v_codes_ptr": layer.v,
+        "k_scale_ptr": layer.k if layer.k_scale is None else layer.k_scale,  # not touched without scales
+        "v_scale_ptr": layer.v if layer.v_scale is None else layer.v_scale,
+    }
+
+
+def _constants(layer: KVLayer, dim: int) -> dict[str, Any]:
+    half = max(16, triton.next_power_of_2(-(-dim // 2)))
+    return {"KIND": KINDS[layer.format], "LARGEST": LARGEST.get(layer.format, 0.0), "DIM": dim, "BLOCK": half}
+
+
 def storing(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> Launch:
     """The launch of store_kv."""
     num_rows, heads, dim = k.shape
     if layer.k.shape[2:] != (heads, dim) or v.shape != k.shape:
         raise ValueError(f"keys {tuple(k.shape)} do not fit a cache {tuple(layer.k.shape)}")
-    arguments = {
+    arguments: dict[str, Any] = {
         "k_ptr": k,
         "v_ptr": v,
         "k_stride": k.stride(0),
         "v_stride": v.stride(0),
         "slots_ptr": slots,
-        "k_codes_ptr": layer.k,
-        "v_codes_ptr": layer.v,
-        "k_scale_ptr": layer.k if layer.k_scale is None else layer.k_scale,  # not read without scales
-        "v_scale_ptr": layer.v if layer.v_scale is None else layer.v_scale,
-        "num_heads": heads,
     }
-    constants = {
-        "KIND": KINDS[layer.format],
-        "LARGEST": LARGEST.get(layer.format, 0.0),
-        "DIM": dim,
-        "BLOCK": max(16, triton.next_power_of_2(dim)),
-    }
+    arguments |= {**_places(layer), "num_heads": heads}
     free = frozenset({"k_stride", "v_stride"})
-    return Launch(store, (num_rows, heads), arguments, constants, warps=1, free=free)
+    return Launch(store, (num_rows, heads), arguments, _constants(layer, dim), warps=1, free=free)
+
+
+def rotating(q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, table: Tensor) -> tuple[Launch, Tensor]:
+    """The launch behind rope_store of q [T, H, D], k, v [T, Hk, D] (heads of a row side by side), and where q goes."""
+    num_rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    if layer.k.shape[2:] != (kv_heads, dim) or table.shape[1] != dim:
+        raise ValueError(f"keys {tuple(k.shape)} do not fit a cache {tuple(layer.k.shape)}")
+    out = torch.empty(num_rows, heads, dim, dtype=torch.float32, device=q.device)
+    arguments: dict[str, Any] = {f"{name}_ptr": x for name, x in (("q", q), ("k", k), ("v", v))}
+    arguments |= {f"{name}_stride": x.stride(0) for name, x in (("q", q), ("k", k), ("v", v))}
+    arguments |= {"positions_ptr": batch.positions, "table_ptr": table, "slots_ptr": batch.slots, "out_ptr": out}
+    arguments |= {**_places(layer), "num_heads": heads, "kv_heads": kv_heads}
+    free = frozenset({"q_stride", "k_stride", "v_stride"})
+    grid = (num_rows, heads + 2 * kv_heads)
+    return Launch(rotate_store, grid, arguments, _constants(layer, dim), warps=1, free=free), out
 
 
 def moving(layer: KVLayer, src: Tensor, dst: Tensor) -> list[Launch]:
@@ -97,3 +122,35 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
             launch.run()
 
     guarded("move_kv", kernel, lambda: reference.move_kv(layer, src, dst))
+
+
+def rope_store(
+    qkv: Tensor,
+    heads: int,
+    layer: KVLayer,
+    batch: Batch,
+    table: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v, return q [T, H, D]: `Ops.rope_store`, bit for bit.
+
+    One launch; where q and k are normed by head first, the norm's own go before it.
+    """
+    kv_heads, dim = layer.k.shape[2], table.shape[1]
+    split = heads_packed(qkv.view(-1, heads + 2 * kv_heads, dim))
+    q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+    if norms is not None:
+        q = rms_norm(q.reshape(-1, dim), norms[0], eps).view(-1, heads, dim)
+        k = rms_norm(k.reshape(-1, dim), norms[1], eps).view(-1, kv_heads, dim)
+
+    def kernel() -> Tensor:
+        launch, out = rotating(q, k, v, layer, batch, table.contiguous())
+        launch.run()
+        return out
+
+    def one_after_the_other() -> Tensor:
+        store_kv(rope(k, batch.positions, table), v, layer, batch.slots)
+        return rope(q, batch.positions, table)
+
+    return guarded(f"rope_store ({layer.format})", kernel, one_after_the_other)

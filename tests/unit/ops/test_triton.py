@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from fixtures_ops import randn
@@ -36,6 +37,11 @@ def run_cases(name: str, **settings: str) -> None:
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+# Triton 3.6's takes no array of one number for a number, as NumPy 2.4 asks; its compiler is not concerned.
+outdated = triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
+
+
+@pytest.mark.skipif(outdated, reason="the interpreter of Triton 3.6 does not run with NumPy 2.4; take Triton 3.7")
 @pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py") if p.name != "test_rounds.py"))
 def test_in_the_interpreter(name):
     run_cases(name, TRITON_INTERPRET="1")
@@ -124,21 +130,14 @@ def test_a_missing_compiler_is_a_kernel_that_does_not_compile(error, failing):
 # --- old GPUs ---
 
 
-def test_a_gpu_without_8_bit_floats_widens_them_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an older GPU")
-    dispatch.has_fp8.cache_clear()
-    w = QuantScheme.parse("fp8-a8").encode(randn(4, 128))
+def test_a_gpu_without_conversions_of_8_bit_floats_has_steps_for_them(monkeypatch):
     try:
-        with caplog.at_level(logging.WARNING, "foretoken.ops"):
-            device = torch.device("cuda:0")
-            assert [dispatch.form_for(w, dispatch.has_fp8(device)) for _ in range(2)] == ["fp8_half"] * 2
-        assert len(caplog.records) == 1 and "an older GPU" in caplog.text and "16 bits" in caplog.text
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-        dispatch.has_fp8.cache_clear()
-        assert dispatch.form_for(w, dispatch.has_fp8(device)) == "fp8"
+        for capability, wanted in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, found=capability: found)
+            dispatch.converts_fp8.cache_clear()
+            assert dispatch.converts_fp8(torch.device("cuda:0")) is wanted
     finally:
-        dispatch.has_fp8.cache_clear()
+        dispatch.converts_fp8.cache_clear()
 
 
 @pytest.mark.parametrize(("capability", "reason"), [((7, 5), "has compute capability 7.5.*need 8.0"), ((8, 0), None)])
@@ -161,17 +160,18 @@ INSTRUCTIONS = {  # of tensor cores, by the form of rows
     "half": "m16n8k16.row.col.f32.f16.f16.f32",
     "bf16": "m16n8k16.row.col.f32.bf16.bf16.f32",
     "int8": "m16n8k32.row.col.satfinite.s32.s8.s8.s32",
-    "fp8_half": "m16n8k16.row.col.f32.f16.f16.f32",
+    "fp8": "m16n8k16.row.col.f32.f16.f16.f32",
 }
 SOME = [("w4a16", 90), ("w4a8", 80), ("bf16", 90), ("fp8-a8", 89)]
-KINDS = ("bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a8", "fp8", "fp8-b128", "fp8-a8")
+KINDS = ("bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a16", "w4a8", "w4a8-qoq", "w8a8n", "fp8", "fp8-b128")
+KINDS += ("fp8-a8", "fp8_e5m2", "nf4", "mxfp4")
 ALL = [(name, capability) for name in KINDS for capability in (80, 89, 90)]
 
 
 def instructions(name: str, capability: int, num_rows: int) -> set[str]:
     """What of tensor cores the kernels of a product use; they are compiled to machine code."""
     w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(128, 512)))
-    form = dispatch.form_for(w, capability >= 89)
+    form = dispatch.form_for(w)
     launch, ready = dispatch.preparation(torch.empty(num_rows, 512), form, w.group, "norm", torch.ones(512), 1e-5)
     assert launch.compile(capability).asm["cubin"]
     launches = dispatch.multiplication(ready, w, None, None, torch.empty(num_rows, 128))
@@ -182,12 +182,10 @@ def instructions(name: str, capability: int, num_rows: int) -> set[str]:
 
 
 def check_compiled(name: str, capability: int) -> None:
-    """One and the same instruction for one tile of rows and for four: the order of a row's sums is that of one tile."""
+    """One and the same instruction for 1, 2 and 4 tiles of rows: the order of a row's sums is that of one tile."""
     w = QuantScheme.parse(name).encode(torch.ones(1, 512))
-    form = dispatch.form_for(w, capability >= 89)
-    native = {89: "m16n8k32.row.col.f32.e4m3.e4m3.f32", 90: INSTRUCTIONS["half"]}  # Triton widens them on Hopper
-    wanted = INSTRUCTIONS.get(form) or native[capability]
-    assert instructions(name, capability, 1) == instructions(name, capability, 64) == {wanted}
+    wanted = {INSTRUCTIONS[dispatch.form_for(w)]}
+    assert all(instructions(name, capability, num_rows) == wanted for num_rows in (1, 32, 64))
 
 
 @pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")

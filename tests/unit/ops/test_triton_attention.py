@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 
 import pytest
 import torch
@@ -49,14 +50,20 @@ def test_attention_compiles(name, capability):
     attention = module("attention")
 
     p = paged(name)
-    for split in (False, True) if (name, capability) != ("bf16", 90) else (True,):
-        found = attention.launches(p.q, p.layer, p.batch, 0.1, None, torch.empty_like(p.q), split)
-        assert len(found) == 1 + split
+    for taken in ("all", "stretch", "span") if (name, capability) != ("bf16", 90) else ("stretch",):
+        found = attention.launches(p.q, p.layer, p.batch, 0.1, None, torch.empty_like(p.q), taken)
+        assert len(found) == 1 + (taken != "all")
         made = [compiled(launch, capability) for launch in found]
         assert made[0].metadata.shared <= 96 << 10  # of a program: two of them fit a multiprocessor's memory
         # Products of 16-bit codes are the tensor cores', one shape for all numbers of rows; fp32's are plain fma.
         assert ("mma.sync.aligned.m16n8k16" in made[0].asm["ptx"]) == (name != "fp32")
         assert "wgmma" not in made[0].asm["ptx"]
+        if name != "fp32":
+            # Products and sums lie in one layout, in the loop of all rows and in a node's own, whoever takes the keys.
+            layouts = set(re.findall(r"tt\.dot .*-> tensor<16x\d+xf32, (#\w+)>", made[0].asm["ttgir"]))
+            pattern = r"^(#mma\d*) = .*warpsPerCTA = \[1, 4\], instrShape = \[16, 8\]"
+            kinds = re.findall(pattern, made[0].asm["ttgir"], re.M)
+            assert layouts == set(kinds) and len(kinds) == 1
 
 
 @NEEDS_COMPILER
@@ -68,6 +75,8 @@ def test_the_cache_s_kernels_compile(name, capability):
     layer = empty_layer(name, 4, 16, 2, 128)
     k, slots = randn(3, 2, 128), torch.tensor([5, 9, 3], dtype=torch.int32)
     compiled(kv.storing(k, k, layer, slots), capability)
+    batch = make_pass([Part(2, 3)]).batch
+    compiled(kv.rotating(randn(3, 4, 128), k, k, layer, batch, randn(9, 128))[0], capability)
     for launch in kv.moving(layer, slots, slots):
         compiled(launch, capability)
 
@@ -87,7 +96,7 @@ def test_sampling_compiles(capability):
 
 
 def test_one_configuration_for_every_number_of_rows():
-    """What is compiled hangs on the model and the cache; rows decide the grid, and whether spans are shared out."""
+    """What is compiled hangs on the model and the cache; rows decide the grid, and who takes which keys."""
     attention = module("attention")
 
     found = set()
@@ -95,20 +104,29 @@ def test_one_configuration_for_every_number_of_rows():
         p = paged("bf16", [Part(40, rows)])
         tree = paged("bf16", [Part(40, 1, list(range(-1, rows - 2)))])
         for x in (p, tree):
-            for launch in attention.launches(x.q, x.layer, x.batch, 0.1, None, torch.empty_like(x.q), split=False):
+            for launch in attention.launches(x.q, x.layer, x.batch, 0.1, None, torch.empty_like(x.q), "all"):
                 found.add((launch.kernel.__name__, tuple(launch.constants.items()), launch.warps, launch.stages))
-                assert launch.free >= {"num_seqs", "has_tree", "num_spans", "table_width"}  # these vary with company
+                assert launch.free >= {"num_seqs", "has_tree", "num_parts", "table_width"}  # these vary with company
     assert len(found) == 1
 
 
 @pytest.mark.parametrize(
-    ("rows", "programs", "spans", "wanted"),
-    [(1, 8, 1, False), (1, 8, 2, True), (64, 200, 64, True), (64, 264, 64, False), (64, 200, 257, False)],
+    ("rows", "programs", "num_keys", "wanted"),
+    [
+        (1, 8, 128, "all"),
+        (1, 8, 129, "span"),
+        (1, 8, 16 << 10, "span"),
+        (1, 8, 32 << 10, "stretch"),
+        (16, 128, 4096, "stretch"),
+        (64, 512, 1024, "all"),
+        (2048, 4104, 4096, "all"),
+        (512, 1032, 128 << 10, "all"),  # parts would fill the memory
+    ],
 )
-def test_spans_are_shared_out_where_programs_are_few(rows, programs, spans, wanted):
+def test_who_takes_which_keys(rows, programs, num_keys, wanted):
     attention = module("attention")
 
-    assert attention.shared_out(rows, programs, 32, spans, 128) is wanted
+    assert attention.walk(rows, programs, 32, num_keys, 128) == wanted
 
 
 def test_the_formats_of_the_cache_are_said_once():
