@@ -13,6 +13,7 @@ and replay it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence as Seq
 from functools import cache, partial
@@ -116,7 +117,8 @@ class Ops:
         That is what rows lose on their way in (`product_rounding(w)` of a backend), and the order of float32 sums.
         """
         extra: Callable[[QuantTensor], float] | None = getattr(self.backend, "product_rounding", None)
-        return SUMS + (extra(w) if extra is not None and self._serves(w) else 0.0)
+        sums = 2 * SUMS * max(1.0, math.sqrt(w.shape[1] / 1024))  # errors of a long sum add up like steps of a walk
+        return sums + (extra(w) if extra is not None and self._serves(w) else 0.0)
 
     def kv_rounding(self, name: str) -> float:
         """Law 4: by how much attention over a cache in a format may differ from the reference's, over its largest.
