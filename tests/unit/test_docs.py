@@ -14,7 +14,7 @@ import pytest
 
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.drafter import parse_options
-from foretoken.study.record import SCHEMA
+from foretoken.study.fields import BENCH_SCHEMA
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -63,7 +63,14 @@ def line(run: str, label: str, speedup: float) -> str:
     """A record as `foretoken bench` writes it, with made-up numbers."""
     config = {"model": "m", "num_parameters": 1_000_000, "format": "fp32", "batch_size": 1, "num_prompts": 2}
     config |= {"temperature": 0.0, "top_p": 1.0, "seed": 1, "label": label, "draft": label}
-    record = {"schema": SCHEMA, "run": run, "time": run, "commit": "c0ffee", "config": config, "repetitions": [{}, {}]}
+    record = {
+        "schema": BENCH_SCHEMA,
+        "run": run,
+        "time": run,
+        "commit": "c0ffee",
+        "config": config,
+        "repetitions": [{}, {}],
+    }
     record |= {"machine": {"cpu": "a|b", "cores": 2, "threads": 2, "isa": "avx2"}, "tokens_per_s": 10.0}
     record |= {name: {"median": 0.001} for name in ("latency_s", "ttft_s", "time_per_output_token_s", "time_split")}
     record |= {"acceptance_rate": 0.5, "mean_acceptance_length": 2.5, "rollbacks": 7, "accepted_per_pos": [1]}
