@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import make_tables
 import pytest
+import recorded
 
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.drafter import parse_options
@@ -27,9 +29,6 @@ def load(path: Path) -> ModuleType:
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-make_tables = load(ROOT / "docs" / "make_tables.py")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -79,7 +78,7 @@ def line(run: str, label: str, speedup: float) -> str:
 
 
 def test_a_table_shows_the_newest_run_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_tables, "RECORDS", tmp_path)
+    monkeypatch.setattr(recorded, "RECORDS", tmp_path)
     assert "No record yet" in make_tables.table("trial")
     lines = [
         line("2026-01-01", "ngram k=3", 1.11),
