@@ -25,6 +25,7 @@ from foretoken.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILE
 
 log = logging.getLogger("foretoken")
 WALL = 5.0  # seconds by the clock for each second of work: others compute too
+LEAVING = 5.0  # seconds for a fork to end that has given its answer: it does so at once, when its turn comes
 TOO_MUCH = "it takes too much time or memory to compile; simplify it"
 
 
@@ -87,11 +88,12 @@ class Aside:
         """
         sys.stderr.flush()
         reading, pid = self._fork(kind, source)
+        answer = b""
         try:
             answer = _read(reading, time.monotonic() + WALL * COMPILE_SECONDS)
         finally:
             os.close(reading)
-            code = _end(pid)
+            code = _end(pid, LEAVING if answer else 0.2)
         if code == 0 and answer[:1] == b"+":
             return answer[1:].decode()
         if code == -signal.SIGKILL:  # by the clock, or by the system; its own limits end it otherwise
@@ -135,9 +137,10 @@ class Aside:
             os._exit(0)
 
 
-def _end(pid: int) -> int:
-    """The exit code of a process that has ended, or has to."""
-    for _ in range(40):  # what it had to say has come: it is about to end by itself
+def _end(pid: int, patience: float) -> int:
+    """The exit code of a process that has ended, or has to after so many seconds."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)

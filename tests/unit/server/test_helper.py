@@ -131,6 +131,18 @@ async def test_a_grammar_is_refused_for_its_own_faults_only(
     assert aside._answer({"type": "compile", "kind": "regex", "source": "x"})["type"] == kind
 
 
+async def test_an_answer_counts_though_its_fork_is_slow_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pretended:
+        def compiled(self, kind: str, source: str) -> str:
+            return "grammar"
+
+    end = os._exit
+    monkeypatch.setattr(os, "_exit", lambda code: (time.sleep(0.5), end(code)))  # in the fork; others compute too
+    aside = asides.Aside(socket.socket())
+    aside._matching = Pretended()
+    assert aside._answer({"type": "compile", "kind": "regex", "source": "x"}) == {"type": "done", "text": "grammar"}
+
+
 async def test_nothing_is_taken_after_the_end() -> None:
     client = EngineClient("x", {})
     client.state = "ready"
