@@ -120,9 +120,17 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
 
 
 def int_tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Tensor, ...]:
-    """Each part as a tensor int32: views of one, since a tensor costs microseconds, however short, and a copy more."""
+    """Each part as a tensor int32: views of one, since a tensor costs microseconds, however short, and a copy more.
+
+    Each begins at a multiple of 16 bytes, whatever its length: for addresses of other alignments a GPU's compiler would
+    make each kernel anew, a variant for every pattern.
+    """
     flat: list[int] = []
+    sizes: list[int] = []
     for part in parts:
         flat += part
+        spare = -len(part) % 4
+        flat += [0] * spare
+        sizes += (len(part), spare)
     values = torch.from_numpy(np.array(flat, np.int32)).to(device)
-    return values.split_with_sizes([len(part) for part in parts])
+    return values.split_with_sizes(sizes)[::2]

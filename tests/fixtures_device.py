@@ -7,8 +7,11 @@ be run whole, with real numbers, to find what it forgets to move.
 from __future__ import annotations
 
 import itertools
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,9 +44,18 @@ class Elsewhere(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_placed(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_placed(index), value)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
+
+
+waits: Counter[tuple[str, str]] | None = None  # where code waited for the device, and for what; see `counted_waits`
 
 
 def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -52,6 +64,8 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     asked = kwargs.get("device")
     goes = torch.device(asked).type == DEVICE.type if asked is not None else bool(here)
+    if waits is not None and (kind := _wait_of(name, tensors, here, goes, args)):
+        waits[kind, _asker()] += 1
     if here and name not in _COPIES:
         strangers = [t for t in tensors if not isinstance(t, Elsewhere) and t.dim() > 0]
         if strangers:
@@ -66,6 +80,51 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable and name.endswith("_") and args and isinstance(args[0], Elsewhere):
         return args[0]
     return tree_map(lambda r: Elsewhere(r) if isinstance(r, torch.Tensor) else r, result) if goes else result
+
+
+def _wait_of(name: str, tensors: list[torch.Tensor], here: list[torch.Tensor], goes: bool, args: Any) -> str | None:
+    """Why the host waits for the device in this call, as CUDA's does; None: it does not."""
+    if name in _LEAVES and here:
+        return "number"
+    if name == "aten::copy_":
+        there = [isinstance(t, Elsewhere) for t in args[:2]]
+        return None if all(there) or not any(there) else "copy to the device" if there[0] else "copy to the host"
+    if name in _COPIES:
+        return "copy to the host" if here and not goes else "copy to the device" if not here and goes else None
+    by_mask = name.startswith("aten::index") and any(t.dtype == torch.bool for t in here[1:])
+    return "size" if by_mask or (here and name in ("aten::nonzero", "aten::masked_select")) else None
+
+
+def _asker() -> str:
+    """The innermost function of the package that is being called."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("foretoken.") and not frame.f_code.co_name.startswith("<"):
+            return f"{name.removeprefix('foretoken.')}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+@contextmanager
+def counted_waits() -> Iterator[Counter[tuple[str, str]]]:
+    """Counts, within it, how often code makes the host wait for the device: what for, and in which function.
+
+    A copy to the device counts: from memory that is not pinned PyTorch waits for it too.
+    """
+    global waits
+    waits = Counter()
+    try:
+        yield waits
+    finally:
+        waits = None
+
+
+def _placed(index: Any) -> Any:
+    """An index whose lists of numbers are on the device: PyTorch would make them there, without numbers."""
+    if isinstance(index, tuple):
+        return tuple(_placed(i) for i in index)
+    return torch.tensor(index, dtype=None if index else torch.int64, device=DEVICE) if type(index) is list else index
 
 
 def _inner(x: Any) -> Any:
@@ -94,9 +153,9 @@ def pretended_device() -> Iterator[str]:
     real = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **more: Any) -> torch.Tensor:
-        """PyTorch's own makes it on the device behind the mode's back."""
-        made = real(data, **more)
-        return made if device is None else made.to(device)
+        """PyTorch's own makes it on the device behind the mode's back; on the default one where none is said."""
+        made = real(data, device="cpu", **more)
+        return made.to(torch.empty(0).device if device is None else device)
 
     torch.tensor = tensor
     try:
@@ -104,3 +163,16 @@ def pretended_device() -> Iterator[str]:
             yield str(DEVICE)
     finally:
         torch.tensor = real
+
+
+def interpreted_there(monkeypatch: Any) -> None:
+    """Let Triton's interpreter compute there: kernels get the numbers, what launches them does not."""
+    from foretoken.ops.triton import guard
+
+    run = guard.Launch.run
+
+    def launch(self: Any) -> None:
+        run(replace(self, arguments={name: _inner(x) for name, x in self.arguments.items()}))
+
+    monkeypatch.setattr(guard.Launch, "run", launch)
+    monkeypatch.setattr(Elsewhere, "data_ptr", lambda self: self.inner.data_ptr())

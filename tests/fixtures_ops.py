@@ -17,7 +17,9 @@ from foretoken.formats.scheme import KVLayer
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    """Normal noise on the default device, the same on each."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 @contextmanager
@@ -101,7 +103,7 @@ def make_pass(
     for p, count in zip(parts, needed, strict=True):
         blocks = [free.pop() for _ in range(count)]
         rows.append(Rows([0] * p.pending, p.cached, [0] * len(p.parents), p.parents, blocks, True))
-    batch = build_batch(rows, block_size)
+    batch = build_batch(rows, block_size, torch.get_default_device())
     layer = empty_layer(kv_format, sum(needed) + 3, block_size, kv_heads, dim)
     fmt = kv_oracle(kv_format)
     slots = torch.tensor([s for row in slot_lists(parts, batch, block_size) for s in row])
@@ -158,7 +160,7 @@ def alone(p: Pass, b: int, row: int, block_size: int) -> Pass:
     keys, position = visible(part, row)
     single = Part(position, 1)
     blocks = list(range(-(-len(keys) // block_size)))[::-1]
-    batch = build_batch([Rows([0], position, [], [], blocks, True)], block_size)
+    batch = build_batch([Rows([0], position, [], [], blocks, True)], block_size, torch.get_default_device())
     layer = empty_layer(p.layer.format, len(blocks), block_size, p.layer.k.shape[2], p.q.shape[2])
     source = slot_lists(p.parts, p.batch, p.layer.k.shape[1])[b]
     target = slot_lists([single], batch, block_size)[0]

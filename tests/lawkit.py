@@ -104,12 +104,18 @@ def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any)
     write_tokenizer(folder)
 
 
-def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "auto") -> Pair:
-    chosen, quant = ops.resolve(backend), QuantScheme.parse(weights)
-    low = load_model(target, chosen, QuantScheme.parse("int8"))
-    big, small = load_model(target, chosen, quant), load_model(draft, chosen, quant)
+# Where the laws are tested: where there is a GPU, there too.
+NO_GPU = "there is no CUDA GPU here: the laws are tested on the CPU alone"
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "auto", device: str = "cpu") -> Pair:
+    """The pair in a format, its models on a device."""
+    chosen, quant = ops.resolve(backend, device), QuantScheme.parse(weights)
+    low = load_model(target, chosen, QuantScheme.parse("int8"), device=device)
+    big, small = (load_model(folder, chosen, quant, device=device) for folder in (target, draft))
     folder = target.parent / "head"
-    head = load_head(folder, big, chosen) if folder.exists() else None
+    head = load_head(folder, big, chosen, device=device) if folder.exists() else None
     return Pair(big, small, Tokenizer.from_folder(target), low, head)
 
 
@@ -154,9 +160,9 @@ def make_engine(
     drafter: Drafter | None = None,
     below: tuple[SpecConfig, ...] | None = None,
     policy: str = "fixed",
-    device: str = "cpu",
 ) -> Engine:
-    """An Engine of loaded models; the cache holds `tokens`. `drafter` replaces the one that `method` names."""
+    """An Engine of loaded models, where these are; the cache holds `tokens`. `drafter` replaces that of `method`."""
+    device = str(pair.target.device)
     under = below_of(method) if below is None else below
     spec = SpecConfig(
         method, num_draft_tokens=k, confidence=confidence, policy=policy, options=options or {}, below=under

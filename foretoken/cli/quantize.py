@@ -39,6 +39,7 @@ class Args:
     seed: int = 0  # of the rows' order and of rotations
     budget: Annotated[float | None, option("BITS")] = None  # bits a weight on average, spent by measured sensitivity
     candidates: str = "w4a16-g128,w4a16-g32,w8a16,bf16"  # the schemes that a budget chooses from
+    device: str = "cpu"  # where it is computed: cpu, cuda, cuda:1, ...
     overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
     resume: Annotated[bool, option()] = False  # go on with an interrupted run
     report: Annotated[bool, option()] = (
@@ -71,6 +72,7 @@ def run(argv: Seq[str], prog: str) -> int:
         candidates=tuple(c.strip() for c in args.candidates.split(",") if c.strip()),
         overwrite=args.overwrite,
         resume=args.resume,
+        device=args.device,
     )
     if not args.report and (args.text or args.data or args.plot):
         raise ConfigError("--text, --data and --plot are for --report")
@@ -94,7 +96,8 @@ def _report_settings(args: Args) -> Comparing:
     from foretoken.study.quality.tasks import Settings
 
     text = suite.Text(args.text, tokens=compare.COMPARE_TOKENS)
-    asked = compare.Comparing(settings=Settings(data=args.data, seed=args.seed), text=text)
+    settings = Settings(data=args.data, seed=args.seed)
+    asked = compare.Comparing(settings=settings, text=text, engine={"device": args.device})
     asked.settings.params(1, ())  # a bad seed fails here
     suite.check(asked.tasks, asked.settings, asked.text)
     check_plot(args.plot)

@@ -30,6 +30,7 @@ class Args:
     recipe: Annotated[Path | None, Positional, option("[RECIPE.toml]")] = None  # default: recipes/embedded.toml
     data: Annotated[Path | None, option("DIR")] = None  # the corpus (required)
     out: Annotated[Path | None, option("DIR")] = None  # where checkpoints and models go (required)
+    device: str = "cpu"  # where models are trained: cpu, cuda, cuda:1, ...
     resume: Annotated[bool, option()] = False  # skip finished stages and go on from the last checkpoint
     json: Annotated[bool, option()] = False  # one JSON line with the result instead of progress
 
@@ -51,7 +52,9 @@ def run(argv: Seq[str], prog: str) -> int:
     from foretoken import train
 
     try:
-        result = train.run(recipe, data=args.data, out=args.out, resume=args.resume, quiet=args.json)
+        result = train.run(
+            recipe, data=args.data, out=args.out, device=args.device, resume=args.resume, quiet=args.json
+        )
     except KeyboardInterrupt:
         print("stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
         raise

@@ -31,6 +31,7 @@ class Args:
     draft_vocab: Annotated[int | None, option("N")] = None  # of a head: tokens that it may guess; unset: 32000
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
     seed: int = 0  # of the random weights
+    device: str = "cpu"  # where matrices are put together: cpu, cuda, cuda:1, ...
     overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
     json: Annotated[bool, option()] = False  # one JSON object instead of text
 
@@ -46,8 +47,10 @@ def run(argv: Seq[str], prog: str) -> int:
     from foretoken.cli.console import progress
     from foretoken.models.eagle_config import is_head
     from foretoken.models.loader import resolve_model
+    from foretoken.ops import devices
     from foretoken.study.twin import find_shape, make_head_twin, make_twin
 
+    devices.check(args.device)
     of_head = is_head(resolve_model(args.of))
     if args.draft_vocab is not None and not of_head:
         raise ConfigError(f"--draft-vocab is for twins of draft heads, and {args.of} is a model; leave it out")
@@ -60,6 +63,7 @@ def run(argv: Seq[str], prog: str) -> int:
         shared: dict[str, Any] = {
             "name": args.shape,
             "seed": args.seed,
+            "device": args.device,
             "overwrite": args.overwrite,
             "progress": report,
         }

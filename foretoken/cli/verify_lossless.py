@@ -30,6 +30,7 @@ class Args:
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
     num_prompts: Annotated[int | None, option("N")] = None  # take so many, spread over the file; unset: all
     batch: int = 8  # sequences that run together
+    every: Annotated[bool, option()] = False  # one certificate for each way to guess, in 8 formats, batches of 1 to 16
     only: Annotated[tuple[str, ...], option("ID")] = ()  # run these checks alone, e.g. L3 L6; unset: all
     mutants: Annotated[bool, option()] = False  # also put wrong versions in place; each must be rejected by a check
     html: Annotated[Path | None, option("FILE")] = None  # write the certificate as one page
@@ -53,6 +54,8 @@ def run(argv: Seq[str], prog: str) -> int:
     from foretoken.study.certificate import mutants, suite
     from foretoken.study.workload import DEFAULT_PROMPTS
 
+    if args.every and (args.only or args.mutants):
+        raise ConfigError("--every chooses its checks itself; leave --only and --mutants out, or run them without it")
     checks = suite.chosen(args.only)
     for path, flag in ((args.out, "--out"), (args.html, "--html")):
         if path is not None:
@@ -66,12 +69,25 @@ def run(argv: Seq[str], prog: str) -> int:
         effort,
     )
     config = make_config(**parsed.engine.settings)
+    if args.every:
+        from foretoken.cli import verify_every
+        from foretoken.ops import resolve
+
+        resolve(config.backend, config.device)  # what is not here is said once, not by every certificate
+        outcomes, verdict = verify_every.run(parsed.engine, asked, config, parsed.params, args.out, args.json)
+        if args.html is not None:
+            from foretoken.study.certificate.pages import render_every
+
+            args.html.write_text(render_every(outcomes, verdict), encoding="utf-8")
+        return 1 if verdict == "failed" else 0
     with _loading(parsed.engine, args.json) as progress:
         subject = suite.load_subject(asked, config, parsed.params, progress)
     with _checking(args.json) as tick:
         certificate = suite.certify(subject, asked, checks, tick)
         if args.mutants:
-            certificate.mutants = mutants.try_all(subject.loaded.tokenizer, tick=tick)
+            certificate.mutants = mutants.try_all(
+                subject.loaded.tokenizer, tick=tick, backend=config.backend, device=config.device
+            )
     found = certificate.as_dict()
     if args.out is not None:
         record.append(args.out, found)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,8 +47,8 @@ class Guesses:
         num = min(num, logits.shape[1])
         table = logits.cpu().numpy()
         if num > 1:
-            values, index = logits.topk(num)  # [T, num]
-            highest, ids = values.cpu().numpy(), index.cpu().numpy()
+            both = torch.cat([x.double() for x in logits.topk(num)], dim=1).cpu().numpy()  # one wait for a device
+            highest, ids = both[:, :num].astype(np.float32), both[:, num:].astype(np.int64)  # [T, num] each
         else:
             ids = table.argmax(axis=1)[:, None]
             highest = np.take_along_axis(table, ids, axis=1)

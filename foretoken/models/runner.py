@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foretoken.batch import Rows, build_batch
+from foretoken.batch import Rows, build_batch, int_tensors
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.kvcache.cache import KVCache
 from foretoken.models.llama import Llama
@@ -107,7 +107,6 @@ class ModelRunner:
         return seq.blocks[index // size] * size + index % size
 
     def _move(self, src: list[int], dst: list[int]) -> None:
-        device = self.model.device
-        s, d = (torch.tensor(x, dtype=torch.int32, device=device) for x in (src, dst))
+        s, d = int_tensors((src, dst), self.model.device)
         for layer in self.cache.layers:
             self.model.ops.move_kv(layer, s, d)

@@ -39,7 +39,7 @@ def stream_weights(
         nonlocal done
         for name in names:
             for rows in _rows(name, shapes[name], source):
-                yield rows.contiguous().view(-1).view(torch.uint8).numpy().data
+                yield rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                 done += rows.numel()
                 if progress is not None:
                     progress(done, total)

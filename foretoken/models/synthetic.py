@@ -21,17 +21,25 @@ class RandomCheckpoint:
     """A `Source` that gives each matrix of a config as normal noise of variance 1/K, norms as ones, biases as zeros."""
 
     def __init__(
-        self, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16, shapes: Shapes | None = None
+        self,
+        config: ModelConfig,
+        seed: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        shapes: Shapes | None = None,
+        device: str = "cpu",
     ) -> None:
-        """`shapes`: of the tensors, where they are not a whole model's (a draft head's)."""
+        """`shapes`: of the tensors, where they are not a whole model's (a draft head's); `device`: of its matrices,
+        whose bits are the same on all.
+        """
         self._shapes = expected_shapes(config) if shapes is None else shapes
         self._seed = seed
         self._dtype = dtype
+        self._device = device
         self._scaled: dict[int, Tensor] = {}  # by K
 
     @cached_property
     def _noise(self) -> Tensor:
-        return torch.randn(NOISE, generator=torch.Generator().manual_seed(self._seed))
+        return torch.randn(NOISE, generator=torch.Generator().manual_seed(self._seed)).to(self._device)
 
     def scheme(self, name: str) -> QuantScheme | None:
         """None: nothing is quantized."""
@@ -59,7 +67,7 @@ class RandomCheckpoint:
         if noise is None:
             noise = self._scaled[width] = (self._noise * width**-0.5).to(self._dtype)
         at = (zlib.crc32(f"{name}:{self._seed}".encode()) + start * width) % NOISE
-        out = torch.empty((stop - start) * width, dtype=self._dtype)
+        out = torch.empty((stop - start) * width, dtype=self._dtype, device=self._device)
         done = 0
         while done < len(out):
             count = min(len(out) - done, NOISE - at)

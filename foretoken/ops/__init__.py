@@ -35,6 +35,7 @@ def _say_once(text: str) -> None:
     log.warning(text)
 
 
+SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
 Forward = Callable[..., tuple[Tensor, Tensor | None]]  # (ops, batch, cache, captures) -> logits, hidden
 Replayed = Callable[..., tuple[Tensor, Tensor | None]]  # (batch, cache, captures) -> logits, hidden
 
@@ -108,6 +109,22 @@ class Ops:
             return w
         unpacked: QuantTensor = self.backend.unpack(w)
         return unpacked
+
+    def rounding(self, w: QuantTensor) -> float:
+        """Law 4: by how much a product with `w` may differ from the reference's, over the sum of |x w|.
+
+        That is what rows lose on their way in (`product_rounding(w)` of a backend), and the order of float32 sums.
+        """
+        extra: Callable[[QuantTensor], float] | None = getattr(self.backend, "product_rounding", None)
+        return SUMS + (extra(w) if extra is not None and self._serves(w) else 0.0)
+
+    def kv_rounding(self, name: str) -> float:
+        """Law 4: by how much attention over a cache in a format may differ from the reference's, over its largest.
+
+        `attention_rounding(name)` of a backend, and the order of float32 sums.
+        """
+        extra: Callable[[str], float] | None = getattr(self.backend, "attention_rounding", None)
+        return 2 * SUMS + (extra(name) if extra is not None and name in self.backend.KV_FORMATS else 0.0)
 
     def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
         """Rows token_ids [T] of an embedding [V, C]; returns float32 [T, C]."""
@@ -223,7 +240,7 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
     chosen = registry.load("ops", name) if name != "auto" else None
     devices.check(device)
     if chosen is not None:
-        reason = chosen.unavailable()
+        reason = _unavailable(chosen, device)
         if reason is not None:
             raise ConfigError(f"backend {name!r} cannot run here: {reason}")
         runs_on: frozenset[str] = getattr(chosen, "DEVICES", frozenset(_FASTEST))
@@ -236,11 +253,18 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
     fastest = _FASTEST[kind]
     if fastest in registry.names("ops"):
         module = registry.load("ops", fastest)
-        reason = module.unavailable()
+        reason = _unavailable(module, device)
         if reason is None:
             return Ops(module)
         _say_once(f"the {fastest} backend cannot run ({reason}); using the reference, which is slow")
     return Ops(reference)
+
+
+def _unavailable(module: ModuleType, device: str) -> str | None:
+    """Why a backend cannot run: one that computes on GPUs alone is asked about this one, which may be the older."""
+    only_gpus = getattr(module, "DEVICES", None) == frozenset({"cuda"}) and device.partition(":")[0] == "cuda"
+    reason: str | None = module.unavailable(device) if only_gpus else module.unavailable()
+    return reason
 
 
 def set_num_threads(threads: int) -> None:

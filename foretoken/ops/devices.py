@@ -39,6 +39,11 @@ def check(name: str) -> None:
         raise ConfigError(f"device {name!r} is not here; there is {there}")
 
 
+def title(name: str) -> str | None:
+    """What a GPU calls itself; None for a device that is none."""
+    return torch.cuda.get_device_name(torch.device(name)) if name.partition(":")[0] == "cuda" else None
+
+
 def free_memory(name: str) -> int:
     """Bytes free on a CUDA device."""
     return int(torch.cuda.mem_get_info(torch.device(name))[0])

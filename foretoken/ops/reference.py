@@ -169,21 +169,22 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     fmt = scheme.kv_format(layer.format)
     block_size = layer.k.shape[1]
-    positions = batch.positions if batch.key_positions is None else batch.key_positions
     rows = _flat(layer)
+    # As lists, at once: a device is waited for five times, not with every row.
+    positions = (batch.positions if batch.key_positions is None else batch.key_positions).tolist()
+    offsets, kv_lens, pending = (t.tolist() for t in (batch.row_offsets, batch.kv_lens, batch.num_pending))
+    masks = None if batch.tree_mask is None else batch.tree_mask.tolist()
     k_scales, v_scales = (rows[2], rows[3]) if len(rows) == 4 else (None, None)
     for b in range(batch.num_seqs):
         table = batch.block_tables[b].long()
-        begin, end = int(batch.row_offsets[b]), int(batch.row_offsets[b + 1])
-        kv_len, num_pending = int(batch.kv_lens[b]), int(batch.num_pending[b])
+        begin, end, kv_len, num_pending = offsets[b], offsets[b + 1], kv_lens[b], pending[b]
         for t in range(begin, end):
             if t < begin + num_pending:
-                index = torch.arange(int(positions[t]) + 1, device=q.device)
+                index = torch.arange(positions[t] + 1, device=q.device)
             else:
-                assert batch.tree_mask is not None
-                mask = int(batch.tree_mask[t])
+                assert masks is not None
                 # Not only nodes of this pass: a tree may come level by level, its upper nodes stored before.
-                nodes = [kv_len + i for i in range(MAX_NODES) if mask >> i & 1]
+                nodes = [kv_len + i for i in range(MAX_NODES) if masks[t] >> i & 1]
                 known = torch.arange(kv_len, device=q.device)
                 index = torch.cat([known, torch.tensor(nodes, dtype=torch.long, device=q.device)])
             if window is not None:

@@ -26,6 +26,7 @@ STAGES: dict[str, tuple[str, ...]] = {"qkv": (Q, K, V), "o": (O,), "gate_up": (G
 INPUT_NORM, POST_NORM = "input_layernorm", "post_attention_layernorm"
 NORM_OF = {"qkv": INPUT_NORM, "gate_up": POST_NORM}  # what a stage reads
 CHUNK = 8192  # tokens that pass a layer at one time
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -43,6 +44,16 @@ class Linear:
     def store(self, q: QuantTensor) -> None:
         """Take the values that `q` decodes to."""
         self.q, self.weight = q, formats.get(q.format).decode(q)
+
+    def to(self, device: torch.device) -> Linear:
+        """The same layer with its tensors on `device`."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return Linear(self.weight.to(device), bias, None if self.q is None else moved(self.q, device))
+
+
+def moved(q: QuantTensor, device: torch.device) -> QuantTensor:
+    """A stored weight with its parts on `device`."""
+    return replace(q, parts={name: part.to(device) for name, part in q.parts.items()})
 
 
 def as_read(x: Tensor, q: QuantTensor) -> Tensor:
@@ -72,14 +83,22 @@ class Block:
         """Another block of the same tensors: what replaces them there does not touch this one."""
         return Block(self.index, {n: replace(linear) for n, linear in self.linears.items()}, dict(self.norms))
 
+    def to(self, device: torch.device) -> Block:
+        """The same layer with its tensors on `device`."""
+        return Block(
+            self.index,
+            {name: linear.to(device) for name, linear in self.linears.items()},
+            {name: norm.to(device) for name, norm in self.norms.items()},
+        )
 
-def read_block(config: ModelConfig, source: Source, index: int) -> Block:
-    """Layer `index` of a model, float32."""
+
+def read_block(config: ModelConfig, source: Source, index: int, device: torch.device = CPU) -> Block:
+    """Layer `index` of a model, float32, on `device`."""
     at = f"model.layers.{index}."
     biased = {Q: config.qkv_bias, K: config.qkv_bias, V: config.qkv_bias, O: config.o_bias}
 
     def read(name: str) -> Tensor:
-        return source.tensor(at + name).float()
+        return source.tensor(at + name).to(device).float()
 
     linears = {
         name: Linear(read(f"{name}.weight"), read(f"{name}.bias") if biased.get(name, config.mlp_bias) else None)
@@ -95,9 +114,10 @@ def read_block(config: ModelConfig, source: Source, index: int) -> Block:
 class Decoder:
     """The forward pass of a config: what enters each product of a layer, and what leaves the layer."""
 
-    def __init__(self, config: ModelConfig, length: int) -> None:
+    def __init__(self, config: ModelConfig, length: int, device: torch.device = CPU) -> None:
         self.config = config
-        self.rope = rope_table(config.rope, config.head_dim, length)
+        self.device = device
+        self.rope = rope_table(config.rope, config.head_dim, length).to(device)
         self.eps = config.rms_eps
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -112,12 +132,12 @@ class Decoder:
         k, v = (block.linears[n](x).view(rows, length, c.num_kv_heads, c.head_dim) for n in (K, V))
         if c.qk_norm:
             q, k = self.norm(q, block.norms["self_attn.q_norm"]), self.norm(k, block.norms["self_attn.k_norm"])
-        positions = torch.arange(length).repeat(rows)
+        positions = torch.arange(length, device=x.device).repeat(rows)
         q, k = (reference.rope(t.flatten(0, 1), positions, self.rope).view_as(t) for t in (q, k))
         repeats = c.num_heads // c.num_kv_heads
         k, v = (t.repeat_interleave(repeats, dim=2).transpose(1, 2) for t in (k, v))  # [B, H, S, D]
         window = c.windows[block.index]
-        mask = None if window is None else _window_mask(length, window)
+        mask = None if window is None else _window_mask(length, window, x.device)
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=mask is None)
         return out.transpose(1, 2).flatten(2)
 
@@ -150,8 +170,9 @@ class Decoder:
         return head(self.norm(h, norm))
 
 
-def _window_mask(length: int, window: int) -> Tensor:
-    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    places = torch.arange(length, device=device)
+    distance = places[:, None] - places[None, :]
     return (distance >= 0) & (distance < window)
 
 
@@ -160,7 +181,7 @@ def chunks(h: Tensor) -> Iterator[Tensor]:
     yield from torch.split(h, max(1, CHUNK // h.shape[1]))
 
 
-def advance(h: Tensor, step: Callable[[Tensor], Tensor]) -> None:
-    """Replace the hidden states h [B, S, C] by `step` of them, chunk by chunk, in place."""
+def advance(h: Tensor, step: Callable[[Tensor], Tensor], device: torch.device = CPU) -> None:
+    """Replace the hidden states h [B, S, C] by `step` of them on `device`, chunk by chunk, in place where h lies."""
     for part in chunks(h):
-        part.copy_(step(part))
+        part.copy_(step(part.to(device)))

@@ -26,11 +26,9 @@ def possible_codes(q: QuantTensor) -> Tensor:
     if codes is None or codes.shape != q.shape or bits is None:
         raise ConfigError(f"format {q.format!r} cannot be rounded column by column; take --method rtn or awq for it")
     own: range | None = getattr(formats.get(q.format), "codes", None)
-    if own is not None:
-        return torch.tensor(own).to(codes.dtype)
-    if codes.dtype == torch.int8:
-        return torch.arange(1 - 2 ** (bits - 1), 2 ** (bits - 1)).to(torch.int8)
-    return torch.arange(2**bits).to(codes.dtype)
+    if own is None and codes.dtype == torch.int8:
+        own = range(1 - 2 ** (bits - 1), 2 ** (bits - 1))
+    return torch.tensor(range(2**bits) if own is None else own, device=codes.device).to(codes.dtype)
 
 
 class Grid:
@@ -41,7 +39,7 @@ class Grid:
         decode = formats.get(q.format).decode
         found = []
         for start in range(0, len(every), group):
-            cycle = every[(start + torch.arange(group)) % len(every)]
+            cycle = every[(start + torch.arange(group, device=every.device)) % len(every)]
             codes = cycle.repeat(width // group).expand(height, width).contiguous()
             found.append(decode(replace(q, parts={**q.parts, "codes": codes})).view(height, -1, group))
         levels = torch.cat(found, dim=-1)[..., : len(every)]  # [O, K / G, n]

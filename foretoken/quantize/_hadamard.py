@@ -27,7 +27,7 @@ def spread(x: Tensor) -> Tensor:
     if power == x.shape[-1]:
         return out
     blocks = out.view(*x.shape[:-1], -1, power)
-    mixed: Tensor = hartley(blocks.shape[-2]).float() @ blocks
+    mixed: Tensor = hartley(blocks.shape[-2]).float().to(x.device) @ blocks
     return mixed.flatten(-2)
 
 
@@ -39,7 +39,7 @@ def signs(size: int, seed: int) -> Tensor:
 
 def rotate_rows(x: Tensor, seed: int) -> Tensor:
     """Rows x [..., C] times the randomized matrix Q (signs, then `spread`), float32."""
-    return spread(x.float() * signs(x.shape[-1], seed))
+    return spread(x.float() * signs(x.shape[-1], seed).to(x.device))
 
 
 def rotate_columns(weight: Tensor, seed: int) -> Tensor:

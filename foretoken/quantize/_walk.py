@@ -1,12 +1,13 @@
 """Through a model layer by layer: prepare a layer, choose its codes, pass the hidden states on.
 
 In memory are one layer in float32, the statistics of one product (while a method that needs them rewrites the layer,
-those of its four stages), and the hidden states of the calibration rows.
+those of its four stages), and the hidden states of the calibration rows. These lie in the CPU's memory; a device that
+computes gets them in chunks, and holds the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from foretoken.formats.scheme import QuantScheme
 from foretoken.models.config import ModelConfig
 from foretoken.models.weights import Source
 from foretoken.quantize._decoder import (
+    CPU,
     DOWN,
     NORM_OF,
     STAGES,
@@ -62,16 +64,24 @@ class Walk:
     """One pass through the layers of `source`. `hidden` [B, S, C] enters the next layer (None: no calibration)."""
 
     def __init__(
-        self, config: ModelConfig, source: Source, pipeline: Pipeline, scheme: QuantScheme, hidden: Tensor | None
+        self,
+        config: ModelConfig,
+        source: Source,
+        pipeline: Pipeline,
+        scheme: QuantScheme,
+        hidden: Tensor | None,
+        device: torch.device = CPU,
     ) -> None:
+        """`device`: where layers are computed and rounded."""
         self.config, self.source, self.pipeline, self.scheme, self.hidden = config, source, pipeline, scheme, hidden
-        self.decoder = Decoder(config, 1 if hidden is None else hidden.shape[1])
+        self.device = device
+        self.decoder = Decoder(config, 1 if hidden is None else hidden.shape[1], device)
         # Norms that a method rewrote are stored as the checkpoint's others are: what is computed is what is stored.
         self.dtype = source.dtype("model.norm.weight")
 
     def prepared(self, index: int) -> Block:
         """Layer `index`, rewritten by the methods in turn, not yet rounded."""
-        block = read_block(self.config, self.source, index)
+        block = read_block(self.config, self.source, index, self.device)
         for method in self.pipeline.methods:
             stats = self._all_stats(block) if "hessian" in method.needs and prepares(method) else {}
             method.prepare(block, stats, self.config, self.scheme_of(block))
@@ -103,24 +113,29 @@ class Walk:
             errors.append(module_error(block.prefix + name, scheme, before, linear.weight, stats))
         if self.hidden is not None and stage in ("o", "down"):
             step = self.decoder.after_attention if stage == "o" else self.decoder.after_mlp
-            advance(self.hidden, partial(step, block))
+            advance(self.hidden, partial(step, block), self.device)
         return errors
 
     def skip(self, block: Block) -> None:
         """Pass the hidden states through a layer that is done."""
         if self.hidden is not None:
-            advance(self.hidden, partial(self.decoder.after_attention, block))
-            advance(self.hidden, partial(self.decoder.after_mlp, block))
+            block = block.to(self.device)
+            advance(self.hidden, partial(self.decoder.after_attention, block), self.device)
+            advance(self.hidden, partial(self.decoder.after_mlp, block), self.device)
+
+    def parts(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Hidden states [B, S, C] in chunks, on the device."""
+        return (part.to(self.device) for part in chunks(hidden))
 
     def _stats(self, block: Block, stage: str) -> Stats:
         """Of what enters a stage, `hidden` being what enters the layer, or its second half."""
         hidden = self.hidden
         assert hidden is not None
-        return self._stats_of(block, stage, lambda: chunks(hidden))
+        return self._stats_of(block, stage, lambda: self.parts(hidden))
 
     def _stats_of(self, block: Block, stage: str, hidden: Callable[[], Iterable[Tensor]]) -> Stats:
         width = block.linears[STAGES[stage][0]].weight.shape[1]
-        return Stats.of(lambda: (self.decoder.inputs(block, stage, part) for part in hidden()), width)
+        return Stats.of(lambda: (self.decoder.inputs(block, stage, part) for part in hidden()), width, self.device)
 
     def _all_stats(self, block: Block) -> Mapping[str, Stats]:
         """Statistics of every stage of a layer in float32. What enters its second half is computed and not kept."""
@@ -129,7 +144,7 @@ class Walk:
         found = {stage: self._stats(block, stage) for stage in ("qkv", "o")}
         second = partial(self.decoder.after_attention, block)
         for stage in ("gate_up", "down"):
-            found[stage] = self._stats_of(block, stage, lambda: map(second, chunks(hidden)))
+            found[stage] = self._stats_of(block, stage, lambda: map(second, self.parts(hidden)))
         return found
 
 

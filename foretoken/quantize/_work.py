@@ -23,7 +23,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError, ModelSaveError
 from foretoken.formats.scheme import QuantTensor
-from foretoken.quantize._decoder import Block, Linear
+from foretoken.quantize._decoder import CPU, Block, Linear
 from foretoken.quantize._walk import ModuleError
 
 MANIFEST = "manifest.json"
@@ -92,6 +92,7 @@ class Work:
 
     def write_layer(self, block: Block, errors: list[ModuleError]) -> None:
         """A layer that is done: its stored weights, norms and biases; all of it, or nothing (ModelSaveError)."""
+        block = block.to(CPU)
         tensors: dict[str, Tensor] = {f"norm:{name}": norm for name, norm in block.norms.items()}
         linears = {}
         for name, linear in block.linears.items():

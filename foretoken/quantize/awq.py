@@ -80,7 +80,8 @@ class Awq(Quantizer):
         inputs = _shared(stats.mean_abs.clamp(min=1e-8), shared, dim)
         weights = torch.stack([_relative(w).mean(0) for w, _ in choices]).mean(0)
         weights = _shared(weights.clamp(min=1e-8), shared, dim)
-        best, found = _error(choices, torch.ones(width), stats), torch.ones(width)
+        found = torch.ones(width, device=inputs.device)
+        best = _error(choices, found, stats)
         for step in range(1, self.options.grid + 1):
             alpha = step / self.options.grid
             for beta in (0.0, 1.0 - alpha):

@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError
 from foretoken.formats import scheme as formats
 from foretoken.formats.scheme import DENSE, QuantScheme, QuantTensor
 from foretoken.models.config import ModelConfig
-from foretoken.quantize._decoder import Block
+from foretoken.quantize._decoder import CPU, Block
 
 DOUBLE = 4096  # widths up to this are summed and factored in float64
 
@@ -34,10 +34,14 @@ class Stats:
     _kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, inputs: Callable[[], Any], width: int) -> Stats:
-        """Statistics over the tensors [..., K] that `inputs()` yields, summed in float64 (wide ones in float32)."""
-        hessian = torch.zeros(width, width, dtype=torch.float64 if width <= DOUBLE else torch.float32)
-        absmax, total, count = torch.zeros(width), torch.zeros(width, dtype=torch.float64), 0
+    def of(cls, inputs: Callable[[], Any], width: int, device: torch.device = CPU) -> Stats:
+        """Statistics over the tensors [..., K] on `device` that `inputs()` yields, summed in float64 (wide ones in
+        float32).
+        """
+        exact = torch.float64
+        hessian = torch.zeros(width, width, dtype=exact if width <= DOUBLE else torch.float32, device=device)
+        absmax = torch.zeros(width, device=device)
+        total, count = torch.zeros(width, dtype=exact, device=device), 0
         for x in inputs():
             rows = x.reshape(-1, width)
             hessian += rows.T @ rows

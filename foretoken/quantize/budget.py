@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme
-from foretoken.quantize._decoder import STAGES, Block, Linear, advance, chunks
+from foretoken.quantize._decoder import STAGES, Block, Linear, advance
 from foretoken.quantize._walk import Walk
 from foretoken.quantize.base import is_dense
 
@@ -143,7 +143,7 @@ def measure(
 
 
 def _advance(walk: Walk, block: Block, hidden: Tensor) -> None:
-    advance(hidden, partial(walk.decoder.layer, block))
+    advance(hidden, partial(walk.decoder.layer, block), walk.device)
 
 
 def _trial(block: Block, stage: str, scheme: QuantScheme) -> tuple[Callable[..., Sensitivity], Block]:
@@ -164,7 +164,7 @@ def divergence(walk: Walk, ends: tuple[Tensor, Linear], before: Tensor, after: T
     """KL divergence in nats a token of the distributions that follow hidden states [B, S, C], in chunks."""
     norm, head = ends
     total, count = 0.0, 0
-    for a, b in zip(chunks(before), chunks(after), strict=True):
+    for a, b in zip(walk.parts(before), walk.parts(after), strict=True):
         for x, y in zip(torch.split(a.flatten(0, 1), 1024), torch.split(b.flatten(0, 1), 1024), strict=True):
             p, q = (F.log_softmax(walk.decoder.logits(h, norm, head), -1) for h in (x, y))
             total += float(F.kl_div(q, p, reduction="sum", log_target=True))

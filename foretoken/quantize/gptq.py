@@ -62,7 +62,7 @@ class Gptq(Quantizer):
         if o.act_order:
             order = stats.hessian.diagonal().argsort(descending=True, stable=True)
         else:
-            order = torch.arange(weight.shape[1])
+            order = torch.arange(weight.shape[1], device=weight.device)
         along = not o.act_order and independent(start, q, encode)
         key = ("gptq", o.damping, o.act_order)
         factor = stats.kept(key, lambda: inverse_factor(stats.hessian[order][:, order], o.damping))
@@ -75,7 +75,8 @@ class _Pass:
 
     def __init__(self, work: Tensor, q: QuantTensor, order: Tensor, factor: Tensor, hessian: Tensor | None) -> None:
         self.work = work.clone()
-        self.q, self.order, self.factor, self.hessian = q, order, factor, hessian
+        self.q, self.factor, self.hessian = q, factor, hessian
+        self.order: list[int] = order.tolist()  # at once: on a GPU each number asked for is a wait
         self.grid = Grid(q)
         self.parts = {name: part.clone() for name, part in q.parts.items()}
 
@@ -84,7 +85,7 @@ class _Pass:
         width = self.work.shape[1]
         for begin in range(0, width, block):
             end = min(begin + block, width)
-            errors = torch.empty(self.work.shape[0], end - begin)
+            errors = self.work.new_empty(self.work.shape[0], end - begin)
             for i in range(begin, end):
                 if encode is not None and i % self.q.group == 0:
                     self._open_group(i, begin, end, errors, encode)
@@ -110,7 +111,7 @@ class _Pass:
 
     def _column(self, i: int, end: int) -> Tensor:
         """Round column i; the error over the factor's diagonal [O], passed on within the block."""
-        at = int(self.order[i])
+        at = self.order[i]
         x = self.work[:, i]
         codes, values = self.grid.nearest(x, at // self.q.group)
         self.parts["codes"][:, at] = codes
@@ -125,7 +126,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     diagonal = work.diagonal()
     mean = diagonal.mean()
     if mean <= 0:
-        return torch.eye(len(hessian))
+        return torch.eye(len(hessian), device=hessian.device)
     diagonal += damping * mean
     for _ in range(8):
         lower, info = torch.linalg.cholesky_ex(work)

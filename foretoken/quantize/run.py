@@ -21,8 +21,9 @@ from foretoken.models.config import ModelConfig, read_config, read_json
 from foretoken.models.loader import load_tokenizer, open_checkpoint, resolve_model
 from foretoken.models.save import check_destination, save_quantized
 from foretoken.models.weights import Source, expected_shapes
+from foretoken.ops import devices
 from foretoken.quantize import budget as bits
-from foretoken.quantize._decoder import Linear, chunks
+from foretoken.quantize._decoder import CPU, Linear, chunks, moved
 from foretoken.quantize._walk import ModuleError, Walk, module_error
 from foretoken.quantize._work import Work, digest, fingerprint
 from foretoken.quantize.base import Pipeline, Stats, is_dense, parse_method
@@ -57,6 +58,7 @@ class Plan:
     candidates: tuple[str, ...] = bits.CANDIDATES
     overwrite: bool = False
     resume: bool = False
+    device: str = "cpu"  # where layers are computed and rounded
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,11 @@ class Result:
 
 
 def quantize(plan: Plan, report: Report | None = None) -> Result:
-    """Quantize by `plan`. Raises ConfigError and RegistryError before anything is written where the plan cannot be."""
+    """Quantize by `plan`. Raises ConfigError and RegistryError before anything is written where the plan cannot be.
+
+    What is written is saved from the CPU's memory. On another device rounding to nearest gives the same file; methods
+    that learn from text may differ from the CPU's in the last bits, and so in some codes.
+    """
     scheme = QuantScheme.parse(plan.scheme)
     pipeline = parse_method(plan.method, plan.options, plan.seed)
     check(plan, scheme, pipeline)
@@ -103,7 +109,8 @@ def quantize(plan: Plan, report: Report | None = None) -> Result:
 
 
 def check(plan: Plan, scheme: QuantScheme, pipeline: Pipeline) -> None:
-    """Raise ConfigError for what cannot be asked together, before any file is read."""
+    """Raise ConfigError for what cannot be asked together, or not here, before any file is read."""
+    devices.check(plan.device)
     if scheme.weights == "auto" and not scheme.rules and plan.budget is None:
         raise ConfigError("scheme 'auto' changes nothing; name one, e.g. --scheme w4a16-g128")
     if plan.out.exists() and not plan.overwrite:
@@ -157,6 +164,7 @@ class _Run:
         self.plan, self.folder, self.config, self.source = plan, folder, config, source
         self.pipeline, self.scheme, self.calibration = pipeline, scheme, calibration
         self.report: Report = report or (lambda progress: None)
+        self.device = torch.device(plan.device)
         self.tied = config.tied_embeddings and not pipeline.unties
         self._check_source()
         self.work = Work.open(plan.out, self._manifest(), plan.resume, plan.overwrite)
@@ -200,6 +208,7 @@ class _Run:
             "seed": p.seed,
             "budget": p.budget,
             "candidates": list(p.candidates) if p.budget is not None else [],
+            "device": self.device.type,  # the last bits may be another's
         }
 
     def finish(self) -> Result:
@@ -210,7 +219,7 @@ class _Run:
         if self.calibration is not None:
             hidden = self._hidden(self.calibration.rows)
             self._embed(self.calibration.rows, embedding, hidden)
-        walk = Walk(self.config, self.source, self.pipeline, scheme, hidden)
+        walk = self._walk(self.pipeline, scheme, hidden)
         errors = self._layers(walk)
         head = embedding if self.tied else self._end_matrix(HEAD, hidden)
         for name, (_, error) in {EMBEDDING: embedding, HEAD: head}.items():
@@ -242,9 +251,9 @@ class _Run:
             hidden = self._hidden(rows, "held-out")
             self._embed(rows, self._end_matrix(EMBEDDING, None, dense=True), hidden)
             first = [m for m in self.pipeline.methods if m.first]  # what changes the model as a whole
-            walk = Walk(self.config, self.source, Pipeline(first, ""), QuantScheme(), hidden)
-            norm = self.source.tensor("model.norm.weight").float()
-            head = Linear(self._dense(HEAD, QuantScheme()).float())
+            walk = self._walk(Pipeline(first, ""), QuantScheme(), hidden)
+            norm = self._last_norm()
+            head = Linear(self._dense(HEAD, QuantScheme()).to(self.device).float())
             measured = bits.measure(
                 walk,
                 (self.pipeline.last_norm(norm), head),
@@ -255,6 +264,13 @@ class _Run:
         self.sensitivities = bits.from_dicts(self.work.read_json("sensitivity.json"))
         chosen = bits.assign(self.sensitivities, self.plan.budget)
         return replace(self.scheme, rules=(*self.scheme.rules, *chosen.rules))
+
+    def _walk(self, pipeline: Pipeline, scheme: QuantScheme, hidden: Tensor | None) -> Walk:
+        return Walk(self.config, self.source, pipeline, scheme, hidden, self.device)
+
+    def _last_norm(self) -> Tensor:
+        """Weights of the norm before the head, float32 [C], on the device."""
+        return self.source.tensor("model.norm.weight").to(self.device).float()
 
     def _layers(self, walk: Walk) -> list[ModuleError]:
         errors: list[ModuleError] = []
@@ -294,12 +310,12 @@ class _Run:
         return QuantScheme(rules=self.scheme.rules).at(*names)
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of embedding or head, float32, as the methods want them."""
+        """Rows of embedding or head, float32 on the device, as the methods want them."""
         tensor = EMBEDDING if name == EMBEDDING or self.config.tied_embeddings else HEAD
-        rows = self.source.rows(f"{tensor}.weight", start, stop).float()
+        rows = self.source.rows(f"{tensor}.weight", start, stop).to(self.device).float()
         if name == EMBEDDING:
             return self.pipeline.embedding(rows)
-        return self.pipeline.head(rows, self.source.tensor("model.norm.weight").float())
+        return self.pipeline.head(rows, self._last_norm())
 
     def _dense(self, name: str, scheme: QuantScheme) -> Tensor:
         """Embedding or head [V, C] in a dense scheme ("auto": the checkpoint's type)."""
@@ -328,9 +344,9 @@ class _Run:
         height, width = self.config.vocab_size, self.config.hidden_size
         stats = None
         if hidden is not None and name == HEAD:
-            walk = Walk(self.config, self.source, self.pipeline, scheme, hidden)
-            norm = self.pipeline.last_norm(self.source.tensor("model.norm.weight").float()).to(walk.dtype).float()
-            stats = Stats.of(lambda: (walk.decoder.norm(part, norm) for part in chunks(hidden)), width)
+            walk = self._walk(self.pipeline, scheme, hidden)
+            norm = self.pipeline.last_norm(self._last_norm()).to(walk.dtype).float()
+            stats = Stats.of(lambda: (walk.decoder.norm(part, norm) for part in walk.parts(hidden)), width, self.device)
         step = HEAD_ROWS if scheme.rows_together else height  # 0: a choice for all rows
         pieces: list[QuantTensor] = []
         errors: list[ModuleError] = []
@@ -338,7 +354,7 @@ class _Run:
             rows = self._rows(name, start, min(start + step, height))
             scheme = scheme.settled(rows)  # a choice of format is one for all rows
             q = scheme.encode(rows) if stats is None else self.pipeline.quantize(rows, scheme, stats)
-            pieces.append(q)
+            pieces.append(moved(q, CPU))
             errors.append(module_error(name, scheme, rows, formats.get(q.format).decode(q), stats))
         whole = pieces[0] if len(pieces) == 1 else formats.get(pieces[0].format).concat(pieces)
         # Of the chunks' errors, the mean by their weights: exact enough for a table.
@@ -356,7 +372,7 @@ class _Run:
     def _stream(self, ends: Mapping[str, Tensor | QuantTensor]) -> Iterator[tuple[str, Tensor | QuantTensor]]:
         """Every tensor of the new model by its name, a layer at a time."""
         dtype = self.source.dtype("model.norm.weight")
-        norm = self.pipeline.last_norm(self.source.tensor("model.norm.weight").float())
+        norm = self.pipeline.last_norm(self._last_norm()).cpu()
         yield "model.norm.weight", norm.to(dtype)
         for name, matrix in ends.items():
             yield f"{name}.weight", matrix
@@ -380,6 +396,7 @@ class _Run:
             "method": self.pipeline.text,
             "options": dict(self.plan.options),
             "seed": self.plan.seed,
+            "device": self.device.type,
             "calibration": None if self.calibration is None else self.calibration.source,
             "budget": self.plan.budget,
             "bits_per_weight": sum(e.bits * e.num_weights for e in errors) / weights,

@@ -22,14 +22,19 @@ class TrainResult:
     results: dict[str, Any]
 
 
-def run(config: Path, *, data: Path, out: Path, resume: bool = False, quiet: bool = False) -> TrainResult:
-    """Train the pair of a recipe into `out/target` and `out/draft`.
+def run(
+    config: Path, *, data: Path, out: Path, device: str = "cpu", resume: bool = False, quiet: bool = False
+) -> TrainResult:
+    """Train the pair of a recipe into `out/target` and `out/draft`; `device`: where models are.
 
     With `resume`, finished stages are skipped and the unfinished one goes on from its last checkpoint. Raises
-    ConfigError on a bad recipe, a missing or damaged data folder, or an `out` that holds a run without `resume`.
+    ConfigError on a bad recipe, a device that is not here, a missing or damaged data folder, or an `out` that holds a
+    run without `resume`.
     """
+    from foretoken.ops import devices
     from foretoken.train.recipe import load_recipe
 
+    devices.check(device)
     recipe = load_recipe(config)
     if not data.is_dir():
         raise ConfigError(f"no data folder at {data}; give the folder that holds {recipe.valid_file} with --data")
@@ -45,7 +50,7 @@ def run(config: Path, *, data: Path, out: Path, resume: bool = False, quiet: boo
     torch.set_flush_denormal(True)
     torch.set_num_threads(recipe.threads or threads)
     try:
-        results = run_stages(recipe, data, out, quiet=quiet)
+        results = run_stages(recipe, data, out, device, quiet=quiet)
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)

@@ -39,8 +39,8 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW, progress: dict[str, Any]) -> None:
     """Everything that decides the next step: float32 weights, optimizer state, and the step count in `progress`."""
-    tensors = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    tensors |= {f"optim.{n}": t for n, t in optimizer.state().items()}
+    tensors = {f"model.{n}": p.detach().cpu() for n, p in model.named_parameters()}
+    tensors |= {f"optim.{n}": t.cpu() for n, t in optimizer.state().items()}
     save_tensors(tensors, path, {**progress, "optim_steps": optimizer.num_steps})
 
 
@@ -68,7 +68,7 @@ def export_model(
     `ends`: all tokens that end a text, where there are more than `end_id`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {n: p.detach().to(torch.bfloat16).contiguous() for n, p in model.named_parameters()}
+    weights = {n: p.detach().to(torch.bfloat16).contiguous().cpu() for n, p in model.named_parameters()}
     partial = folder / "model.partial"
     save_file(weights, str(partial), metadata={"format": "pt"})
     partial.chmod(0o644)  # written as private, but made to be shared

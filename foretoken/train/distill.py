@@ -107,7 +107,7 @@ def save_rollouts(
 
 def start_from_target(draft: LlamaForTraining, target: LlamaForTraining) -> None:
     """Set the draft's embedding to the principal components of the target's: words start where the target has them."""
-    weight = target.model.embed_tokens.weight.detach()
+    weight = target.model.embed_tokens.weight.detach().to(draft.device)
     width = min(draft.shape.hidden_size, target.shape.hidden_size)
     _, _, basis = torch.linalg.svd(weight, full_matrices=False)
     with torch.no_grad():
@@ -142,10 +142,12 @@ def permuted(index: Tensor, size: int, seed: int) -> Tensor:
 def draft_job(recipe: Recipe, target: LlamaForTraining, rollouts: Tensor, rows: Tensor, pad: int, out: Path) -> Job:
     """The draft's training: the target's distribution on rows of its own text and of the corpus."""
     draft = LlamaForTraining(recipe.draft.shape, recipe.seed + 7)
-    start_from_target(draft, target)
+    start_from_target(draft, target)  # before it is moved: the first weights are the CPU's on every device
+    draft.to(target.device)
     target.eval()
 
     def loss(batch: Tensor) -> Tensor:
+        batch = batch.to(target.device)
         ids = batch & ~PROMPT_BIT
         counts = (batch[:, 1:] < PROMPT_BIT) & (ids[:, 1:] != pad)  # [B, S]
         with torch.no_grad():

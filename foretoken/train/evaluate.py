@@ -46,7 +46,7 @@ def perplexity(
     sums: dict[str, tuple[int, float, int]] = {}
     for document in documents:
         ids = corpus.encode(tokenizer, document)[: row_tokens + 1]
-        row = torch.tensor([ids])
+        row = torch.tensor([ids], device=model.device)
         mean = float(model.loss(row[:, :-1], row[:, 1:]))
         num_bytes = len(tokenizer.decode(ids).encode())
         tokens, nats, size = sums.get(document.domain, (0, 0.0, 0))
@@ -67,8 +67,8 @@ def acceptance(draft: LlamaForTraining, rollouts: list[Rollout], k: int) -> Acce
     draft.eval()
     drafted = accepted = tokens = agreed = 0
     for rollout in rollouts:
-        ids = torch.tensor([rollout.prompt + rollout.new])
-        guess = draft(ids[:, :-1])[0, len(rollout.prompt) - 1 :].argmax(-1)
+        ids = torch.tensor([rollout.prompt + rollout.new], device=draft.device)
+        guess = draft(ids[:, :-1])[0, len(rollout.prompt) - 1 :].argmax(-1).cpu()
         agree = (guess == torch.tensor(rollout.new)).tolist()
         tokens, agreed = tokens + len(agree), agreed + sum(agree)
         place = 1  # the first token comes from the pass over the prompt

@@ -211,7 +211,13 @@ class LlamaForTraining(nn.Module):
         """An empty KV state for `batch` rows of at most `length` tokens."""
         size = (batch, self.shape.num_kv_heads, length, self.shape.head_dim)
         layers = range(self.shape.num_layers)
-        return KVState([torch.zeros(size) for _ in layers], [torch.zeros(size) for _ in layers], 0)
+        k, v = ([torch.zeros(size, device=self.device) for _ in layers] for _ in range(2))
+        return KVState(k, v, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.model.embed_tokens.weight.device
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())

@@ -61,13 +61,13 @@ def rows_stage(recipe: Recipe, data: Path, out: Path, tokenizer: Tokenizer) -> T
     return rows
 
 
-def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path) -> Job:
+def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str = "cpu") -> Job:
     """The target's training: cross entropy on the corpus."""
     settings = recipe.target.train
-    model = LlamaForTraining(recipe.target.shape, recipe.seed)
+    model = LlamaForTraining(recipe.target.shape, recipe.seed).to(device)
 
     def batch(step: int) -> Tensor:
-        return corpus.batch_rows(rows, step, settings.rows, recipe.seed)
+        return corpus.batch_rows(rows, step, settings.rows, recipe.seed).to(device)
 
     def loss(batch_: Tensor) -> Tensor:
         return model.loss(*corpus.inputs_and_targets(batch_, pad))
@@ -75,12 +75,12 @@ def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path) -> Job:
     return Job("target", model, settings, batch, loss, out)
 
 
-def load_model(folder: Path, shape: ModelShape) -> LlamaForTraining:
+def load_model(folder: Path, shape: ModelShape, device: str = "cpu") -> LlamaForTraining:
     """A published model (bfloat16 weights) back in float32: what the card measures is what users get."""
     model = LlamaForTraining(shape, 0)
     weights, _ = read_tensors(folder / "model.safetensors")
     model.load_state_dict({name: w.float() for name, w in weights.items()})
-    return model
+    return model.to(device)
 
 
 def finished(out: Path, stage: str, digest: str) -> bool:
@@ -103,8 +103,8 @@ def model_stage(job: Job, digest: str, log: Log, out: Path, ids: dict[str, int],
     started.write_text(json.dumps({"digest": digest, **progress}) + "\n", encoding="utf-8")
 
 
-def run_stages(recipe: Recipe, data: Path, out: Path, *, quiet: bool) -> dict[str, Any]:
-    """Tokenizer, rows, target, rollouts, draft, then the measurements; returns these."""
+def run_stages(recipe: Recipe, data: Path, out: Path, device: str = "cpu", *, quiet: bool) -> dict[str, Any]:
+    """Tokenizer, rows, target, rollouts, draft, then the measurements; returns these. Models are on `device`."""
     log = Log(out / "log.jsonl")
     tokenizer = tokenizer_stage(recipe, data, out)
     ids, pad = special_ids(tokenizer), token_id(tokenizer, PAD)
@@ -112,13 +112,13 @@ def run_stages(recipe: Recipe, data: Path, out: Path, *, quiet: bool) -> dict[st
     shared = (recipe.seed, recipe.source, recipe.tokenizer)
     target_digest = digest_of((*shared, recipe.target))
     if not finished(out, "target", target_digest):
-        model_stage(target_job(recipe, rows, pad, out), target_digest, log, out, ids, quiet=quiet)
-    target = load_model(out / "target", recipe.target.shape)
+        model_stage(target_job(recipe, rows, pad, out, device), target_digest, log, out, ids, quiet=quiet)
+    target = load_model(out / "target", recipe.target.shape, device)
     draft_digest = digest_of((target_digest, recipe.draft))
     if not finished(out, "draft", draft_digest):
         digest = digest_of((target_digest, recipe.draft.rollouts))
         rollouts = rollout_rows(recipe, data, out, tokenizer, target, log, digest=digest, quiet=quiet)
         job = draft_job(recipe, target, rollouts, rows, pad, out)
         model_stage(job, draft_digest, log, out, ids, quiet=quiet)
-    draft = load_model(out / "draft", recipe.draft.shape)
+    draft = load_model(out / "draft", recipe.draft.shape, device)
     return measure(recipe, data, out, tokenizer, target, draft)

@@ -41,9 +41,10 @@ def write_batch(
 ) -> list[Rollout]:
     """Continue prompts of any lengths together; temperature `[B]`, 0 for greedy.
 
-    Shorter prompts begin to write while longer ones are still read, so no row is padded.
+    Shorter prompts begin to write while longer ones are still read, so no row is padded. The noise is the CPU's on
+    every device; the model's waits for one answer a token.
     """
-    generator = torch.Generator().manual_seed(seed)
+    device, generator = model.device, torch.Generator().manual_seed(seed)
     lengths = torch.tensor([len(p) for p in prompts])
     total = int(lengths.max()) + new_tokens
     ids = torch.zeros(len(prompts), total, dtype=torch.long)
@@ -54,10 +55,11 @@ def write_batch(
     stop = lengths + new_tokens
     step_ids, place = ids[:, : int(lengths.min())], int(lengths.min())
     while place < total:
-        logits = model.hidden(step_ids, cache)[:, -1] @ model.model.embed_tokens.weight.T  # [A, V]
-        heat = temperature[alive]
-        noise = -torch.empty_like(logits).exponential_(generator=generator).log()  # Gumbel
-        chosen = torch.where(heat > 0, (logits / heat.clamp(min=1e-6)[:, None] + noise).argmax(-1), logits.argmax(-1))
+        logits = model.hidden(step_ids.to(device), cache)[:, -1] @ model.model.embed_tokens.weight.T  # [A, V]
+        noise = -torch.empty(logits.shape).exponential_(generator=generator).log()  # Gumbel
+        heat, noise = temperature[alive].to(device), noise.to(device)
+        drawn = (logits / heat.clamp(min=1e-6)[:, None] + noise).argmax(-1)
+        chosen = torch.where(heat > 0, drawn, logits.argmax(-1)).cpu()
         chosen = torch.where(place < lengths[alive], ids[alive, place], chosen)
         ids[alive, place] = chosen
         place += 1
@@ -68,7 +70,8 @@ def write_batch(
             break
         if keep.sum() <= 0.75 * len(alive) or place == total:  # the finished cost time: let them go
             alive, chosen = alive[keep], chosen[keep]
-            cache.k, cache.v = [t[keep] for t in cache.k], [t[keep] for t in cache.v]
+            kept = keep.nonzero().squeeze(1).to(device)
+            cache.k, cache.v = [t[kept] for t in cache.k], [t[kept] for t in cache.v]
         step_ids = chosen[:, None]
     rows = ids.tolist()
     return [Rollout(p, rows[b][len(p) : int(stop[b])]) for b, p in enumerate(prompts)]

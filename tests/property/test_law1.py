@@ -1,4 +1,7 @@
-"""Law 1: same seed, same text, whatever the drafter, the draft length, batch mates, chunks and block size."""
+"""Law 1: same seed, same text, whatever the drafter, the draft length, batch mates, chunks and block size.
+
+Where there is a GPU, each test runs on it as well.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lawkit import SAMPLED, Pair, TreeDrafter, knowing, load_pair, make_engine, random_prompts, run, texts
+from lawkit import DEVICES, SAMPLED, Pair, TreeDrafter, knowing, load_pair, make_engine, random_prompts, run, texts
 
 from foretoken.models.loader import resolve_model
 from foretoken.request import Completion, SamplingParams
@@ -46,12 +49,24 @@ def prompts_of(pair: Pair) -> list[list[int]]:
     return [pair.tokenizer.encode(text) for text in every]
 
 
-@pytest.fixture(scope="module")
-def matrix_pair(request: pytest.FixtureRequest) -> Pair:
+@pytest.fixture(scope="module", params=DEVICES)
+def pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> Pair:
+    """The tiny pair on the fastest backend of each device."""
+    return load_pair(*pair_folders, device=request.param)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def reference_pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> Pair:
+    """The tiny pair on the reference, which runs on every device."""
+    return load_pair(*pair_folders, backend="reference", device=request.param)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def matrix_pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> Pair:
     """The embedded pair where it is present, else the tiny one."""
-    present = all((resolve_model(n) / "model.safetensors").exists() for n in ("embedded", "embedded-draft"))
-    found: Pair = request.getfixturevalue("embedded_pair" if present else "pair")
-    return found
+    embedded = [resolve_model(n) for n in ("embedded", "embedded-draft")]
+    present = all((folder / "model.safetensors").exists() for folder in embedded)
+    return load_pair(*(embedded if present else pair_folders), device=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -222,13 +237,14 @@ def test_reference_backend(reference_pair: Pair, sampling: str) -> None:
     assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("backend", "weights"),
     [*product(["auto"], ["w8a8", "w4a8", "w4a8-asym", "w4a16", "nf4", "fp8"]), ("reference", "w4a8-asym")],
 )
-def test_weight_formats(pair_folders: tuple[Path, Path], backend: str, weights: str) -> None:
+def test_weight_formats(pair_folders: tuple[Path, Path], backend: str, weights: str, device: str) -> None:
     """Quantized weights, and activations quantized by row: speculation and company change no token."""
-    quantized = load_pair(*pair_folders, backend=backend, weights=weights)
+    quantized = load_pair(*pair_folders, backend=backend, weights=weights, device=device)
     prompts = random_prompts(5, seed=9, longest=20)
     for sampling in SAMPLING:
         asked = params(sampling, max_tokens=10)

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
@@ -18,6 +19,8 @@ import numpy as np
 import pytest
 import textbook
 import torch
+from fixtures_device import pretended_device
+from lawkit import DEVICES
 
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.draft import Draft
@@ -89,7 +92,9 @@ def adversarial_tree(seq: Sequence) -> Tree:
     return [first, *others], [-1, *[0] * len(others)]
 
 
-def advance(seqs: list[Sequence], drafters: list[Callable[[Sequence], Tree]], mates: int = 0) -> None:
+def advance(
+    seqs: list[Sequence], drafters: list[Callable[[Sequence], Tree]], mates: int = 0, table: torch.Tensor = TARGET
+) -> None:
     """One round for all sequences in one call of verify; `mates` add rounds without logits and greedy strangers."""
     trees = [drafter(seq) for seq, drafter in zip(seqs, drafters, strict=True)]
     batch, wants = list(seqs), [True] * len(seqs)
@@ -101,7 +106,7 @@ def advance(seqs: list[Sequence], drafters: list[Callable[[Sequence], Tree]], ma
     rows = [
         t for seq, (tokens, _), w in zip(batch, trees, wants, strict=True) if w for t in (seq.token_ids[-1], *tokens)
     ]
-    result = verify(Draft.trees(trees), TARGET[rows], batch, wants)
+    result = verify(Draft.trees(trees), table[torch.tensor(rows, device=table.device)], batch, wants)
     for seq, tokens, want in zip(batch, result.tokens, wants, strict=True):
         assert bool(tokens) == want
         seq.token_ids += tokens
@@ -185,6 +190,20 @@ def test_drafters_cannot_change_a_single_text(shape: str) -> None:
             while seq.num_output < 8:
                 advance([seq], [drafter], mates)
             assert seq.output_token_ids[:8] == plain.output_token_ids
+
+
+def test_where_logits_lie_changes_no_choice() -> None:
+    """The choice is made on the CPU: the law proved above is that of every device."""
+    params, drafters, _, mates = SHAPES["tree"]
+    texts = []
+    for device in (*DEVICES, "pretended"):
+        with pretended_device() if device == "pretended" else nullcontext(device) as name:
+            table = TARGET.to(name)
+            seqs = [Sequence(i, PROMPT, params, 70 + i) for i in range(6)]
+            for _ in range(4):
+                advance(seqs, [drafters[i % len(drafters)] for i in range(6)], mates, table)
+        texts.append([seq.token_ids for seq in seqs])
+    assert all(found == texts[0] for found in texts)
 
 
 def test_the_judge_notices_a_wrong_law() -> None:

@@ -1,4 +1,7 @@
-"""Laws 1 to 3 for every drafter on the shelf, in every kind of format: a new drafter is held to them as it comes."""
+"""Laws 1 to 3 for every drafter on the shelf, in every kind of format: a new drafter is held to them as it comes.
+
+Where there is a GPU, on it too: by its kernels in more formats, and by the reference.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import textbook
-from lawkit import SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts
+from lawkit import DEVICES, NO_GPU, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts
 
 from foretoken import registry
 from foretoken.engine.engine import Engine
@@ -18,7 +21,15 @@ from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.ahead import Ahead
 from foretoken.spec.draft import Draft
 
-FORMATS = [(weights, kv) for weights in ("bf16", "w8a8", "w4a8") for kv in ("bf16", "int8")]
+FORMATS = [("cpu", "auto", weights, kv) for weights in ("bf16", "w8a8", "w4a8") for kv in ("bf16", "int8")]
+ON_GPU = [
+    *(("cuda", "triton", weights, kv) for _, _, weights, kv in FORMATS),
+    *(
+        ("cuda", "triton", *each)
+        for each in (("w4a16", "fp8_e4m3"), ("fp8", "fp16"), ("fp8-a8", "int8"), ("fp32", "fp32"))
+    ),
+    *(("cuda", "reference", *each) for each in (("bf16", "bf16"), ("w4a8", "int8"))),
+]
 DRAFTERS = registry.names("drafters")
 PROMPTS = [p * 2 for p in random_prompts(6, seed=31, longest=12)]  # a copy of itself: look-ups find something
 LENGTH = 20
@@ -29,17 +40,24 @@ EACH = [
 ]
 
 
-@pytest.fixture(scope="module", params=FORMATS, ids="-".join)
+@pytest.mark.skipif("cuda" in DEVICES, reason="there is a GPU: the laws are tested on it")
+def test_the_laws_wait_for_a_gpu() -> None:
+    pytest.skip(NO_GPU)
+
+
+@pytest.fixture(scope="module", params=FORMATS + (ON_GPU if "cuda" in DEVICES else []), ids="-".join)
 def stored(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, list[tuple[int, ...]]]:
     """The tiny pair in a format, the cache's format, and plain texts, one prompt after the other."""
-    weights, kv = request.param
-    pair = _load(*pair_folders, weights)
+    device, backend, weights, kv = request.param
+    if backend == "triton" and (reason := registry.load("ops", backend).unavailable()) is not None:
+        pytest.skip(f"the GPU's kernels do not run here: {reason}")
+    pair = _load(*pair_folders, backend, weights, device)
     return pair, kv, texts(run(make_engine(pair, kv=kv), PROMPTS, EACH, alone=True))
 
 
 @cache
-def _load(target: Path, draft: Path, weights: str) -> Pair:
-    return load_pair(target, draft, weights=weights)
+def _load(target: Path, draft: Path, backend: str, weights: str, device: str) -> Pair:
+    return load_pair(target, draft, backend, weights, device)
 
 
 def engine_of(pair: Pair, name: str, **settings: Any) -> Engine:
@@ -92,7 +110,7 @@ def _law(pair: Pair, kv: str, tokens: list[int]) -> dict[int, float]:
     runner = make_engine(pair, kv=kv).runner
     seq = Sequence(0, tokens, SamplingParams(), 0)
     runner.blocks.reserve(seq, len(seq))
-    logits = runner.forward([seq], Draft.empty(1), [len(seq)]).logits[0].double().numpy()
+    logits = runner.forward([seq], Draft.empty(1), [len(seq)]).logits[0].cpu().double().numpy()
     best = np.argsort(-logits)[:3]
     weights = np.exp((logits[best] - logits[best[0]]) / 0.7)
     return dict(zip(best.tolist(), (weights / weights.sum()).tolist(), strict=True))

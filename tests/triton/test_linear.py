@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures_ops import randn as randn_here
+from fixtures_ops import randn
 from torch import Tensor
 
 from foretoken import ops
@@ -48,11 +48,6 @@ FEW = ["bf16", "fp32", "w4a16-g32-asym", "w4a8-g32", "fp8-a8"]
 DEVICE = "cpu" if guard.interpreted() else "cuda"
 backend = ops.resolve("triton", DEVICE)
 NATIVE = host.has_fp8(torch.device(DEVICE))
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    with torch.device("cpu"):
-        return randn_here(*shape, seed=seed).to(DEVICE)
 
 
 def form_for(w: QuantTensor) -> str:

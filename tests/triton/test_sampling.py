@@ -9,6 +9,7 @@ import pytest
 import torch
 from fixtures_ops import randn
 
+from foretoken.ops.triton.guard import Launch
 from foretoken.request import SamplingParams
 from foretoken.spec import sampling as spec
 
@@ -32,11 +33,13 @@ def noise_of(key_ptr, out_ptr, hash_ptr, first, BLOCK: tl.constexpr):
 def test_the_noise_is_the_same(seed, position, first):
     out, hashes = torch.empty(256, dtype=torch.float64), torch.empty(256, dtype=torch.int64)
     key = spec.noise_key(seed, position)
-    noise_of[(1,)](torch.tensor([key - (1 << 64) if key >> 63 else key]), out, hashes, first, BLOCK=256)
+    signed = torch.tensor([key - (1 << 64) if key >> 63 else key])
+    arguments = {"key_ptr": signed, "out_ptr": out, "hash_ptr": hashes, "first": first}
+    Launch(noise_of, (1,), arguments, {"BLOCK": 256}).run()
     wanted = [spec._mix((key + (first + t + 1) * spec._GOLDEN) & spec._MASK) for t in range(256)]
     assert [h % (1 << 64) for h in hashes.tolist()] == wanted
     tokens = np.arange(first, first + 256)
-    assert (out.numpy() == spec.gumbel_noise(seed, position, tokens)).all()
+    assert (out.cpu().numpy() == spec.gumbel_noise(seed, position, tokens)).all()
 
 
 def choices(logits, params, position, seeds):
@@ -44,7 +47,7 @@ def choices(logits, params, position, seeds):
         (spec.noise_key(s, position), spec._divisor(p), spec._floor(p), p.greedy, p.top_k, p.top_p)
         for p, s in zip(params, seeds)
     ]
-    return kernels.choose(logits, kernels.Draws.of(rows, "cpu")).tolist()
+    return kernels.choose(logits, kernels.Draws.of(rows, logits.device)).tolist()
 
 
 MANY = [
@@ -62,7 +65,7 @@ def test_choices_are_the_same():
     logits[1, ::2] = -torch.inf
     found = set()
     for position in range(8):
-        wanted = [spec.numpy_choice(x.numpy(), p, 11 + i, position) for i, (x, p) in enumerate(zip(logits, MANY))]
+        wanted = [spec.numpy_choice(x, p, 11 + i, position) for i, (x, p) in enumerate(zip(logits.cpu().numpy(), MANY))]
         got = choices(logits, MANY, position, range(11, 11 + len(MANY)))
         assert got == wanted
         found.add(tuple(got))
@@ -83,4 +86,4 @@ def test_rows_without_a_choice_say_so(temperature):
     params = [SamplingParams(temperature=temperature, top_p=p) for p in (1.0, 1.0, 0.9, 0.9)]
     got = choices(logits, params, 0, [1] * 4)
     assert got[:3] == [spec.FAILED] * 3
-    assert got[3] == spec.numpy_choice(logits[3].numpy(), params[3], 1, 0)
+    assert got[3] == spec.numpy_choice(logits[3].cpu().numpy(), params[3], 1, 0)

@@ -96,3 +96,14 @@ def test_random_against_the_definition() -> None:
             if r.wants_logits:
                 logit_rows += range(first + len(r.pending) - 1, first + len(r.pending) + len(r.nodes))
         assert batch.logit_rows.tolist() == logit_rows
+
+
+def test_tensors_of_a_batch_lie_alike() -> None:
+    """At multiples of 16 bytes, whatever the numbers of rows: a GPU's compiler would tell other addresses apart."""
+    for count in range(1, 7):
+        rows = [Rows(list(range(count)), 0, [], [], [0, 1], True), Rows([7], 2, [8], [-1], [2], True)]
+        batch = build_batch(rows, 4)
+        parts = (batch.token_ids, batch.positions, batch.slots, batch.row_offsets, batch.num_pending, batch.kv_lens)
+        first = batch.token_ids.data_ptr()
+        assert all((t.data_ptr() - first) % 16 == 0 for t in (*parts, batch.block_tables, batch.logit_rows))
+        assert batch.token_ids.tolist() == [*range(count), 7, 8] and batch.logit_rows.tolist()[0] == count - 1

@@ -18,8 +18,16 @@ from foretoken.ops.triton.packing import embedding, pack, serves, unpack
 
 _missing: str | None = None
 try:
-    from foretoken.ops.triton.attention import attention
-    from foretoken.ops.triton.dispatch import linear, norm_linear, rms_norm, rope, silu_linear, silu_mul
+    from foretoken.ops.triton.attention import attention, attention_rounding
+    from foretoken.ops.triton.dispatch import (
+        linear,
+        norm_linear,
+        product_rounding,
+        rms_norm,
+        rope,
+        silu_linear,
+        silu_mul,
+    )
     from foretoken.ops.triton.kv import move_kv, store_kv
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
@@ -40,19 +48,20 @@ OLDEST = (8, 0)
 
 
 @cache
-def unavailable() -> str | None:
-    """Why the kernels cannot run here, with the remedy; None if they can."""
+def unavailable(device: str = "cuda") -> str | None:
+    """Why the kernels cannot run here, or not on this one of several GPUs, with the remedy; None if they can."""
     if _missing is not None:
         return _missing
     if interpreted():
         return None
     if (reason := devices.no_cuda()) is not None:
         return reason
-    capability = torch.cuda.get_device_capability()
-    if capability < OLDEST:
+    place = torch.device(device)
+    major, minor = torch.cuda.get_device_capability(place)
+    if (major, minor) < OLDEST:
         return (
-            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, the kernels need "
-            "8.0; use --backend reference"
+            f"{torch.cuda.get_device_name(place)} has compute capability {major}.{minor}, the kernels need 8.0; use "
+            "--backend reference"
         )
     return None
 
@@ -62,11 +71,13 @@ __all__ = [
     "KV_FORMATS",
     "LINEAR_FORMATS",
     "attention",
+    "attention_rounding",
     "embedding",
     "linear",
     "move_kv",
     "norm_linear",
     "pack",
+    "product_rounding",
     "rms_norm",
     "rope",
     "row_invariant",

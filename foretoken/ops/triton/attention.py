@@ -26,6 +26,11 @@ LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
 
 
+def attention_rounding(name: str) -> float:
+    """What two terms of a cache's type lose of queries and weights, over the largest value: see `Ops.kv_rounding`."""
+    return 1e-4 if name == "bf16" else 0.0  # 16 bits; two of float16 or float32 hold more than the sums
+
+
 @cache
 def _no_tree(device: torch.device) -> Tensor:
     """What stands for the masks of a pass without a draft: one kernel serves both, so that bits cannot differ."""

@@ -60,6 +60,17 @@ def form_for(w: QuantTensor, native_fp8: bool) -> str:
     return {"fp32": "single", "bf16": "bf16"}.get(w.format, "half")
 
 
+_KEPT = {
+    "half": 2.0**-11,
+    "bf16": 2.0**-8,
+}  # of a row's values: half a step of float16 under a power of two, of bfloat16
+
+
+def product_rounding(w: QuantTensor) -> float:
+    """What rows lose before they meet `w`, over the sum of |x w|: see `Ops.rounding`."""
+    return _KEPT.get(form_for(w, False), 0.0)
+
+
 def aligned(x: Tensor) -> Tensor:
     """`x` contiguous and at an address that is a multiple of 16: a kernel's loads, and sums, do not vary with it."""
     x = x.contiguous()

@@ -91,6 +91,7 @@ class Check:
     threshold: str
     full: Mapping[str, int]
     run: Callable[[Subject, Effort], Found]
+    on_host: bool = False  # arithmetic of the CPU alone, wherever models are
 
 
 @dataclass(frozen=True)
@@ -132,4 +133,6 @@ def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
     except Exception as error:  # whatever it is: what breaks down proves nothing
         found = Found({}, {}, unfinished=True)
         found.add(f"the check could not be finished: {type(error).__name__}", "", error)
+    if check.on_host:
+        found.notes.append("arithmetic of the host: it ran on the CPU, whatever --device says")
     return Result(check, found, time.perf_counter() - start)

@@ -37,11 +37,17 @@ class Product:
     name: str
     width: int
     call: Callable[[Tensor], Tensor]
+    device: str = "cpu"  # where x is
 
 
 def differing(a: Tensor, b: Tensor) -> int:
     """Values of two tensors float32 whose bits differ."""
     return int((a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)).sum())
+
+
+def randn(*shape: int, seed: int, device: str) -> Tensor:
+    """Normal noise, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 @contextmanager
@@ -76,7 +82,8 @@ def row_invariance(subject: Subject, effort: Effort) -> Found:
     names: set[str] = set()
     sizes: set[int] = set()
     with threads_kept():
-        for own, products in ((True, _own(subject)), (False, _grid(subject.target.ops, subject.config.format, rng))):
+        grid = _grid(subject.target.ops, subject.config.format, rng, subject.device)
+        for own, products in ((True, _own(subject)), (False, grid)):
             for product in products:
                 if found.sizes["products"] >= wanted and not (own and every):
                     break
@@ -99,8 +106,8 @@ def _compare(product: Product, passes: int, rng: random.Random, found: Found) ->
 
     Returns the sizes that were tried.
     """
-    x = torch.randn(NUM_ROWS, product.width, generator=torch.Generator().manual_seed(product.width))
-    x[7] *= 100.0  # an outlier: a scale that rows shared would show
+    x = randn(NUM_ROWS, product.width, seed=product.width, device=product.device)
+    x[NUM_ROWS // 16] *= 100.0  # an outlier: a scale that rows shared would show
     backends.set_num_threads(1)
     rows = [product.call(x[i : i + 1].clone()) for i in range(NUM_ROWS)]
     alone = torch.cat([row.clone() for row in rows])
@@ -109,7 +116,7 @@ def _compare(product: Product, passes: int, rng: random.Random, found: Found) ->
     tried = set()
     for n in range(passes):
         size = SIZES[STRIDE * (start + n) % len(SIZES)]
-        picked = torch.tensor(rng.sample(range(NUM_ROWS), size))
+        picked = torch.tensor(rng.sample(range(NUM_ROWS), size), device=product.device)
         threads = rng.choice(THREADS)
         backends.set_num_threads(threads)
         count = differing(product.call(x[picked].clone()), alone[picked])
@@ -123,6 +130,13 @@ def _compare(product: Product, passes: int, rng: random.Random, found: Found) ->
 
 def _own(subject: Subject) -> Iterator[Product]:
     """The ops of the models at hand: one of each shape and format."""
+    for name, ops, w in own_weights(subject):
+        yield from _ops_of(name, ops, w)
+    yield from _rowwise(subject.target)
+
+
+def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
+    """Weights of the models at hand, one of each shape and format: a name, who multiplies them, and the weight."""
     models = [m for m in (subject.target, *subject.loaded.drafts) if isinstance(m, Llama)]
     seen: set[object] = set()
     for model in models:
@@ -141,60 +155,68 @@ def _own(subject: Subject) -> Iterator[Product]:
                 if key in seen:
                     continue
                 seen.add(key)
-                yield from _ops_of(f"{name} {w.format}", ops, w)
-    yield from _rowwise(subject.target)
+                yield f"{name} {w.format}", ops, w
 
 
 def _ops_of(name: str, ops: Ops, w: QuantTensor) -> Iterator[Product]:
     """The ways in which a weight is multiplied."""
-    width = w.shape[1]
-    norm = torch.linspace(0.5, 1.5, width)
-    yield Product(f"{name} linear", width, lambda x: ops.linear(x, w))
-    yield Product(f"{name} norm_linear", width, lambda x: ops.norm_linear(x, norm, 1e-5, w))
-    yield Product(f"{name} silu_linear", 2 * width, lambda x: ops.silu_linear(x, w))
+    width, device = w.shape[1], place_of(w)
+    norm = torch.linspace(0.5, 1.5, width).to(device)
+    yield Product(f"{name} linear", width, lambda x: ops.linear(x, w), device)
+    yield Product(f"{name} norm_linear", width, lambda x: ops.norm_linear(x, norm, 1e-5, w), device)
+    yield Product(f"{name} silu_linear", 2 * width, lambda x: ops.silu_linear(x, w), device)
+
+
+def place_of(w: QuantTensor) -> str:
+    """The device that a weight is on."""
+    return str(next(iter(w.parts.values())).device)
 
 
 def _rowwise(model: Llama) -> Iterator[Product]:
-    ops, c = model.ops, model.config
-    norm = torch.linspace(0.5, 1.5, c.hidden_size)
-    yield Product("rms_norm", c.hidden_size, lambda x: ops.rms_norm(x, norm, c.rms_eps))
-    yield Product("silu_mul", 2 * c.intermediate_size, ops.silu_mul)
+    ops, c, device = model.ops, model.config, str(model.device)
+    norm = torch.linspace(0.5, 1.5, c.hidden_size).to(device)
+    yield Product("rms_norm", c.hidden_size, lambda x: ops.rms_norm(x, norm, c.rms_eps), device)
+    yield Product("silu_mul", 2 * c.intermediate_size, ops.silu_mul, device)
 
 
-def _grid(ops: Ops, own: str, rng: random.Random) -> Iterator[Product]:
-    """Random weights: the configured format at every width, then every other one."""
+def random_weights(ops: Ops, own: str, rng: random.Random, device: str) -> Iterator[tuple[str, QuantTensor]]:
+    """Random weights by the name of their scheme: the configured one at every width, then every other one."""
     names = [own, *(n for n in PRESETS if n != own), *(n for n in registry.names("formats") if n != own)]
     for name in names:
         widths = list(WIDTHS)
         rng.shuffle(widths)
         for width in widths:
-            weight = torch.randn(rng.choice(OUTPUTS), width, generator=torch.Generator().manual_seed(width))
+            weight = randn(rng.choice(OUTPUTS), width, seed=width, device=device)
             try:
-                w = ops.encode(weight * width**-0.5, QuantScheme.parse(name))
+                yield name, ops.encode(weight * width**-0.5, QuantScheme.parse(name))
             except ForetokenError:  # no format of weights, or its groups do not divide this width
                 continue
-            yield Product(f"random {name} linear", width, lambda x, w=w: ops.linear(x, w))  # type: ignore[misc]
+
+
+def _grid(ops: Ops, own: str, rng: random.Random, device: str) -> Iterator[Product]:
+    for name, w in random_weights(ops, own, rng, device):
+        yield Product(f"random {name} linear", w.shape[1], lambda x, w=w: ops.linear(x, w), device)  # type: ignore[misc]
 
 
 def attention(subject: Subject, effort: Effort) -> Found:
     """Attention of a row, alone against in company: passes of many rows, other sequences, blocks anywhere, threads."""
     wanted = effort.of(4_000, 60)
     model, rng = subject.target, random.Random(subject.seed)
-    c, name = model.config, _kv_name(subject)
+    c, name = model.config, kv_name(subject)
     found = Found({"passes": 0, "rows": 0}, {"differing_values": 0}, notes=[f"cache in {name}"])
     with threads_kept():
         turns = 0
         while found.sizes["passes"] < wanted:
             length = rng.choice((LAST + 1, 100, 257, 600))
             block = rng.choice((4, 16, 32))
-            kv = torch.randn(2, length, c.num_kv_heads, c.head_dim, generator=torch.Generator().manual_seed(turns))
-            q = torch.randn(length, c.num_heads, c.head_dim, generator=torch.Generator().manual_seed(turns + 1))
-            alone = _Stored(model, name, block, kv, list(range(-(-length // block))))
+            kv = randn(2, length, c.num_kv_heads, c.head_dim, seed=turns, device=subject.device)
+            q = randn(length, c.num_heads, c.head_dim, seed=turns + 1, device=subject.device)
+            alone = Stored(model, name, block, kv, list(range(-(-length // block))))
             backends.set_num_threads(1)
             truth = torch.cat([alone.attend(q, p, 1) for p in range(length - LAST, length)])
             shuffled = list(range(-(-length // block)))
             rng.shuffle(shuffled)
-            moved = _Stored(model, name, block, kv, shuffled)
+            moved = Stored(model, name, block, kv, shuffled)
             for _ in range(max(8, wanted // 8)):
                 size = rng.randint(1, LAST)
                 start = rng.randint(length - LAST, length - size)
@@ -212,28 +234,32 @@ def attention(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-def _kv_name(subject: Subject) -> str:
+def kv_name(subject: Subject) -> str:
     """Format of the cache that engines of the subject have."""
     return subject.plain(seqs=1).runner.cache.format
 
 
-class _Stored:
+class Stored:
     """Keys and values [2, S, Hk, D] of a sequence in a cache of one layer."""
 
     def __init__(self, model: Llama, name: str, block: int, kv: Tensor, blocks: list[int]) -> None:
-        c = model.config
+        c, device = model.config, model.device
         self.model, self.block, self.blocks = model, block, blocks
-        self.cache = KVCache(1, len(blocks), block, c.num_kv_heads, c.head_dim, name)
+        self.cache = KVCache(1, len(blocks), block, c.num_kv_heads, c.head_dim, name, str(device))
         slots = [blocks[i // block] * block + i % block for i in range(kv.shape[1])]
-        model.ops.store_kv(kv[0], kv[1], self.cache.layers[0], torch.tensor(slots, dtype=torch.int32))
+        model.ops.store_kv(kv[0], kv[1], self.cache.layers[0], torch.tensor(slots, dtype=torch.int32, device=device))
 
-    def attend(self, q: Tensor, start: int, size: int, mates: int = 0) -> Tensor:
-        """Rows start .. start+size-1 in one pass, as [size, H D]; `mates` other queries ride along."""
+    def attend(self, q: Tensor, start: int, size: int, mates: int = 0, ops: Ops | None = None) -> Tensor:
+        """Rows start .. start+size-1 in one pass, as [size, H D]; `mates` other queries ride along.
+
+        `ops`: who computes, if not the model's own.
+        """
         mine = Rows([0] * size, start, [], [], self.blocks, False)
         others = [Rows([0], i, [], [], self.blocks, False) for i in range(mates)]
-        batch = build_batch([*others, mine], self.block)
+        batch = build_batch([*others, mine], self.block, self.model.device)
         rows = torch.cat([q[:mates], q[start : start + size]]).contiguous()
-        out = self.model.ops.attention(rows, self.cache.layers[0], batch, self.model.config.head_dim**-0.5, None)
+        ops = ops or self.model.ops
+        out = ops.attention(rows, self.cache.layers[0], batch, self.model.config.head_dim**-0.5, None)
         return out[mates:].reshape(size, -1).clone()
 
 

@@ -85,8 +85,8 @@ def _logits(model: Llama, kv_format: str, paths: Seq[Cell]) -> list[list[float]]
     found = []
     for path in paths:
         tokens = [*PROMPT, *path]
-        cache = KVCache(c.num_layers, 1, 16, c.num_kv_heads, c.head_dim, kv_format)
-        batch = build_batch([Rows(tokens, 0, [], [], [0], True)], 16)
+        cache = KVCache(c.num_layers, 1, 16, c.num_kv_heads, c.head_dim, kv_format, str(model.device))
+        batch = build_batch([Rows(tokens, 0, [], [], [0], True)], 16, model.device)
         found.append(model.forward(batch, cache)[0][0].tolist())
     return found
 
@@ -98,7 +98,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
     headed = needs_head(spec)
     config = replace(subject.config, spec=type(spec)() if headed else spec)
     other: list[str] = []
-    loaded = toy_loaded(subject.loaded.tokenizer, VOCAB, config, notes=other)
+    loaded = toy_loaded(subject.loaded.tokenizer, VOCAB, config, subject.target.ops, notes=other)
     toy = Subject(loaded, [PROMPT], SamplingParams(), max_tokens=LENGTH + 2, batch=64)
     kv = toy.plain(seqs=1).runner.cache.format
     drafts = ("trees",) if headed else ("the draft", "trees")
@@ -251,6 +251,7 @@ CHECKS = (
         _LAW,
         {"draws": 4_000_000},
         sampler,
+        on_host=True,
     ),
     Check(
         "L7",
@@ -259,5 +260,6 @@ CHECKS = (
         f"|r| < {DEVIATIONS:g} / sqrt(n) at lags 1 to 8; p above {ALPHA:g} of a 16 x 16 G-test of pairs",
         {"uniforms": 10_000_000},
         noise,
+        on_host=True,
     ),
 )

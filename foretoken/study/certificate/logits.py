@@ -33,7 +33,8 @@ class _Paths:
         engine = self.subject.plain(seqs=1)
         c = self.subject.target.config
         count = -(-(len(self.tokens) + 66) // block) * seqs + 1
-        cache = KVCache(c.num_layers, count, block, c.num_kv_heads, c.head_dim, engine.runner.cache.format)
+        kv, device = engine.runner.cache.format, self.subject.device
+        cache = KVCache(c.num_layers, count, block, c.num_kv_heads, c.head_dim, kv, device)
         runner = ModelRunner(self.subject.target, cache)
         seq = Sequence(0, self.tokens, SamplingParams(), 0)
         return runner, seq
@@ -79,7 +80,8 @@ class _Paths:
             tokens, parents, right = self._tree(tail[:size], rng, wrong)
             num_pending = [seq.num_pending]
             out = runner.forward([seq], Draft.trees([(tokens, parents)]), num_pending)
-            kept.append(out.logits[[0, *(r + 1 for r in right)]].clone())
+            rows = torch.tensor([0, *(r + 1 for r in right)], device=out.logits.device)
+            kept.append(out.logits[rows])
             runner.commit([seq], num_pending, [right], out)
             seq.token_ids += tail[:size]
             if size == len(tail):
@@ -225,7 +227,9 @@ def _watch_rows(subject: Subject, engine: object, jobs: Seq[Job], name: str, fou
 def _rows(runner: ModelRunner, seq: Sequence) -> Tensor:
     """All bytes of a sequence's cached rows: uint8 [bytes, rows]."""
     size = runner.cache.block_size
-    slots = torch.tensor([seq.blocks[i // size] * size + i % size for i in range(seq.num_cached)])
+    slots = torch.tensor(
+        [seq.blocks[i // size] * size + i % size for i in range(seq.num_cached)], device=runner.model.device
+    )
     parts = []
     for layer in runner.cache.layers:
         for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale):
@@ -238,7 +242,8 @@ def _rows(runner: ModelRunner, seq: Sequence) -> Tensor:
 def _prefilled(subject: Subject, like: ModelRunner, seq: Sequence) -> Tensor:
     c = subject.target.config
     size = like.cache.block_size
-    cache = KVCache(c.num_layers, -(-seq.num_cached // size), size, c.num_kv_heads, c.head_dim, like.cache.format)
+    blocks = -(-seq.num_cached // size)
+    cache = KVCache(c.num_layers, blocks, size, c.num_kv_heads, c.head_dim, like.cache.format, subject.device)
     runner = ModelRunner(subject.target, cache)
     fresh = Sequence(0, seq.token_ids[: seq.num_cached], seq.params, 0)
     runner.blocks.reserve(fresh, len(fresh))

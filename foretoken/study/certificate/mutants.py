@@ -20,7 +20,17 @@ from foretoken.ops import Ops, reference
 from foretoken.request import SamplingParams
 from foretoken.spec import sampling, step
 from foretoken.spec.verify import verify
-from foretoken.study.certificate import acceptance, kernels, law, logits, sampled, texts, wrong, wrong_kernels
+from foretoken.study.certificate import (
+    acceptance,
+    closeness,
+    kernels,
+    law,
+    logits,
+    sampled,
+    texts,
+    wrong,
+    wrong_kernels,
+)
 from foretoken.study.certificate.check import FAILED, PASSED, Check, Effort, Result, run_check
 from foretoken.study.certificate.subject import Subject
 from foretoken.study.certificate.toy import toy_loaded
@@ -35,6 +45,7 @@ CHECKS: dict[str, Check] = {
     c.id: c
     for c in (
         *kernels.CHECKS,
+        *closeness.CHECKS,
         *logits.CHECKS,
         *texts.CHECKS,
         *sampled.CHECKS,
@@ -110,6 +121,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _linear("split", "split-K: several rows add up in two halves"),
     _linear("odd rows", "rows at odd places add up backwards"),
     _linear("threads", "chunks of K depend on the number of threads"),
+    Mutant("a product forgets the last column", Ops, "linear", wrong_kernels.linear("short"), ("B1",), REFERENCE),
     Mutant("a norm reads another row", reference, "rms_norm", wrong_kernels.rms_norm, ("L1",), REFERENCE),
     Mutant(
         "attention scales elsewhere for several rows",
@@ -173,10 +185,12 @@ def alive(mutant: Mutant) -> Iterator[None]:
         log.disabled = silent
 
 
-def toy_subject(tokenizer: Tokenizer, format: str = "auto", kv: str = "auto", backend: str = "auto") -> Subject:
+def toy_subject(
+    tokenizer: Tokenizer, format: str = "auto", kv: str = "auto", backend: str = "auto", device: str = "cpu"
+) -> Subject:
     """A random pair, and four short prompts."""
     spec = SpecConfig("draft_model", "toy", num_draft_tokens=4)
-    config = EngineConfig(backend=backend, format=format, cache=CacheConfig(format=kv), spec=spec)
+    config = EngineConfig(backend=backend, device=device, format=format, cache=CacheConfig(format=kv), spec=spec)
     rng = random.Random(5)
     prompts = [tuple(rng.randrange(3, VOCAB) for _ in range(n)) for n in (3, 5, 8, 6)]
     params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=16, ignore_eos=True)
@@ -187,10 +201,14 @@ def toy_subject(tokenizer: Tokenizer, format: str = "auto", kv: str = "auto", ba
 
 @dataclass
 class Sound:
-    """Which checks pass where nothing is wrong: only these say anything of a mutant. Each is tried once."""
+    """Which checks pass where nothing is wrong: only these say anything of a mutant. Each is tried once.
+
+    `base`: settings of all toys (backend, device), where a mutant's own do not say otherwise.
+    """
 
     tokenizer: Tokenizer
     effort: Effort = EFFORT
+    base: dict[str, Any] = field(default_factory=dict)
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
 
     def result(self, name: str, settings: dict[str, Any]) -> Result:
@@ -198,8 +216,12 @@ class Sound:
         key = (name, repr(sorted(settings.items())))
         if key not in self.results:
             with alive(UNCHANGED):
-                self.results[key] = _look(name, self.tokenizer, settings, self.effort)
+                self.results[key] = self.look(name, settings)
         return self.results[key]
+
+    def look(self, name: str, settings: dict[str, Any]) -> Result:
+        """One check of a fresh toy with these settings, as the code is now."""
+        return _look(name, self.tokenizer, self.base | settings, self.effort)
 
 
 def _look(name: str, tokenizer: Tokenizer, settings: dict[str, Any], effort: Effort) -> Result:
@@ -222,7 +244,7 @@ def try_mutant(mutant: Mutant, sound: Sound) -> Trial:
             said = f"{name} does not pass without the mutant either"
             continue
         with alive(mutant):
-            result = _look(name, sound.tokenizer, mutant.settings, sound.effort)
+            result = sound.look(name, mutant.settings)
         if result.status != FAILED:
             continue
         first = result.found.findings[0]
@@ -236,9 +258,10 @@ def try_all(
     tokenizer: Tokenizer,
     mutants: Seq[Mutant] = MUTANTS,
     tick: Callable[[str, int, int], None] = lambda name, done, total: None,
+    **base: Any,
 ) -> dict[str, Any]:
-    """The mutation score, as plain data: how many were caught, and by which check."""
-    trials, sound = [], Sound(tokenizer)
+    """The mutation score, as plain data: how many were caught, and by which check; `base`: see Sound."""
+    trials, sound = [], Sound(tokenizer, base=base)
     for i, mutant in enumerate(mutants):
         tick(f"mutant: {mutant.name}", i, len(mutants))
         trials.append(try_mutant(mutant, sound))

@@ -74,7 +74,12 @@ def _verdict(record: Mapping[str, Any], label: str) -> str:
     counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", "skipped") if s in status)
     head, tone = HEADLINES.get(record["verdict"], ("Not lossless, or not provable", "failed"))
     config, accepted = record["config"], record["acceptance"]
-    target = f"{config['model']}, weights {config['format']}, cache {config['kv_format']}, backend {config['backend']}"
+    target = (
+        f"{config['model']}, weights {config['format']}, cache {config['kv_format']}, "
+        f"backend {config['backend']}, device {config['device']}"
+    )
+    if config.get("device_name"):
+        target += f" ({config['device_name']})"
     alarm = record["false_alarm"]
     chance = f"below {bound_text(alarm)}" if alarm else "of 0: bits were compared"
     rows = [
@@ -112,6 +117,8 @@ def _table(checks: list[Mapping[str, Any]]) -> str:
 def _details(check: Mapping[str, Any]) -> str:
     opened = " open" if check["status"] in ("failed", "warning") else ""
     body = [f"<dt>a pass means</dt><dd>{escape(check['proves'])}</dd>"]
+    if "device" in check:
+        body.append(f"<dt>ran on</dt><dd>{escape(str(check['device']))}</dd>")
     body += [f"<dt>note</dt><dd>{escape(note)}</dd>" for note in check["notes"]]
     if check["false_alarm"]:
         body.append(f"<dt>probability of a false alarm</dt><dd>below {bound_text(check['false_alarm'])}</dd>")

@@ -57,6 +57,11 @@ class Subject:
         return self.loaded.target
 
     @property
+    def device(self) -> str:
+        """Where models and caches are."""
+        return str(self.target.device)
+
+    @property
     def vocab_size(self) -> int:
         """Tokens that prompts and scripts are made of: the tokenizer's, or fewer where the model has fewer."""
         return min(self.target.config.vocab_size, len(self.loaded.tokenizer.vocabulary()))

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from foretoken import ops
 from foretoken.config import EngineConfig, draft_text
 from foretoken.engine.build import load_parts
 from foretoken.errors import ConfigError, RequestError
 from foretoken.models.weights import Progress
+from foretoken.ops import devices
 from foretoken.request import SamplingParams
 from foretoken.study import record
-from foretoken.study.certificate import acceptance, kernels, law, logits, sampled, texts
+from foretoken.study.certificate import acceptance, closeness, kernels, law, logits, sampled, texts
 from foretoken.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
 from foretoken.study.certificate.subject import Subject, storeless
 from foretoken.study.fields import CERTIFICATE_SCHEMA
@@ -23,6 +25,7 @@ from foretoken.study.workload import read_prompts
 # The order in which they run: acceptance is counted while texts are compared, leaks of all engines come last.
 CHECKS: tuple[Check, ...] = (
     *kernels.CHECKS,
+    *closeness.CHECKS,
     *logits.CHECKS,
     *texts.CHECKS,
     *sampled.CHECKS,
@@ -64,6 +67,10 @@ class Certificate:
         done = {r.check.id for r in self.results}
         return [c.id for c in CHECKS if c.id not in done]
 
+    def device_of(self, check: Check) -> object:
+        """Where a check was run."""
+        return "cpu" if check.on_host else self.config["device"]
+
     @property
     def passed(self) -> bool:
         """Did nothing fail? Warnings speak of speed, or of what could not be tried."""
@@ -91,7 +98,7 @@ class Certificate:
             "false_alarm": float(sum(r.found.false_alarm for r in self.results)),
             "seconds": round(self.seconds, 2),
             "acceptance": self.acceptance,
-            "checks": [r.as_dict() for r in self.results],
+            "checks": [{**r.as_dict(), "device": self.device_of(r.check)} for r in self.results],
             "left_out": self.left_out,
             "mutants": self.mutants,
         }
@@ -106,8 +113,7 @@ def load_subject(
     """
     if config.spec.method == "none" or config.spec.num_draft_tokens == 0:
         raise ConfigError("nothing speculates, so there is nothing to certify; name a way to guess, e.g. --draft ngram")
-    if config.device != "cpu":
-        raise ConfigError(f"certificates run on the CPU as yet, not on {config.device!r}; leave --device out")
+    ops.resolve(config.backend, config.device)  # what is not here is said before anything is loaded
     if asked.batch < 1:
         raise ConfigError(f"--batch must be at least 1, got {asked.batch}")
     if asked.max_tokens < LEAST_TOKENS:
@@ -178,6 +184,7 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "backend": subject.target.ops.name,
         "row_invariant": subject.target.ops.row_invariant,
         "device": c.device,
+        "device_name": devices.title(c.device),
         "block_size": c.cache.block_size,
         "max_num_rows": c.max_num_rows,
         "batch": asked.batch,

@@ -62,16 +62,17 @@ def toy_model(
     seed: int = 0,
     noise: float = 0.0,
     notes: list[str] | None = None,
+    device: str = "cpu",
 ) -> Llama:
     """A toy stored in a format; in fp32 where the format does not take matrices so small, which `notes` then say."""
     config = toy_config(vocab_size)
     source = ToyCheckpoint(config, seed, noise)
     try:
-        weights = read_weights(config, source, QuantScheme.parse(quant), ops)
+        weights = read_weights(config, source, QuantScheme.parse(quant), ops, device)
     except ForetokenError:
         if notes is not None:
             notes.append(f"no toy can be stored as {quant}: one model here is in fp32 instead")
-        weights = read_weights(config, source, QuantScheme(), ops)
+        weights = read_weights(config, source, QuantScheme(), ops, device)
     return Llama(config, weights, ops)
 
 
@@ -88,12 +89,13 @@ def toy_loaded(
 
     `noise`: share of other weights in a draft model. `notes` get what could not be had in the format asked for.
     """
-    ops = ops or backends.resolve(config.backend)
+    ops = ops or backends.resolve(config.backend, config.device)
     spec = toy_spec(config.spec)
-    target = toy_model(ops, vocab_size, config.format, seed, notes=notes)
+    device = config.device
+    target = toy_model(ops, vocab_size, config.format, seed, notes=notes, device=device)
     cache = CacheConfig(config.cache.block_size, None, config.cache.format)
-    toy = replace(config, spec=spec, cache=cache, max_model_len=None, device="cpu")
-    return Loaded(toy, tokenizer, 0, target, tuple(_models(spec, ops, vocab_size, seed, noise, notes)))
+    toy = replace(config, spec=spec, cache=cache, max_model_len=None)
+    return Loaded(toy, tokenizer, 0, target, tuple(_models(spec, ops, vocab_size, seed, noise, notes, device)))
 
 
 def toy_spec(spec: SpecConfig) -> SpecConfig:
@@ -109,7 +111,7 @@ def needs_head(spec: SpecConfig) -> bool:
 
 
 def _models(
-    spec: SpecConfig, ops: Ops, vocab_size: int, seed: int, noise: float, notes: list[str] | None
+    spec: SpecConfig, ops: Ops, vocab_size: int, seed: int, noise: float, notes: list[str] | None, device: str
 ) -> list[Llama]:
     if spec.method == "none":
         return []
@@ -118,7 +120,7 @@ def _models(
     if drafter.needs_model:
         if drafter.of_target:
             quant = SELF_FORMAT if spec.format == "auto" else spec.format
-            own = [toy_model(ops, vocab_size, quant, seed, notes=notes)]
+            own = [toy_model(ops, vocab_size, quant, seed, notes=notes, device=device)]
         else:
-            own = [toy_model(ops, vocab_size, spec.format, seed, noise, notes)]
-    return own + [m for b in spec.below for m in _models(b, ops, vocab_size, seed, noise, notes)]
+            own = [toy_model(ops, vocab_size, spec.format, seed, noise, notes, device)]
+    return own + [m for b in spec.below for m in _models(b, ops, vocab_size, seed, noise, notes, device)]

@@ -16,7 +16,7 @@ _rms_norm, _attention = reference.rms_norm, reference.attention
 
 
 def linear(flaw: str) -> Callable[..., Tensor]:
-    """`Ops.linear` that adds up in an order which depends on the pass."""
+    """`Ops.linear` that adds up in an order which depends on the pass, or stops short of the end."""
 
     def product(
         self: object, x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None
@@ -29,8 +29,8 @@ def linear(flaw: str) -> Callable[..., Tensor]:
             threads = min(width, torch.get_num_threads())
             cuts = [width // threads] * (threads - 1) + [width - width // threads * (threads - 1)]
         else:
-            cuts = [width]
-        out = torch.zeros(x.shape[0], weight.shape[0])
+            cuts = [width - (flaw == "short")]
+        out = x.new_zeros(x.shape[0], weight.shape[0])
         at = 0
         for cut in cuts:
             out = out + _by_rows(x[:, at : at + cut], weight[:, at : at + cut], backwards=flaw == "odd rows")

@@ -14,6 +14,7 @@ from foretoken.models.loader import open_checkpoint, resolve_model
 from foretoken.models.save import SHARD, copy_files, new_folder, source_config, write_file
 from foretoken.models.stream import check_room, num_bytes, stream_weights
 from foretoken.models.weights import Progress
+from foretoken.ops import devices
 from foretoken.study.shapes import NAMES, get_shape
 from foretoken.study.twin.head import HeadLayout, HeadTwinSource, make_head_layout
 from foretoken.study.twin.layout import Layout, make_layout, raw_config
@@ -55,21 +56,24 @@ def make_twin(
     name: str = "the shape",
     seed: int = 0,
     overwrite: bool = False,
+    device: str = "cpu",
     progress: Progress | None = None,
     shard_bytes: int = SHARD,
 ) -> Twin:
     """Write a checkpoint of the dimensions of `shape` (called `name`) that computes what the model `of` computes.
 
-    The folder appears under `out` once it is whole; memory stays at some megabytes. `progress(done, total)` counts
-    values. Raises ConfigError where the model does not fit the shape, ModelSaveError where `out` is taken or the disk
+    The folder appears under `out` once it is whole; memory stays at some megabytes. `device` puts matrices together;
+    the file is the same from all. `progress(done, total)` counts values. Raises ConfigError where the device is not
+    here, or the model does not fit the shape, ModelSaveError where `out` is taken or the disk
     too small (before anything is written), ModelLoadError for an unsound source.
     """
+    devices.check(device)
     folder = resolve_model(of)
     config, raw = read_config(folder), source_config(folder)
     layout = make_layout(config, shape, raw, name)
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(config)
-        source = TwinSource(layout, checkpoint, seed)
+        source = TwinSource(layout, checkpoint, seed, device)
         size = num_bytes(layout.config, source)
         check_room(out, size)
         with new_folder(out, overwrite, folder) as partial:
@@ -97,12 +101,14 @@ def make_head_twin(
     num_tokens: int | None = None,
     seed: int = 0,
     overwrite: bool = False,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> HeadTwin:
     """Write a draft head for the twin of `target` in `shape` that drafts what the head `of` drafts for `target`.
 
     `num_tokens`: its draft vocabulary (None: 32000 where that can be). Raises as `make_twin` does.
     """
+    devices.check(device)
     folder, target_folder = resolve_model(of), resolve_model(target)
     target_layout = make_layout(read_config(target_folder), shape, source_config(target_folder), name)
     raw = read_json(folder / "config.json")
@@ -111,7 +117,7 @@ def make_head_twin(
         theirs.check(target_layout.small)
         ids = target_ids(folder, config, own)
         head = make_head_layout(config, ids, target_layout, raw, num_tokens, name)
-        source = HeadTwinSource(head, own, theirs, shapes, at, seed)
+        source = HeadTwinSource(head, own, theirs, shapes, at, seed, device)
         size = num_bytes(head.layout.config, source, source.shapes)
         check_room(out, size)
         with new_folder(out, overwrite, folder) as partial:

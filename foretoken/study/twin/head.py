@@ -108,12 +108,20 @@ class HeadTwinSource(TwinSource):
     """A `Source` of the big head. `small`: the small head's checkpoint; `target`: that of its target."""
 
     def __init__(
-        self, head: HeadLayout, small: Source, target: Source, shapes: Mapping[str, Any], at: str, seed: int = 0
+        self,
+        head: HeadLayout,
+        small: Source,
+        target: Source,
+        shapes: Mapping[str, Any],
+        at: str,
+        seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         """`shapes`: of the tensors that the small head has (some it may share with its target), `at`: its layer."""
         self.head = head
         self.layout = head.layout
         self.small = small
+        self.device = device
         self._target = target
         self._at = at
         self._type = small.dtype(f"{at}.self_attn.o_proj.weight")
@@ -122,8 +130,8 @@ class HeadTwinSource(TwinSource):
             del self.shapes["embed_tokens.weight"]  # the twin shares its target's, too
         self._shapes = self.shapes
         self._borrows = "lm_head.weight" not in shapes
-        self._noise = RandomCheckpoint(head.layout.config, seed, self._type, self.shapes)
-        self._image = lru_cache(maxsize=2)(self._make_image)
+        self._noise = RandomCheckpoint(head.layout.config, seed, self._type, self.shapes, device)
+        self._image = lru_cache(maxsize=2)(self._placed_image)
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.int64 if name == "d2t" else super().dtype(name)

@@ -29,21 +29,28 @@ class Image:
     muted: Tensor  # int64: further columns that are 0 in rows of the small model, and in QUIET ones
     constant: tuple[int, float, float] | None = None  # column of the constant; its value in small rows, in QUIET ones
 
+    def to(self, device: str) -> Image:
+        """The same with its maps on `device`."""
+        columns = tuple(c.to(device) for c in self.columns)
+        return Image(self.rows.to(device), columns, self.factor, self.muted.to(device), self.constant)
+
 
 class TwinSource:
     """A `Source` of the big model, in the small one's type; norms that it cannot hold exactly are float32.
 
-    Random weights have variance 1/K, as a trained model's have more or less.
+    Random weights have variance 1/K, as a trained model's have more or less. Matrices are put together on `device`:
+    numbers are moved, halved and doubled, so that their bits are the same on all.
     """
 
-    def __init__(self, layout: Layout, small: Source, seed: int = 0) -> None:
+    def __init__(self, layout: Layout, small: Source, seed: int = 0, device: str = "cpu") -> None:
         self.layout = layout
         self.small = small
+        self.device = device
         self._type = small.dtype("model.embed_tokens.weight")
-        self._noise = RandomCheckpoint(layout.config, seed, self._type)
+        self._noise = RandomCheckpoint(layout.config, seed, self._type, device=device)
         self._shapes = expected_shapes(layout.config)
         self._live_layer = {big: i for i, big in enumerate(layout.layers)}
-        self._image = lru_cache(maxsize=2)(self._make_image)  # chunk after chunk of one matrix
+        self._image = lru_cache(maxsize=2)(self._placed_image)  # chunk after chunk of one matrix
 
     def scheme(self, name: str) -> QuantScheme | None:
         """None: nothing is quantized."""
@@ -89,7 +96,7 @@ class TwinSource:
     def _live(self, name: str, image: Image, rows: Tensor, out: Tensor) -> Tensor:
         """`out` [n, K'] with small rows [n] in their columns."""
         first, last = int(rows.min()), int(rows.max())
-        values = self._small_rows(name, first, last + 1)[rows - first]
+        values = self._small_rows(name, first, last + 1).to(self.device)[rows - first]
         values = (values.float() * image.factor).to(self._type)  # exact
         out[:, image.muted] = 0
         for column in image.columns:
@@ -133,6 +140,10 @@ class TwinSource:
         return out
 
     # --- matrices ---
+
+    def _placed_image(self, name: str) -> Image | None:
+        image = self._make_image(name)
+        return None if image is None else image.to(self.device)
 
     def _make_image(self, name: str) -> Image | None:
         """Where the small model lies in a matrix; None: nowhere, all is random."""

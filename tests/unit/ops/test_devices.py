@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures_device import Elsewhere, pretended_device
+from fixtures_device import Elsewhere, counted_waits, pretended_device
 from fixtures_ops import randn
 from lawkit import load_pair, make_engine, random_prompts, run, texts
 
@@ -69,14 +69,28 @@ def test_backends_say_where_they_compute(one_gpu, monkeypatch):
         ops.resolve("cpu", "cuda")
     assert ops.resolve("reference", "cuda").name == "reference"
     triton = pytest.importorskip("foretoken.ops.triton")
-    monkeypatch.setattr(triton, "unavailable", lambda: None)
+    monkeypatch.setattr(triton, "unavailable", lambda device="": None)
     ops.resolve.cache_clear()
     assert ops.resolve("auto", "cuda:0").name == "triton"
     with pytest.raises(ConfigError, match="'triton' does not compute on device 'cpu' but on cuda"):
         ops.resolve("triton", "cpu")
-    monkeypatch.setattr(triton, "unavailable", lambda: "it is too old")
+    monkeypatch.setattr(triton, "unavailable", lambda device="": "it is too old")
     ops.resolve.cache_clear()
     assert ops.resolve("auto", "cuda").name == "reference"  # slow, but it runs
+
+
+def test_the_gpu_that_is_asked_for_counts(one_gpu, monkeypatch):
+    """Of two GPUs one is too old: `cuda:1` is not judged by `cuda:0`."""
+    triton = pytest.importorskip("foretoken.ops.triton")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5) if (d.index or 0) == 0 else (9, 0))
+    triton.unavailable.cache_clear()
+    try:
+        assert ops.resolve("auto", "cuda:0").name == "reference" and ops.resolve("auto", "cuda:1").name == "triton"
+        with pytest.raises(ConfigError, match=r"capability 7\.5, the kernels need 8\.0"):
+            ops.resolve("triton", "cuda:0")
+    finally:
+        triton.unavailable.cache_clear()
 
 
 def test_what_is_said_of_gpus(one_gpu):
@@ -126,6 +140,19 @@ def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
     return random_prompts(2, longest=12), SamplingParams(max_tokens=6, seed=seed, **more)
 
 
+# Functions that make the host wait for a device, of all that is above the ops: docs/guides/gpu.md counts them.
+WAITS = {
+    "batch.int_tensors",
+    "batch.build_batch",
+    "spec.verify.verify",
+    "spec.chains._next",
+    "models.runner.commit",
+    "models.eagle_runner._batch",
+    "drafters.eagle._taken",
+    "drafters._eagle_guesses.rows",
+}
+
+
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix", "draft_model", "eagle", "cascade", "self_quant"])
 def test_the_engine_runs_whole_on_another_device(method, pair_folders, plain_texts):
     """The reference with all that is above it: the same text, and nothing of it on the CPU that should not be."""
@@ -141,10 +168,14 @@ def test_the_engine_runs_whole_on_another_device(method, pair_folders, plain_tex
             low=load_model(pair_folders[0], reference, QuantScheme.parse("int8"), device=name),
             head=load_head(pair_folders[0].parent / "head", target, reference, device=name),
         )
-        engine = make_engine(pair, method, device=name)
+        engine = make_engine(pair, method)
         assert isinstance(engine.runner.cache.layers[0].k, Elsewhere) and isinstance(target.rope, Elsewhere)
         for seed, wanted in plain_texts.items():
-            assert texts(run(make_engine(pair, method, device=name), *asked(seed))) == wanted
+            engine = make_engine(pair, method)
+            with counted_waits() as found:
+                assert texts(run(engine, *asked(seed))) == wanted
+            ours = {place for _, place in found if not place.startswith(("ops.", "formats."))}  # not the reference's
+            assert ours <= WAITS, ours - WAITS
 
 
 def test_stored_weights_and_small_vocabularies_move_too(pair_folders):

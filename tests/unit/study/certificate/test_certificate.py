@@ -68,7 +68,24 @@ def test_a_right_engine_passes_every_check(certificate: suite.Certificate) -> No
     assert not wrong_ones
     assert certificate.passed
     found = {r.check.id: r.found for r in certificate.results}
-    assert set(found) == {"L1", "L1a", "L2", "C1", "L3", "L3t", "L6", "L9", "S1", "L5", "L5s", "L7", "L10", "A1", "C2"}
+    assert set(found) == {
+        "L1",
+        "L1a",
+        "B1",
+        "L2",
+        "C1",
+        "L3",
+        "L3t",
+        "L6",
+        "L9",
+        "S1",
+        "L5",
+        "L5s",
+        "L7",
+        "L10",
+        "A1",
+        "C2",
+    }
     # Each looked at something.
     assert all(min(f.sizes.values()) > 0 for name, f in found.items() if name != "A1")
     assert found["L6"].statistic["preemptions"] > 0
@@ -294,7 +311,7 @@ def test_the_record_is_a_record(certificate: suite.Certificate, tmp_path: Path) 
     record.append(tmp_path / "c.jsonl", found)
     assert record.read(tmp_path / "c.jsonl") == [found]
     about = {"id", "name", "proves", "status", "sizes", "full_sizes", "threshold", "notes", "findings"}
-    assert all(check.keys() == about | {"statistic", "false_alarm", "seconds"} for check in found["checks"])
+    assert all(check.keys() == about | {"statistic", "false_alarm", "seconds", "device"} for check in found["checks"])
     assert found["left_out"] == []
     assert {"label", "model", "model_digest", "format", "kv_format", "backend", "seed"} <= found["config"].keys()
     del found["checks"]
@@ -420,7 +437,8 @@ def test_efforts() -> None:
         (["--max-tokens", "2"], "--max-tokens must be at least 8"),
         (["--batch", "0"], "--batch"),
         (["--html", "{tmp}/file.txt/page.html"], "--html"),
-        (["--device", "cuda"], "run on the CPU"),
+        (["--device", "gpu"], "use cpu, cuda, or cuda:N"),
+        (["--device", "cpu", "--backend", "triton"], "backend 'triton'"),
         (["--only", "L3", "L4"], "no check 'L4'"),
     ],
 )

@@ -1,0 +1,113 @@
+"""Quantizing on another device: the same file where nothing is learned from text, nearly the same elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures_device import Elsewhere, pretended_device
+from fixtures_quantize import write_text
+from lawkit import write_model
+from safetensors.torch import load_file
+
+from foretoken.errors import ConfigError
+from foretoken.ops import devices
+from foretoken.quantize import _walk
+from foretoken.quantize.run import Plan, Progress, quantize
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The pretended device, which is as good as any."""
+    monkeypatch.setattr(devices, "check", lambda name: None)
+    with pretended_device() as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    root = tmp_path_factory.mktemp("device")
+    write_model(root / "model", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    text = write_text(root / "text.jsonl")
+    return Plan(str(root / "model"), root / "out", "w4a16-g32", "rtn", text, samples=2, length=16)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+SCHEMES = ["w8a8", "fp8", "nf4-dq", "mxfp4", "qoq", "w4a16-g32-asym"]  # and, below, one with rules
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("scheme", "learns"),
+    [
+        *((s, False) for s in SCHEMES),
+        ("w4a16-g32,lm_head=w8a16,model.embed_tokens=bf16", True),
+        *(pytest.param(s, True, marks=slow) for s in SCHEMES),
+    ],
+)
+def test_rounding_to_nearest_gives_the_same_file(
+    plan: Plan, away: str, tmp_path: Path, scheme: str, learns: bool
+) -> None:
+    """`learns`: with calibration text, which rtn measures its errors by."""
+    asked = replace(plan, scheme=scheme, calibration=plan.calibration if learns else None)
+    here = quantize(replace(asked, out=tmp_path / "here"))
+    there = quantize(replace(asked, out=tmp_path / "there", device=away))
+    a, b = weights(here.folder), weights(there.folder)
+    assert a.keys() == b.keys()
+    assert all(a[n].view(torch.uint8).equal(b[n].view(torch.uint8)) for n in a)
+    assert there.quantization["device"] == away and here.quantization["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "method", ["smooth+gptq", "rotate+awq", *(pytest.param(m, marks=slow) for m in ("gptq", "awq+gptq", "rotate+gptq"))]
+)
+def test_methods_that_learn_from_text_run_there(
+    plan: Plan, away: str, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, after an interruption too, and as good as on the CPU; every layer was computed there."""
+    computed: list[bool] = []
+    error = _walk.module_error
+
+    def watched(*args: object) -> _walk.ModuleError:
+        computed.append(isinstance(args[2], Elsewhere) and isinstance(args[3], Elsewhere))
+        return error(*args)  # type: ignore[arg-type]
+
+    options = {"gptq": {"act_order": True}, "rotate+awq": {"grid": 2}, "smooth+gptq": {"clip": False}}
+    asked = replace(plan, method=method, options=options.get(method, {}))
+    here = quantize(replace(asked, out=tmp_path / "here"))
+    monkeypatch.setattr(_walk, "module_error", watched)
+
+    def stop(p: Progress) -> None:
+        raise KeyboardInterrupt
+
+    asked = replace(asked, out=tmp_path / "there", device=away)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(asked, stop)
+    with pytest.raises(ConfigError, match="was begun with device 'meta', not 'cpu'"):
+        quantize(replace(asked, device="cpu", resume=True))
+    there = quantize(replace(asked, resume=True))
+    assert len(computed) == 7 and all(computed)
+    for a, b in zip(here.quantization["modules"], there.quantization["modules"], strict=True):
+        assert b["module"] == a["module"] and b["relative"] == pytest.approx(a["relative"], rel=0.02)
+
+
+def test_a_budget_is_measured_there(plan: Plan, away: str, tmp_path: Path) -> None:
+    asked = replace(plan, budget=6.0, candidates=("w4a16-g32", "w8a16"))
+    here = quantize(replace(asked, out=tmp_path / "here"))
+    there = quantize(replace(asked, out=tmp_path / "there", device=away))
+    assert [m["scheme"] for m in there.quantization["modules"]] == [m["scheme"] for m in here.quantization["modules"]]
+    assert there.quantization["predicted_loss"] == pytest.approx(here.quantization["predicted_loss"], rel=0.01)
+
+
+def test_a_device_that_is_not_here_is_refused_first(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use cpu, cuda, or cuda:N"):
+        quantize(replace(plan, model=str(tmp_path / "no such model"), device="gpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"no CUDA GPU here.*--device cpu"):
+            quantize(replace(plan, model=str(tmp_path / "no such model"), device="cuda"))

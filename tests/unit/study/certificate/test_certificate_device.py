@@ -1,0 +1,130 @@
+"""Certificates of another device: every check runs where the models are, or says that it is the host's arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures_device import Elsewhere, pretended_device
+
+from foretoken import ops
+from foretoken.config import EngineConfig, SpecConfig
+from foretoken.engine.build import Loaded
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.loader import load_model
+from foretoken.ops import Ops, devices, reference
+from foretoken.request import SamplingParams
+from foretoken.study.certificate import acceptance, closeness, kernels, law, logits, mutants, suite
+from foretoken.study.certificate.check import FAILED, PASSED, WARNING, Effort, run_check
+from foretoken.study.certificate.page import render
+from foretoken.study.certificate.subject import Subject
+from foretoken.tokenizer import Tokenizer
+
+LEAST = Effort(1e-9, 0.01)
+
+
+def subject_on(device: str, folders: tuple[Path, Path], weights: str = "w8a16") -> Subject:
+    chosen, quant = ops.resolve("reference"), QuantScheme.parse(weights)
+    target, draft = (load_model(f, chosen, quant, device=device) for f in folders)
+    spec = SpecConfig("draft_model", "draft", num_draft_tokens=3)
+    config = EngineConfig(backend="reference", device=device, format=weights, spec=spec)
+    loaded = Loaded(config, Tokenizer.from_folder(folders[0]), 0, target, (draft,))
+    params = SamplingParams(temperature=0.8, max_tokens=4, ignore_eos=True)
+    subject = Subject(loaded, [(3, 1, 4), (9, 2)], params, max_tokens=4, batch=2)
+    subject.digest = acceptance.weights_digest(subject)
+    return subject
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes cut to nearly nothing: what checks find is tested elsewhere, here only where they compute."""
+    monkeypatch.setattr(kernels, "NUM_ROWS", 4)
+    monkeypatch.setattr(kernels, "SIZES", (1, 2, 3))
+    monkeypatch.setattr(kernels, "PASSES", 1)
+    monkeypatch.setattr(kernels, "LAST", 2)
+    monkeypatch.setattr(kernels, "WIDTHS", (32,))
+    monkeypatch.setattr(kernels, "PRESETS", {"w8a8": None})
+    monkeypatch.setattr(kernels, "OUTPUTS", (3,))
+    monkeypatch.setattr(closeness, "LENGTHS", (1, 5))
+    monkeypatch.setattr(law, "LENGTH", 1)
+    monkeypatch.setattr(law, "PLACES", ((0,),))
+    monkeypatch.setattr(law, "LAWS", {"top-k": law.LAWS["top-k"]})
+    few = ("prefill at once", "tree of drafted tokens")
+    monkeypatch.setattr(logits, "WAYS", {name: way for name, way in logits.WAYS.items() if name in few})
+
+
+# Those that make tensors of their own; the others only run engines, as test_devices.py does for every drafter.
+OWN = ("L1", "L1a", "B1", "L2", "C1", "L5", "L7", "L10")
+OTHERS = tuple(c.id for c in suite.CHECKS if c.id not in OWN)
+
+
+@pytest.mark.parametrize("checks", [OWN, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["own tensors", "engines"])
+def test_every_check_runs_where_the_models_are(
+    checks: tuple[str, ...], pair_folders: tuple[Path, Path], small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    with pretended_device() as name:
+        subject = subject_on(name, pair_folders)
+        plain = reference.linear
+
+        def linear(x: torch.Tensor, w: object, *more: object) -> torch.Tensor:
+            seen.append(isinstance(x, Elsewhere))
+            return plain(x, w, *more)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(reference, "linear", linear)
+        asked = suite.Asked("tiny", Path("p.jsonl"), None, 4, 2, LEAST)
+        certificate = suite.certify(subject, asked, suite.chosen(checks))
+    assert {r.check.id: r.found.findings for r in certificate.results if r.status not in (PASSED, WARNING)} == {}
+    assert seen and all(seen)
+    found = json.loads(json.dumps(certificate.as_dict()))
+    where = {c["id"]: c["device"] for c in found["checks"]}
+    assert where == {i: "cpu" if i in ("L5s", "L7") else name for i in checks}
+    assert all(("it ran on the CPU" in " ".join(c["notes"])) == (c["device"] == "cpu") for c in found["checks"])
+    assert found["config"]["device"] == name and found["config"]["backend"] == "reference"
+    text = render(found)
+    assert f"backend reference, device {name}" in text and f"<dt>ran on</dt><dd>{name}</dd>" in text
+
+
+def test_the_page_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, number {device.index or 0}")
+    assert devices.title("cuda:1") == "a GPU, number 1" and devices.title("cpu") is None
+
+
+def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """B1: a value beyond the tolerance, one that is no number, and a fused op with other bits than its parts."""
+    subject = subject_on("cpu", pair_folders)
+    assert run_check(closeness.CHECKS[0], subject, LEAST).status == PASSED
+    plain = reference.rms_norm
+    off = Ops(reference)
+    for wrong, where in (
+        (lambda x, w, eps: plain(x, w, eps) * (1 + 1e-4), "rms_norm"),
+        (lambda x, w, eps: plain(x, w, eps) * torch.nan, "rms_norm"),
+    ):
+        monkeypatch.setattr(off, "rms_norm", wrong)
+        monkeypatch.setattr(subject.target, "ops", off)
+        result = run_check(closeness.CHECKS[0], subject, LEAST)
+        assert result.status == FAILED and any(f.where == where for f in result.found.findings)
+    fused = Ops(reference)
+    monkeypatch.setattr(fused, "silu_linear", lambda x, w, *more: off.linear(off.silu_mul(x), w) * (1 + 1e-6))
+    monkeypatch.setattr(subject.target, "ops", fused)
+    result = run_check(closeness.CHECKS[0], subject, LEAST)
+    assert result.status == FAILED and "silu_linear" in result.found.findings[0].where
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a product forgets the last column", *(pytest.param(m.name, marks=pytest.mark.slow) for m in mutants.MUTANTS)],
+)
+def test_mutants_are_tried_there_too(
+    name: str, pair_folders: tuple[Path, Path], request: pytest.FixtureRequest
+) -> None:
+    """In toys that lie there."""
+    if name == "a product forgets the last column":
+        request.getfixturevalue("small")
+    chosen = [m for m in mutants.MUTANTS if m.name == name]
+    with pretended_device() as device:
+        tokenizer = Tokenizer.from_folder(pair_folders[0])
+        score = mutants.try_all(tokenizer, chosen, backend="reference", device=device)
+    assert (score["caught"], score["total"]) == (1, 1), score

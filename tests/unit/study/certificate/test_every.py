@@ -1,0 +1,120 @@
+"""Certificates of everything at once: each drafter in each format, and what is said of a cell that fails."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import registry
+from foretoken.cli import main, verify_every
+from foretoken.cli.options import EngineChoice
+from foretoken.config import SpecConfig
+from foretoken.errors import ConfigError
+from foretoken.spec import step
+from foretoken.study import record
+from foretoken.study.certificate import every, suite, wrong
+from foretoken.study.certificate.pages import render_every
+
+
+def methods(spec: SpecConfig) -> set[str]:
+    return {spec.method, *(m for below in spec.below for m in methods(below))}
+
+
+def test_every_drafter_meets_every_format_cache_and_batch() -> None:
+    drafts = verify_every.drafts_of(EngineChoice("embedded", {"draft": None}))
+    made = every.cells(drafts)
+    assert {m for c in made for m in methods(c.draft)} == set(registry.names("drafters"))
+    assert {(c.name, c.format) for c in made} == set(product(dict(drafts), every.FORMATS))
+    assert {(c.name, c.batch) for c in made} == set(product(dict(drafts), every.BATCHES))
+    assert {(c.format, c.batch) for c in made} == set(product(every.FORMATS, every.BATCHES))
+    assert {(c.format, c.kv_format) for c in made} == set(product(every.FORMATS, every.KV_FORMATS))
+    assert [c.format for c in made if c.whole] == list(every.FORMATS), "all checks, once for each format"
+    known = {c.id for c in suite.CHECKS}
+    assert set(every.OF_DRAFTS) < known
+
+
+def test_other_models_have_the_drafts_that_need_none_and_the_one_asked_for() -> None:
+    own = SpecConfig("draft_model", "some/draft")
+    assert [n for n, _ in verify_every.drafts_of(EngineChoice("some/model", {"draft": own}))] == [
+        "--draft",
+        *every.MODELLESS,
+    ]
+    ngram = SpecConfig("ngram")
+    assert [n for n, _ in verify_every.drafts_of(EngineChoice("some/model", {"draft": ngram}))] == list(every.MODELLESS)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cells, and few checks."""
+    monkeypatch.setattr(every, "FORMATS", ("bf16", "w8a8"))
+    cells = every.cells
+    monkeypatch.setattr(every, "cells", lambda drafts: cells(drafts[:2], ("bf16",)))
+    monkeypatch.setattr(every, "OF_DRAFTS", ("S1", "C2"))
+    monkeypatch.setattr(suite, "CHECKS", tuple(c for c in suite.CHECKS if c.id in ("S1", "L10", "C2")))
+
+
+def command(folders: tuple[Path, Path], tmp_path: Path, *more: str) -> list[str]:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the sum of all\nadd one, add one, add one\n")
+    own = ["--model", str(folders[0]), "--draft", str(folders[1]), "--prompts", str(prompts), "--threads", "1"]
+    return ["verify-lossless", "--every", *own, "--max-tokens", "8", "--effort", "1e-6", *more]
+
+
+def test_one_command_makes_all_of_them(
+    few: None, pair_folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, html = tmp_path / "c.jsonl", tmp_path / "c.html"
+    assert main(command(pair_folders, tmp_path, "--out", str(out), "--html", str(html))) == 0
+    found = record.read(out)
+    labels = [(r["config"]["label"], r["config"]["batch"]) for r in found]
+    assert labels == [("draft_model k=4", 1), ("ngram k=4", 16)]
+    assert [[c["id"] for c in r["checks"]] for r in found] == [["S1", "L10", "C2"], ["S1", "C2"]]
+    assert [r["verdict"] for r in found] == ["passed", "these checks passed"]
+    assert "all 2 configurations: passed" in capsys.readouterr().out
+    text = html.read_text()
+    assert "Speculation changed nothing" in text and text.count("<tr>") == 3 and "device cpu" in text
+    assert str(tmp_path) not in text + out.read_text()
+    assert main(command(pair_folders, tmp_path, "--json")) == 0
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 2
+
+
+def test_a_wrong_engine_and_an_impossible_cell(
+    few: None,
+    pair_folders: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = suite.load_subject
+
+    def no_room(asked: Any, config: Any, params: Any) -> Any:
+        if config.spec.method == "ngram":
+            raise ConfigError("no room: lower max_model_len")
+        return load(asked, config, params)
+
+    monkeypatch.setattr(suite, "load_subject", no_room)
+    html = tmp_path / "c.html"
+    assert main(command(pair_folders, tmp_path, "--html", str(html))) == 0
+    assert "these checks passed" in capsys.readouterr().out and "no room: lower max_model_len" in html.read_text()
+    monkeypatch.setattr(step, "verify", wrong.verify("row before"))
+    assert main(command(pair_folders, tmp_path, "--html", str(html))) == 1
+    said = capsys.readouterr().out
+    assert "S1 stops:" in said and "all 2 configurations: failed" in said
+    assert "Not lossless" in html.read_text() and "S1 (failed)" in html.read_text()
+
+
+def test_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-lossless", "--every", "--only", "L3"]) == 2
+    assert "leave --only and --mutants out" in capsys.readouterr().err
+    assert main(["verify-lossless", "--every", "--device", "gpu"]) == 2
+    assert "use cpu, cuda, or cuda:N" in capsys.readouterr().err
+
+
+def test_a_page_of_nothing() -> None:
+    cell = every.Cell(SpecConfig("ngram"), "ngram", "bf16", "bf16", 1, True)
+    text = render_every([every.Outcome(cell, None, "a <b>reason</b>")], "these checks passed")
+    assert "a &lt;b&gt;reason&lt;/b&gt;" in text

@@ -1,0 +1,116 @@
+"""Training on another device: every stage whole on the pretended one, with the CPU's first weights and noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures_device import Elsewhere, pretended_device
+from safetensors.torch import load_file
+
+from foretoken import ops
+from foretoken.errors import ConfigError
+from foretoken.ops import devices
+from foretoken.train import measure, run, trainer
+from foretoken.train.checkpoint import read_tensors
+from foretoken.train.draft import DraftRecipe, run_draft
+from foretoken.train.head import run_head
+from foretoken.train.head_recipe import HeadRecipe
+from foretoken.train.own import Machine, Sources
+from foretoken.train.recipe import TrainSettings
+from foretoken.train.seeds import TextSettings
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The pretended device, which is as good as any."""
+    monkeypatch.setattr(devices, "check", lambda name: None)
+    with pretended_device() as name:
+        yield name
+
+
+@pytest.fixture
+def reference_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backend knows the pretended device's name."""
+    plain = ops.resolve("reference")
+    monkeypatch.setattr(ops, "resolve", lambda *args: plain)
+
+
+def test_a_pair_is_trained_there(
+    recipe_path: Path, data: Path, tmp_path: Path, away: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = {"steps = 12": "steps = 3", "steps = 8": "steps = 2", "num_prompts = 20": "num_prompts = 4"}
+    text = recipe_path.read_text()
+    for old, new in steps.items():
+        text = text.replace(old, new)
+    recipe_path.write_text(text)
+    for name, less in {"NEW_TOKENS": 2, "PROMPTS_PER_DOMAIN": 1, "DEMO_PROMPTS_PER_DOMAIN": 1}.items():
+        monkeypatch.setattr(measure, name, less)
+    documents = measure.corpus.held_out_documents
+    monkeypatch.setattr(measure.corpus, "held_out_documents", lambda *args: documents(*args)[10:15])
+    here = run(recipe_path, data=data, out=tmp_path / "here", quiet=True)
+    seen: list[bool] = []
+    step = trainer.one_step
+
+    def watched(job: trainer.Job, *more: object) -> tuple[float, float, int]:
+        seen.append(all(isinstance(p.data, Elsewhere) for p in job.model.parameters()))
+        return step(job, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "one_step", watched)
+    there = run(recipe_path, data=data, out=tmp_path / "there", device=away, quiet=True)
+    assert seen == [True] * 5
+    for a, b in ((here.target, there.target), (here.draft, there.draft)):
+        one, other = (read_tensors(f / "model.safetensors")[0] for f in (a, b))
+        assert one.keys() == other.keys()
+        assert all(torch.allclose(one[n].float(), other[n].float(), atol=1e-3) for n in one)
+    assert there.results["acceptance"]["all"]["drafted"] > 0
+    perplexity = [r.results["perplexity"]["target"]["talk"]["perplexity"] for r in (here, there)]
+    assert perplexity[1] == pytest.approx(perplexity[0], rel=1e-2)
+
+
+SMALL = {"texts": TextSettings(num_texts=2, new_tokens=3, prompt_tokens=8), "batch": 2}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Sources:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the sum of all parts {i}"}) + "\n" for i in range(4)))
+    return Sources(prompts)
+
+
+def test_a_head_is_trained_there(
+    pair_folders: tuple[Path, Path], sources: Sources, tmp_path: Path, away: str, reference_there: None
+) -> None:
+    """As `train head --device`: texts and states of a target there, the head's own vocabulary, the exported file."""
+    recipe = HeadRecipe(target=str(pair_folders[0]), train=TrainSettings(2, rows=1, warmup=1), **SMALL)
+    recipe = replace(
+        recipe, layers=(1, 2, 2), size=replace(recipe.size, draft_vocab_size=64), loss=replace(recipe.loss, unroll=2)
+    )
+    heads = [
+        run_head(recipe, sources, tmp_path / name, Machine("reference", device), quiet=True).head
+        for name, device in (("here", "cpu"), ("there", away))
+    ]
+    one, other = (load_file(head / "model.safetensors") for head in heads)
+    assert one.keys() == other.keys() and one["d2t"].equal(other["d2t"])
+    assert all(torch.allclose(one[n].float(), other[n].float(), atol=2e-2) for n in one)
+
+
+def test_a_draft_is_trained_there(
+    pair_folders: tuple[Path, Path], sources: Sources, tmp_path: Path, away: str, reference_there: None
+) -> None:
+    recipe = DraftRecipe(target=str(pair_folders[0]), train=TrainSettings(2, rows=1, warmup=1), **SMALL)
+    drafts = [
+        run_draft(recipe, sources, tmp_path / name, Machine("reference", device), quiet=True).draft
+        for name, device in (("here", "cpu"), ("there", away))
+    ]
+    one, other = (load_file(draft / "model.safetensors") for draft in drafts)
+    assert all(torch.allclose(one[n].float(), other[n].float(), atol=2e-2) for n in one)
+
+
+def test_a_device_that_is_not_here_is_refused_first(recipe_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use cpu, cuda, or cuda:N"):
+        run(tmp_path / "no recipe", data=tmp_path, out=tmp_path / "out", device="gpu")
