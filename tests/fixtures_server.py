@@ -69,7 +69,7 @@ class Server:
         """End it, if it has not ended; returns the exit code."""
         self.process.terminate()
         try:
-            return self.process.wait(30)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -100,7 +100,7 @@ def gauge(client: httpx.Client, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"vllm:{name}{{"))
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> float:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
     """Wait until it holds; returns how long that took."""
     start = time.monotonic()
     while not condition():

@@ -51,9 +51,9 @@ class _Turn:
 
 
 class Scheduler:
-    """By priority, then by turns of owners, each first come, first served. Rows or blocks short: drafts go first, then
-    the last in rank.
+    """By priority, then by turns of owners, each first come, first served.
 
+    Rows or blocks short: drafts go first, then the last in rank.
     A preempted sequence loses its blocks and waits for its turn; all its tokens are pending again. Nobody starves:
     priorities are overruled by patience (after `PATIENCE` more important ones that came later went first, only arrival
     counts), and an owner with nothing running is behind no other for more than one turn.
@@ -69,7 +69,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._turns: dict[Sequence, _Turn] = {}
         self._owners: Counter[str] = Counter()  # sequences of each, running or waiting
-        self._served: dict[str, int] = {}  # when an owner's turn was last, counted in sequences that started
+        self._served: dict[str, int] = {}  # by owner (they are few), the number of the last sequence that started
         self._num_started = 0
         self._num_added = 0
 

@@ -25,6 +25,7 @@ from foretoken.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILE
 
 log = logging.getLogger("foretoken")
 WALL = 5.0  # seconds by the clock for each second of work: others compute too
+LEAVING = 5.0  # seconds for a fork to end that has closed its pipe: it does so at once, when its turn comes
 TOO_MUCH = "it takes too much time or memory to compile; simplify it"
 
 
@@ -87,16 +88,18 @@ class Aside:
         """
         sys.stderr.flush()
         reading, pid = self._fork(kind, source)
+        answer: bytes | None = None
         try:
             answer = _read(reading, time.monotonic() + WALL * COMPILE_SECONDS)
         finally:
             os.close(reading)
-            code = _end(pid)
-        if code == 0 and answer[:1] == b"+":
-            return answer[1:].decode()
+            code = _end(pid, 0.0 if answer is None else LEAVING)
+        said = (answer or b"").decode() if code == 0 else ""
+        if said.startswith("+"):
+            return said[1:]
         if code == -signal.SIGKILL:  # by the clock, or by the system; its own limits end it otherwise
             raise StalledError("compiling was stopped")
-        raise RequestError((code == 0 and answer[1:].decode()) or f"structured output: {TOO_MUCH}")
+        raise RequestError(said[1:] or f"structured output: {TOO_MUCH}")
 
     def _fork(self, kind: str, source: str) -> tuple[int, int]:
         """Begin to compile; where the answer will come, and the fork's id. Raises StalledError."""
@@ -135,9 +138,10 @@ class Aside:
             os._exit(0)
 
 
-def _end(pid: int) -> int:
-    """The exit code of a process that has ended, or has to."""
-    for _ in range(40):  # what it had to say has come: it is about to end by itself
+def _end(pid: int, patience: float) -> int:
+    """The exit code of a process that has ended, or has to after so many seconds."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
@@ -146,13 +150,13 @@ def _end(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _read(reading: int, until: float) -> bytes:
-    """All that a pipe gives; nothing where that does not end in time."""
+def _read(reading: int, until: float) -> bytes | None:
+    """All that a pipe gives; None where that does not end in time."""
     parts: list[bytes] = []
     while True:
         ready, _, _ = select.select([reading], [], [], max(0.0, until - time.monotonic()))
         if not ready:
-            return b""
+            return None
         part = os.read(reading, 2**16)
         if not part:
             return b"".join(parts)

@@ -29,10 +29,9 @@ from foretoken.server.protocol import (
     ChatFields,
     Common,
     CompletionFields,
-    F,
     ResponseFields,
-    read,
 )
+from foretoken.server.reading import F, read
 from foretoken.server.replies import Reply
 from foretoken.server.responses import ResponseReply
 from foretoken.server.stream import Job

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import ConfigError
+from foretoken.study.fields import PROFILE_SCHEMA
 from foretoken.study.limits import Limits
 
-SCHEMA = "foretoken.profile/1"
 Report = Callable[[str, float, float], None]  # stage, done, total
 
 
@@ -147,7 +147,7 @@ class Profile:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as it is written to JSON."""
         return {
-            "schema": SCHEMA,
+            "schema": PROFILE_SCHEMA,
             "date": self.date,
             "commit": self.commit,
             "machine": dict(self.machine),
@@ -173,9 +173,9 @@ class Profile:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the profile") -> Profile:
         """The inverse of as_dict. Raises ConfigError for data that `foretoken profile` did not write."""
-        if data.get("schema") != SCHEMA:
+        if data.get("schema") != PROFILE_SCHEMA:
             raise ConfigError(
-                f"{where} has schema {data.get('schema')!r}, this version reads {SCHEMA!r}; profile again"
+                f"{where} has schema {data.get('schema')!r}, this version reads {PROFILE_SCHEMA!r}; profile again"
             )
         kept = ("threads", "backend", "interleaved", "interrupted", "peak_memory_bytes", "commit", "date", "machine")
         try:

@@ -23,89 +23,11 @@ from foretoken.engine.alarm import is_useless
 from foretoken.engine.llm import LLM
 from foretoken.errors import ConfigError
 from foretoken.models.loader import resolve_model
-from foretoken.study.costs import SCHEMA as PROFILE_SCHEMA
-from foretoken.study.load.records import FIELDS as LOAD_FIELDS, SCHEMA as LOAD_SCHEMA
+from foretoken.study.fields import BENCH_SCHEMA, check
 from foretoken.study.measure import Bench, Run
 from foretoken.study.workload import Arm, Workload, spec_as_dict
 
-SCHEMA = "foretoken.bench/1"
 DIGEST_LIMIT = 256 * 2**20  # bytes: larger weights are named, not hashed
-FIELDS: dict[str, tuple[type, ...]] = {
-    "schema": (str,),
-    "run": (str,),
-    "time": (str,),
-    "commit": (str,),
-    "machine": (dict,),
-    "config": (dict,),
-    "repetitions": (list,),
-    "tokens_per_s": (float,),
-    "latency_s": (dict,),
-    "ttft_s": (dict,),
-    "time_per_output_token_s": (dict,),
-    "acceptance_rate": (float, type(None)),
-    "mean_acceptance_length": (float, type(None)),
-    "rollbacks": (int,),
-    "accepted_per_pos": (list,),
-    "speedup": (float,),
-    "equals_plain": (bool,),
-    "time_split": (dict,),
-    "overhead_ms_per_round": (float,),
-}
-
-
-# What another command writes: its schema, the command, and its fields.
-PROFILE_FIELDS: dict[str, tuple[type, ...]] = {
-    "schema": (str,),
-    "date": (str,),
-    "commit": (str,),
-    "machine": (dict,),
-    "threads": (int,),
-    "backend": (str,),
-    "limits": (dict,),
-    "interleaved": (bool,),
-    "interrupted": (bool,),
-    "shape": (dict,),
-    "stored": (list,),
-    "costs": (list,),
-    "prefill": (list,),
-    "batch": (list,),
-    "draft": (dict, type(None)),
-}
-
-EVAL_SCHEMA = "foretoken.eval/1"
-EVAL_FIELDS: dict[str, tuple[type, ...]] = {
-    "schema": (str,),
-    "run": (str,),
-    "time": (str,),
-    "commit": (str,),
-    "machine": (dict,),
-    "config": (dict,),
-    "perplexity": (dict, type(None)),
-    "tasks": (list,),
-    "comparison": (dict, type(None)),
-}
-CERTIFICATE_SCHEMA = "foretoken.certificate/1"
-CERTIFICATE_FIELDS: dict[str, tuple[type, ...]] = {
-    "schema": (str,),
-    "time": (str,),
-    "commit": (str,),
-    "machine": (dict,),
-    "config": (dict,),
-    "effort": (float,),
-    "verdict": (str,),
-    "false_alarm": (float,),
-    "seconds": (float,),
-    "acceptance": (dict,),
-    "checks": (list,),
-    "left_out": (list,),
-    "mutants": (dict, type(None)),
-}
-OTHERS = {
-    PROFILE_SCHEMA: ("profile", PROFILE_FIELDS),
-    EVAL_SCHEMA: ("eval", EVAL_FIELDS),
-    CERTIFICATE_SCHEMA: ("verify-lossless", CERTIFICATE_FIELDS),
-    LOAD_SCHEMA: ("bench serve", LOAD_FIELDS),
-}
 
 
 def now() -> str:
@@ -266,7 +188,7 @@ def make_record(
     metrics = runs[0].metrics
     done = [c.metrics for run in runs for c in run.completions]
     return {
-        "schema": SCHEMA,
+        "schema": BENCH_SCHEMA,
         "run": run_id,
         "time": now(),
         "commit": commit(),
@@ -337,19 +259,6 @@ def spread(values: Seq[float]) -> dict[str, float | None]:
         "mean": sum(ordered) / len(ordered),
         "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
     }
-
-
-def check(record: Mapping[str, object]) -> None:
-    """Raise ConfigError naming the first field that is missing or of a wrong type."""
-    schema = record.get("schema")
-    command, fields = OTHERS.get(schema if isinstance(schema, str) else "", ("bench", FIELDS))
-    for name, kinds in fields.items():
-        if name not in record:
-            raise ConfigError(f"the record lacks {name!r}; it was not written by `foretoken {command}`")
-        if not isinstance(record[name], kinds):
-            raise ConfigError(f"the record's {name!r} is {record[name]!r}; it was not written by `foretoken {command}`")
-    if record["schema"] not in (SCHEMA, *OTHERS):
-        raise ConfigError(f"the record has schema {record['schema']!r}, this version reads {SCHEMA!r}")
 
 
 def prepare(path: Path, flag: str = "--out") -> None:

@@ -13,7 +13,7 @@ from lawkit import write_model
 from foretoken.cli import main
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError
-from foretoken.study import record
+from foretoken.study import fields, record
 from foretoken.study.quality import compare
 from foretoken.study.quality.compare import Comparing
 from foretoken.study.quality.variant import Footprint, Variant
@@ -69,7 +69,7 @@ def test_json_is_the_record_and_a_format_changes_it(cli: Cli, model: str, data: 
         code, out, _ = cli("--model", model, "--data", data, "--window", "64", "--json", *more)
         assert code == 0
         line = json.loads(out)
-        record.check(line)
+        fields.check(line)
         low, high = line["perplexity"]["interval"]
         assert low < line["perplexity"]["value"] < high
         values.append(line["perplexity"]["value"])

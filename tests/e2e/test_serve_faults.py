@@ -108,19 +108,19 @@ def test_keys(server: Server, http: httpx.Client) -> None:
 
 
 def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.Client) -> None:
-    """Four run at once; of one key 40 are there first, and the one of another ends while some of these still wait."""
+    """Four run at once; of one key 28 are there first, and the one of another ends while some of these still wait."""
     ended: list[int] = []
 
     def flood(number: int) -> None:
         assert http.post("/v1/completions", json={"prompt": "the sum of", **LONG}).status_code == 200
         ended.append(number)
 
-    with ThreadPoolExecutor(10) as threads:
-        waiting = [threads.submit(flood, number) for number in range(10)]
-        wait_until(lambda: gauge(http, "num_requests_waiting") >= 24)
+    with ThreadPoolExecutor(7) as threads:
+        waiting = [threads.submit(flood, number) for number in range(7)]
+        wait_until(lambda: gauge(http, "num_requests_waiting") >= 16)
         with server.client(headers={"authorization": f"Bearer {ENVIRONMENT['FORETOKEN_API_KEY']}"}) as other:
             alone = complete(other)
-        assert len(ended) <= 6, "its turn was the next"
+        assert len(ended) <= 4, "its turn was the next"
         for one in waiting:
             one.result()
     assert alone == complete(http), "whose turn it is changes no text"
@@ -178,7 +178,7 @@ def test_a_poisoned_request_ends_alone(server: Server, http: httpx.Client) -> No
     poison = {"prompt": "x", "banned_token_ids": list(range(304)), "max_tokens": 4}
     failed = http.post("/v1/completions", json=poison)
     assert failed.status_code == 400 and "no token was left" in failed.json()["error"]["message"]
-    neighbour.join(30)
+    neighbour.join(60)
     assert neighbour.lines[-1] == "[DONE]"
     assert "".join(json.loads(line)["choices"][0]["text"] for line in neighbour.lines[:-1]) == alone
     assert http.get("/health").status_code == 200
@@ -200,8 +200,8 @@ def test_a_dead_engine_is_replaced(server: Server, http: httpx.Client) -> None:
     first = Reader(http, kill, **many)
     wait_until(lambda: len(killed) > 0)
     for reader in (first, *others):
-        reader.join(10)
-        assert 0 < reader.ended - killed[0] < 5.0, "told at once; the rest is for busy machines"
+        reader.join(60)
+        assert 0 < reader.ended - killed[0] < 30.0, "told at once; the rest is for busy machines"
         if reader.status == 200:
             assert reader.lines[-1] == "[DONE]"
             assert json.loads(reader.lines[-2])["error"]["type"] == "service_unavailable_error"
@@ -211,7 +211,7 @@ def test_a_dead_engine_is_replaced(server: Server, http: httpx.Client) -> None:
     for path, body in (("/health", None), ("/ready", None), ("/v1/completions", {"prompt": "x"})):
         response = http.get(path) if body is None else http.post(path, json=body)
         assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
-    wait_until(lambda: http.get("/ready").status_code == 200, 60)
+    wait_until(lambda: http.get("/ready").status_code == 200)
     assert http.get("/health").status_code == 200
     assert server.engine_pid != engine
     assert complete(http) == alone
@@ -225,7 +225,7 @@ def test_a_stopped_engine_that_goes_on_is_no_dead_one(server: Server, http: http
     time.sleep(0.5)
     assert http.get("/health").status_code == 200
     os.kill(engine, signal.SIGCONT)
-    reader.join(20)
+    reader.join(60)
     assert reader.lines[-1] == "[DONE]" and server.engine_pid == engine
 
 
@@ -249,13 +249,13 @@ def drain(server: Server, http: httpx.Client) -> None:
     assert http.get("/ready").status_code == 503
     assert http.get("/health").status_code == 200
     for reader in (quick, *slow):
-        reader.join(20)
+        reader.join(60)
         assert reader.status in (200, 503), reader.lines
     assert "".join(json.loads(line)["choices"][0]["text"] for line in quick.lines[:-1]) == alone
     cut = [r for r in slow if r.status == 200 and "error" in json.loads(r.lines[-2])]
     assert cut, "the drain time was long enough for all of them"
     assert all(r.lines[-1] == "[DONE]" for r in slow if r.status == 200)
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     assert not children(server.process.pid) and not Path(f"/proc/{engine}").exists()
 
 

@@ -82,7 +82,7 @@ def server(pair_folders: tuple[Path, Path]) -> Iterator[Poor]:
         yield made
     finally:
         made.process.terminate()
-        assert made.process.wait(30) == 0
+        assert made.process.wait(60) == 0
         assert not children(made.process.pid)
 
 
@@ -118,7 +118,7 @@ def test_connections_without_number(server: Poor) -> None:
         engine = server.child("worker")
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: http.get("/health").status_code == 503)
-        wait_until(lambda: http.get("/ready").status_code == 200, 60)
+        wait_until(lambda: http.get("/ready").status_code == 200)
         assert text_of(http) == alone and server.child("worker") != engine
         stack.close()
         wait_until(lambda: server.num_files <= before)
@@ -137,7 +137,7 @@ def test_who_does_not_read_holds_up_nobody(server: Poor) -> None:
             connection.sendall(HEAD + b"%d\r\n\r\n" % len(body) + body)
         wait_until(lambda: gauge(http, "num_requests_running") > 0)
         assert text_of(http) == alone
-        wait_until(lambda: gauge(http, "num_requests_running") == 0, 60)  # the engine does not wait for readers
+        wait_until(lambda: gauge(http, "num_requests_running") == 0)  # the engine does not wait for readers
         stack.close()
         wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
         wait_until(lambda: server.num_files < 40)

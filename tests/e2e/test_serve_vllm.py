@@ -46,7 +46,7 @@ class Fronted(Server):
 
 @pytest.fixture
 def fronted(tmp_path: Path) -> Iterator[Fronted]:
-    made = Fronted(tmp_path, "--drain-timeout", "1")
+    made = Fronted(tmp_path, "--drain-timeout", "4")
     try:
         yield made
     finally:
@@ -94,7 +94,7 @@ def test_who_leaves_is_not_written_for(fronted: Fronted) -> None:
         body = {"prompt": "long", "stream": True, "max_tokens": 2000}
         with http.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_raw())
-        wait_until(lambda: {"left": "long"} in fronted.seen, 10)
+        wait_until(lambda: {"left": "long"} in fronted.seen)
         wait_until(lambda: "foretoken:num_requests_inside 0.0" in http.get("/metrics").text)
         assert 'status="499"' in http.get("/metrics").text
 
@@ -103,19 +103,19 @@ def test_a_death_is_told_at_once_and_mended(fronted: Fronted) -> None:
     with fronted.client() as http:
         start = time.monotonic()
         cut = stream(http, "die later", max_tokens=100)
-        assert cut[-1]["error"]["type"] == "service_unavailable_error" and time.monotonic() - start < 5
-        wait_until(lambda: "foretoken:engine_restarts 1.0" in http.get("/metrics").text, 10)
-        wait_until(lambda: http.get("/ready").status_code == 200, 30)
+        assert cut[-1]["error"]["type"] == "service_unavailable_error" and time.monotonic() - start < 30
+        wait_until(lambda: "foretoken:engine_restarts 1.0" in http.get("/metrics").text)
+        wait_until(lambda: http.get("/ready").status_code == 200)
         assert http.get("/health").status_code == 200
         assert http.post("/v1/completions", json={"prompt": "die"}).status_code == 503
-        wait_until(lambda: "foretoken:engine_restarts 2.0" in http.get("/metrics").text, 10)
-        wait_until(lambda: http.get("/ready").status_code == 200, 30)
+        wait_until(lambda: "foretoken:engine_restarts 2.0" in http.get("/metrics").text)
+        wait_until(lambda: http.get("/ready").status_code == 200)
         assert http.post("/v1/completions", json={"prompt": "ok"}).json() == {"choices": [{"text": "OK"}]}
         sick = Path(f"{fronted.file}.sick")  # it lives, and says that it is not well
         sick.write_text("")
-        wait_until(lambda: "foretoken:engine_restarts 3.0" in http.get("/metrics").text, 15)
+        wait_until(lambda: "foretoken:engine_restarts 3.0" in http.get("/metrics").text)
         sick.unlink()
-        wait_until(lambda: http.get("/ready").status_code == 200, 30)
+        wait_until(lambda: http.get("/ready").status_code == 200)
     folders = [f["arguments"][-1] for f in fronted.seen if "arguments" in f]
     assert len(set(folders)) == 4 and [Path(f).parent.exists() for f in folders] == [False] * 3 + [True]
     assert stat.S_IMODE(Path(folders[-1]).parent.stat().st_mode) == 0o700
@@ -125,15 +125,15 @@ def test_sigterm_lets_streams_finish_and_tells_the_rest(fronted: Fronted) -> Non
     from concurrent.futures import ThreadPoolExecutor
 
     with fronted.client() as http, ThreadPoolExecutor(2) as pool:
-        short = pool.submit(stream, http, "short", max_tokens=30)
+        short = pool.submit(stream, http, "short", max_tokens=15)
         long = pool.submit(stream, http, "long", max_tokens=5000)
         wait_until(lambda: sum("body" in s for s in fronted.seen) == 2)
         fronted.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: http.get("/ready").status_code == 503, 5)
+        wait_until(lambda: http.get("/ready").status_code == 503)
         assert http.post("/v1/completions", json={"prompt": "new"}).status_code == 503
-        assert len(short.result()) == 30 and "error" not in short.result()[-1]
+        assert len(short.result()) == 15 and "error" not in short.result()[-1]
         assert long.result()[-1]["error"]["type"] == "service_unavailable_error"
-    assert fronted.process.wait(20) == 0
+    assert fronted.process.wait(60) == 0
 
 
 def test_a_first_start_that_fails_ends_the_server(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_first_start_that_fails_ends_the_server(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho no model >&2; exit 3\n")
     python.chmod(0o755)
     made = Server("--engine", "vllm", "--vllm-python", str(python))
-    assert made.process.wait(20) == 2
+    assert made.process.wait(60) == 2
     said = " ".join(str(line["message"]) for line in made.log)
     assert "no model" in said and "vLLM ended with code 3" in said
 

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import make_tables
 import pytest
+import recorded
 
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.drafter import parse_options
-from foretoken.study.record import SCHEMA
+from foretoken.study.fields import BENCH_SCHEMA
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,9 +29,6 @@ def load(path: Path) -> ModuleType:
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-make_tables = load(ROOT / "docs" / "make_tables.py")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -63,7 +62,14 @@ def line(run: str, label: str, speedup: float) -> str:
     """A record as `foretoken bench` writes it, with made-up numbers."""
     config = {"model": "m", "num_parameters": 1_000_000, "format": "fp32", "batch_size": 1, "num_prompts": 2}
     config |= {"temperature": 0.0, "top_p": 1.0, "seed": 1, "label": label, "draft": label}
-    record = {"schema": SCHEMA, "run": run, "time": run, "commit": "c0ffee", "config": config, "repetitions": [{}, {}]}
+    record = {
+        "schema": BENCH_SCHEMA,
+        "run": run,
+        "time": run,
+        "commit": "c0ffee",
+        "config": config,
+        "repetitions": [{}, {}],
+    }
     record |= {"machine": {"cpu": "a|b", "cores": 2, "threads": 2, "isa": "avx2"}, "tokens_per_s": 10.0}
     record |= {name: {"median": 0.001} for name in ("latency_s", "ttft_s", "time_per_output_token_s", "time_split")}
     record |= {"acceptance_rate": 0.5, "mean_acceptance_length": 2.5, "rollbacks": 7, "accepted_per_pos": [1]}
@@ -72,7 +78,7 @@ def line(run: str, label: str, speedup: float) -> str:
 
 
 def test_a_table_shows_the_newest_run_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_tables, "RECORDS", tmp_path)
+    monkeypatch.setattr(recorded, "RECORDS", tmp_path)
     assert "No record yet" in make_tables.table("trial")
     lines = [
         line("2026-01-01", "ngram k=3", 1.11),

@@ -19,6 +19,7 @@ from foretoken.study import record
 from foretoken.study.certificate import acceptance, closeness, kernels, law, logits, sampled, texts
 from foretoken.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
 from foretoken.study.certificate.subject import Subject, storeless
+from foretoken.study.fields import CERTIFICATE_SCHEMA
 from foretoken.study.workload import read_prompts
 
 # The order in which they run: acceptance is counted while texts are compared, leaks of all engines come last.
@@ -87,7 +88,7 @@ class Certificate:
     def as_dict(self) -> dict[str, Any]:
         """The record, schema `foretoken.certificate/1`."""
         return {
-            "schema": record.CERTIFICATE_SCHEMA,
+            "schema": CERTIFICATE_SCHEMA,
             "time": record.now(),
             "commit": record.commit(),
             "machine": record.machine(),

@@ -7,32 +7,10 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from foretoken.study.fields import LOAD_SCHEMA
 from foretoken.study.load.bench import Arm, Bench, Cell, Repetition
 from foretoken.study.load.figures import same_texts
 
-SCHEMA = "foretoken.load/1"
-FIELDS: dict[str, tuple[type, ...]] = {
-    "schema": (str,),
-    "run": (str,),
-    "time": (str,),
-    "commit": (str,),
-    "machine": (dict,),
-    "config": (dict,),
-    "repetitions": (list,),
-    "output_tokens_per_s": (float,),
-    "goodput_requests_per_s": (float,),
-    "ttft_ms": (dict,),
-    "tpot_ms": (dict,),
-    "itl_chunk_ms": (dict,),
-    "itl_token_ms": (dict, type(None)),
-    "e2e_ms": (dict,),
-    "acceptance": (dict, type(None)),
-    "speedup": (float, type(None)),
-    "same_texts": (list, type(None)),
-    "errors": (dict,),
-    "retries": (int,),
-    "remarks": (list,),
-}
 SPREADS = ("ttft_ms", "tpot_ms", "itl_chunk_ms", "itl_token_ms", "e2e_ms")
 BUSY = 0.7  # share of a core above which the generator may be what is measured
 LATE = 20.0  # ms
@@ -76,7 +54,7 @@ def make_records(bench: Bench, cell: Cell, head: Mapping[str, Any]) -> list[dict
     made = []
     for arm in bench.arms:
         mine = cell.repetitions[arm.label]
-        record = {"schema": SCHEMA, **head, "config": config(bench, arm, cell), **_figures(mine)}
+        record = {"schema": LOAD_SCHEMA, **head, "config": config(bench, arm, cell), **_figures(mine)}
         record |= {"speedup": None, "same_texts": None}
         if arm is not bench.arms[0]:
             record |= _against(mine, base)

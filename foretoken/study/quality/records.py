@@ -1,4 +1,4 @@
-"""Records of evaluations: one model, one line, of `record.EVAL_SCHEMA`; a comparison writes one for each variant."""
+"""Records of evaluations: one model, one line, of `EVAL_SCHEMA`; a comparison writes one for each variant."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from foretoken.engine.llm import LLM
 from foretoken.study import record
+from foretoken.study.fields import EVAL_SCHEMA
 from foretoken.study.quality.compare import Comparison, Row
 from foretoken.study.quality.suite import Quality, Text
 from foretoken.study.quality.tasks import Settings
@@ -36,7 +37,7 @@ def _config(variant: Variant, tasks: Seq[str], settings: Settings, text: Text) -
 
 def _record(config: Mapping[str, Any], quality: Quality, seed: int, run_id: str, comparison: Any) -> dict[str, Any]:
     return {
-        "schema": record.EVAL_SCHEMA,
+        "schema": EVAL_SCHEMA,
         "run": run_id,
         "time": record.now(),
         "commit": record.commit(),

@@ -21,7 +21,8 @@ from foretoken.server.errors import ApiError, bad_request
 from foretoken.server.grammars import MAX_REFUSALS, Grammars
 from foretoken.server.helper import Helper, HelperDiedError
 from foretoken.server.loading import Loader
-from foretoken.server.protocol import ChatFields, read
+from foretoken.server.protocol import ChatFields
+from foretoken.server.reading import read
 from foretoken.server.structured import Source
 from foretoken.server.text import vocabulary
 from foretoken.server.tools import PARSERS, Call, More

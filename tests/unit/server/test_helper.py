@@ -131,6 +131,27 @@ async def test_a_grammar_is_refused_for_its_own_faults_only(
     assert aside._answer({"type": "compile", "kind": "regex", "source": "x"})["type"] == kind
 
 
+@pytest.mark.parametrize(("compiling", "kind"), [(str, "done"), (_much, "refused")])
+async def test_what_a_fork_says_counts_though_it_is_slow_to_end(
+    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: str
+) -> None:
+    class Pretended:
+        def compiled(self, kind: str, source: str) -> str:
+            return compiling()
+
+    end = os._exit
+
+    def late(code: int) -> None:
+        os.closerange(3, 256)  # as the end itself does; but then comes another process's turn
+        time.sleep(0.5)
+        end(code)
+
+    monkeypatch.setattr(os, "_exit", late)  # called in the fork only
+    aside = asides.Aside(socket.socket())
+    aside._matching = Pretended()
+    assert aside._answer({"type": "compile", "kind": "regex", "source": "x"})["type"] == kind
+
+
 async def test_nothing_is_taken_after_the_end() -> None:
     client = EngineClient("x", {})
     client.state = "ready"

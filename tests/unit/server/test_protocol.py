@@ -13,14 +13,13 @@ from foretoken.server import limits
 from foretoken.server.errors import ApiError, clean
 from foretoken.server.parameters import wish
 from foretoken.server.protocol import (
-    REFUSED,
     ChatFields,
     CompletionFields,
     DetokenizeFields,
     ResponseFields,
     TokenizeFields,
-    read,
 )
+from foretoken.server.reading import REFUSED, read
 
 ROUTES: list[tuple[Any, dict[str, Any]]] = [
     (CompletionFields, {"prompt": "x"}),

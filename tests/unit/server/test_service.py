@@ -13,7 +13,7 @@ import httpx
 import pytest
 from lawkit import Pair
 
-from foretoken.server import calls, conversation, frames, gate as gates, limits, protocol
+from foretoken.server import calls, conversation, frames, gate as gates, limits, reading
 from foretoken.server.app import create_app
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
@@ -136,14 +136,14 @@ async def test_prompts_are_bounded_in_sum(served: Served, monkeypatch: pytest.Mo
 
 async def test_arguments_and_schemas_are_bounded_in_sum() -> None:
     many = json.dumps({"a": [0] * (limits.MAX_VALUES // 4)})
-    messages = protocol.read(ChatFields, {"messages": [calling(many, 3)]}).messages
+    messages = reading.read(ChatFields, {"messages": [calling(many, 3)]}).messages
     assert len(conversation.plain(messages)) == 1
-    messages = protocol.read(ChatFields, {"messages": [calling(many, 5)]}).messages
+    messages = reading.read(ChatFields, {"messages": [calling(many, 5)]}).messages
     with pytest.raises(ApiError, match="arguments of tool calls hold more than"):
         conversation.plain(messages)
     fits, beyond = (limits.MAX_TOOL_SCHEMAS // 50_000, 1 + limits.MAX_TOOL_SCHEMAS // 50_000)
     for count in (fits, beyond):
-        fields = protocol.read(
+        fields = reading.read(
             ChatFields, {"messages": [HELLO], "tools": tools(count, 50_000), "tool_choice": "required"}
         )
         if count == fits:

@@ -10,7 +10,8 @@ import pytest
 
 from foretoken.server import limits, schemas
 from foretoken.server.errors import ApiError
-from foretoken.server.protocol import ChatFields, CompletionFields, ResponseFields, read
+from foretoken.server.protocol import ChatFields, CompletionFields, ResponseFields
+from foretoken.server.reading import read
 from foretoken.server.structured import StructuredOutputs
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

@@ -12,7 +12,8 @@ from lawkit import Pair
 from foretoken.server.arguments import opened
 from foretoken.server.chat import ChatReply
 from foretoken.server.errors import ApiError
-from foretoken.server.protocol import ChatFields, read
+from foretoken.server.protocol import ChatFields
+from foretoken.server.reading import read
 from foretoken.server.service import tool_parser
 from foretoken.server.stream import Piece
 from foretoken.server.text import Text

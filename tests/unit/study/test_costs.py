@@ -13,7 +13,7 @@ import torch
 from fixtures_models import backends
 
 from foretoken.errors import ConfigError, RegistryError
-from foretoken.study import grid, limits, profiler, record, shapes
+from foretoken.study import fields, grid, limits, profiler, record, shapes
 from foretoken.study.costs import Cost, Profile, profile, read_profile
 from foretoken.study.limits import from_rates
 from foretoken.study.passes import Pass, Subject
@@ -89,7 +89,7 @@ def test_json_and_back(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="profile"):
             read_profile(path)
     with pytest.raises(ConfigError, match=r"lacks 'costs'.*foretoken profile"):
-        record.check({k: v for k, v in data.items() if k != "costs"})
+        fields.check({k: v for k, v in data.items() if k != "costs"})
 
 
 def test_a_checkpoint(pair_folders: tuple[Path, Path]) -> None:

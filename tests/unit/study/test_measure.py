@@ -10,7 +10,7 @@ import pytest
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError, RequestError
 from foretoken.request import SamplingParams, SpecMetrics
-from foretoken.study import record, report
+from foretoken.study import fields, record, report
 from foretoken.study.measure import Bench, Run
 from foretoken.study.workload import Workload, arms
 
@@ -110,7 +110,7 @@ def test_a_foreign_record_is_refused(measured: Measured, tmp_path: Path, damage:
     bench, _, runs = measured
     plain = runs[bench.arms[0]]
     line = record.make_record({}, plain, plain, "now", {})
-    record.check(line)
+    fields.check(line)
     bad = {**line, "schema": "other/2"} if damage == "schema" else {k: v for k, v in line.items() if k != damage}
     with pytest.raises(ConfigError, match=damage):
         record.append(tmp_path / "r.jsonl", bad)
@@ -151,7 +151,7 @@ def test_levels_are_counted_for_each_run(pair_folders: tuple[Path, Path]) -> Non
             assert sum(getattr(m, field) for m in run.levels.values()) == getattr(run.metrics, field) > 0
     plain, first = record.make_records(bench, target, workload, runs, "run", {})
     assert "levels" not in plain and "useless_draft" not in first
-    record.check(json.loads(json.dumps(first)))
+    fields.check(json.loads(json.dumps(first)))
     lines = report.levels(first)
     assert len(lines) == 2 and all(f": level {i}: " in line for i, line in enumerate(lines, 1))
     assert report.levels(plain) == []

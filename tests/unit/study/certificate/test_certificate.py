@@ -26,7 +26,7 @@ from foretoken.models.runner import ModelRunner
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec import step
 from foretoken.spec.draft import Draft
-from foretoken.study import record
+from foretoken.study import fields, record
 from foretoken.study.certificate import acceptance, kernels, law, mutants, suite, texts, wrong
 from foretoken.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
 from foretoken.study.certificate.page import render
@@ -316,7 +316,7 @@ def test_the_record_is_a_record(certificate: suite.Certificate, tmp_path: Path) 
     assert {"label", "model", "model_digest", "format", "kv_format", "backend", "seed"} <= found["config"].keys()
     del found["checks"]
     with pytest.raises(ConfigError, match="lacks 'checks'"):
-        record.check(found)
+        fields.check(found)
 
 
 class Page(HTMLParser):

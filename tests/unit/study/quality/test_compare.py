@@ -16,7 +16,7 @@ from lawkit import write_model
 from foretoken import LLM
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError, ModelLoadError, RegistryError
-from foretoken.study import record
+from foretoken.study import fields, record
 from foretoken.study.quality import advice, compare, plots, records, speed, tables
 from foretoken.study.quality.compare import Comparing, Comparison, Row
 from foretoken.study.quality.speed import Acceptance
@@ -109,7 +109,7 @@ def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
     assert told["perplexity_ratio"]["interval"][0] < told["perplexity_ratio"]["value"]
     assert len(told["repetitions"]) == 2 and read[1]["config"]["format"] == "nf4"
     with pytest.raises(ConfigError, match="foretoken eval"):
-        record.check({k: v for k, v in read[0].items() if k != "tasks"})
+        fields.check({k: v for k, v in read[0].items() if k != "tasks"})
 
 
 def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path) -> None:
