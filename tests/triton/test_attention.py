@@ -55,7 +55,7 @@ def test_shapes(heads, kv_heads, dim, page):
     assert (attend(p).double() - exact_attention(p, 0.3)).abs().max() <= 2e-5
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8"])
+@pytest.mark.parametrize("name", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_rows_do_not_know_their_company(name):
     """Alone, in another cache, at another block size, on a plain path instead of a tree: the same bits."""
     p = make_pass(MIXED, name)
@@ -65,7 +65,7 @@ def test_rows_do_not_know_their_company(name):
         assert attend(single)[0].equal(whole[int(p.batch.row_offsets[b]) + row]), (b, row)
 
 
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 70])
 def test_who_walks_the_spans_changes_no_bit(window):
     p = make_pass([Part(540, 1, [-1, 0]), Part(2, 2)], "fp16", 2, 1)
     whole, *rest = (attend(p, window, taken) for taken in ("all", "stretch", "span"))
