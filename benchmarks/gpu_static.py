@@ -1,6 +1,6 @@
 """What compilers make of the GPU's products, where there is no GPU: static estimates, not measurements.
 
-    .venv/bin/python benchmarks/gpu_static.py [--formats w4a16,fp8] [--products '8B down'] [--rows 1,64] [--out RECORDS.jsonl]
+    .venv/bin/python benchmarks/gpu_static.py [--formats w4a16,fp8] [--products "8B down"] [--rows 1,64] [--out FILE]
 
 Each kernel is compiled for a chip, and its machine code read: registers, spills, shared memory, the instructions of the
 inner loop. With what the chip has that gives how many programs a multiprocessor holds, how many bytes are on their way
@@ -16,8 +16,10 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +199,8 @@ def examine_once(launch: Launch, capability: int) -> Code:
     return _examined(key, capability)
 
 
-def lines(args: argparse.Namespace) -> list[dict[str, Any]]:
+def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A record for each format, shape and number of rows."""
-    found = []
     for name in args.formats.split(","):
         for what in args.products.split(","):
             outputs, depth = SHAPES[what]
@@ -210,11 +211,8 @@ def lines(args: argparse.Namespace) -> list[dict[str, Any]]:
                 about = estimate(launch, code, CHIPS[args.capability], w.nbytes)
                 cut = {"outputs": launch.constants["BLOCK_O"], "split": launch.grid[2], "warps": launch.warps}
                 cut |= {"stages": launch.stages, "tiles": launch.constants["TILES"]}
-                found.append(
-                    {"format": name, "product": what, "shape": [outputs, depth], "rows": num_rows, "cut": cut}
-                    | {"code": {**vars(code)}, "estimate": asdict(about)}
-                )
-    return found
+                line = {"format": name, "product": what, "shape": [outputs, depth], "rows": num_rows, "cut": cut}
+                yield line | {"code": {**vars(code)}, "estimate": asdict(about)}
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -242,17 +240,17 @@ def main() -> None:
     parser.add_argument("--capability", type=int, choices=CHIPS, default=90)
     parser.add_argument("--out", type=Path, help="append records to this file")
     args = parser.parse_args()
-    found = lines(args)
+    shared = {"schema": SCHEMA, "kind": "static estimate, not a measurement", "time": record.now()}
+    shared |= {"commit": record.commit(), "triton": version("triton"), "capability": args.capability}
+    shared["chip"] = asdict(CHIPS[args.capability])
+    found = []
+    for line in lines(args):
+        found.append(line)
+        if args.out is not None:
+            with args.out.open("a") as file:
+                file.write(json.dumps({**shared, **line}) + "\n")
     print("static estimates, not measurements")
     print(table(found))
-    if args.out is not None:
-        import triton
-
-        shared = {"schema": SCHEMA, "kind": "static estimate, not a measurement", "time": record.now()}
-        shared |= {"commit": record.commit(), "triton": triton.__version__, "capability": args.capability}
-        shared["chip"] = asdict(CHIPS[args.capability])
-        with args.out.open("a") as file:
-            file.writelines(json.dumps({**shared, **line}) + "\n" for line in found)
 
 
 if __name__ == "__main__":
