@@ -177,7 +177,7 @@ class Measurement:
             return self.peer(part, seconds)
         more_arguments = {"limits": self.limits} if part.kind in ("costs", "micro") else {}
         job = {**self.shared, "kind": part.kind, **part.arguments, **more_arguments}
-        return self.crew.run(job, seconds, self.take(part.name), ahead=more)
+        return self.crew.run(job, seconds, self.take(part.name), more)
 
     def peer(self, part: Part, seconds: float) -> str | None:
         """Measure another engine."""

@@ -34,7 +34,8 @@ class Worker:
         """Do a job in its time, and `take` every line as it comes. Why it did not end well, if it did not."""
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps({**job, "seconds": seconds}).encode() + b"\n")
+            times = {"seconds": seconds, "until": time.monotonic() + seconds}  # one clock for all processes
+            self.process.stdin.write(json.dumps({**job, **times}).encode() + b"\n")
             self.process.stdin.close()
         except OSError:
             return self._ended()
@@ -116,12 +117,19 @@ class Crew:
         self._all = [w for w in self._all if w.process.poll() is None] + [worker]
         return worker
 
-    def run(self, job: Mapping[str, Any], seconds: float, take: Take, ahead: bool = True) -> str | None:
-        """Do a job in a process of its own; as Worker.run. `ahead`: start the next one meanwhile."""
+    def prepare(self) -> None:
+        """Start one ahead, unless there is one."""
         with self._lock:
-            worker, self._spare = self._spare or self._start(), None
-            if ahead:
-                self._spare = self._start()
+            self._spare = self._spare or self._start()
+
+    def run(self, job: Mapping[str, Any], seconds: float, take: Take, more: bool = True) -> str | None:
+        """Do a job in the process that was started ahead; as Worker.run. `more`: another one will follow."""
+        self.prepare()
+        with self._lock:
+            worker, self._spare = self._spare, None
+        assert worker is not None
+        if more:
+            self.prepare()
         try:
             return worker.run(job, seconds, take)
         finally:
@@ -130,7 +138,11 @@ class Crew:
     def run_all(
         self, jobs: Seq[Mapping[str, Any]], seconds: float, take: Take, at_once: int
     ) -> list[tuple[Mapping[str, Any], str]]:
-        """Do jobs side by side, `at_once` of them, all within the time; those that failed, and why."""
+        """Do jobs side by side, `at_once` of them, all within the time; those that failed, and why.
+
+        Meanwhile the process for what comes next is started.
+        """
+        self.prepare()
         end, left = time.monotonic() + seconds, list(jobs)
         failed: list[tuple[Mapping[str, Any], str]] = []
 
@@ -140,8 +152,13 @@ class Crew:
                     if not left:
                         return
                     job = left.pop(0)
-                remaining = end - time.monotonic()
-                why = self.run(job, remaining, take, ahead=False) if remaining > 1 else "no time"
+                    remaining = end - time.monotonic()
+                    worker = self._start() if remaining > 1 else None
+                try:
+                    why = "no time" if worker is None else worker.run(job, remaining, take)
+                finally:
+                    if worker is not None:
+                        worker.kill()
                 if why is not None:
                     failed.append((job, why))
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from types import FrameType
 from typing import Any
@@ -43,7 +44,8 @@ def do(job: dict[str, Any], tell: gpu_parts.Tell) -> None:
     """Do one job: its kind names a function, the rest are its arguments."""
     sizes, device = Sizes.from_dict(job["sizes"]), job["device"]
     backend = ops.resolve(job["backend"], device)
-    own = {name: x for name, x in job.items() if name not in ("kind", "sizes", "device", "backend", "seconds")}
+    known = ("kind", "sizes", "device", "backend", "seconds", "until")
+    own = {name: x for name, x in job.items() if name not in known}
     function = {
         "limits": gpu_parts.measure_limits,
         "warm": gpu_parts.warm_up,
@@ -75,7 +77,7 @@ def main() -> int:
         raise TimeUp
 
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(0.1, job["seconds"]))
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, job["until"] - time.monotonic()))
     try:
         do(job, lambda found: tell(**found))
     except TimeUp:
