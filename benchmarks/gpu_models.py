@@ -61,11 +61,15 @@ class There:
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
-        return self.source.tensor(name).to(self.device)
+        with torch.device("cpu"):  # files are read there, whatever device is the default
+            found = self.source.tensor(name)
+        return found.to(self.device)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of a matrix."""
-        return self.source.rows(name, start, stop).to(self.device)
+        with torch.device("cpu"):
+            found = self.source.rows(name, start, stop)
+        return found.to(self.device)
 
 
 class Made(There):
