@@ -14,12 +14,13 @@ import gpu_twins
 import pytest
 import torch
 from fixtures_device import pretended_device
+from gpu_models import shape_of
 
 from foretoken import ops
 
 SIZES = replace(
-    gpu_plan.DRY, formats=("w8a8",), large_format="w8a8", kv_formats=("int8",), rows=(1, 3), contexts=(20,), batches=(1,),
-    batch_context=20, prompts=(5,), max_tokens=3, num_prompts=1, law_tokens=2,
+    gpu_plan.DRY, formats=("w8a8",), large_format="w8a8", kv_formats=("int8",), rows=(1,), contexts=(4,), batches=(1,),
+    batch_context=4, prompts=(2,), max_tokens=3, num_prompts=1, law_tokens=2,
 )  # fmt: skip
 LIMITS = {"threads": 1, "read_bytes_per_s": 1e9, "instructions": {}, "source": "a test",
           "repetitions": {"read": [1e9], "fp32": [1e9], "bf16": [2e9]}}  # fmt: skip
@@ -31,8 +32,13 @@ def told(monkeypatch):
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 1 << 20)
-    monkeypatch.setattr(gpu_clock, "graphed", lambda job, device, repeats: [job() is None and 1e-3] * repeats)
+    monkeypatch.setattr(gpu_clock, "graphed", lambda job, device, repeats: [(job(), 1e-3)[1]] * repeats)
     monkeypatch.setattr(gpu_micro, "MOST", 2)
+    for module, name in ((gpu_parts, "REPEATS"), (gpu_parts, "FEWEST")):
+        monkeypatch.setattr(module, name, 1)
+    small = replace(shape_of("embedded"), num_layers=1, windows=(None,), vocab_size=256)
+    for module in (gpu_parts, gpu_micro, gpu_laws):
+        monkeypatch.setattr(module, "shape_of", lambda name: small)
     for module in (gpu_parts, gpu_micro, gpu_twins):
         monkeypatch.setattr(module, "busy", busy)
     lines = []
@@ -82,6 +88,7 @@ def test_a_kernel_that_is_wrong_is_told(told, monkeypatch):
     assert wrong and not any(x["within"] or x["rows_alone_equal"] for x in wrong)
 
 
+@pytest.mark.slow
 def test_texts_and_speculation(told):
     lines, tell = told
     there(gpu_laws.check_laws, tell, formats=["w8a8"])
