@@ -230,8 +230,12 @@ def main() -> int:
     except ForetokenError as error:
         print(f"bench-gpu: {error}", file=sys.stderr)
         return 2
-    shared = {"commit": record.commit(), "machine": record.machine(), "device": args.device, "dry_run": args.dry_run,
-              "backend": backend.name, "row_invariant": backend.row_invariant, "cuda": torch.version.cuda}  # fmt: skip
+    shared: dict[str, Any] = {
+        "commit": record.commit(), "machine": record.machine(), "device": args.device, "dry_run": args.dry_run,
+        "backend": backend.name, "row_invariant": backend.row_invariant, "cuda": torch.version.cuda,
+    }  # fmt: skip
+    if shared["machine"]["isa"] is None:
+        print("no native module: tokens are chosen by PyTorch, and the host's share is larger (docs/guides/gpu.md)")
     book = Book(args.out, shared)
     book.write({"part": "plan", "bytes": planned, "sizes": sizes.as_dict()})
     log = args.out.with_suffix(".log")

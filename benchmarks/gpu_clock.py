@@ -32,6 +32,11 @@ class Busy:
         return {name[:80]: [1e3 * seconds, launches] for name, (seconds, launches) in ordered}
 
 
+def is_fault(error: Exception) -> bool:
+    """Whether the device itself failed: nothing runs there in this process from then on. A full memory is no fault."""
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error)
+
+
 def wall(job: Job, device: str) -> float:
     """Seconds of a job, the device's work included."""
     if device != "cpu":
@@ -126,7 +131,7 @@ def device_time(job: Job, device: str, repeats: int = 5) -> tuple[float, str]:
     try:
         return statistics.median(graphed(job, device, repeats)), STAND_IN if device == "cpu" else "graph"
     except RuntimeError as error:
-        if "out of memory" in str(error) or "illegal" in str(error):
+        if is_fault(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         torch.cuda.synchronize(device)
         return statistics.median(launched(job, device, repeats)), f"events: {str(error).splitlines()[0][:120]}"

@@ -5,6 +5,7 @@ A spare one is always started ahead: it has imported everything when its turn co
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -83,17 +84,13 @@ class Worker:
     def kill(self) -> None:
         """End it and all that it started, at once."""
         if self.process.poll() is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                try:
+                with contextlib.suppress(OSError):
                     pipe.close()
-                except OSError:
-                    pass
 
 
 class Crew:

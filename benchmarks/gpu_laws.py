@@ -1,4 +1,4 @@
-"""Laws 1 and 4 on the device: kernels against the reference, rows alone and in company, texts with and without drafts."""
+"""Laws 1 and 4 on the device: kernels against the reference, rows in company, texts with and without drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gpu_models import DRAFT, TARGET, forget, head_twin, shape_of, twin
-from gpu_parts import Tell
+from gpu_parts import Tell, attempted
 from gpu_plan import Sizes
 from torch import Tensor
 
@@ -43,10 +43,13 @@ def check_kernels(sizes: Sizes, ops: Ops, device: str, tell: Tell) -> None:
     forget(device)
     c = shape_of(sizes.shape)
     for format in sizes.formats:
-        _check_linear(format, c.hidden_size, c.hidden_size, ops, device, tell)
-    _check_rows(c.hidden_size, c.num_heads, c.head_dim, ops, device, tell)
+        with attempted(f"products in {format}", tell):
+            _check_linear(format, c.hidden_size, c.hidden_size, ops, device, tell)
+    with attempted("norms, gates, rotations", tell):
+        _check_rows(c.hidden_size, c.num_heads, c.head_dim, ops, device, tell)
     for format in dict.fromkeys((*sizes.kv_formats, "bf16", "fp16", "fp32")):
-        _check_attention(format, c.num_heads, c.num_kv_heads, c.head_dim, ops, device, tell)
+        with attempted(f"a cache in {format}", tell):
+            _check_attention(format, c.num_heads, c.num_kv_heads, c.head_dim, ops, device, tell)
 
 
 def _told(op: str, format: str | None, got: Tensor, wanted: Tensor, bound: Tensor | float, alone: Tensor) -> Any:
@@ -152,9 +155,7 @@ def settings() -> list[SpecConfig]:
     return [SpecConfig(name, num_draft_tokens=3, **own.get(name, {})) for name in registry.names("drafters")]
 
 
-def check_laws(
-    sizes: Sizes, ops: Ops, device: str, tell: Tell, formats: Seq[str], warm: bool = False
-) -> None:
+def check_laws(sizes: Sizes, ops: Ops, device: str, tell: Tell, formats: Seq[str], warm: bool = False) -> None:
     """One record a format, drafter and batch size: are texts those of plain decoding alone? Greedy and sampled."""
     tokenizer = load_tokenizer(resolve_model(TARGET))
     texts = [tuple(p.encode(tokenizer))[-24:] for p in read_prompts(DEFAULT_PROMPTS, 16)]
@@ -173,12 +174,13 @@ def check_laws(
         cases = [(SpecConfig(), few), (SpecConfig(), len(jobs))]
         cases += [(spec, batch) for spec in settings() for batch in ((few,) if warm else (1, few))]
         for spec, batch in cases:
-            asked = jobs if batch == len(jobs) else jobs[:few]
-            got = _texts(asked, batch, spec, models.get(spec.method, ()), target, device)[: len(plain)]
-            differ = sum(a != b for a, b in zip(got, plain))
-            if not warm:
-                tell({"part": "laws", "format": format, "arm": spec.method, "batch": batch, "texts": len(plain),
-                      "tokens": sum(map(len, plain)), "differ": differ, "equal": differ == 0})  # fmt: skip
+            with attempted(f"{spec.method} at batch {batch} in {format}", tell):
+                asked = jobs if batch == len(jobs) else jobs[:few]
+                got = _texts(asked, batch, spec, models.get(spec.method, ()), target, device)[: len(plain)]
+                differ = sum(a != b for a, b in zip(got, plain))
+                if not warm:
+                    tell({"part": "laws", "format": format, "arm": spec.method, "batch": batch, "texts": len(plain),
+                          "tokens": sum(map(len, plain)), "differ": differ, "equal": differ == 0})  # fmt: skip
 
 
 def _texts(

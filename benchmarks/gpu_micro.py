@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from gpu_clock import busy, device_time
+from gpu_clock import busy, device_time, is_fault
 from gpu_laws import noise
 from gpu_models import Made, copied, forget, shape_of
-from gpu_parts import Tell, one_layer
+from gpu_parts import Tell, attempted, one_layer
 from gpu_plan import Sizes
 
 from foretoken.batch import Rows, build_batch
@@ -40,10 +40,12 @@ def measure_micro(sizes: Sizes, ops: Ops, device: str, tell: Tell, limits: Mappi
     for format in sizes.formats:
         forget(device)
         for name, weight in matrices(config, format, ops, device):
-            measure_linear(sizes, name, weight, format, ops, device, read, tell)
+            with attempted(f"{name} in {format}", tell):
+                measure_linear(sizes, name, weight, format, ops, device, read, tell)
     for format in sizes.kv_formats:
         forget(device)
-        measure_attention(sizes, config, format, ops, device, read, tell)
+        with attempted(f"attention over {format}", tell):
+            measure_attention(sizes, config, format, ops, device, read, tell)
 
 
 def matrices(config: ModelConfig, format: str, ops: Ops, device: str) -> list[tuple[str, QuantTensor]]:
@@ -131,7 +133,7 @@ def kernels(job: Callable[[], object], device: str, wanted: bool) -> dict[str, A
     try:
         return {"kernels": busy(job, device).top(6)}
     except RuntimeError as error:
-        if "CUDA" in str(error):
+        if is_fault(error):
             raise
         return {"kernels": None}
 

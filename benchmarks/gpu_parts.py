@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_clock import STAND_IN, busy, device_time
+from gpu_clock import STAND_IN, busy, device_time, is_fault
 from gpu_models import forget, peak_bytes, random_model, shape_of
 from gpu_plan import Sizes, passes
 
@@ -28,6 +29,21 @@ Tell = Callable[[Mapping[str, Any]], None]  # writes one record
 REPEATS, FEWEST = 7, 3
 LONG = 0.4  # seconds of one pass after which its repetitions are few
 SIDE = 8192  # of the matrices whose products are a limit
+
+
+@contextmanager
+def attempted(what: str, tell: Tell) -> Iterator[None]:
+    """One measurement of many: where it fails (a full memory, say) that is told, and the others go on."""
+    try:
+        yield
+    except Exception as error:
+        if is_fault(error):
+            raise
+        said = str(error).strip().splitlines()
+        tell({"omit": what, "why": f"{type(error).__name__}: {said[0] if said else ''}"[:300]})
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def measure_limits(sizes: Sizes, ops: Ops, device: str, tell: Tell) -> None:
@@ -104,21 +120,25 @@ def measure_costs(
     base: dict[int, float] = {}
     walls: dict[Pass, float] = {}
     for job in passes(sizes):
-        taken = timed(subject, job)
-        ms = walls[job] = statistics.median(taken)
-        if job.kind == "chain":
-            base.setdefault(job.context, ms)  # of one row: rows ascend
-        tell(
-            {
-                "part": "costs", **shared, "kind": job.kind, "context": job.context, "rows": job.rows,
-                "ms": taken, "median_ms": ms, "c": ms / base[job.context] if job.kind == "chain" else None,
-                "tokens_per_s": 1e3 * job.rows / ms, **shares(subject, job, known, ms),
-                "weight_bytes": subject.weight_bytes, "peak_bytes": peak_bytes(device), "load_s": loaded,
-            }
-        )  # fmt: skip
-    tell_curve(subject, shared, tell)
-    tell_host(subject, device, walls, shared, tell)
-    tell_device(subject, device, [job for job in walls if job.kind != "prefill"], known, shared, tell)
+        with attempted(f"{job.kind} of {job.rows} at {job.context}", tell):
+            taken = timed(subject, job)
+            ms = walls[job] = statistics.median(taken)
+            if job.kind == "chain":
+                base.setdefault(job.context, ms)  # of one row: rows ascend
+            tell(
+                {
+                    "part": "costs", **shared, "kind": job.kind, "context": job.context, "rows": job.rows,
+                    "ms": taken, "median_ms": ms, "c": ms / base[job.context] if job.kind == "chain" else None,
+                    "tokens_per_s": 1e3 * job.rows / ms, **shares(subject, job, known, ms),
+                    "weight_bytes": subject.weight_bytes, "peak_bytes": peak_bytes(device), "load_s": loaded,
+                }
+            )  # fmt: skip
+    with attempted("the costs that goodput decides by", tell):
+        tell_curve(subject, shared, tell)
+    with attempted("the host's share", tell):
+        tell_host(subject, device, walls, shared, tell)
+    with attempted("passes as graphs", tell):
+        tell_device(subject, device, [job for job in walls if job.kind != "prefill"], known, shared, tell)
 
 
 def shares(subject: Subject, job: Pass, limits: Limits | None, ms: float) -> dict[str, float | None]:

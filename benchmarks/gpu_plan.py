@@ -148,7 +148,9 @@ def warm_ups(sizes: Sizes, kinds: Seq[str]) -> list[dict[str, Any]]:
     if "large" in kinds:
         jobs.append({"kind": "large", "warm": True})
     if "speculation" in kinds:
-        jobs += [{"kind": "speculation", "format": f, "warm": True} for f in dict.fromkeys((sizes.large_format, "bf16"))]
+        jobs += [
+            {"kind": "speculation", "format": f, "warm": True} for f in dict.fromkeys((sizes.large_format, "bf16"))
+        ]
     if {"costs", "kernels", "micro"} & set(kinds):
         jobs += [{"kind": "warm", "format": f} for f in sizes.formats]
     if "laws" in kinds:

@@ -104,7 +104,9 @@ def _speculation(lines: Lines) -> list[Row]:
     over = best["tokens_per_s"] / plain["tokens_per_s"] if best and plain else None
     return [
         above("8B w4 with a head or a draft over plain bf16, batch 1", 5.3, over, "x", _arm(best)),
-        above("8B w4 with a head or a draft over its own plain", 2.5, best["speedup"] if best else None, "x", _arm(best)),
+        above(
+            "8B w4 with a head or a draft over its own plain", 2.5, best["speedup"] if best else None, "x", _arm(best)
+        ),
     ]
 
 
@@ -126,7 +128,11 @@ def _host(lines: Lines) -> list[Row]:
     spoken = chosen(lines, "speculation", shape=_shape(lines), batch=1)
     for name in ("plain", "eagle", "draft_model"):
         best = _best(x for x in spoken if x["arm"] == name and x.get("host_share") is not None)
-        note = "" if best is None else f" ({best['format']}{'; ' + best['timed_by'] if 'stand-in' in best['timed_by'] else ''})"
+        note = (
+            ""
+            if best is None
+            else f" ({best['format']}{'; ' + best['timed_by'] if 'stand-in' in best['timed_by'] else ''})"
+        )
         share = best["host_share"] if best else None
         found.append(below(f"host share of a round at batch 1, {name}", 0.10, share, "%", note))
     return found
@@ -141,7 +147,9 @@ def _peers(lines: Lines) -> list[Row]:
         ratio = theirs[-1]["median_ms"] / best["median_ms"] if theirs and best else None
         same = of_format(ours, "bf16")
         note = f" ({best['format']}" if best and ratio else ""
-        note += f"; bf16 {theirs[-1]['median_ms'] / same[-1]['median_ms']:.2f}x)" if note and same else ")" if note else ""
+        note += (
+            f"; bf16 {theirs[-1]['median_ms'] / same[-1]['median_ms']:.2f}x)" if note and same else ")" if note else ""
+        )
         found.append(above(f"plain decoding over transformers bf16 (sdpa), batch {batch}", aim, ratio, "x", note))
     return found
 
@@ -174,7 +182,8 @@ def _told(lines: Lines) -> list[Row]:
     limits = chosen(lines, "limits")
     found = []
     if limits:
-        got = f"{limits[-1]['read_bytes_per_s'] / 1e12:.3f} TB/s, {(limits[-1]['bf16_ops_per_s'] or 0) / 1e12:.0f} TFLOP/s"
+        rates = [(limits[-1][name] or 0) / 1e12 for name in ("read_bytes_per_s", "bf16_ops_per_s")]
+        got = f"{rates[0]:.3f} TB/s, {rates[1]:.0f} TFLOP/s"
         found.append(Row("the device's copy, and its bf16 product", "", got, None))
     prefill = chosen(lines, "costs", kind="prefill")
     longest = max((x["rows"] for x in prefill), default=0)
@@ -207,4 +216,6 @@ def text(lines: Lines) -> str:
     dry = " DRY RUN: toy sizes on the CPU, these numbers mean nothing." if lines[0]["dry_run"] else ""
     left = chosen(lines, "end")
     lost = "".join(f"\nleft out: {x['what']}: {x['why']}" for x in left[-1]["left_out"]) if left else ""
-    return "\n".join([f"{_shape(lines)} on {where}, {lines[0]['run']}, commit {lines[0]['commit']}.{dry}", *made]) + lost
+    return (
+        "\n".join([f"{_shape(lines)} on {where}, {lines[0]['run']}, commit {lines[0]['commit']}.{dry}", *made]) + lost
+    )

@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu_clock import STAND_IN, Busy, busy, wall
+from gpu_clock import STAND_IN, Busy, busy, is_fault, wall
 from gpu_models import DRAFT, HEAD, TARGET, forget, head_twin, peak_bytes, twin
-from gpu_parts import Tell
+from gpu_parts import Tell, attempted
 from gpu_plan import Sizes
 
 from foretoken.config import CacheConfig, EngineConfig, SpecConfig
@@ -61,9 +61,7 @@ class Stage:
         """An engine for it. No prefix is remembered: later runs of a prompt would find it."""
         longest = max(len(prompt) for prompt, _ in jobs) + self.sizes.max_tokens + 64
         cache = CacheConfig(block_size=BLOCK, prefix_cache=False)
-        config = EngineConfig(
-            spec=arm.spec, max_num_seqs=batch, max_model_len=longest, device=self.device, cache=cache
-        )
+        config = EngineConfig(spec=arm.spec, max_num_seqs=batch, max_model_len=longest, device=self.device, cache=cache)
         return assemble(config, self.tokenizer, batch * -(-longest // BLOCK) + 8, self.target, arm.drafts)
 
     def run(self, arm: Arm, batch: int) -> None:
@@ -102,22 +100,21 @@ class Stage:
         try:
             found = busy(lambda: run_batch(engine, short, Run()), self.device)
         except RuntimeError as error:
-            if "CUDA" in str(error):
+            if is_fault(error):
                 raise
             return {"host_share": None, "timed_by": str(error)[:120]}
         return {"host_share": 1 - found.seconds / seconds, "timed_by": found.source}
 
 
-def measure_speculation(
-    sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, warm: bool = False
-) -> None:
+def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, warm: bool = False) -> None:
     """Twins in one format: plain, a draft model, a head; at batch 1, and some at 4. `warm`: only what compiles."""
     forget(device)
     quant = QuantScheme.parse(format)
     target = twin(TARGET, sizes.shape, quant, ops, device)
     few = tuple(b for b in (1, 4) if b in sizes.batches)
     stage = Stage(sizes, sizes.shape, target, format, device, tell)
-    stage.run(Arm("plain", SpecConfig()), 1) if not warm else None
+    if not warm:
+        stage.run(Arm("plain", SpecConfig()), 1)  # at once: others are compared with it
     head = head_twin(sizes.shape, target, quant, ops, device)
     draft = twin(DRAFT, sizes.draft_shape, quant, ops, device)
     arms = [Arm("plain", SpecConfig(), batches=few)]
@@ -167,4 +164,5 @@ def run_arms(stage: Stage, arms: Seq[Arm], warm: bool) -> None:
     for batch in sorted({b for arm in arms for b in arm.batches}):
         for arm in arms:
             if batch in arm.batches and (arm.name, batch) not in done:
-                stage.run(arm, batch)
+                with attempted(f"{arm.name} k={arm.num_draft} at batch {batch}", stage.tell):
+                    stage.run(arm, batch)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -34,10 +35,8 @@ class TimeUp(BaseException):  # no handler of faults on the way may swallow it
 
 def with_parent() -> None:
     """End when the process that started this one ends (Linux): a device must not stay taken."""
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    except (OSError, AttributeError):
-        pass
 
 
 def do(job: dict[str, Any], tell: gpu_parts.Tell) -> None:

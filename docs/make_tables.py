@@ -11,6 +11,7 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:headline -->   the newest measurement of each title, from headline.jsonl
     <!-- table:load -->       speculation on against off by concurrency, the newest of each cell, from load.jsonl
     <!-- table:server -->     what the server costs and saves: overhead, prefix, grammar and soak .jsonl
+    <!-- table:gpu -->        the newest run of benchmarks/gpu.py on a GPU: aims and what was found, from gpu.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
@@ -92,6 +93,28 @@ def peers() -> str:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return "\n\n".join(module.render(record) for record in module.newest(path)) + "\n"
+
+
+def gpu() -> str:
+    """What was aimed at on a GPU beside what was found, by benchmarks/gpu_summary.py; dry runs do not count."""
+    path = RECORDS / "gpu.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [x for x in lines if not x["dry_run"]]
+    if not lines:
+        return "*No record yet: `make bench-gpu` writes one, on a machine with a GPU.*"
+    spec = importlib.util.spec_from_file_location("gpu_summary", ROOT / "benchmarks" / "gpu_summary.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    newest = [x for x in lines if x["run"] == lines[-1]["run"]]
+    rows = [[row.what, row.aim, row.got, row.verdict] for row in module.rows(newest)]
+    first = newest[0]
+    where = f"{first['machine']['gpu']}, PyTorch {first['machine']['torch']}, CUDA {first['cuda']}"
+    left = [x for x in newest if x["part"] == "end"]
+    lost = "; ".join(f"{x['what']} ({x['why']})" for x in left[-1]["left_out"]) if left else "what an interrupt cut off"
+    about = f"{where}, {first['time'][:10]}, commit {first['commit']}. Left out: {lost or 'nothing'}."
+    return f"{markdown(['what', 'aim', 'found', ''], rows)}\n\n{about}\n"
 
 
 def evaluations() -> str:
@@ -338,6 +361,7 @@ def table(name: str) -> str:
 
 OWN: dict[str, Callable[[], str]] = {
     "peers": peers,
+    "gpu": gpu,
     "eval": evaluations,
     "quantize": quantizers,
     "gguf": gguf,

@@ -55,7 +55,9 @@ def test_a_dry_run_measures_and_sums_up(tmp_path):
 
 @pytest.mark.slow
 def test_a_dry_run_measures_every_part(tmp_path):
-    lines, end, _ = run(tmp_path, "--parts", ",".join(k for k in gpu_plan.KINDS if k not in ("transformers", "compiled")))
+    lines, end, _ = run(
+        tmp_path, "--parts", ",".join(k for k in gpu_plan.KINDS if k not in ("transformers", "compiled"))
+    )
     late = {x["what"].partition(":")[0] for x in end["left_out"] if x["why"] != "it is not installed"}
     told = {x["part"] for x in lines}
     assert {"limits", "kernels", "costs", "goodput", "host", "device", "micro", "laws", "speculation"} <= told or late
@@ -136,19 +138,45 @@ def test_every_aim_has_its_row(tmp_path):
     lines = [{"part": "plan", "sizes": gpu_plan.FULL.as_dict(), "machine": {"gpu": "a GPU"}, "device": "cuda",
               "dry_run": False, "run": "now", "commit": "c"}]  # fmt: skip
     assert {r.verdict for r in gpu_summary.rows(lines)} == {gpu_summary.NONE}
-    lines += [{"part": "costs", "kind": "batch", "rows": b, "format": f, "median_ms": ms, "read_share": share, "c": None,
-               "context": 1024} for b, f, ms, share in ((1, "bf16", 4.0, 0.9), (1, "w4a16", 2.0, 0.5), (16, "bf16", 6.0, 0.6))]
-    lines += [{"part": "costs", "kind": "chain", "rows": 8, "format": "fp8-a8", "context": c, "c": 1.0 + c / 1e4,
-               "median_ms": 1.0, "read_share": 0.5} for c in (512, 8192)]
-    lines += [{"part": "peers", "engine": "transformers", "kind": "decode", "mode": "sdpa", "batch": b, "median_ms": 24.0}
-              for b in (1, 16)]
+    lines += [
+        {
+            "part": "costs",
+            "kind": "batch",
+            "rows": b,
+            "format": f,
+            "median_ms": ms,
+            "read_share": share,
+            "c": None,
+            "context": 1024,
+        }
+        for b, f, ms, share in ((1, "bf16", 4.0, 0.9), (1, "w4a16", 2.0, 0.5), (16, "bf16", 6.0, 0.6))
+    ]
+    lines += [
+        {
+            "part": "costs",
+            "kind": "chain",
+            "rows": 8,
+            "format": "fp8-a8",
+            "context": c,
+            "c": 1.0 + c / 1e4,
+            "median_ms": 1.0,
+            "read_share": 0.5,
+        }
+        for c in (512, 8192)
+    ]
+    lines += [
+        {"part": "peers", "engine": "transformers", "kind": "decode", "mode": "sdpa", "batch": b, "median_ms": 24.0}
+        for b in (1, 16)
+    ]
     spoken = {"part": "speculation", "batch": 1, "policy": "fixed", "equals_plain": True, "host_share": 0.05,
               "timed_by": "PyTorch's profiler"}  # fmt: skip
     for shape, format, arm, speed in (
         ("llama-3.1-8b", "bf16", "plain", 100.0), ("llama-3.1-8b", "w4a16", "eagle", 600.0),
         ("llama-3.1-70b", "w4a16", "cascade", 60.0), ("llama-3.1-70b", "w4a16", "draft_model", 50.0),
     ):  # fmt: skip
-        lines.append({**spoken, "shape": shape, "format": format, "arm": arm, "k": 5, "tokens_per_s": speed, "speedup": 2.4})
+        lines.append(
+            {**spoken, "shape": shape, "format": format, "arm": arm, "k": 5, "tokens_per_s": speed, "speedup": 2.4}
+        )
     lines.append({"part": "laws", "texts": 4, "differ": 1})
     found = {r.what: r for r in gpu_summary.rows(lines)}
     got = {what: (r.got.split(" ")[0], r.verdict) for what, r in found.items()}

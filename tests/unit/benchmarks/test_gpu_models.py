@@ -33,7 +33,11 @@ def flat(x):
         return [t for _, t in sorted(x.parts.items())]
     if isinstance(x, tuple):
         return [t for y in x for t in flat(y)]
-    return [t for name in x.__dataclass_fields__ for t in flat(getattr(x, name))] if hasattr(x, "__dataclass_fields__") else []
+    return (
+        [t for name in x.__dataclass_fields__ for t in flat(getattr(x, name))]
+        if hasattr(x, "__dataclass_fields__")
+        else []
+    )
 
 
 def test_twins_made_on_a_device_are_those_that_are_written(tiny_shape, tmp_path):
@@ -47,7 +51,10 @@ def test_twins_made_on_a_device_are_those_that_are_written(tiny_shape, tmp_path)
         target = gpu_models.twin(gpu_models.TARGET, tiny_shape, quant, reference, name)
         made = gpu_models.head_twin(tiny_shape, target, quant, reference, name)
         pairs = [(target.weights.layers[i], written.weights.layers[i]) for i in live]
-        pairs += [(target.weights.embedding, written.weights.embedding), (target.weights.lm_head, written.weights.lm_head)]
+        pairs += [
+            (target.weights.embedding, written.weights.embedding),
+            (target.weights.lm_head, written.weights.lm_head),
+        ]
         pairs += [(made.weights.layer, head.weights.layer), (made.weights.fc, head.weights.fc)]
         pairs += [(made.weights.lm_head, head.weights.lm_head)]
         for there, here in pairs:

@@ -60,7 +60,9 @@ def test_costs(told):
     there(gpu_parts.measure_costs, tell, format="w8a8", limits=LIMITS)
     kinds = [x["part"] for x in lines]
     assert kinds.count("costs") == len(gpu_plan.passes(SIZES)) and "goodput" in kinds
-    assert all(x["timed_by"] == "a test" and x["host_share"] < 1 and x["launches"] == 3 for x in lines if x["part"] == "host")
+    assert all(
+        x["timed_by"] == "a test" and x["host_share"] < 1 and x["launches"] == 3 for x in lines if x["part"] == "host"
+    )
     assert all(x["median_ms"] == 1 and x["read_share"] > 0 for x in lines if x["part"] == "device")
 
 
@@ -74,7 +76,9 @@ def test_products_and_attention_by_themselves(told):
 def test_kernels_against_the_reference(told):
     lines, tell = told
     there(gpu_laws.check_kernels, tell)
-    assert {"linear", "norm_linear", "silu_linear", "rms_norm", "rope", "attention", "store_kv"} <= {x["op"] for x in lines}
+    assert {"linear", "norm_linear", "silu_linear", "rms_norm", "rope", "attention", "store_kv"} <= {
+        x["op"] for x in lines
+    }
     assert all(x.get("within", True) and x.get("rows_alone_equal", True) for x in lines)
 
 

@@ -88,7 +88,9 @@ def test_what_is_said_of_gpus(one_gpu):
 
 def test_memory_is_the_device_s(one_gpu):
     need = [Demand(QuantScheme.parse("bf16"), 4 << 30, 1 << 20)]
-    with pytest.raises(ConfigError, match=r"4.0 GiB.* a pass 0.5 GiB, and 3.0 GiB may be taken: 0.9 of the 8.0 .*No context"):
+    with pytest.raises(
+        ConfigError, match=r"4.0 GiB.* a pass 0.5 GiB, and 3.0 GiB may be taken: 0.9 of the 8.0 .*No context"
+    ):
         plan_blocks(EngineConfig(device="cuda"), 512, need)
     blocks = plan_blocks(EngineConfig(device="cuda", max_num_seqs=4), 512, [replace(need[0], weights=1 << 30)])
     assert blocks == 4 * 32  # all four fit
@@ -105,7 +107,9 @@ def test_the_share_of_a_gpu_that_may_be_taken(one_gpu, monkeypatch):
     assert blocks(0.5) == 1024  # 4 GiB, less 2 of weights and 1 of passes
     assert blocks(1.0) == 4096  # what is free: not all
     assert blocks(0.5, cache=CacheConfig(num_blocks=1000)) == 1000
-    with pytest.raises(ConfigError, match=r"0.4 of the 8.0 GiB of cuda:0.*one request of 3264 tokens, or 32 at once of 96"):
+    with pytest.raises(
+        ConfigError, match=r"0.4 of the 8.0 GiB of cuda:0.*one request of 3264 tokens, or 32 at once of 96"
+    ):
         blocks(0.4)  # 3.2 GiB: 204 blocks of 16 tokens, six for each of 32
     with pytest.raises(ConfigError, match=r"The most that fits is 1024 blocks.*: lower num_blocks"):
         blocks(0.5, cache=CacheConfig(num_blocks=2000))
