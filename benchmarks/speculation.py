@@ -27,7 +27,7 @@ from client import Client
 from foretoken import SamplingParams
 from foretoken.config import SpecConfig, draft_text, parse_draft
 from foretoken.engine.levels import with_heads
-from foretoken.engine.llm import make_config
+from foretoken.engine.settings import make_config
 from foretoken.study import record
 from foretoken.study.measure import Bench, Run, run_batch
 from foretoken.study.workload import DEFAULT_PROMPTS, Arm, read_prompts

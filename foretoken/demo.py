@@ -47,7 +47,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
     from foretoken.cli.bench import open_bench
     from foretoken.engine.levels import with_heads
-    from foretoken.engine.llm import make_config
+    from foretoken.engine.settings import make_config
     from foretoken.study import record, report
     from foretoken.study.workload import DEFAULT_PROMPTS, arms, read_prompts
 

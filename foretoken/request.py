@@ -156,6 +156,7 @@ class Request:
     """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
 
     `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
+    `owner`: who asked. Owners take turns where not all can run, so that nobody's many keep another's one waiting.
     `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
     `grammar`: what the text must look like. `priority`: where not all can run, lower goes first; others are not kept
     waiting without end. `detailed`: its metrics list every draft.
@@ -168,6 +169,7 @@ class Request:
     index: int = 0
     prompt: str | None = None
     tenant: str = ""
+    owner: str = ""
     speculation: Speculation | None = None
     score_prompt: bool = False
     grammar: Grammar | None = None
@@ -320,6 +322,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "num_shared",
+        "owner",
         "params",
         "priority",
         "prompt_logprobs",
@@ -347,6 +350,7 @@ class Sequence:
         self.num_known = 0  # blocks of it that others may find: the first ones
         self.num_shared = 0  # tokens of the prompt whose rows were there already when it started
         self.priority = 0  # lower goes first
+        self.owner = ""  # of the same priority, owners take turns
         self.params = params
         self.seed = seed
         self.finish_reason: FinishReason | None = None

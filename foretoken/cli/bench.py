@@ -170,7 +170,7 @@ def open_bench(engine: EngineChoice, arms: Seq[Arm], batch_sizes: Seq[int], numb
 def _specs(args: Args, engine: EngineChoice) -> list[SpecConfig]:
     """The SpecConfigs of each --drafts entry: one for each of --overlaps that it can do. Raises ConfigError, as LLM."""
     from foretoken.engine.levels import check_options, check_overlap, check_policies, goes_ahead, heeds_confidence
-    from foretoken.engine.llm import make_config
+    from foretoken.engine.settings import make_config
 
     shared = {k: engine.settings[k] for k in SPECULATION}
     chosen = [make_config(draft_choice(name, engine.model), **shared).spec for name in args.drafts]

@@ -40,6 +40,7 @@ class Args:
     prompts: str = "text"  # built-in text, random (tokens), or a .jsonl or .txt file, whose prompts stay as they are
     max_tokens: int = 128  # of an answer, where the prompts are a file's
     num_requests: Annotated[int | None, option("N")] = None  # of a repetition; unset: 4 a client, 8 at least
+    max_seconds: Annotated[float | None, option("S")] = None  # of one run of an arm: then no more is sent
     warm_up: int = 2  # requests of each arm before it is measured
     repeat: int = 3  # runs of each arm, in turns
     temperature: float = 0.0  # 0 is greedy
@@ -167,6 +168,7 @@ def _settings(args: Args) -> Settings:
         sampling=sampling,
         seed=args.seed,
         num_requests=args.num_requests,
+        max_seconds=args.max_seconds,
         warm_up=args.warm_up,
         repeat=args.repeat,
         bounds=Bounds(args.ttft_slo, args.tpot_slo),

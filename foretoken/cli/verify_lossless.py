@@ -48,7 +48,7 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.num_prompts is not None and args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     from foretoken.cli.console import stderr_console
-    from foretoken.engine.llm import make_config
+    from foretoken.engine.settings import make_config
     from foretoken.study import record
     from foretoken.study.certificate import mutants, suite
     from foretoken.study.workload import DEFAULT_PROMPTS

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 from foretoken.batch import MAX_NODES
 from foretoken.engine.alarm import Alarm
 from foretoken.engine.output import OutputText
+from foretoken.engine.running import Running
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.errors import RequestError
 from foretoken.models.runner import ModelRunner
 from foretoken.request import (
-    Completion,
     Delta,
     FinishReason,
-    Metrics,
     Request,
     Sequence,
     SpecMetrics,
     TimeSplit,
-    TokenLogprob,
 )
 from foretoken.spec.ahead import NOT_AHEAD, NotAhead
 from foretoken.spec.draft import Draft
@@ -31,26 +28,6 @@ from foretoken.spec.policies import ByRequest
 from foretoken.spec.step import decode_step
 from foretoken.spec.verify import Verified
 from foretoken.tokenizer import Tokenizer
-
-
-@dataclass
-class _Running:
-    """One request inside the engine."""
-
-    request: Request
-    seq: Sequence
-    output: OutputText
-    arrived: float
-    started: float | None = None
-    first_token: float | None = None
-    levels: list[str | None] = field(default_factory=list)  # who guessed each token, None: nobody
-    offsets: list[int] = field(default_factory=list)  # where in the text each token begins
-    num_scored: int = 0  # log-probabilities of the prompt that were given out
-
-    def scores(self) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of the prompt's tokens, once."""
-        start, self.num_scored = self.num_scored, len(self.seq.prompt_logprobs)
-        return tuple(self.seq.prompt_logprobs[start:])
 
 
 class Engine:
@@ -79,7 +56,7 @@ class Engine:
         self.num_rows = 0  # tokens that the last pass computed, drafted ones included
         self.alarm = Alarm()
         self._eos = frozenset(runner.model.config.eos_token_ids)
-        self._live: dict[int, _Running] = {}
+        self._live: dict[int, Running] = {}
         self._pass: list[Sequence] = []  # sequences of the step that runs
         self._num_added = 0
 
@@ -100,14 +77,15 @@ class Engine:
         """Queue a request. Raises RequestError if it cannot be served."""
         self.check(request.prompt_token_ids)
         seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
-        seq.speculation, seq.grammar, seq.priority = request.speculation, request.grammar, request.priority
+        seq.speculation, seq.grammar = request.speculation, request.grammar
+        seq.priority, seq.owner = request.priority, request.owner
         seq.metrics.rounds = [] if request.detailed else None
         if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
             seq.script = request.prompt_token_ids
             del seq.token_ids[1:]
         self._num_added += 1
         output = OutputText(self.tokenizer, request.params.stop)
-        self._live[seq.seq_id] = _Running(request, seq, output, time.perf_counter())
+        self._live[seq.seq_id] = Running(request, seq, output, self._eos, time.perf_counter())
         self.scheduler.add(seq)
 
     @property
@@ -127,7 +105,7 @@ class Engine:
         for r in live:
             if r.seq in self._pass:  # a step that raised
                 self.scheduler.blocks.forget(r.seq)
-        return [self._finish(r, FinishReason.ABORT, []) for r in live]
+        return [self._finish(r, FinishReason.ABORT) for r in live]
 
     def step(self) -> list[Delta]:
         """Run one pass; returns what it decided for each sequence that got tokens."""
@@ -181,7 +159,7 @@ class Engine:
         """After a step that raised: end the sequences that were in it, with an error; the others go on."""
         failed, self._pass = self._pass, []
         live = [self._live[seq.seq_id] for seq in failed if seq.seq_id in self._live]
-        return [self._finish(r, FinishReason.ERROR, []) for r in live]
+        return [self._finish(r, FinishReason.ERROR) for r in live]
 
     @property
     def policy(self) -> LengthPolicy:
@@ -238,7 +216,7 @@ class Engine:
             if scripted[b]:
                 seq.prompt_logprobs += result.logprobs[b]
                 if result.failed[b]:
-                    deltas.append(self._finish(live, FinishReason.ERROR, []))
+                    deltas.append(self._finish(live, FinishReason.ERROR))
                 continue
             held = self.ahead.outcome(b, draft, result)
             for metrics in (seq.metrics, self.metrics):
@@ -249,101 +227,27 @@ class Engine:
                     metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
             if live.first_token is None:
                 live.first_token = now
-            base = len(seq) - len(tokens)
-            reason: FinishReason | None = None
-            taken = 0
-            for taken, token in enumerate(tokens, 1):
-                live.offsets.append(len(live.output.text))
-                reason = self._end(live, token, base + taken)
-                if reason is not None:
-                    break
+            taken, reason = live.take(tokens)
             if reason is None and result.failed[b]:
                 reason = FinishReason.ERROR
-            del seq.token_ids[base + taken :]
             by = draft.node_levels(b)
-            levels = [*(names[by[node]] for node in result.nodes[b]), None][:taken]
-            live.levels += levels
+            live.levels += [*(names[by[node]] for node in result.nodes[b]), None][:taken]
             seq.logprobs += result.logprobs[b][:taken]
             if reason is not None:
-                deltas.append(self._finish(live, reason, tokens[:taken]))
+                deltas.append(self._finish(live, reason, taken))
                 continue
             self.scheduler.blocks.trim(seq, len(seq))
-            r = live.request
-            logprobs = tuple(result.logprobs[b][:taken])
-            text = live.output.delta()
-            tokens, scores, offsets = tokens[:taken], live.scores(), live.offsets[-taken:]
-            deltas.append(
-                Delta(
-                    r.request_id,
-                    r.index,
-                    text,
-                    tuple(tokens),
-                    tuple(levels),
-                    None,
-                    logprobs,
-                    scores,
-                    tuple(offsets),
-                )
-            )
+            deltas.append(live.delta(taken))
         return deltas
 
-    def _end(self, live: _Running, token: int, length: int) -> FinishReason | None:
-        """Does this token end the sequence, which it brings to `length` tokens?"""
-        params = live.request.params
-        if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
-            return FinishReason.STOP
-        num_output = length - live.seq.num_prompt
-        if live.output.push(token, may_stop=num_output >= params.min_tokens):
-            return FinishReason.STOP
-        if num_output >= params.max_tokens or length >= self.max_model_len:
-            return FinishReason.LENGTH
-        return None
-
-    def _finish(self, live: _Running, reason: FinishReason, tokens: list[int]) -> Delta:
-        seq, r = live.seq, live.request
+    def _finish(self, live: Running, reason: FinishReason, num_tokens: int = 0) -> Delta:
+        """End a sequence, of whose tokens so many have not been given out."""
+        seq = live.seq
         if reason is FinishReason.ERROR:
             self.scheduler.blocks.forget(seq)
         self.scheduler.finish(seq)
         self.drafter.release(seq)
         self._policies.release(seq)
         del self._live[seq.seq_id]
-        seq.finish_reason = reason
-        live.output.finish()
-        completion = Completion(
-            request_id=r.request_id,
-            index=r.index,
-            prompt=r.prompt,
-            prompt_token_ids=r.prompt_token_ids,
-            text=live.output.text,
-            token_ids=tuple(seq.output_token_ids),
-            finish_reason=reason,
-            seed=r.seed,
-            metrics=_metrics(live),
-            levels=tuple(live.levels),
-            logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
-            prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
-            text_offset=tuple(live.offsets),
-            ruled_out=seq.ruled_out,
-        )
-        logprobs = tuple(seq.logprobs[len(seq.logprobs) - len(tokens) :]) if r.params.logprobs is not None else ()
-        new = len(live.levels) - len(tokens)
-        levels, offsets = tuple(live.levels[new:]), tuple(live.offsets[new:])
-        text = live.output.delta()
-        return Delta(r.request_id, r.index, text, tuple(tokens), levels, completion, logprobs, live.scores(), offsets)
-
-
-def _metrics(live: _Running) -> Metrics:
-    now, seq = time.perf_counter(), live.seq
-    first = live.first_token if live.first_token is not None else now
-    return Metrics(
-        num_prompt_tokens=seq.num_prompt,
-        num_output_tokens=max(0, seq.num_output),
-        spec=seq.metrics,
-        time_split=seq.times,
-        time_to_first_token=first - live.arrived,
-        time_per_output_token=(now - first) / (seq.num_output - 1) if seq.num_output > 1 else 0.0,
-        total_time=now - live.arrived,
-        num_preemptions=seq.num_preemptions,
-        num_cached_tokens=seq.num_shared,
-        queue_time=(live.started if live.started is not None else now) - live.arrived,
-    )
+        completion = live.complete(reason)
+        return live.delta(num_tokens, completion)

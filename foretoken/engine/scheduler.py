@@ -6,6 +6,7 @@ Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
@@ -50,11 +51,12 @@ class _Turn:
 
 
 class Scheduler:
-    """By priority, then first come, first served. Rows or blocks short: drafts go first, then the last in rank.
+    """By priority, then by turns of owners, each first come, first served. Rows or blocks short: drafts go first, then
+    the last in rank.
 
-    A preempted sequence loses its blocks and waits for its turn; all its tokens are pending again. Nobody starves: no
-    one goes before a sequence that waits for blocks but those of higher rank, and priorities are overruled by patience:
-    after `PATIENCE` later ones went first, only arrival counts.
+    A preempted sequence loses its blocks and waits for its turn; all its tokens are pending again. Nobody starves:
+    priorities are overruled by patience (after `PATIENCE` more important ones that came later went first, only arrival
+    counts), and an owner with nothing running is behind no other for more than one turn.
     """
 
     def __init__(self, blocks: BlockManager, max_num_rows: int, max_num_seqs: int, max_model_len: int) -> None:
@@ -66,6 +68,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._turns: dict[Sequence, _Turn] = {}
+        self._owners: Counter[str] = Counter()  # sequences of each, running or waiting
+        self._served: dict[str, int] = {}  # when an owner's turn was last, counted in sequences that started
+        self._num_started = 0
         self._num_added = 0
 
     def add(self, seq: Sequence) -> None:
@@ -73,6 +78,7 @@ class Scheduler:
         seq.context = self.max_model_len
         self._turns[seq] = _Turn(seq.priority, self._num_added)
         self._num_added += 1
+        self._owners[seq.owner] += 1
         insort(self.waiting, seq, key=self._rank)
 
     def _rank(self, seq: Sequence) -> tuple[bool, int, int]:
@@ -86,6 +92,8 @@ class Scheduler:
         """Take a sequence out, finished or aborted, running or waiting; its blocks are free again."""
         if self._turns.pop(seq, None) is not None:
             (self.running if seq in self.running else self.waiting).remove(seq)
+            self._owners[seq.owner] -= 1
+            self._owners += Counter()  # those who have none are gone
         self.blocks.release(seq)
 
     def schedule(self, draft_lengths: DraftLengths) -> Plan:
@@ -143,7 +151,7 @@ class Scheduler:
         """
         used = 0
         while self.waiting and used < left and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+            seq = self._next()
             if not self.blocks.fits(seq, min(len(seq) + 1, self.max_model_len)):
                 break
             if not seq.num_preemptions:
@@ -151,10 +159,31 @@ class Scheduler:
             self._share(seq)
             size = _part(seq.num_pending, left - used, len(self.waiting) > 1)
             self.blocks.reserve(seq, seq.num_cached + size)
-            self._start(self.waiting.pop(0))
+            self.waiting.remove(seq)
+            self._start(seq)
             chunks[seq] = size
             used += size
         return used
+
+    def _next(self) -> Sequence:
+        """Of the first in rank and its equals, the first of the owner who has the fewest running.
+
+        Where several have as few: of the one whose last turn is longest ago. Whom patience puts first has no equals.
+        """
+        first = self.waiting[0]
+        patient, priority, _ = self._rank(first)
+        if not patient or len(self._owners) == 1:
+            return first
+        firsts: dict[str, Sequence] = {}
+        for seq in self.waiting:
+            if seq.owner not in firsts:
+                if self._rank(seq)[:2] != (patient, priority):
+                    break
+                firsts[seq.owner] = seq
+                if len(firsts) == len(self._owners):
+                    break
+        running = Counter(seq.owner for seq in self.running)
+        return min(firsts.values(), key=lambda seq: (running[seq.owner], self._served.get(seq.owner, -1)))
 
     def _fill(self, chunks: dict[Sequence, int], left: int) -> int:
         """Rows that were kept and that nobody took go to the first prompts; returns how many."""
@@ -170,10 +199,13 @@ class Scheduler:
         return used
 
     def _start(self, seq: Sequence) -> None:
-        """It runs from now on; those who came before it and wait grow less patient."""
+        """It runs from now on; those who came before it and wait, for they are less important, grow less patient."""
         insort(self.running, seq, key=self._rank)
-        arrival = self._turns[seq].arrival
-        passed = [turn for other in self.waiting if (turn := self._turns[other]).arrival < arrival]
+        self._num_started += 1
+        self._served[seq.owner] = self._num_started
+        mine = self._turns[seq]
+        others = [self._turns[other] for other in self.waiting]
+        passed = [turn for turn in others if turn.arrival < mine.arrival and turn.priority > mine.priority]
         for turn in passed:
             turn.num_passed += 1
         if passed:

@@ -69,29 +69,18 @@ class EngineClient(Supervised):
         """Raise ApiError 503 where there is no engine."""
         self.check_ready()
 
-    def submit(self, job: Job) -> Stream:
-        """Hand a job to the engine. Raises ApiError 503 where there is none, or after `end_all`."""
+    def submit(self, job: Job, frame: bytes | None = None) -> Stream:
+        """Hand a job to the engine; `frame`: the job packed, where that was done elsewhere.
+
+        Raises ApiError 503 where there is no engine, or after `end_all`.
+        """
         if self._over:
             raise unavailable(ENDED)
         self.check()
         stream = Stream(job, self.forget)
         if job.grammar is not None:
             self._send_grammar(job.grammar)
-        self._send(
-            {
-                "type": "add",
-                "id": job.id,
-                "prompts": [list(p) for p in job.prompts],
-                "params": frames.params_to_data(job.params),
-                "tenant": job.tenant,
-                "priority": job.priority,
-                "detailed": job.detailed,
-                "speculation": frames.wish_to_data(job.speculation),
-                "score_prompt": job.score_prompt,
-                "choice": None if job.choice is None else list(job.choice),
-                "grammar": None if job.grammar is None else job.grammar.key,
-            }
-        )
+        self._write(job.packed() if frame is None else frame)
         self._streams[job.id] = stream
         if job.grammar is not None and job.grammar.key not in self.grammars:
             self._forget_grammar(job.grammar.key)

@@ -14,7 +14,9 @@ from starlette.requests import Request
 from foretoken.request import SamplingParams
 from foretoken.server import conversation
 from foretoken.server.answer import Answer, too_late
+from foretoken.server.chat import ChatReply
 from foretoken.server.client import EngineClient
+from foretoken.server.completions import CompletionReply
 from foretoken.server.config import ServerConfig
 from foretoken.server.conversation import NamedTool
 from foretoken.server.errors import ApiError, bad_request
@@ -31,7 +33,7 @@ from foretoken.server.protocol import (
     ResponseFields,
     read,
 )
-from foretoken.server.replies import ChatReply, CompletionReply, Reply
+from foretoken.server.replies import Reply
 from foretoken.server.responses import ResponseReply
 from foretoken.server.stream import Job
 from foretoken.server.structured import Source
@@ -108,7 +110,7 @@ class Service:
             return Plain(fields.source())
 
         async def encode(plain: Plain) -> list[list[int]]:
-            return [await text.prompt(p) for p in prompts]
+            return await text.prompts(prompts)
 
         async def make(id: str, ids: Seq[list[int]], plain: Plain) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - max(len(i) for i in ids)
@@ -129,7 +131,7 @@ class Service:
             )
             return reply, params, bool(fields.echo) and fields.logprobs is not None
 
-        return await self._answer(request, fields, len(prompts) * n, plain, encode, make)
+        return await self._answer(request, text, fields, len(prompts) * n, plain, encode, make)
 
     async def chat(self, request: Request) -> Answer:
         """/v1/chat/completions."""
@@ -158,7 +160,7 @@ class Service:
             reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
             return reply, params, False
 
-        return await self._answer(request, fields, fields.n or 1, plain, encode, make)
+        return await self._answer(request, text, fields, fields.n or 1, plain, encode, make)
 
     async def responses(self, request: Request) -> Answer:
         """/v1/responses."""
@@ -178,11 +180,12 @@ class Service:
             reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, asked=fields, **self._shown(fields))
             return reply, params, False
 
-        return await self._answer(request, fields, 1, plain, encode, make)
+        return await self._answer(request, text, fields, 1, plain, encode, make)
 
     async def _answer(
         self,
         request: Request,
+        text: Text,
         fields: Common,
         num_seqs: int,
         plain: Callable[[], Plain],
@@ -193,20 +196,21 @@ class Service:
         visit: Visit = request.scope["foretoken"]
         ticket = self.gate.enter(num_seqs, visit.size)
 
-        async def prepared() -> tuple[Reply, Job]:
+        async def prepared() -> tuple[Reply, Job, bytes]:
             made = await self.aside(request, plain)
             grammar = None if made.source is None else await self.client.grammars.compiled(made.source)
             ids = await encode(made)
             reply, params, score = await make(visit.id, ids, made)
-            reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(len(i) for i in ids)
+            reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(map(len, ids))
             whose, priority = tenant(visit, fields.cache_salt), fields.priority or 0
-            more = (fields.choice, priority, grammar, self.config.detailed)
-            return reply, Job(visit.id, ids, params, whose, wish(fields), score, *more)
+            more = (fields.choice, priority, grammar, self.config.detailed, visit.tenant)
+            job = Job(visit.id, ids, params, whose, wish(fields), score, *more)
+            return reply, job, await text.away(job.num_tokens, job.packed)
 
         try:
             left = self.config.request_timeout - (time.monotonic() - visit.arrived)
-            reply, job = await asyncio.wait_for(prepared(), left)
-            stream = self.client.submit(job)
+            reply, job, frame = await asyncio.wait_for(prepared(), left)
+            stream = self.client.submit(job, frame)
         except asyncio.TimeoutError:
             ticket.leave()
             raise too_late(self.config.request_timeout) from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from foretoken.request import SamplingParams, Speculation
+from foretoken.server import frames
 from foretoken.server.errors import ApiError, bad_request, internal
 from foretoken.server.grammars import Compiled
 
@@ -47,6 +48,29 @@ class Job(NamedTuple):
     priority: int = 0  # lower goes first
     grammar: Compiled | None = None  # the text must match this
     detailed: bool = False  # every draft in the metrics
+    owner: str = ""  # whose turn it is
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    def packed(self) -> bytes:
+        """The frame that asks the engine for it. Long prompts take long: then it is a thread's work."""
+        frame = {
+            "type": "add",
+            "id": self.id,
+            "params": frames.params_to_data(self.params),
+            "tenant": self.tenant,
+            "owner": self.owner,
+            "priority": self.priority,
+            "detailed": self.detailed,
+            "speculation": frames.wish_to_data(self.speculation),
+            "score_prompt": self.score_prompt,
+            "choice": None if self.choice is None else list(self.choice),
+            "grammar": None if self.grammar is None else self.grammar.key,
+        }
+        return frames.pack_lists(frame, "prompts", self.prompts)
 
 
 class Stream:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.errors import RequestError
+from foretoken.server import limits
 from foretoken.server.arguments import opened
 from foretoken.server.errors import ApiError, bad_request
 from foretoken.tokenizer import Tokenizer
@@ -43,13 +44,27 @@ class Text:
         """Token ids of a prompt, checked. Raises ApiError 400."""
         if isinstance(prompt, str):
             self._check_text(prompt)
-            return self._checked(self._begun(await self._away(len(prompt), lambda: self.tokenizer.encode(prompt))))
-        return self._checked(list(prompt))
+            return await self.away(len(prompt), lambda: self._checked(self._begun(self.tokenizer.encode(prompt))))
+        return await self.away(len(prompt), lambda: self._checked(list(prompt)))
+
+    async def prompts(self, prompts: Seq[str | Seq[int]]) -> list[list[int]]:
+        """Those of several prompts, together at most as many as a body may hold. Raises ApiError 400."""
+        made: list[list[int]] = []
+        num_tokens = 0
+        for prompt in prompts:
+            made.append(await self.prompt(prompt))
+            num_tokens += len(made[-1])
+            if len(prompts) > 1 and num_tokens > limits.MAX_VALUES:
+                raise bad_request(
+                    f"the prompts have more than {limits.MAX_VALUES} tokens together; send fewer in a request", "prompt"
+                )
+        return made
 
     async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0) -> list[int]:
         """Token ids of a conversation, checked; `size`: bytes that it came in. Raises ApiError 400."""
         self._check_text("", sum(len(m["content"]) for m in messages))
-        return self._checked(await self.encode_chat(messages, tools, size))
+        ids = await self.encode_chat(messages, tools, size)
+        return await self.away(len(ids), lambda: self._checked(ids))
 
     async def encode_chat(
         self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0
@@ -60,22 +75,27 @@ class Text:
         return await self.encode(await self._render(messages, tools, size), add_special_tokens=False)
 
     async def _render_here(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
-        return await self._away(INLINE + 1, lambda: self.tokenizer.render_chat(opened(messages), tools=tools))
+        return await self.away(INLINE + 1, lambda: self.tokenizer.render_chat(opened(messages), tools=tools))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length."""
-        return await self._away(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+        return await self.away(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def decode(self, token_ids: Seq[int]) -> str:
         """Text of token ids. Raises ApiError 400 for ids that the model has not."""
-        self._check_ids(token_ids)
-        return await self._away(len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+        def work() -> str:
+            self._check_ids(token_ids)
+            return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+        return await self.away(len(token_ids), work)
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _away(self, size: int, work: Callable[[], T]) -> T:
+    async def away(self, size: int, work: Callable[[], T]) -> T:
+        """Work on so many characters or tokens: in a thread where they are many."""
         try:
             if size <= INLINE:
                 return work()

@@ -67,7 +67,7 @@ class Worker:
 
     def _load(self, frame: Frame) -> None:
         from foretoken.engine.build import build_engine
-        from foretoken.engine.llm import make_config
+        from foretoken.engine.settings import make_config
 
         settings = frames.settings_from_data(frame["settings"])
         config = make_config(settings.pop("draft", None), **settings)
@@ -225,6 +225,7 @@ def _requests(frame: Frame) -> list[Request]:
             seed=derive_seed(seed, i),
             index=p * params.n + i,
             tenant=frame["tenant"],
+            owner=frame["owner"],
             priority=frame["priority"],
             detailed=frame["detailed"],
             speculation=wish,

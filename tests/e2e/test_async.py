@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,26 @@ async def until_idle(llm: AsyncLLM) -> None:
     raise AssertionError("the engine still has work")
 
 
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[AsyncLLM], threading.Event]:
+    """Called: an engine stops after a few steps until the event is set, whatever the machine does meanwhile."""
+
+    def held(llm: AsyncLLM) -> threading.Event:
+        go, step, number = threading.Event(), llm.engine.step, itertools.count()
+
+        def waiting() -> list[Delta]:
+            assert next(number) < 8 or go.wait(60)
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", waiting)
+        return go
+
+    return held
+
+
+Hold = Callable[[AsyncLLM], threading.Event]
+
+
 async def test_eight_at_once_write_what_each_writes_alone(llm: AsyncLLM, pair_folders: tuple[Path, Path]) -> None:
     sequential = [LLM(str(pair_folders[0])).generate(p, ASKED)[0] for p in PROMPTS]
     results = await asyncio.gather(*(collect(llm, p, ASKED) for p in PROMPTS))
@@ -83,23 +105,28 @@ async def test_chat(llm: AsyncLLM) -> None:
     assert text == (await collect(llm, "user: the sum?\nassistant:", ASKED))[0]
 
 
-async def test_leaving_the_loop_frees_the_blocks(llm: AsyncLLM) -> None:
+async def test_leaving_the_loop_frees_the_blocks(llm: AsyncLLM, hold: Hold) -> None:
+    go = hold(llm)
     stream = llm.generate("the sum of", LONG)
     async for _ in stream:
         break
     assert llm.engine.has_work
     await stream.aclose()
+    go.set()
     await until_idle(llm)
     assert llm.engine.metrics.num_rounds < 100, "it did not run to its end"
     assert_nothing_left(llm.engine)
 
 
-async def test_cancelling_the_task_frees_the_blocks(llm: AsyncLLM) -> None:
+async def test_cancelling_the_task_frees_the_blocks(llm: AsyncLLM, hold: Hold) -> None:
+    go = hold(llm)
     other = asyncio.create_task(collect(llm, PROMPTS[0], ASKED))
     tasks = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS[:6]]
-    await asyncio.sleep(0.05)
+    while not llm.engine.metrics.num_rounds:
+        await asyncio.sleep(0.01)
     for task in tasks:
         task.cancel()
+    go.set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(r, asyncio.CancelledError) for r in results)
     _, done = await other
@@ -108,12 +135,14 @@ async def test_cancelling_the_task_frees_the_blocks(llm: AsyncLLM) -> None:
     assert_nothing_left(llm.engine)
 
 
-async def test_abort_from_outside_ends_the_stream(llm: AsyncLLM) -> None:
+async def test_abort_from_outside_ends_the_stream(llm: AsyncLLM, hold: Hold) -> None:
     deltas: list[Delta] = []
+    go = hold(llm)
     async for delta in llm.generate("the sum of", LONG, request_id="mine"):
         deltas.append(delta)
         llm.abort("mine")
         llm.abort("nobody's")
+        go.set()
     last = deltas[-1].completion
     assert last is not None
     assert last.finish_reason is FinishReason.ABORT
@@ -143,11 +172,17 @@ async def test_bad_prompts(llm: AsyncLLM, prompt: Any, message: str) -> None:
     assert len(done.token_ids) == 24
 
 
-async def test_close_ends_open_streams(pair_folders: tuple[Path, Path]) -> None:
+async def test_close_ends_open_streams(pair_folders: tuple[Path, Path], hold: Hold) -> None:
     llm = AsyncLLM(str(pair_folders[0]))
+    go = hold(llm)
     tasks = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS]
-    await asyncio.sleep(0.02)
-    await asyncio.to_thread(llm.close)
+    while not llm.engine.metrics.num_rounds:
+        await asyncio.sleep(0.01)
+    closing = asyncio.create_task(asyncio.to_thread(llm.close))
+    while not llm._closing:
+        await asyncio.sleep(0.01)
+    go.set()
+    await closing
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
     ended = [r for r in results if isinstance(r, ForetokenError)]
     assert ended, "closed in mid-generation"

@@ -9,7 +9,7 @@ from lawkit import SAMPLED, assert_nothing_left, write_model
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.config import CacheConfig, EngineConfig
-from foretoken.engine.llm import make_config
+from foretoken.engine.settings import make_config
 from foretoken.errors import ConfigError, ForetokenError, ModelLoadError, RegistryError, RequestError, VocabularyError
 from foretoken.request import FinishReason
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ FIELDS: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "igno
 LONG = {**FIELDS, "max_tokens": 230, "n": 4}
 
 
-@pytest.fixture(scope="module")
-def server(pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    keys = tmp_path_factory.mktemp("keys") / "keys"
+@contextmanager
+def started(model: Path, folder: Path) -> Iterator[Server]:
+    keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
-    flags = ["--model", str(pair_folders[0]), "--served-model-name", "tiny", "--draft", "ngram"]
+    flags = ["--model", str(model), "--served-model-name", "tiny", "--draft", "ngram"]
     made = Server(*flags, "--api-key-file", str(keys), "--drain-timeout", "3", "--max-num-seqs", "4", env=ENVIRONMENT)
     try:
         made.wait_log("ready")
@@ -45,8 +46,18 @@ def server(pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
+def server(pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with started(pair_folders[0], tmp_path_factory.mktemp("keys")) as made:
+        yield made
+
+
+def visitor(server: Server) -> httpx.Client:
+    return server.client(headers={"authorization": f"Bearer {KEY}"})
+
+
+@pytest.fixture(scope="module")
 def http(server: Server) -> Iterator[httpx.Client]:
-    with server.client(headers={"authorization": f"Bearer {KEY}"}) as client:
+    with visitor(server) as client:
         yield client
 
 
@@ -94,6 +105,25 @@ def test_keys(server: Server, http: httpx.Client) -> None:
     log = json.dumps(server.log)
     assert KEY not in log and "key-of-the-environment" not in log
     assert b"key-of-the-environment" not in Path(f"/proc/{server.engine_pid}/environ").read_bytes()
+
+
+def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.Client) -> None:
+    """Four run at once; of one key 40 are there first, and the one of another ends while some of these still wait."""
+    ended: list[int] = []
+
+    def flood(number: int) -> None:
+        assert http.post("/v1/completions", json={"prompt": "the sum of", **LONG}).status_code == 200
+        ended.append(number)
+
+    with ThreadPoolExecutor(10) as threads:
+        waiting = [threads.submit(flood, number) for number in range(10)]
+        wait_until(lambda: gauge(http, "num_requests_waiting") >= 24)
+        with server.client(headers={"authorization": f"Bearer {ENVIRONMENT['FORETOKEN_API_KEY']}"}) as other:
+            alone = complete(other)
+        assert len(ended) <= 6, "its turn was the next"
+        for one in waiting:
+            one.result()
+    assert alone == complete(http), "whose turn it is changes no text"
 
 
 def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
@@ -199,11 +229,16 @@ def test_a_stopped_engine_that_goes_on_is_no_dead_one(server: Server, http: http
     assert reader.lines[-1] == "[DONE]" and server.engine_pid == engine
 
 
-def test_sigterm_drains(server: Server, http: httpx.Client) -> None:
+def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Running streams end well or with a word, new requests are refused at once, nothing is left behind."""
+    with started(pair_folders[0], tmp_path) as server, visitor(server) as http:
+        drain(server, http)
+
+
+def drain(server: Server, http: httpx.Client) -> None:
     alone = complete(http)
     quick = Reader(http, **FIELDS)
-    slow = [Reader(http, **{**LONG, "n": 16}) for _ in range(8)]
+    slow = [Reader(http, **{**LONG, "prompt": ["the sum of"] * 2, "n": 16}) for _ in range(8)]
     quick.wait_begun()
     for reader in slow[:1]:
         reader.wait_begun()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,22 @@ class Poor:
     """A server that has next to nothing. Its log goes to a device that is always full."""
 
     def __init__(self, *flags: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "foretoken", "serve", "--port", str(self.port), "--threads", "1", *flags]
+        command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--threads", "1", *flags]
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with open("/dev/full", "w") as full:
             self.process = subprocess.Popen(
                 command, stderr=full, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))
             )
+        self.port = 0
+        wait_until(self._listens, START)
+        self.url = f"http://127.0.0.1:{self.port}"
         wait_until(self._is_ready, START)
+
+    def _listens(self) -> bool:
+        """Nobody can read the log, so the system says at which port."""
+        assert self.process.poll() is None, "the server ended"
+        self.port = listening(self.process.pid)
+        return self.port > 0
 
     def _is_ready(self) -> bool:
         assert self.process.poll() is None, "the server ended"
@@ -54,6 +60,19 @@ class Poor:
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), 10)
+
+
+def listening(pid: int) -> int:
+    """The port at which a process listens, 0 while there is none."""
+    sockets = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            sockets.add(os.readlink(file))
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+            return int(fields[1].rpartition(":")[2], 16)
+    return 0
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +127,7 @@ def test_connections_without_number(server: Poor) -> None:
 
 
 def test_who_does_not_read_holds_up_nobody(server: Poor) -> None:
-    body = json.dumps({**FIELDS, "n": 4, "max_tokens": 200, "stream": True, "logprobs": 20}).encode()
+    body = json.dumps({**FIELDS, "n": 8, "max_tokens": 200, "stream": True, "logprobs": 20}).encode()
     with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
         alone = text_of(http)
         for _ in range(3):

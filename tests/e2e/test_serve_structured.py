@@ -199,12 +199,23 @@ BOMBS: list[dict[str, Any]] = [
 ]
 
 
+def asked_again(http: httpx.Client, bomb: dict[str, Any]) -> httpx.Response:
+    """The answer to one, which a client asks for again where the machine was too busy to tell what it is."""
+    for _ in range(5):
+        response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **bomb})
+        if response.status_code != 503:
+            break
+        assert "in time" in response.json()["error"]["message"] and int(response.headers["retry-after"]) > 0
+    return response
+
+
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
 def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb: dict[str, Any]) -> None:
     """Whatever becomes of the compiler: an answer within bounded time, and nobody else notices."""
+    assert texts(http, guided_regex="[ab]{2}", n=1), "with this the compiler's process is there"
     engine, aside = server.engine_pid, server.child("aside")
-    response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **bomb})
-    assert response.status_code in (200, 400), response.text
+    response = asked_again(http, bomb)
+    assert response.status_code in (200, 400, 503), response.text
     if response.status_code == 400:
         error = response.json()["error"]
         assert error["param"] in bomb and "/" not in error["message"].replace("'/'", ""), error
@@ -214,7 +225,7 @@ def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb:
 
 def test_most_bombs_are_refused(http: httpx.Client) -> None:
     """And remembered: asking again costs nothing."""
-    statuses = [http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **b}).status_code for b in BOMBS]
+    statuses = [asked_again(http, bomb).status_code for bomb in BOMBS]
     assert statuses.count(400) >= 7, statuses
 
 

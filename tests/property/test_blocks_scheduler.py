@@ -88,11 +88,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         priority=st.sampled_from((0, 0, -3, 9)),
         tenant=st.sampled_from("ab"),
+        owner=st.sampled_from("xyz"),
     )
-    def add(self, length: int, max_tokens: int, priority: int, tenant: str) -> None:
+    def add(self, length: int, max_tokens: int, priority: int, tenant: str, owner: str) -> None:
         length = min(length, self.scheduler.max_model_len - 1)
         seq = Sequence(len(self.all), [1] * length, SamplingParams(max_tokens=max_tokens), 0, tenant)
-        seq.priority = priority
+        seq.priority, seq.owner = priority, owner
         self.all.append(seq)
         self.open.append(seq)
         self.scheduler.add(seq)
@@ -138,7 +139,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert num_pending == seq.num_pending
                 assert seq.num_output > 0
                 assert seq.draft_depth > 0, "nothing for the last token"
-            self.decode(seq, num_pending, pick(min(num_draft, seq.draft_depth)))
+        for seq, num_pending, num_draft in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True):
+            self.decode(seq, num_pending, pick(min(num_draft, seq.draft_depth)))  # who ends gives blocks back
         check_ownership(self.blocks, self.all)
 
     def decode(self, seq: Sequence, num_pending: int, num_accepted: int) -> None:
@@ -171,10 +173,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         rng = random.Random(len(self.all))
-        # Who lost patience may go before the first, which then begins anew: once for each.
-        limit = sum(len(q) + q.params.max_tokens + 1 for q in self.open) * (
-            1 + (len({q.priority for q in self.open}) > 1)
-        )
+        # One of more rank that starts later (patience, another's turn) may make the first begin anew: once for each.
+        ways = {(q.priority, q.owner) for q in self.open}
+        limit = sum(len(q) + q.params.max_tokens + 1 for q in self.open) * len(ways)
         for _ in range(limit):
             if not self.open:
                 break
@@ -213,7 +214,7 @@ def test_no_one_starves(seed: int) -> None:
         nonlocal made
         made += 1
         seq = Sequence(made, [made] * rng.randint(1, longest), SamplingParams(max_tokens=rng.randint(1, most)), 0)
-        seq.priority = priority
+        seq.priority, seq.owner = priority, rng.choice("abcd"[: 1 + seed % 4])
         return seq
 
     before = [sequence(rng.randint(-2, 2)) for _ in range(rng.randint(0, 5))]

@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken import batch
 from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.engine.engine import Engine
+from foretoken.engine.running import Running
 from foretoken.engine.scheduler import Scheduler
 from foretoken.formats import int8, scheme
 from foretoken.models.runner import ModelRunner
@@ -137,8 +137,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("a preempted sequence keeps its cache", Scheduler, "_preempt", wrong.preempt, ("L6",)),
     Mutant("a finished sequence keeps its blocks", Scheduler, "finish", wrong.finish, ("C2",)),
-    Mutant("an end inside a round is missed", Engine, "_end", wrong.late_end(Engine._end), ("S1",)),
-    Mutant("one token more than asked for", Engine, "_end", wrong.long_end(Engine._end), ("S1",)),
+    Mutant("an end inside a round is missed", Running, "_end", wrong.late_end(Running._end), ("S1",)),
+    Mutant("one token more than asked for", Running, "_end", wrong.long_end(Running._end), ("S1",)),
 )
 
 UNCHANGED = Mutant("nothing is wrong", step, "verify", verify, ())

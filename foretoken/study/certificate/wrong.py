@@ -200,21 +200,21 @@ def finish(self: Any, seq: Sequence) -> None:
 
 
 def late_end(end: Callable[..., FinishReason | None]) -> Callable[..., FinishReason | None]:
-    """`Engine._end` that looks at the last token of a round only."""
+    """`Running._end` that looks at the last token of a round only."""
 
-    def check(self: Any, live: Any, token: int, length: int) -> FinishReason | None:
-        found = end(self, live, token, length)
-        return found if length >= len(live.seq) else None
+    def check(self: Any, token: int, length: int) -> FinishReason | None:
+        found = end(self, token, length)
+        return found if length >= len(self.seq) else None
 
     return check
 
 
 def long_end(end: Callable[..., FinishReason | None]) -> Callable[..., FinishReason | None]:
-    """`Engine._end` that counts one token too few."""
+    """`Running._end` that counts one token too few."""
 
-    def check(self: Any, live: Any, token: int, length: int) -> FinishReason | None:
-        found = end(self, live, token, length)
-        at_length = length - live.seq.num_prompt == live.request.params.max_tokens
+    def check(self: Any, token: int, length: int) -> FinishReason | None:
+        found = end(self, token, length)
+        at_length = length - self.seq.num_prompt == self.request.params.max_tokens
         return None if found is FinishReason.LENGTH and at_length else found
 
     return check

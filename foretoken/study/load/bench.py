@@ -29,7 +29,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is sent, how often and how. `num_requests` None: four for each client, eight at least."""
+    """What is sent, how often and how. `num_requests` None: four for each client, eight at least.
+
+    `max_seconds`: of one run of an arm, after which nothing more is sent; what was sent is waited for.
+    """
 
     shapes: tuple[Shape, ...]
     levels: tuple[Level, ...]
@@ -37,6 +40,7 @@ class Settings:
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     seed: int = 1
     num_requests: int | None = None
+    max_seconds: float | None = None
     warm_up: int = 2
     repeat: int = 3
     bounds: Bounds = field(default_factory=Bounds)
@@ -50,8 +54,10 @@ class Settings:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         if self.num_requests is not None and self.num_requests < 1:
             raise ConfigError(f"--num-requests must be at least 1, got {self.num_requests}")
-        if not self.timeout > 0:
-            raise ConfigError(f"--timeout must be above 0 seconds, got {self.timeout}")
+        for name in ("timeout", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds, got {value}")
 
     def count(self, level: Level) -> int:
         """Requests of a repetition."""
@@ -189,9 +195,9 @@ class Bench:
         before, cpu, start = await self._counters(endpoint), time.process_time(), time.perf_counter()
         late: float | None = None
         if level.concurrency is not None:
-            sent = await drive.closed(send, bodies, level.concurrency)
+            sent = await drive.closed(send, bodies, level.concurrency, s.max_seconds)
         else:
-            sent, late = await drive.opened(send, bodies, drive.arrivals(level, count, s.seed))
+            sent, late = await drive.opened(send, bodies, drive.arrivals(level, count, s.seed, s.max_seconds))
         busy = (time.process_time() - cpu) / (time.perf_counter() - start)
         outcomes = [outcome.read(e) for e in sent]
         summary = figures.summarize(outcomes, s.bounds)

@@ -38,8 +38,8 @@ class Level:
         return f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
 
 
-def arrivals(level: Level, count: int, seed: int) -> list[float]:
-    """Seconds after the start at which requests of an open level arrive.
+def arrivals(level: Level, count: int, seed: int, seconds: float | None = None) -> list[float]:
+    """Seconds after the start at which requests of an open level arrive: `count`, or those of the first `seconds`.
 
     Gaps follow a gamma distribution of shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less is burstier,
     more is more even.
@@ -48,22 +48,31 @@ def arrivals(level: Level, count: int, seed: int) -> list[float]:
     noise = random.Random(f"arrivals {seed}")
     moments, now = [], 0.0
     for _ in range(count):
+        if seconds is not None and now >= seconds:
+            break
         moments.append(now)
         now += noise.gammavariate(level.burstiness, 1 / (level.rate * level.burstiness))
     return moments
 
 
-async def closed(send: Callable[[B], Awaitable[T]], bodies: Seq[B], concurrency: int) -> list[T]:
-    """Answers in the order of `bodies`; each client sends its next request when it has its answer."""
+async def closed(
+    send: Callable[[B], Awaitable[T]], bodies: Seq[B], concurrency: int, seconds: float | None = None
+) -> list[T]:
+    """Answers in the order of `bodies`; each client sends its next request when it has its answer.
+
+    After `seconds` none is sent any more, and the answers are of the first bodies; each client sends one at least.
+    """
     results: dict[int, T] = {}
-    waiting = iter(enumerate(bodies))
+    waiting, start = iter(enumerate(bodies)), time.perf_counter()
 
     async def client() -> None:
         for index, body in waiting:
             results[index] = await send(body)
+            if seconds is not None and time.perf_counter() - start >= seconds:
+                return
 
     await asyncio.gather(*(client() for _ in range(min(concurrency, len(bodies)))))
-    return [results[i] for i in range(len(bodies))]
+    return [results[i] for i in range(len(results))]
 
 
 async def opened(
@@ -71,12 +80,12 @@ async def opened(
 ) -> tuple[list[T], float]:
     """Answers in the order of `bodies`, each sent at its moment; and by how much the latest was sent too late, in s.
 
-    `send` is told when each was due, by `time.perf_counter`.
+    Of fewer moments than bodies, the first bodies are sent. `send` is told when each was due, by `time.perf_counter`.
     """
     start = time.perf_counter()
     late = 0.0
     tasks = []
-    for body, moment in zip(bodies, moments, strict=True):
+    for body, moment in zip(bodies, moments, strict=False):  # fewer moments: the first bodies
         ahead = start + moment - time.perf_counter()
         await asyncio.sleep(max(0.0, ahead))
         late = max(late, time.perf_counter() - start - moment)

@@ -57,6 +57,7 @@ def config(bench: Bench, arm: Arm, cell: Cell) -> dict[str, Any]:
         "rate": level.rate,
         "burstiness": level.burstiness if level.rate is not None else None,
         "num_requests": s.count(level),
+        "max_seconds": s.max_seconds,
         "warm_up": s.warm_up,
         "sampling": dict(s.sampling),
         "seed": s.seed,
@@ -164,8 +165,13 @@ def remarks(bench: Bench, record: Mapping[str, Any]) -> list[str]:
         found.append("the server knew parts of prompts from before: first tokens came sooner than of new prompts")
     if record["config"]["fields"].get("speculation") == "off" and record["acceptance"] is not None:
         found.append("the server drafted although speculation was off: the arms are alike")
-    level = record["config"]["concurrency"]
-    if level is not None and record["config"]["num_requests"] < 2 * level:
+    level, planned = record["config"]["concurrency"], record["config"]["num_requests"]
+    fewest = min(r["num_requests"] for r in repetitions)
+    if fewest < planned:
+        found.append(
+            f"--max-seconds ended a run after {fewest} of {planned} requests: arms may have sent different ones"
+        )
+    if level is not None and fewest < 2 * level:
         found.append("fewer than two requests a client: this is a burst, and not all clients are busy throughout")
     if any(r["generator_cpu"] > BUSY for r in repetitions):
         found.append("the generator took most of a core: its own speed may be what was measured")

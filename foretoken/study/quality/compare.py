@@ -16,8 +16,9 @@ from typing import Any
 
 from foretoken.config import EngineConfig, SpecConfig, draft_text
 from foretoken.engine.levels import check_options
-from foretoken.engine.llm import LLM, make_config
+from foretoken.engine.llm import LLM
 from foretoken.engine.memory import available_memory, demand
+from foretoken.engine.settings import make_config
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme
 from foretoken.models.loader import EMBEDDED, resolve_model

@@ -14,7 +14,7 @@ from foretoken.config import SpecConfig, parse_draft
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.first import FirstDrafter
 from foretoken.drafters.ngram import NgramDrafter
-from foretoken.engine.llm import make_config
+from foretoken.engine.settings import make_config
 from foretoken.errors import ConfigError
 from foretoken.request import SamplingParams, Sequence
 from foretoken.spec.draft import Draft

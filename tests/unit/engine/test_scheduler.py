@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken.engine.scheduler import Plan, Scheduler
+import pytest
+
+from foretoken.engine.scheduler import PATIENCE, Plan, Scheduler
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.request import SamplingParams, Sequence
 
@@ -153,3 +155,85 @@ def test_finish_of_one_that_waits_or_is_unknown() -> None:
     scheduler.finish(sequence(9, 3))
     assert not scheduler.has_work
     assert shape(scheduler.schedule(lambda seqs, rows, budget: [0] * len(seqs))) == []
+
+
+def owned(name: int, owner: str, priority: int = 0, length: int = 2) -> Sequence:
+    seq = sequence(name, length, max_tokens=2)
+    seq.owner, seq.priority = owner, priority
+    return seq
+
+
+def order(scheduler: Scheduler) -> list[int]:
+    """Who starts when, each writing two tokens, until nobody is left."""
+    started: list[int] = []
+    while scheduler.has_work:
+        plan = run(scheduler)
+        started += [seq.seq_id for seq in plan.seqs if seq.seq_id not in started]
+        for seq in plan.seqs:
+            if seq.num_output >= seq.params.max_tokens:
+                scheduler.finish(seq)
+    return started
+
+
+@pytest.mark.parametrize("seats", [1, 4])
+def test_a_flood_of_one_owner_keeps_no_other_waiting(seats: int) -> None:
+    scheduler = make(seqs=seats)
+    for name in range(20):
+        scheduler.add(owned(name, "flood"))
+    started = [seq.seq_id for seq in run(scheduler).seqs]
+    for name in (100, 101, 102):
+        scheduler.add(owned(name, "other"))
+    started += [name for name in order(scheduler) if name not in started]
+    assert [name for name in started if name < 100] == list(range(20)), "by arrival within an owner"
+    if seats == 1:
+        assert started[:7] == [0, 100, 1, 101, 2, 102, 3], "one place: by turns"
+    else:
+        assert started[:12] == [0, 1, 2, 3, 4, 5, 100, 101, 6, 7, 8, 102], "half the places each, while there is use"
+
+
+def test_turns_are_of_equals_only() -> None:
+    scheduler = make(seqs=1)
+    for name, owner, priority in ((0, "a", 0), (1, "a", 0), (2, "a", 0), (3, "b", 1), (4, "b", -1)):
+        scheduler.add(owned(name, owner, priority))
+    assert order(scheduler) == [4, 0, 1, 2, 3]
+
+
+def test_turns_use_up_nobodys_patience() -> None:
+    """Else the rest of a flood would go first after all, as soon as others had a few turns."""
+    scheduler = make(seqs=1)
+    for name in range(PATIENCE + 20):
+        scheduler.add(owned(name, "flood"))
+    for name in range(100, 100 + PATIENCE + 10):
+        scheduler.add(owned(name, "other"))
+    started = order(scheduler)
+    assert started[: 2 * PATIENCE : 2] == list(range(PATIENCE))
+    assert started[1 : 2 * PATIENCE : 2] == list(range(100, 100 + PATIENCE))
+
+
+def test_who_comes_anew_all_the_time_gets_no_more_turns() -> None:
+    """Two owners with one request at a time, and a third with many: each has every third turn."""
+    scheduler = make(seqs=1)
+    for name in range(4):
+        scheduler.add(owned(name, "flood"))
+    scheduler.add(owned(100, "b"))
+    scheduler.add(owned(200, "c"))
+    started: list[int] = []
+    for _ in range(60):
+        for seq in run(scheduler).seqs:
+            if seq.num_output == 1:
+                started.append(seq.seq_id // 100)
+            else:
+                scheduler.finish(seq)
+                if seq.seq_id >= 100:
+                    scheduler.add(owned(seq.seq_id + 1, seq.owner))
+    assert started[:9] == [0, 1, 2] * 3
+
+
+def test_one_who_waits_for_blocks_has_the_next_turn() -> None:
+    scheduler = make(num_blocks=6, max_len=24, seqs=4)
+    scheduler.add(owned(0, "a", length=11))
+    run(scheduler)
+    scheduler.add(owned(1, "b", length=15))  # four blocks with its first token; three are free
+    for name in range(2, 8):
+        scheduler.add(owned(name, "a"))
+    assert order(scheduler)[1] == 1, "smaller ones, of an owner who has more, do not go before"

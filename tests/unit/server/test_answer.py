@@ -15,11 +15,11 @@ from lawkit import Pair
 from foretoken.request import SamplingParams
 from foretoken.server.answer import INLINE, Answer
 from foretoken.server.client import EngineClient
+from foretoken.server.completions import CompletionReply
 from foretoken.server.errors import ApiError
 from foretoken.server.gate import Gate
 from foretoken.server.guard import Visit
 from foretoken.server.metrics import Metrics
-from foretoken.server.replies import CompletionReply
 from foretoken.server.stream import Job, Piece, Stream
 from foretoken.server.text import Text
 

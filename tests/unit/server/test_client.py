@@ -27,15 +27,16 @@ PRETENDER = """
 import json, os, socket, struct, sys, time
 connection, behaviour = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
 ready, seen = open(sys.argv[3], "rb").read(), sys.argv[3] + ".seen"
+first = not os.path.exists(seen)
 beat = json.dumps({"type": "beat", "step_seconds": 99 if behaviour == "stuck" else 0, "stats": {"drafts": 1}}).encode()
 connection.recv(100_000)  # what to load
 connection.sendall(ready)
-if not os.path.exists(seen):  # the first one waits until it is asked for something
+if first:  # waits until it is asked for something
     open(seen, "w").close()
     connection.recv(100_000)
 while behaviour != "silent":
     connection.sendall(struct.pack("<I", len(beat)) + beat)
-    if behaviour == "dies":
+    if behaviour == "dies" or behaviour == "dies once" and first:
         time.sleep(0.2)
         os._exit(7)
     if behaviour == "nonsense":
@@ -106,11 +107,12 @@ async def test_a_process_that_keeps_dying_is_given_up(start: Start) -> None:
 
 @pytest.mark.parametrize(
     ("behaviour", "settings"),
-    [("silent", {"beat_timeout": 0.5}), ("stuck", {"step_timeout": 1.0}), ("nonsense", {})],
+    [("silent", {"_beat_timeout": 0.5}), ("stuck", {"_step_timeout": 1.0}), ("nonsense", {})],
 )
 async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, settings: dict[str, float]) -> None:
-    client = start(behaviour, max_restarts=1, **settings)
+    client = start(behaviour, max_restarts=1)
     await asyncio.wait_for(client.wait_ready(), 20)
+    vars(client).update(settings)  # not before: to start may take longer
     stream, pid = submit(client), client.pid
     assert (await asyncio.wait_for(read(stream), 20)).status == 503
     assert client.num_streams == 0
@@ -124,7 +126,7 @@ async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, setti
 
 async def test_a_process_that_cannot_be_started_is_tried_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine dies while no file descriptor is to be had: that passes."""
-    client = start("dies", max_restarts=1)
+    client = start("dies once", max_restarts=1)
     await asyncio.wait_for(client.wait_ready(), 20)
     spawn, failed = clients._spawn, []
 
@@ -174,12 +176,13 @@ async def test_a_stop_while_a_process_is_ended_leaves_none(start: Start) -> None
 async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None:
     client = start("alive")
     await asyncio.wait_for(client.wait_ready(), 20)
-    sent: list[Any] = []
-    client._send = sent.append  # type: ignore[method-assign]
+    written: list[bytes] = []
+    client._write = written.append  # type: ignore[method-assign]
     stream = submit(client)
     stream.leave()
     stream.leave()
     assert [piece async for piece in stream.pieces()] == []
+    sent = frames.Unpacker().feed(b"".join(written))
     assert [f["type"] for f in sent] == ["add", "abort"] and client.num_streams == 0
     await client.close()
     assert client.pid is not None and not Path(f"/proc/{client.pid}").exists()

@@ -47,6 +47,26 @@ def test_no_frames(data: bytes) -> None:
         frames.Unpacker().feed(data)
 
 
+@pytest.mark.parametrize("sizes", [(), (0,), (1, 0, 7), (4, 8, 9), (24,)])
+def test_long_lists_are_packed_in_parts(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "PART", 4)
+    written: list[int] = []
+    encode = frames._encode
+    monkeypatch.setattr(frames, "_encode", lambda value: (written.append(len(value)), encode(value))[1])
+    lists = [list(range(100, 100 + size)) for size in sizes]
+    data = frames.pack_lists({"type": "x", "a": 1}, "lists", lists)
+    assert data == frames.pack({"type": "x", "a": 1, "lists": lists})
+    assert frames.Unpacker().feed(data) == [{"type": "x", "a": 1, "lists": lists}]
+    assert max(written[1:-1], default=0) <= 5, "no more than a part at a time: the lock is let go of between"
+
+
+def test_a_frame_beyond_all_bounds_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME", 100)
+    assert frames.pack_lists({"type": "x"}, "lists", [[1] * 20])
+    with pytest.raises(frames.FrameError):
+        frames.pack_lists({"type": "x"}, "lists", [[1] * 60])
+
+
 def test_numbers_that_json_has_not_are_not_sent() -> None:
     with pytest.raises(ValueError, match="JSON"):
         frames.pack({"type": "x", "value": float("nan")})

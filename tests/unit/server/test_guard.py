@@ -128,15 +128,16 @@ async def test_large_bodies_are_refused_before_they_are_read(open_: httpx.AsyncC
 async def test_bodies_are_bounded_together(open_: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a body is read whole nothing is known of it: many at once must not fill the memory."""
     monkeypatch.setattr(intake, "MAX_INSIDE", 1000)
-    json_type, go_on = {"content-type": "application/json"}, asyncio.Event()
+    json_type, read, go_on = {"content-type": "application/json"}, asyncio.Event(), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
         yield b'{"prompt": "' + b"x" * 900
+        read.set()  # more is asked for: this much is counted
         await go_on.wait()
         yield b'"}'
 
     waiting = asyncio.create_task(open_.post("/tokenize", content=slow(), headers=json_type))
-    await asyncio.sleep(0.05)
+    await read.wait()
     refused = await open_.post("/tokenize", json={"prompt": "x" * 200})
     assert "large requests" in is_error(refused, 503)["message"] and refused.headers["retry-after"] == "1"
     go_on.set()

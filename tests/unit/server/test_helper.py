@@ -68,11 +68,14 @@ async def test_who_is_being_prepared_when_the_server_ends_is_told(silent: Callab
 async def test_what_took_too_much_work_is_told_from_what_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process's own limit ends it with a signal of its own; any other end may be the machine's doing."""
 
+    read = len(frames.pack({"type": "setup"})) + 1  # it ends when it has seen something of its job
+
     def spawn(program: str) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair()
         theirs.sendall(frames.pack({"type": "done", "text": ""}))
-        os.set_inheritable(theirs.fileno(), True)
-        pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep 0.3; kill -{end} $$"], os.environ)
+        command = ["sh", "-c", f"head -c {read} > /dev/null; kill -{end} $$"]
+        actions = [(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0)]
+        pid = os.posix_spawn("/bin/sh", command, os.environ, file_actions=actions)
         theirs.close()
         ours.setblocking(False)
         return pid, ours

@@ -9,11 +9,12 @@ import pytest
 from lawkit import Pair
 
 from foretoken.request import Metrics as Cost, SpecMetrics, TimeSplit
+from foretoken.server.chat import ChatReply
 from foretoken.server.client import EngineClient
 from foretoken.server.errors import ApiError
 from foretoken.server.gate import Gate
 from foretoken.server.metrics import Metrics
-from foretoken.server.replies import ChatReply, event
+from foretoken.server.replies import event
 from foretoken.server.stream import Piece
 from foretoken.server.text import Text
 from foretoken.server.usage import speculation_metrics as metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from lawkit import Pair
 
-from foretoken.server import calls, conversation, gate as gates, limits, protocol
+from foretoken.server import calls, conversation, frames, gate as gates, limits, protocol
 from foretoken.server.app import create_app
 from foretoken.server.client import EngineClient
 from foretoken.server.config import ServerConfig
@@ -47,7 +48,7 @@ async def served(pair: Pair) -> AsyncIterator[tuple[httpx.AsyncClient, Service, 
     client, helper = EngineClient("embedded", {}), Waiting()
     client.state, client.facts, client._templates = "ready", dict(FACTS), helper  # type: ignore[assignment]
     text = client.text = Text(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
-    app, service = create_app(client, ServerConfig(request_timeout=0.5))
+    app, service = create_app(client, ServerConfig())
     client._over = True
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
         yield http, service, helper
@@ -92,6 +93,47 @@ async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkey
     assert service.gate.num_inside == service.gate.size_inside == service._intake.size_inside == 0
 
 
+async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http, service, _ = served
+    text = service.client.text
+    assert text is not None
+    text.max_model_len = 5000
+    packing, go, pack = threading.Event(), threading.Event(), frames.pack_lists
+    threads: list[int] = []
+
+    def slow(*args: Any) -> bytes:
+        threads.append(threading.get_ident())
+        packing.set()
+        assert go.wait(30), "the event loop packs, and answers nobody meanwhile"
+        return pack(*args)
+
+    monkeypatch.setattr(frames, "pack_lists", slow)
+    long = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": [5] * 4000}))
+    while not packing.is_set():
+        await asyncio.sleep(0.01)
+    assert (await http.get("/health")).status_code == 200
+    go.set()
+    assert (await long).status_code == 503
+    assert (await http.post("/v1/completions", json={"prompt": [5] * 40})).status_code == 503
+    assert [thread == threading.get_ident() for thread in threads] == [False, True], (
+        "a thread costs more than the short"
+    )
+
+
+async def test_prompts_are_bounded_in_sum(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    http, service, _ = served
+    monkeypatch.setattr(limits, "MAX_VALUES", 150)
+    assert (await http.post("/v1/completions", json={"prompt": "9" * 200})).status_code == 503, (
+        "one may be as long as any"
+    )
+    assert (await http.post("/v1/completions", json={"prompt": ["9" * 70] * 2})).status_code == 503
+    refused = await http.post("/v1/completions", json={"prompt": ["9" * 70] * 3})
+    assert refused.status_code == 400 and "150 tokens together" in refused.json()["error"]["message"]
+    assert service.gate.num_inside == service.gate.size_inside == 0
+
+
 async def test_arguments_and_schemas_are_bounded_in_sum() -> None:
     many = json.dumps({"a": [0] * (limits.MAX_VALUES // 4)})
     messages = protocol.read(ChatFields, {"messages": [calling(many, 3)]}).messages
@@ -134,6 +176,7 @@ async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: 
 async def test_the_clock_of_a_request_starts_when_it_arrives(served: Served) -> None:
     """Who is prepared for too long is told, and gives its place back."""
     http, service, helper = served
+    service.config = dataclasses.replace(service.config, request_timeout=0.2)
     helper.go.clear()
     late = await asyncio.wait_for(http.post("/v1/chat/completions", json={"messages": [HELLO]}), 10)
     assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"

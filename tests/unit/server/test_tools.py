@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 from lawkit import Pair
 
 from foretoken.server.arguments import opened
+from foretoken.server.chat import ChatReply
 from foretoken.server.errors import ApiError
 from foretoken.server.protocol import ChatFields, read
-from foretoken.server.replies import ChatReply
 from foretoken.server.service import tool_parser
 from foretoken.server.stream import Piece
 from foretoken.server.text import Text

@@ -18,6 +18,8 @@ from foretoken.study import record
 from foretoken.study.load import prompts, report, wire
 from foretoken.study.load.bench import Arm, Bench, Cell, Settings
 from foretoken.study.load.drive import Level
+from foretoken.study.load.figures import same_texts
+from foretoken.study.load.outcome import Outcome
 from foretoken.study.load.prompts import Shape, parse_shape
 from foretoken.study.load.records import make_records
 from foretoken.study.load.wire import Endpoint
@@ -223,6 +225,31 @@ async def test_an_open_level_is_recorded() -> None:
     assert (config["concurrency"], config["rate"], config["burstiness"]) == (None, 500.0, 0.5)
     assert records[0]["repetitions"][0]["late_ms"] is not None
     assert report.cells(records[0])[0] == "500/s"
+
+
+async def test_a_run_ends_with_its_time() -> None:
+    """All levels in one go, each with no more than its time allows; what that means for the figures is said."""
+    levels = tuple(Level(concurrency=c) for c in (1, 2, 4, 8, 16, 32))
+    settings = replace(SETTINGS, levels=levels, num_requests=None, max_seconds=1e-9)
+    _, records = await measure(Fake(), settings, arms())
+    assert [r["config"]["concurrency"] for r in records[1::2]] == [1, 2, 4, 8, 16, 32]
+    for made in records:
+        record.check(made)
+        level = made["config"]["concurrency"]
+        assert [r["num_requests"] for r in made["repetitions"]] == [level] * 2, "one a client"
+        assert made["config"]["max_seconds"] == 1e-9
+        assert any(f"after {level} of {max(8, 4 * level)} requests" in remark for remark in made["remarks"])
+        assert any("this is a burst" in remark for remark in made["remarks"])
+    assert records[-1]["same_texts"] == [64, 64]
+    _, records = await measure(Fake(), replace(SETTINGS, max_seconds=1e9), arms())
+    assert not any("--max-seconds" in remark for remark in records[0]["remarks"])
+    with pytest.raises(ConfigError, match="--max-seconds must be above 0"):
+        replace(SETTINGS, max_seconds=0.0)
+
+
+def test_texts_are_compared_as_far_as_both_were_sent() -> None:
+    done = [Outcome(sent=0.0, arrivals=(1.0,), text=text) for text in ("a", "b", "c")]
+    assert same_texts(done, done[:2]) == (2, 2) and same_texts(done[:1], done[1:]) == (0, 1)
 
 
 async def test_table_and_picture(tmp_path: Path) -> None:

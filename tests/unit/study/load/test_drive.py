@@ -7,6 +7,7 @@ from statistics import mean, stdev
 import pytest
 
 from foretoken.errors import ConfigError
+from foretoken.study.load import drive
 from foretoken.study.load.drive import Level, arrivals, closed, opened
 
 
@@ -36,6 +37,39 @@ async def test_closed_keeps_so_many_inside_and_the_order() -> None:
     assert await closed(send, range(20), 4) == [10 * i for i in range(20)]
     assert most == 4
     assert await closed(send, range(2), 8) == [0, 10]
+
+
+async def test_closed_ends_with_its_time() -> None:
+    """What was sent is waited for, and each client sends one; the answers are of the first bodies."""
+    now = 0.0
+
+    async def send(body: int) -> int:
+        nonlocal now
+        await asyncio.sleep(0)
+        now += 1.0
+        return body
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive.time, "perf_counter", lambda: now)  # type: ignore[attr-defined]
+        assert await closed(send, range(20), 2, seconds=5.0) == list(range(6))
+        now = 0.0
+        assert await closed(send, range(20), 8, seconds=1e-9) == list(range(8))
+        assert await closed(send, range(20), 8, seconds=1e9) == list(range(20))
+
+
+def test_arrivals_end_with_their_time() -> None:
+    level = Level(rate=10.0)
+    whole = arrivals(level, 100, seed=3)
+    cut = arrivals(level, 100, seed=3, seconds=2.0)
+    assert cut == [moment for moment in whole if moment < 2.0] and 0 < len(cut) < 100
+    assert arrivals(level, 100, seed=3, seconds=1e-9) == [0.0]
+
+
+async def test_opened_sends_as_many_as_there_are_moments() -> None:
+    async def send(body: int, due: float) -> int:
+        return body
+
+    assert (await opened(send, range(9), [0.0, 0.001]))[0] == [0, 1]
 
 
 async def test_opened_waits_for_nobody() -> None:
