@@ -37,17 +37,15 @@ TARGET, DRAFT, HEAD = "embedded-target", "embedded-draft", "embedded-head"
 
 def peak_bytes(device: str) -> int:
     """The most that this process has held since `forget`: on the GPU, or resident on the CPU."""
-    return int(torch.cuda.max_memory_allocated(device)) if device != "cpu" else memory.peak()
+    return memory.peak(device)
 
 
 def forget(device: str) -> None:
     """Give memory back, and count its peak anew."""
     gc.collect()
-    if device == "cpu":
-        memory.reset_peak()
-    else:
+    if device != "cpu":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    memory.reset_peak(device)
 
 
 class There:
