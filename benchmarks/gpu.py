@@ -1,6 +1,6 @@
 """`make bench-gpu`: everything that is measured on one GPU, in under 9 minutes, without a network.
 
-    python benchmarks/gpu.py [--device cuda] [--formats bf16,w4a16] [--minutes 8.7] [--out RECORDS.jsonl]
+    python benchmarks/gpu.py [--device cuda] [--formats bf16,w4a16] [--minutes 8.5] [--out RECORDS.jsonl]
     python benchmarks/gpu.py --dry-run        # all of it at toy sizes on the CPU, in some minutes
 
 One record a measurement, appended as soon as it is there, and a last one that says what was left out, and why. Each
@@ -168,7 +168,7 @@ class Measurement:
         at_once = min(max(1, (os.cpu_count() or 2) - 2), max(1, self.free // WARM_BYTES - 5))
         print(f"compiling, {min(at_once, len(jobs))} at once (at most {seconds:.0f} s)", flush=True)
         for job, why in self.crew.run_all(jobs, seconds, self.take("compiling"), at_once):
-            what = job.get("format") or ", ".join(job.get("formats", ()))
+            what = " ".join([job.get("shape", ""), job.get("format") or ", ".join(job.get("formats", ()))]).strip()
             self.clock.omit(f"compiling for {job['kind']} {what}".strip(), why)
 
     def one(self, part: Part, seconds: float, more: bool) -> str | None:

@@ -33,8 +33,11 @@ class Busy:
 
 
 def is_fault(error: Exception) -> bool:
-    """Whether the device itself failed: nothing runs there in this process from then on. A full memory is no fault."""
-    return isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    """Whether the device itself failed: nothing runs there in this process from then on.
+
+    A full memory is no fault, nor is a graph that could not be captured.
+    """
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error) and "captur" not in str(error)
 
 
 def wall(job: Job, device: str) -> float:
@@ -94,7 +97,7 @@ def graphed(job: Job, device: str, repeats: int = 5) -> list[float]:
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         job()
     once = wall(graph.replay, device)
     count = max(1, min(50, int(ENOUGH / max(once, 1e-6))))

@@ -80,13 +80,13 @@ def one_layer(config: ModelConfig) -> ModelConfig:
     return replace(config, num_layers=1, windows=config.windows[:1])
 
 
-def warm_up(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str) -> None:
+def warm_up(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, shape: str | None = None) -> None:
     """Every pass of a format once, through one layer: so that kernels are compiled before anything is timed."""
     start, jobs = time.perf_counter(), passes(sizes)
-    subject = subject_of(sizes, one_layer(shape_of(sizes.shape)), format, ops, device)
+    subject = subject_of(sizes, one_layer(shape_of(shape or sizes.shape)), format, ops, device)
     for job in jobs:
         subject.seconds(job)
-    tell({"part": "compiling", "format": format, "seconds": time.perf_counter() - start})
+    tell({"part": "compiling", "shape": shape or sizes.shape, "format": format, "seconds": time.perf_counter() - start})
 
 
 def subject_of(sizes: Sizes, config: ModelConfig, format: str, ops: Ops, device: str) -> Subject:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from fixtures_device import pretended_device
 
@@ -14,6 +15,7 @@ from foretoken.study.limits import from_rates
 from foretoken.study.shapes import get_shape
 
 
+@pytest.mark.slow
 def test_a_profile_is_the_device_s(monkeypatch):
     """Its costs are what goodput and predictions read; nothing of the model stays on the CPU."""
     reference = ops.resolve("reference")
