@@ -37,7 +37,9 @@ def is_fault(error: Exception) -> bool:
 
     A full memory is no fault, nor is a graph that could not be captured.
     """
-    return isinstance(error, RuntimeError) and "CUDA error" in str(error) and "captur" not in str(error)
+    said = str(error)
+    device = "CUDA error" in said or ("[CUDA]" in said and "out of memory" not in said)  # PyTorch's words, and Triton's
+    return isinstance(error, RuntimeError) and device and "captur" not in said
 
 
 def wall(job: Job, device: str) -> float:

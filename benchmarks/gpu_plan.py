@@ -101,7 +101,7 @@ DRY = Sizes(
     minutes=4.0,
     seconds={
         "compiling": 5,
-        "limits": 5,
+        "limits": 20,
         "kernels": 10,
         "costs": 15,
         "speculation": 25,

@@ -98,7 +98,7 @@ def _arm(x: Mapping[str, Any] | None) -> str:
 def _speculation(lines: Lines) -> list[Row]:
     shape = _shape(lines)
     spoken = chosen(lines, "speculation", shape=shape, batch=1)
-    low = [x for x in of_format(spoken, "w4a16") if x["arm"] != "plain"]
+    low = [x for x in of_format(spoken, "w4a16") if x["arm"] in ("eagle", "draft_model")]
     best = _best(low)
     plain = _best(x for x in of_format(spoken, "bf16") if x["arm"] == "plain")
     over = best["tokens_per_s"] / plain["tokens_per_s"] if best and plain else None
@@ -157,6 +157,8 @@ def _peers(lines: Lines) -> list[Row]:
 def _laws(lines: Lines) -> list[Row]:
     laws, spoken = chosen(lines, "laws"), chosen(lines, "speculation")
     checked = chosen(lines, "kernels")
+    told = chosen(lines, "broken")
+    broken = sorted({op for x in told for op in x["ops"]})
     texts = sum(x["texts"] for x in laws)
     differ = sum(x["differ"] for x in laws)
     unequal = sum(not x["equals_plain"] for x in spoken)
@@ -172,6 +174,9 @@ def _laws(lines: Lines) -> list[Row]:
         Row("law 4: ops beyond their tolerance of the reference", "0",
             f"{len(bad)} of {len(checked)}{': ' + ', '.join(bad[:4]) if bad else near}" if checked else NONE,
             not bad if checked else None),
+        Row("kernels that do not compile (computed by the reference)", "0",
+            f"{len(broken)}{': ' + ', '.join(broken[:4]) if broken else ''}" if told else NONE,
+            not broken if told else None),
         Row("ops whose rows' bits depend on company", "0",
             f"{len(apart)} of {len(checked)}{': ' + ', '.join(apart[:4]) if apart else ''}" if checked else NONE,
             not apart if checked else None),

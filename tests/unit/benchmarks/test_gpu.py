@@ -11,10 +11,12 @@ from pathlib import Path
 
 import gpu
 import gpu_clock
+import gpu_parts
 import gpu_plan
 import gpu_plot
 import gpu_summary
 import pytest
+import torch
 
 from foretoken.errors import ConfigError
 from foretoken.study.passes import Pass, cache_bytes
@@ -178,6 +180,7 @@ def test_every_aim_has_its_row(tmp_path):
             {**spoken, "shape": shape, "format": format, "arm": arm, "k": 5, "tokens_per_s": speed, "speedup": 2.4}
         )
     lines.append({"part": "laws", "texts": 4, "differ": 1})
+    lines += [{"part": "broken", "ops": []}, {"part": "broken", "ops": ["linear (int4)"]}]
     found = {r.what: r for r in gpu_summary.rows(lines)}
     got = {what: (r.got.split(" ")[0], r.verdict) for what, r in found.items()}
     assert got["decoding at batch 1, bf16: share of the copy bandwidth"] == ("90.0%", "met")
@@ -190,7 +193,31 @@ def test_every_aim_has_its_row(tmp_path):
     assert got["plain decoding over transformers bf16 (sdpa), batch 1"] == ("12.00x", "met")
     assert got["plain decoding over transformers bf16 (sdpa), batch 16"] == ("4.00x", "met")
     assert got["law 1: texts of the small pair that differ from plain's, alone"] == ("1", "MISSED")
+    assert found["kernels that do not compile (computed by the reference)"].got == "1: linear (int4)"
     assert "MISSED" in gpu_summary.text(lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), False),
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), False),
+        (ValueError("CUDA error"), False),
+    ],
+)
+def test_what_breaks_a_device_for_good(error, fault):
+    assert gpu_clock.is_fault(error) is fault
+
+
+def test_one_measurement_that_fails_leaves_the_others(capsys):
+    told = []
+    with gpu_parts.attempted("a long one", told.append):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+    assert told == [{"omit": "a long one", "why": "OutOfMemoryError: CUDA out of memory."}]
+    with pytest.raises(RuntimeError), gpu_parts.attempted("a fault", told.append):
+        raise RuntimeError("CUDA error: unspecified launch failure")
 
 
 def test_a_trace_says_how_long_the_device_worked(tmp_path):
