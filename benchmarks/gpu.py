@@ -1,9 +1,11 @@
 """`make bench-gpu`: everything that is measured on one GPU, in under 9 minutes, without a network.
 
-    .venv/bin/python benchmarks/gpu.py [--device cuda] [--formats bf16,w4a16] [--minutes 8.8] [--out RECORDS.jsonl]
-    .venv/bin/python benchmarks/gpu.py --dry-run        # all of it at toy sizes on the CPU, in under a minute
+    python benchmarks/gpu.py [--device cuda] [--formats bf16,w4a16] [--minutes 8.5] [--out RECORDS.jsonl]
+    python benchmarks/gpu.py --dry-run        # all of it at toy sizes on the CPU, in some minutes
 
-One record a measurement, appended as soon as it is there, and a last one that says what was left out, and why.
+One record a measurement, appended as soon as it is there, and a last one that says what was left out, and why. Each
+part runs in a process of its own: one that fails, hangs or breaks the device costs the others nothing. A table of aims
+ends the run. It needs the checkout alone: no installed package, and no native module (docs/guides/gpu.md).
 """
 
 from __future__ import annotations
@@ -11,17 +13,38 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
+import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-import gpu_parts
+import gpu_checkout  # noqa: F401  # finds the package
 import gpu_plot
+import gpu_summary
 import torch
-from gpu_plan import DRY, FULL, GIB, Clock, Sizes, at_most, check_memory, numbers, twin_bytes
+from gpu_crew import Crew, Worker
+from gpu_models import shape_of
+from gpu_plan import (
+    DRY,
+    FULL,
+    GIB,
+    KINDS,
+    WARM_BYTES,
+    Clock,
+    Part,
+    Sizes,
+    at_most,
+    check_memory,
+    numbers,
+    parts,
+    twin_bytes,
+    warm_ups,
+)
 
 from foretoken import ops
 from foretoken.engine.memory import available_memory
@@ -32,12 +55,11 @@ from foretoken.models.loader import resolve_model
 from foretoken.models.save import source_config
 from foretoken.ops import devices
 from foretoken.study import record
-from foretoken.study.limits import measure_limits
 from foretoken.study.shapes import SHAPES
 
 SCHEMA = "foretoken.gpu/1"
 HERE = Path(__file__).resolve().parent
-PARTS = ("costs", "transformers", "vllm", "speculation", "large")
+PEERS = ("transformers", "compiled", "vllm")
 
 
 class Book:
@@ -47,25 +69,18 @@ class Book:
         self.path = path
         self.shared = {"schema": SCHEMA, "run": record.now(), **shared}
         self.lines: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
 
     def write(self, found: Mapping[str, Any]) -> None:
         """Append one record, and say it in a line."""
         line = {**self.shared, "time": record.now(), **found}
-        self.lines.append(line)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        kept = ("shape", "engine", "format", "mode", "arm", "kind", "context", "rows", "batch")
-        words = [f"{name} {found[name]}" for name in kept if found.get(name) is not None]
-        units = {
-            "median_ms": "ms",
-            "c": "times one row",
-            "read_share": "of bandwidth",
-            "tokens_per_s": "tokens/s",
-            "speedup": "x",
-        }
-        words += [f"{found[name]:.3g} {unit}" for name, unit in units.items() if isinstance(found.get(name), float)]
+        with self._lock:
+            self.lines.append(line)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        words = gpu_summary.words(found)
         if words:
-            print("  " + ", ".join(words), flush=True)
+            print(f"  {words}", flush=True)
 
 
 def parse() -> tuple[argparse.Namespace, Sizes]:
@@ -78,7 +93,7 @@ def parse() -> tuple[argparse.Namespace, Sizes]:
     parser.add_argument("--formats")
     parser.add_argument("--batches")
     parser.add_argument("--contexts")
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--memory-share", type=float, default=0.9, help="of the free memory: the most that is taken")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu.jsonl")
@@ -86,8 +101,8 @@ def parse() -> tuple[argparse.Namespace, Sizes]:
     sizes = DRY if args.dry_run else FULL
     args.device = args.device or ("cpu" if args.dry_run else "cuda")
     args.parts = args.parts.split(",")
-    if unknown := set(args.parts) - set(PARTS):
-        raise ConfigError(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if unknown := set(args.parts) - set(KINDS):
+        raise ConfigError(f"no part {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     sizes = replace(sizes, shape=args.shape or sizes.shape, minutes=args.minutes or sizes.minutes)
     if args.formats:
         sizes = replace(sizes, formats=tuple(str(QuantScheme.parse(f)) for f in args.formats.split(",")))
@@ -103,32 +118,6 @@ def raw_shape(name: str) -> dict[str, Any]:
     return dict(SHAPES[name]) if name in SHAPES else dict(source_config(resolve_model(name)))
 
 
-def ask_peer(name: str, sizes: Sizes, device: str, seconds: float, book: Book) -> str | None:
-    """Measure another engine in a process of its own; why not, or not all, if so."""
-    if importlib.util.find_spec(name) is None:
-        return "it is not installed"
-    asked = {"raw": raw_shape(sizes.shape), "device": device, "batches": list(sizes.batches),
-             "context": sizes.batch_context, "prompt": sizes.prompts[-1]}  # fmt: skip
-    command = [sys.executable, str(HERE / "gpu_peers.py"), name, json.dumps(asked)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        why = None
-        try:
-            out, errors = process.communicate(timeout=max(1.0, seconds - 1.0))
-        except subprocess.TimeoutExpired:
-            why = f"its {seconds:.0f} s were over; what is recorded was done before"
-        finally:  # an alarm, an interrupt: no process is left behind
-            if process.poll() is None:
-                process.kill()
-        if why is not None:
-            out, errors = process.communicate()
-        for line in out.splitlines():
-            if line.startswith("{"):
-                book.write({"part": "peers", "shape": sizes.shape, **json.loads(line)})
-        if why is None and process.returncode:
-            why = next((x for x in reversed(errors.splitlines()) if x.strip()), "it failed")[:300]
-    return why
-
-
 def plan(args: argparse.Namespace, sizes: Sizes, config: ModelConfig) -> dict[str, Any]:
     """The memory of every part, before anything is loaded. Raises ConfigError where a format's passes do not fit.
 
@@ -139,57 +128,99 @@ def plan(args: argparse.Namespace, sizes: Sizes, config: ModelConfig) -> dict[st
     found: dict[str, Any] = {"free": free, "unfit": {}}
     for format in sizes.formats if "costs" in args.parts else ():
         found[format] = check_memory(sizes, config, format, "bf16", free)
-    draft = gpu_parts.shape_of(sizes.draft_shape)
-    for part, shape, format in (("speculation", sizes.shape, "bf16"), ("large", sizes.large_shape, "w4a16")):
-        found[part] = twin_bytes(gpu_parts.shape_of(shape), draft, format, sizes.workspace)
+    draft = shape_of(sizes.draft_shape)
+    for part, shape, format in (("speculation", sizes.shape, "bf16"), ("large", sizes.large_shape, sizes.large_format)):
+        found[part] = twin_bytes(shape_of(shape), draft, format, sizes.workspace)
         if part in args.parts and found[part] > free:
             found["unfit"][part] = f"{shape} in {format} needs {found[part] / GIB:.1f} GiB, {free / GIB:.1f} are free"
             args.parts.remove(part)
     return found
 
 
-def measure(
-    args: argparse.Namespace, sizes: Sizes, backend: ops.Ops, config: ModelConfig, book: Book, unfit: Mapping[str, str]
-) -> Clock:
+class Measurement:
     """All parts in turn; each ends in its time, and what is left over goes to the next."""
-    clock, device = Clock(sizes.minutes), args.device
-    for part, why in unfit.items():
-        clock.omit(part, why)
-    limits = None
-    with clock.part("limits", sizes.seconds["limits"]):
-        limits = measure_limits(ops.num_threads(), repeats=3, device=device)
-        book.write({"part": "limits", **limits.as_dict()})
-    if "costs" in args.parts:
-        with clock.part("compiling", sizes.seconds["compiling"]):
-            gpu_parts.warm_up(sizes, config, backend, device)
-    for format in sizes.formats:
-        if limits is not None and "costs" in args.parts:
-            with clock.part(f"costs of {format}", sizes.seconds["costs"]):
-                gpu_parts.measure_costs(sizes, config, format, backend, device, limits, book.write)
-    gpu_parts.forget(device)
-    for peer in ("transformers", "vllm"):
-        if peer in args.parts:
-            with clock.part(peer, sizes.seconds[peer]) as seconds:
-                why = ask_peer(peer, sizes, device, seconds, book)
-                if why is not None:
-                    clock.omit(peer, why)
-    if "speculation" in args.parts:
-        with clock.part("speculation", sizes.seconds["speculation"]):
-            gpu_parts.measure_speculation(sizes, backend, device, book.write, clock.omit)
-    if "large" in args.parts:
-        with clock.part("large", sizes.seconds["large"]):
-            gpu_parts.measure_large(sizes, backend, device, book.write)
-    return clock
+
+    def __init__(self, args: argparse.Namespace, sizes: Sizes, crew: Crew, book: Book, free: int) -> None:
+        self.sizes, self.crew, self.book, self.free = sizes, crew, book, free
+        self.parts: list[str] = args.parts
+        self.clock = Clock(sizes.minutes)
+        self.shared = {"sizes": sizes.as_dict(), "device": args.device, "backend": args.backend}
+        self.limits: dict[str, Any] | None = None
+
+    def run(self) -> None:
+        """Compile, then measure what is worth most first."""
+        todo = parts(self.sizes, self.parts)
+        if "compiling" in self.parts:
+            self.compile(todo)
+        while todo:
+            part = todo.pop(0)
+            seconds = self.clock.share(part, todo)
+            print(f"{part.name} (at most {seconds:.0f} s, {self.clock.left():.0f} s left)", flush=True)
+            why = self.one(part, seconds, bool(todo)) if seconds else "no time"
+            if why is not None:
+                self.clock.omit(part.name, why)
+
+    def compile(self, todo: list[Part]) -> None:
+        """Launch all that the parts will launch, in many processes at once: kernels stay in Triton's cache."""
+        part = Part("compiling", "compiling", self.sizes.seconds["compiling"])
+        jobs = [{**self.shared, **job} for job in warm_ups(self.sizes, self.parts)]
+        seconds = self.clock.share(part, todo)
+        at_once = min(max(1, (os.cpu_count() or 2) - 2), max(1, self.free // WARM_BYTES - 5))
+        print(f"compiling, {min(at_once, len(jobs))} at once (at most {seconds:.0f} s)", flush=True)
+        for job, why in self.crew.run_all(jobs, seconds, self.take("compiling"), at_once):
+            what = " ".join([job.get("shape", ""), job.get("format") or ", ".join(job.get("formats", ()))]).strip()
+            self.clock.omit(f"compiling for {job['kind']} {what}".strip(), why)
+
+    def one(self, part: Part, seconds: float, more: bool) -> str | None:
+        """Run one part; why it did not end well, if so."""
+        if part.kind in PEERS:
+            return self.peer(part, seconds)
+        more_arguments = {"limits": self.limits} if part.kind in ("costs", "micro") else {}
+        job = {**self.shared, "kind": part.kind, **part.arguments, **more_arguments}
+        return self.crew.run(job, seconds, self.take(part.name), more)
+
+    def peer(self, part: Part, seconds: float) -> str | None:
+        """Measure another engine."""
+        peer = part.arguments["peer"]
+        package = "transformers" if peer == "compiled" else peer
+        if importlib.util.find_spec(package) is None:
+            return "it is not installed"
+        sizes = self.sizes
+        asked = {"raw": raw_shape(sizes.shape), "device": self.shared["device"], "batches": list(sizes.batches),
+                 "context": sizes.batch_context, "prompt": sizes.prompts[-1]}  # fmt: skip
+        worker = Worker([sys.executable, str(HERE / "gpu_peers.py")], self.crew.log)
+        try:
+            return worker.run({"peer": peer, "asked": asked}, seconds, self.take(part.name))
+        finally:
+            worker.kill()
+
+    def take(self, name: str) -> Any:
+        """Writes what a part tells."""
+
+        def take(found: dict[str, Any]) -> None:
+            if "omit" in found:
+                self.clock.omit(f"{name}: {found['omit']}", found["why"])
+                return
+            if found.get("part") == "limits":
+                self.limits = found
+            self.book.write({"shape": self.sizes.shape, "part": "peers", **found})
+
+        return take
 
 
 def main() -> int:
-    """Check, plan, measure, plot. 2 for what cannot be measured as asked."""
+    """Check, plan, measure, plot, sum up. 2 for what cannot be measured as asked."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)  # through every `finally`: no process is left behind
+
+    signal.signal(signal.SIGTERM, end)
     try:
         args, sizes = parse()
         devices.check(args.device)
         record.prepare(args.out)
         backend = ops.resolve(args.backend, args.device)
-        config = gpu_parts.shape_of(sizes.shape)
+        config = shape_of(sizes.shape)
         sizes = replace(
             sizes,
             contexts=at_most(sizes.contexts, config.max_model_len - max(sizes.rows)),
@@ -199,15 +230,37 @@ def main() -> int:
     except ForetokenError as error:
         print(f"bench-gpu: {error}", file=sys.stderr)
         return 2
-    shared = {"commit": record.commit(), "machine": record.machine(), "device": args.device, "dry_run": args.dry_run,
-              "backend": backend.name, "row_invariant": backend.row_invariant, "cuda": torch.version.cuda}  # fmt: skip
+    shared: dict[str, Any] = {
+        "commit": record.commit(), "machine": record.machine(), "device": args.device, "dry_run": args.dry_run,
+        "backend": backend.name, "row_invariant": backend.row_invariant, "cuda": torch.version.cuda,
+    }  # fmt: skip
+    if shared["machine"]["isa"] is None:
+        print("no native module: tokens are chosen by PyTorch, and the host's share is larger (docs/guides/gpu.md)")
     book = Book(args.out, shared)
-    book.write({"part": "plan", "bytes": planned, "sizes": {**vars(sizes)}})
-    clock = measure(args, sizes, backend, config, book, planned["unfit"])
-    book.write({"part": "end", "seconds": 60 * sizes.minutes - clock.left(), "left_out": clock.left_out})
-    written = gpu_plot.draw(book.lines, args.out.with_suffix(".png"))
-    print(f"records in {args.out}" + (f", plot in {written}" if written else "; no plot"))
+    book.write({"part": "plan", "bytes": planned, "sizes": sizes.as_dict()})
+    log = args.out.with_suffix(".log")
+    with Crew([sys.executable, str(HERE / "gpu_worker.py")], log) as crew:
+        work = Measurement(args, sizes, crew, book, planned["free"])
+        for part, why in planned["unfit"].items():
+            work.clock.omit(part, why)
+        try:
+            work.run()
+        finally:  # also where it is interrupted: what was measured is summed up
+            left_out = work.clock.left_out
+            book.write({"part": "end", "seconds": 60 * sizes.minutes - work.clock.left(), "left_out": left_out})
+            finish(book, log)
     return 0
+
+
+def finish(book: Book, log: Path) -> None:
+    """Plot, and print what was aimed at beside what was found."""
+    try:
+        written = gpu_plot.draw(book.lines, book.path.with_suffix(".png"))
+    except Exception as error:  # a picture is worth less than the table
+        written = None
+        print(f"no plot: {type(error).__name__}: {error}")
+    print(f"records in {book.path}, errors in {log}" + (f", plot in {written}" if written else "; no plot"))
+    print(gpu_summary.text(book.lines), flush=True)
 
 
 if __name__ == "__main__":

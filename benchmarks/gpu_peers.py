@@ -1,6 +1,6 @@
-"""Other engines at the same shapes, in a process of their own: `gpu_peers.py transformers|vllm JSON`.
+"""Other engines at the same shapes, in a process of their own: a job as a line of JSON comes in, lines of JSON go out.
 
-Prints one line of JSON a measurement, as soon as there is one. Weights are random, and nothing is fetched.
+Weights are random, and nothing is fetched. A measurement is told as soon as there is one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 
 import torch
 
-STEPS = 24
+STEPS, COLD = 20, 4
+OUT = None  # where lines go: what libraries print does not
 
 
 def tell(**found: Any) -> None:
     """One measurement."""
-    print(json.dumps(found), flush=True)
+    print(json.dumps(found), file=OUT, flush=True)
 
 
 def timed(job: Callable[[], object], device: str) -> float:
@@ -38,44 +39,72 @@ def timed(job: Callable[[], object], device: str) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
+class Hugging:
+    """A random model of a shape by transformers, in bf16 with sdpa."""
+
+    def __init__(self, raw: dict[str, Any], device: str) -> None:
+        import transformers
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        kind = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "MistralForCausalLM": "mistral"}
+        left = {k: v for k, v in raw.items() if k != "model_type"}
+        self.config = AutoConfig.for_model(kind[raw["architectures"][0]], **left)
+        self.device, self.vocab = device, raw["vocab_size"]
+        with torch.device(device):
+            made = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        self.model = made.eval()
+        self.shared = {"engine": "transformers", "version": transformers.__version__, "format": "bf16"}
+
+    def prefill(self, prompt: int) -> None:
+        """One prompt, logits of its last token."""
+        from transformers import DynamicCache
+
+        ids = torch.randint(self.vocab, (1, prompt), device=self.device)
+        taken = [
+            timed(
+                lambda: self.model(ids, past_key_values=DynamicCache(config=self.config), logits_to_keep=1), self.device
+            )
+            for _ in range(4)
+        ][1:]
+        tell(**self.shared, kind="prefill", mode="sdpa", batch=1, rows=prompt, ms=taken,
+             median_ms=statistics.median(taken))  # fmt: skip
+
+    def decode(self, batch: int, context: int, mode: str) -> None:
+        """Tokens of a batch, one after another, by the model's own forward."""
+        from transformers import DynamicCache, StaticCache
+
+        compiled = mode == "compiled"
+        cache: Any = DynamicCache(config=self.config)
+        forward: Any = self.model
+        if compiled:
+            cache = StaticCache(config=self.config, max_cache_len=context + STEPS + COLD + 8)
+            forward = torch.compile(self.model, mode="reduce-overhead", dynamic=False)
+        ids = torch.randint(self.vocab, (batch, context), device=self.device)
+        self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        one, taken = ids[:, :1].contiguous(), []
+        for _ in range(STEPS + COLD):
+            taken.append(timed(lambda: forward(one, past_key_values=cache, use_cache=True), self.device))
+        tell(**self.shared, kind="decode", mode=mode, batch=batch, context=context, ms=taken[COLD:],
+             median_ms=statistics.median(taken[COLD:]))  # fmt: skip
+
+
 @torch.inference_mode()
 def with_transformers(raw: dict[str, Any], device: str, batches: list[int], context: int, prompt: int) -> None:
-    """Prefill of one prompt and decoding, by the model's own forward: sdpa as it is, then compiled."""
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+    """Decoding, the batch sizes of the comparison first, and the prefill of one prompt: sdpa as it is."""
+    engine = Hugging(raw, device)
+    for batch in sorted(batches, key=lambda b: (b not in (1, 16), b)):
+        engine.decode(batch, context, "sdpa")
+    engine.prefill(prompt)
 
-    kind = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "MistralForCausalLM": "mistral"}
-    config = AutoConfig.for_model(kind[raw["architectures"][0]], **{k: v for k, v in raw.items() if k != "model_type"})
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    shared = {"engine": "transformers", "version": transformers.__version__, "format": "bf16"}
 
-    def decode(batch: int, cache: Any, forward: Callable[..., Any]) -> list[float]:
-        ids = torch.randint(raw["vocab_size"], (batch, context), device=device)
-        forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        taken = []
-        for _ in range(STEPS):
-            one = ids[:, :1].contiguous()
-            taken.append(timed(lambda ids=one: forward(ids, past_key_values=cache, use_cache=True), device))
-        return taken[4:]
-
-    ids = torch.randint(raw["vocab_size"], (1, prompt), device=device)
-    prefill = [
-        timed(lambda: model(ids, past_key_values=DynamicCache(config=config), logits_to_keep=1), device)
-        for _ in range(4)
-    ][1:]
-    tell(**shared, kind="prefill", mode="sdpa", batch=1, rows=prompt, ms=prefill, median_ms=statistics.median(prefill))
-    for batch in batches:
-        taken = decode(batch, DynamicCache(config=config), model)
-        tell(**shared, kind="decode", mode="sdpa", batch=batch, context=context, ms=taken,
-             median_ms=statistics.median(taken))  # fmt: skip
+@torch.inference_mode()
+def with_compiled(raw: dict[str, Any], device: str, batches: list[int], context: int, prompt: int) -> None:
+    """Decoding with a static cache, compiled with CUDA graphs."""
     if device == "cpu":
-        return
-    for batch in batches[:2]:
-        cache = StaticCache(config=config, max_cache_len=context + STEPS + 8)
-        taken = decode(batch, cache, torch.compile(model, mode="reduce-overhead", dynamic=False))
-        tell(**shared, kind="decode", mode="compiled", batch=batch, context=context, ms=taken,
-             median_ms=statistics.median(taken))  # fmt: skip
+        raise RuntimeError("only a GPU has CUDA graphs to compile for")
+    engine = Hugging(raw, device)
+    for batch in [b for b in (1, 16) if b in batches]:
+        engine.decode(batch, context, "compiled")
 
 
 def with_vllm(raw: dict[str, Any], device: str, batches: list[int], context: int, prompt: int) -> None:
@@ -94,19 +123,31 @@ def with_vllm(raw: dict[str, Any], device: str, batches: list[int], context: int
                 prompts = [{"prompt_token_ids": [3 + (i + b) % 500 for i in range(context)]} for b in range(batch)]
                 return timed(lambda: llm.generate(prompts, params, use_tqdm=False), device)
 
-            shared = {
-                "engine": "vllm",
-                "version": vllm.__version__,
-                "format": quantization or "bf16",
-                "mode": "default",
-            }
+            shared = {"engine": "vllm", "version": vllm.__version__, "format": quantization or "bf16"}
             for batch in batches:
                 run(batch, 8)
                 taken = [(run(batch, 8 + STEPS) - run(batch, 8)) / STEPS for _ in range(3)]
                 median = statistics.median(taken)
-                tell(**shared, kind="decode", batch=batch, context=context, ms=taken, median_ms=median)
+                tell(**shared, mode="default", kind="decode", batch=batch, context=context, ms=taken, median_ms=median)
             del llm
 
 
+def main() -> None:
+    """Read a job, do it, say that it is done."""
+    global OUT
+    OUT = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    job = json.loads(sys.stdin.readline())
+    peers = {"transformers": with_transformers, "compiled": with_compiled, "vllm": with_vllm}
+    try:
+        peers[job["peer"]](**job["asked"])
+    except Exception as error:
+        said = str(error).strip().splitlines()
+        tell(omit="the rest", why=f"{type(error).__name__}: {said[0] if said else ''}"[:300])
+    tell(done=True)
+    OUT.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    {"transformers": with_transformers, "vllm": with_vllm}[sys.argv[1]](**json.loads(sys.argv[2]))
+    main()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence as Seq
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme
@@ -17,16 +15,19 @@ from foretoken.models.weights import weight_bytes
 from foretoken.study.passes import Pass, cache_bytes
 
 GIB = 2**30
+WARM_BYTES = 8 * GIB  # of a process that compiles: one layer, embedding and head, a context of CUDA
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes by name, formats, and the passes of a run. `seconds`: of each part, whose sum is below `minutes`."""
+    """Shapes by name, formats, and the passes of a run. `seconds`: of each kind of part (costs: of each format)."""
 
     shape: str
     draft_shape: str
     large_shape: str
     formats: tuple[str, ...]
+    large_format: str
+    kv_formats: tuple[str, ...]
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
@@ -34,41 +35,60 @@ class Sizes:
     prompts: tuple[int, ...]
     max_tokens: int
     num_prompts: int
+    law_tokens: int
     workspace: int
     minutes: float
-    seconds: dict[str, float]
+    seconds: Mapping[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for a record, and for another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sizes:
+        """The inverse of as_dict, also after JSON."""
+        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in data.items()})
 
 
-# The costs are a part for each format; all together end before `minutes`, with room for the plot.
+# All together end before `minutes`, with room for the plots. The first of the formats are worth most.
 FULL = Sizes(
     shape="llama-3.1-8b",
     draft_shape="llama-3.2-1b",
     large_shape="llama-3.1-70b",
-    formats=("bf16", "fp8-a8", "w4a16", "w8a8"),
+    formats=("w4a16", "bf16", "fp8-a8", "w8a8", "w4a8-qoq"),
+    large_format="w4a16",
+    kv_formats=("bf16", "fp8_e4m3", "int8"),
     rows=(1, 2, 4, 8, 16, 32, 64),
     contexts=(512, 8192, 32768),
     batches=(1, 4, 16, 64),
     batch_context=1024,
     prompts=(128, 2048),
-    max_tokens=96,
-    num_prompts=4,
+    max_tokens=64,
+    num_prompts=2,
+    law_tokens=16,
     workspace=2 * GIB,
-    minutes=8.8,
+    minutes=8.5,
     seconds={
+        "compiling": 100,
         "limits": 10,
-        "compiling": 60,
-        "costs": 35,
-        "transformers": 45,
-        "vllm": 60,
-        "speculation": 105,
-        "large": 100,
+        "kernels": 15,
+        "costs": 22,
+        "speculation": 40,
+        "large": 60,
+        "laws": 30,
+        "transformers": 40,
+        "micro": 35,
+        "compiled": 25,
+        "vllm": 5,
     },
 )
 DRY = Sizes(
     shape="embedded",
     draft_shape="embedded",
     large_shape="embedded",
-    formats=("bf16", "w4a16"),
+    formats=("w4a16", "bf16"),
+    large_format="w4a16",
+    kv_formats=("bf16", "int8"),
     rows=(1, 2, 8),
     contexts=(32, 96),
     batches=(1, 4),
@@ -76,10 +96,72 @@ DRY = Sizes(
     prompts=(16,),
     max_tokens=12,
     num_prompts=2,
+    law_tokens=6,
     workspace=0,
-    minutes=0.9,
-    seconds={"limits": 5, "compiling": 3, "costs": 4, "transformers": 20, "vllm": 2, "speculation": 8, "large": 8},
+    minutes=4.0,
+    seconds={
+        "compiling": 5,
+        "limits": 20,
+        "kernels": 10,
+        "costs": 15,
+        "speculation": 25,
+        "large": 25,
+        "laws": 40,
+        "transformers": 40,
+        "micro": 10,
+        "compiled": 5,
+        "vllm": 3,
+    },
 )
+KINDS = tuple(FULL.seconds)  # in the order of their worth
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to measure, in a process of its own. `arguments` are its function's, beside what all have."""
+
+    kind: str
+    name: str
+    seconds: float
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parts(sizes: Sizes, kinds: Seq[str]) -> list[Part]:
+    """The parts of a run after `compiling`, those of most worth first: what is late is cut."""
+    s = sizes.seconds
+    found = [Part("limits", "limits", s["limits"]), Part("kernels", "kernels", s["kernels"])]
+    found += [Part("costs", f"costs of {f}", s["costs"], {"format": f}) for f in sizes.formats]
+    spoken = list(dict.fromkeys((sizes.large_format, "bf16")))
+    found += [Part("speculation", f"speculation in {f}", s["speculation"], {"format": f}) for f in spoken]
+    found += [Part("large", "large", s["large"])]
+    found += [Part("transformers", "transformers", s["transformers"], {"peer": "transformers"})]
+    found += [Part("laws", "laws", s["laws"], {"formats": list(sizes.formats)})]
+    found += [Part("micro", "micro", s["micro"])]
+    found += [Part("compiled", "transformers, compiled", s["compiled"], {"peer": "compiled"})]
+    found += [Part("vllm", "vllm", s["vllm"], {"peer": "vllm"})]
+    return [p for p in found if p.kind in kinds]
+
+
+def warm_ups(sizes: Sizes, kinds: Seq[str]) -> list[dict[str, Any]]:
+    """Jobs that compile what the parts will launch, each in a process of its own.
+
+    One layer of each shape first; then what speculates, which finds most of its kernels compiled by then.
+    """
+    jobs: list[dict[str, Any]] = []
+    spoken = tuple(dict.fromkeys((sizes.large_format, "bf16")))
+    if {"costs", "kernels", "micro"} & set(kinds):
+        jobs += [{"kind": "warm", "format": f} for f in sizes.formats]
+    if "large" in kinds:
+        jobs.append({"kind": "warm", "format": sizes.large_format, "shape": sizes.large_shape})
+    if "speculation" in kinds:
+        jobs += [{"kind": "warm", "format": f, "shape": sizes.draft_shape} for f in spoken]
+    if "laws" in kinds:
+        jobs += [{"kind": "laws", "formats": [f], "warm": True} for f in sizes.formats]
+    if "speculation" in kinds:
+        jobs += [{"kind": "speculation", "format": f, "warm": True} for f in spoken]
+    if "large" in kinds:
+        jobs.append({"kind": "large", "warm": True})
+    return jobs
 
 
 def passes(sizes: Sizes) -> list[Pass]:
@@ -133,10 +215,6 @@ def _largest(fits: Callable[[int], bool]) -> int:
     return low
 
 
-class TimeUp(BaseException):  # no handler of faults on the way may swallow it
-    """A part's time is over: what it measured stands, the rest is left out."""
-
-
 @dataclass
 class Clock:
     """The time of a whole run, shared out to parts. What got no time, or not enough, is in `left_out`."""
@@ -149,33 +227,16 @@ class Clock:
         """Seconds until the run must have ended."""
         return 60 * self.minutes - (time.monotonic() - self.started)
 
+    def share(self, part: Part, later: Seq[Part]) -> float:
+        """Seconds of a part: its own and, up to as many again, those that earlier ones did not need; 0: no time."""
+        spare = self.left() - part.seconds - sum(p.seconds for p in later)
+        given = min(part.seconds + min(max(spare, 0.0), part.seconds), self.left())
+        return given if given > 1 else 0.0
+
     def omit(self, what: str, why: str) -> None:
         """Say that something was not measured."""
         self.left_out.append({"what": what, "why": why})
         print(f"  left out: {what}: {why}", flush=True)
-
-    @contextmanager
-    def part(self, name: str, seconds: float) -> Iterator[float]:
-        """Run a part for at most so many seconds; gives how many it has. An alarm ends it, an error is reported."""
-        given = min(seconds, self.left())
-        print(f"{name} (at most {max(given, 0):.0f} s)", flush=True)
-
-        def ring(signum: int, frame: FrameType | None) -> None:
-            raise TimeUp
-
-        before = signal.signal(signal.SIGALRM, ring)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, max(given, 1e-3))
-            yield given
-        except TimeUp:
-            self.omit(
-                name, f"its {given:.0f} s were over; what is recorded was done before" if given > 0 else "no time"
-            )
-        except Exception as error:  # one part's fault must not cost the others' numbers
-            self.omit(name, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:300])
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
 
 def numbers(text: str) -> tuple[int, ...]:

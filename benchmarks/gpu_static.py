@@ -1,6 +1,6 @@
 """What compilers make of the GPU's products, where there is no GPU: static estimates, not measurements.
 
-    .venv/bin/python benchmarks/gpu_static.py [--formats w4a16,fp8] [--products "8B down"] [--rows 1,64] [--out FILE]
+    .venv/bin/python benchmarks/gpu_static.py [--formats w4a16,fp8] [--products '8B down'] [--rows 1,64] [--out FILE]
 
 Each kernel is compiled for a chip, and its machine code read: registers, spills, shared memory, the instructions of the
 inner loop. With what the chip has that gives how many programs a multiprocessor holds, how many bytes are on their way

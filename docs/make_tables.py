@@ -11,6 +11,7 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:headline -->   the newest measurement of each title, from headline.jsonl
     <!-- table:load -->       speculation on against off by concurrency, the newest of each cell, from load.jsonl
     <!-- table:server -->     what the server costs and saves: overhead, prefix, grammar and soak .jsonl
+    <!-- table:gpu -->        the newest run of benchmarks/gpu.py on a GPU: aims and what was found, from gpu.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
     <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,16 +23,41 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def script(name: str) -> ModuleType:
+    """One of benchmarks/, which are no package."""
+    path = ROOT / "benchmarks" / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
 def peers() -> str:
     """foretoken beside other engines, as benchmarks/peers/table.py shows it."""
     path = RECORDS / "peers.jsonl"
     if not path.exists():
         return "*No record yet: `make peers`, then `make bench-peers` write one.*"
-    spec = importlib.util.spec_from_file_location("peers_table", ROOT / "benchmarks" / "peers" / "table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script("peers/table.py")
     return "\n\n".join(module.render(record) for record in module.newest(path)) + "\n"
+
+
+def gpu() -> str:
+    """What was aimed at on a GPU beside what was found, by benchmarks/gpu_summary.py; dry runs do not count."""
+    path = RECORDS / "gpu.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [x for x in lines if not x["dry_run"]]
+    if not lines:
+        return "*No record yet: `make bench-gpu` writes one, on a machine with a GPU.*"
+    newest = [x for x in lines if x["run"] == lines[-1]["run"]]
+    rows = [[row.what, row.aim, row.got, row.verdict] for row in script("gpu_summary.py").rows(newest)]
+    first = newest[0]
+    where = f"{first['machine']['gpu']}, PyTorch {first['machine']['torch']}, CUDA {first['cuda']}"
+    left = [x for x in newest if x["part"] == "end"]
+    lost = "; ".join(f"{x['what']} ({x['why']})" for x in left[-1]["left_out"]) if left else "what an interrupt cut off"
+    about = f"{where}, {first['time'][:10]}, commit {first['commit']}. Left out: {lost or 'nothing'}."
+    return f"{markdown(['what', 'aim', 'found', ''], rows)}\n\n{about}\n"
 
 
 def evaluations() -> str:
@@ -277,6 +304,7 @@ def table(name: str) -> str:
 
 OWN: dict[str, Callable[[], str]] = {
     "peers": peers,
+    "gpu": gpu,
     "eval": evaluations,
     "quantize": quantizers,
     "gguf": gguf,

@@ -141,7 +141,10 @@ def _atom(name: str) -> SpecConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits of one engine: rows of a pass, sequences at once, longest request, backend, device, number of threads."""
+    """Limits of one engine: rows of a pass, sequences at once, longest request, backend, device, number of threads.
+
+    `gpu_memory_utilization`: the share of a GPU's memory, all of it, that the engine may take (as vLLM's).
+    """
 
     max_num_rows: int = 512
     max_num_seqs: int = 32
@@ -150,6 +153,7 @@ class EngineConfig:
     backend: str = "auto"
     device: str = "cpu"
     threads: int | None = None
+    gpu_memory_utilization: float = 0.9
     cache: CacheConfig = field(default_factory=CacheConfig)
     spec: SpecConfig = field(default_factory=SpecConfig)
 
@@ -165,6 +169,9 @@ class EngineConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2 (a prompt and a token), got {self.max_model_len}")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is a share of the GPU's memory, above 0 to 1, got {share!r}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, got {self.threads}")
 

@@ -33,6 +33,9 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 
+NEEDED = ("tyro", "rich")  # by the command line alone
+
+
 def main(argv: Seq[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -83,6 +86,15 @@ def _run(name: str, argv: list[str]) -> int:
     except ForetokenError as error:
         _settle()
         print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except ModuleNotFoundError as error:  # a checkout that pip did not install
+        if error.name not in NEEDED:
+            raise
+        print(
+            f"error: the command line needs {error.name}, which is not installed: `pip install {error.name}`, or use "
+            "`from foretoken import LLM`, which does without",
+            file=sys.stderr,
+        )
         return EXIT_USAGE
     except KeyboardInterrupt:
         _settle()

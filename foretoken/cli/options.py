@@ -60,6 +60,7 @@ ENGINE_HELP = {
     "backend": "who computes: cpu, reference, ...; auto takes the fastest that runs here",
     "device": "cpu, cuda, cuda:1, ...",
     "threads": "CPU threads; unset: as many as the backend finds useful",
+    "gpu_memory_utilization": "share of a GPU's memory that weights, cache and passes may take together, 0..1",
     "max_model_len": "longest text in tokens, prompt included; unset: the model's own context",
     "block_size": "tokens in one block of the KV cache",
     "num_blocks": "blocks of the KV cache; unset: as many as the longest requests need",

@@ -17,16 +17,19 @@ from foretoken.models.loader import open_checkpoint
 from foretoken.models.weights import weight_bytes
 from foretoken.ops import devices
 
-CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes
+GIB = 2**30
+CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes on the CPU
+PARTS = 512 << 20  # bytes of a GPU for parts of products and of attention, and for what its allocator cannot use
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What one model will take: bytes of its weights as `quant` stores them, and of one block of its cache."""
+    """What one model will take: bytes of its weights as `quant` stores them, of one block of its cache, of a pass."""
 
     quant: QuantScheme
     weights: int
     block: int
+    passing: int = 0
 
 
 def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
@@ -39,7 +42,8 @@ def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
         checkpoint.check(shape)
         weights = weight_bytes(shape, checkpoint, quant)
         dense = quant.dense_for(checkpoint.dtype("model.embed_tokens.weight"))
-    return Demand(quant, weights, block_bytes(shape, kv_format(dense, config), config.cache.block_size))
+    block = block_bytes(shape, kv_format(dense, config), config.cache.block_size)
+    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows))
 
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
@@ -62,6 +66,12 @@ def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
     return 2 * shape.num_layers * block_size * shape.num_kv_heads * row
 
 
+def pass_bytes(shape: ModelConfig, num_rows: int) -> int:
+    """Bytes that a pass of so many rows holds at one time, about: float32 rows of a layer and all logits, twice."""
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return 4 * num_rows * 2 * (2 * shape.hidden_size + heads + 2 * shape.intermediate_size + shape.vocab_size)
+
+
 def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> int:
     """Blocks of each model's cache: as asked, else what `max_num_seqs` longest requests need, within a share.
 
@@ -74,21 +84,50 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
             f"num_blocks {count} of {size} tokens cannot hold one request of {max_len} tokens: "
             f"raise it to {longest}, or lower max_model_len to {count * size}"
         )
+    if config.device != "cpu":
+        return _plan_device(config, max_len, longest, demands)
     weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
-    free = available_memory() if config.device == "cpu" else devices.free_memory(config.device)
+    free = available_memory()
     cache = (longest if count is None else count) * block
     if weights + cache > free:
-        formats = " and ".join(str(d.quant) for d in demands)
         remedies = ["a smaller --format (w4a8 takes a quarter of bf16)"] if weights > cache else []
         remedies += ["lower max_model_len" if count is None else "lower num_blocks"]
-        what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
         raise ConfigError(
-            f"weights in {formats} take {weights / 2**30:.1f} GiB, {what} {cache / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB are free: {', or '.join(remedies)}"
+            f"{_asked(config, max_len, demands, cache)}, and {free / GIB:.1f} GiB are free: {', or '.join(remedies)}"
         )
     if count is not None:
         return count
     return max(longest, min(longest * config.max_num_seqs, int((free - weights) * CACHE_SHARE / block)))
+
+
+def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list[Demand]) -> int:
+    """The same on a GPU, of which the engine may take a share: what weights and a pass leave of it is the cache's."""
+    count, size = config.cache.num_blocks, config.cache.block_size
+    share = config.gpu_memory_utilization
+    room, free, total = devices.memory_room(config.device, share)
+    weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
+    passing = PARTS + max(d.passing for d in demands)
+    most = (room - weights - passing) // block if block else longest * config.max_num_seqs
+    if most >= (longest if count is None else count):
+        return count if count is not None else min(longest * config.max_num_seqs, most)
+    asked = _asked(config, max_len, demands, (longest if count is None else count) * block)
+    said = f"{asked}, a pass {passing / GIB:.1f} GiB, and {room / GIB:.1f} GiB may be taken: {share:g} of the "
+    said += f"{total / GIB:.1f} GiB of {config.device} (--gpu-memory-utilization), {free / GIB:.1f} of them free. "
+    if most < 1:
+        raise ConfigError(f"{said}No context fits: take a smaller --format (w4a16 takes a quarter of bf16)")
+    tokens, seqs = most * size, config.max_num_seqs
+    fits = f"{most} blocks" if count is not None else f"one request of {tokens} tokens"
+    fits += f", or {seqs} at once of {most // seqs * size} tokens each" if most >= seqs > 1 else ""
+    remedy = "num_blocks" if count is not None else "max_model_len"
+    raise ConfigError(f"{said}The most that fits is {fits}: lower {remedy}, or take a smaller --format")
+
+
+def _asked(config: EngineConfig, max_len: int, demands: list[Demand], cache: int) -> str:
+    """What weights and a cache of so many bytes take, in words."""
+    formats, count = " and ".join(str(d.quant) for d in demands), config.cache.num_blocks
+    what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
+    weights = sum(d.weights for d in demands)
+    return f"weights in {formats} take {weights / GIB:.1f} GiB, {what} {cache / GIB:.1f} GiB"
 
 
 def available_memory() -> int:

@@ -154,6 +154,7 @@ def _limits(settings: Mapping[str, Any]) -> list[str]:
         ("max_num_rows", own.max_num_rows, "--max-num-batched-tokens"),
         ("block_size", cache.block_size, "--block-size"),
         ("num_blocks", cache.num_blocks, "--num-gpu-blocks-override"),
+        ("gpu_memory_utilization", own.gpu_memory_utilization, "--gpu-memory-utilization"),
     ):
         value = settings.get(name, default)
         if value != default:

@@ -74,28 +74,36 @@ def load_head(
         _check_borrowed(folder, config, shapes)
         weight_bytes(config.layer, files, quant, shapes)
         reader = WeightReader(config.layer, files, quant, ops, device, progress, shapes)
-        own = "embed_tokens.weight" in shapes
-        embedding = reader.matrix("embed_tokens") if own else target.weights.embedding
-        if "lm_head.weight" in shapes:
-            lm_head = reader.matrix("lm_head")
-        else:
-            lm_head = _in_format(ops, target.weights.lm_head, quant.at("lm_head"))
-        third = config.kind == "eagle3"
-        names = ["input_norm"] if config.norm_before_fc else []
-        names += [f"fc_norm.{i}" for i in range(config.num_captures)] if config.fc_norm else []
-        weights = HeadWeights(
-            embedding=embedding,
-            fc=reader.matrix("fc"),
-            fc_bias=reader.vector("fc.bias") if "fc.bias" in shapes else None,
-            fc_norms=tuple(reader.vector(f"{n}.weight") for n in names),
-            layer=reader.layer(layer, first_norm=third),  # in EAGLE-1 nothing is normed before the attention
-            feature_norm=reader.vector(f"{layer}.hidden_norm.weight") if third else None,
-            norm=reader.vector("norm.weight") if third else None,
-            target_norm=None if third else target.weights.norm,
-            lm_head=lm_head,
-            target_ids=target_ids(folder, config, files),
-            dense=quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight")),
-        )
+        return read_head(config, reader, layer, target_ids(folder, config, files), target, ops)
+
+
+def read_head(
+    config: HeadConfig, reader: WeightReader, layer: str, ids: Tensor | None, target: Llama, ops: Ops
+) -> EagleHead:
+    """A head of the tensors that `reader` reads, whose decoder layer is called `layer`; `ids`: as `target_ids`."""
+    shapes, source, quant = reader.shapes, reader.source, reader.quant
+    own = "embed_tokens.weight" in shapes
+    embedding = reader.matrix("embed_tokens") if own else target.weights.embedding
+    if "lm_head.weight" in shapes:
+        lm_head = reader.matrix("lm_head")
+    else:
+        lm_head = _in_format(ops, target.weights.lm_head, quant.at("lm_head"))
+    third = config.kind == "eagle3"
+    names = ["input_norm"] if config.norm_before_fc else []
+    names += [f"fc_norm.{i}" for i in range(config.num_captures)] if config.fc_norm else []
+    weights = HeadWeights(
+        embedding=embedding,
+        fc=reader.matrix("fc"),
+        fc_bias=reader.vector("fc.bias") if "fc.bias" in shapes else None,
+        fc_norms=tuple(reader.vector(f"{n}.weight") for n in names),
+        layer=reader.layer(layer, first_norm=third),  # in EAGLE-1 nothing is normed before the attention
+        feature_norm=reader.vector(f"{layer}.hidden_norm.weight") if third else None,
+        norm=reader.vector("norm.weight") if third else None,
+        target_norm=None if third else target.weights.norm,
+        lm_head=lm_head,
+        target_ids=ids,
+        dense=quant.dense_for(source.dtype(f"{layer}.post_attention_layernorm.weight")),
+    )
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
 
 

@@ -49,6 +49,16 @@ def free_memory(name: str) -> int:
     return int(torch.cuda.mem_get_info(torch.device(name))[0])
 
 
+def memory_room(name: str, share: float) -> tuple[int, int, int]:
+    """Bytes that may be taken of a CUDA device where `share` of all it has may be: these, what is free, and all.
+
+    What this process holds already counts: its own weights are part of its share.
+    """
+    device = torch.device(name)
+    free, total = (int(x) for x in torch.cuda.mem_get_info(device))
+    return max(0, min(free, int(share * total) - int(torch.cuda.memory_allocated(device)))), free, total
+
+
 def wait(device: torch.device) -> None:
     """Until the device has done what it was given: a clock read before that tells nothing."""
     if device.type == "cuda":

@@ -157,9 +157,9 @@ def fill(cache: KVCache) -> None:
     for layer in cache.layers:
         for stored, scale in ((layer.k, layer.k_scale), (layer.v, layer.v_scale)):
             codes, scales = fmt.encode_kv(torch.randn(*stored.shape[1:3], cache.head_dim, generator=generator))
-            stored.copy_(codes.expand_as(stored))
+            stored.copy_(codes.to(stored.device).expand(stored.shape))  # there: a copy from here would be whole here
             if scale is not None and scales is not None:
-                scale.copy_(scales.expand_as(scale))
+                scale.copy_(scales.to(scale.device).expand(scale.shape))
 
 
 def cache_bytes(config: ModelConfig, kv_format: str, passes: Seq[Pass]) -> int:

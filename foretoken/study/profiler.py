@@ -143,8 +143,8 @@ class Profiler:
     def _load(self, x: Candidate, tell: Report) -> None:
         quant = QuantScheme.parse(x.format)
         longest = max(job.context + job.new_tokens for job in x.chains + x.others)
-        before = memory.resident()
-        memory.reset_peak()
+        before = memory.resident(self.grid.device)
+        memory.reset_peak(self.grid.device)
         start = time.perf_counter()
 
         def progress(done: int, total: int) -> None:
@@ -158,7 +158,7 @@ class Profiler:
         took = time.perf_counter() - start
         subject = x.subject = Subject(model, self.grid.kv_format, x.chains + x.others)
         subject.seconds(x.chains[-1])  # scratch memory belongs to what it takes
-        self.peak_memory = max(self.peak_memory, memory.peak())
+        self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
         first = subject.work(x.chains[0])
         x.stored = Stored(
             x.format,
@@ -169,7 +169,7 @@ class Profiler:
             None,
             subject.peak,
             took,
-            max(0, memory.peak() - before),
+            max(0, memory.peak(self.grid.device) - before),
         )
 
     def _rounds(self, visits: list[tuple[Candidate, Pass]], seconds: float, stage: str, tell: Report) -> None:
@@ -200,7 +200,7 @@ class Profiler:
         x.work = {job: x.subject.work(job) for job in x.samples}
         x.subject = None
         gc.collect()
-        self.peak_memory = max(self.peak_memory, memory.peak())
+        self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
 
     def _profile(self, threads: int, interrupted: bool) -> Profile:
         assert self.limits is not None

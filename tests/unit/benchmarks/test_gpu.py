@@ -7,13 +7,16 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import gpu
+import gpu_clock
+import gpu_parts
 import gpu_plan
 import gpu_plot
+import gpu_summary
 import pytest
+import torch
 
 from foretoken.errors import ConfigError
 from foretoken.study.passes import Pass, cache_bytes
@@ -27,28 +30,43 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_dry_run_measures_every_part(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--dry-run", "--out", str(tmp_path / "gpu.jsonl")]
-    command += ["--parts", "costs,vllm,speculation,large"]  # importing transformers alone can take half a minute
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+def run(tmp_path, *flags):
+    """A dry run; its records, all but the last, and the last."""
+    command = [sys.executable, str(SCRIPT), "--dry-run", "--out", str(tmp_path / "gpu.jsonl"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    lines = read(tmp_path / "gpu.jsonl")
-    end = lines[-1]
-    assert [x["part"] for x in lines[:2]] == ["plan", "limits"] and end["part"] == "end"
+    *lines, end = read(tmp_path / "gpu.jsonl")
+    assert lines[0]["part"] == "plan" and end["part"] == "end"
     assert all(x["schema"] == "foretoken.gpu/1" and x["dry_run"] and x["device"] == "cpu" for x in lines)
-    late = {x["what"] for x in end["left_out"] if "were over" in x["why"] or x["why"] == "no time"}
+    assert len(list(tmp_path.iterdir())) <= 3  # records, errors, a picture
+    return lines, end, done.stdout
+
+
+def test_a_dry_run_measures_and_sums_up(tmp_path):
+    lines, end, said = run(tmp_path, "--parts", "limits,costs,vllm", "--formats", "w4a16")
+    late = {x["what"].partition(":")[0] for x in end["left_out"]}
     costs = [x for x in lines if x["part"] == "costs"]
-    for format in gpu_plan.DRY.formats:
-        passes = [(x["kind"], x["context"], x["rows"]) for x in costs if x["format"] == format]
-        wanted = [(p.kind, p.context, p.rows) for p in gpu_plan.passes(gpu_plan.DRY)]
-        assert passes == wanted[: len(passes)] and (passes == wanted or f"costs of {format}" in late)
+    passes = [(x["kind"], x["context"], x["rows"]) for x in costs]
+    wanted = [(p.kind, p.context, p.rows) for p in gpu_plan.passes(gpu_plan.DRY)]
+    assert passes == wanted[: len(passes)] and (passes == wanted or "costs of w4a16" in late)
     assert all(x["c"] == 1 for x in costs if x["kind"] == "chain" and x["rows"] == 1)
     assert all(x["read_share"] > 0 and x["peak_bytes"] > x["weight_bytes"] for x in costs)
+    assert {"what": "vllm", "why": "it is not installed"} in end["left_out"] or "vllm" in said
+    assert "DRY RUN" in said and "c(8) of w4a16" in said and " met" not in said
+
+
+@pytest.mark.slow
+def test_a_dry_run_measures_every_part(tmp_path):
+    lines, end, _ = run(
+        tmp_path, "--parts", ",".join(k for k in gpu_plan.KINDS if k not in ("transformers", "compiled"))
+    )
+    late = {x["what"].partition(":")[0] for x in end["left_out"] if x["why"] != "it is not installed"}
+    told = {x["part"] for x in lines}
+    assert {"limits", "kernels", "costs", "goodput", "host", "device", "micro", "laws", "speculation"} <= told or late
+    assert all(x["within"] for x in lines if "within" in x) and all(x["equal"] for x in lines if x["part"] == "laws")
     spoken = [x for x in lines if x["part"] == "speculation"]
-    assert {"plain", "draft_model", "eagle", "cascade"} <= {x["arm"] for x in spoken} or late & {"speculation", "large"}
+    assert {"plain", "draft_model", "eagle", "cascade", "ngram"} <= {x["arm"] for x in spoken} or late
     assert spoken and all(x["equals_plain"] for x in spoken)
-    assert all(x["acceptance_rate"] for x in spoken if x["arm"] == "draft_model")
-    assert {"what": "vllm", "why": "it is not installed"} in end["left_out"] or "vllm" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -100,28 +118,124 @@ def test_twins_that_do_not_fit_are_left_out(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [gpu_plan.FULL, gpu_plan.DRY])
 def test_the_parts_fit_the_run(sizes):
-    total = sum(sizes.seconds.values()) + (len(sizes.formats) - 1) * sizes.seconds["costs"]
-    assert total <= 60 * sizes.minutes and sizes.minutes < 9
+    todo = gpu_plan.parts(sizes, gpu_plan.KINDS)
+    total = sizes.seconds["compiling"] + sum(p.seconds for p in todo)
+    assert total <= 60 * sizes.minutes and gpu_plan.FULL.minutes < 9
+    assert {p.kind for p in todo} | {"compiling"} == set(gpu_plan.KINDS)
+    assert gpu_plan.Sizes.from_dict(json.loads(json.dumps(sizes.as_dict()))) == sizes
 
 
-def test_a_part_ends_in_its_time_and_the_next_one_runs():
-    clock = gpu_plan.Clock(1.0)
-    with clock.part("endless", 0.2):
-        while True:
-            try:
-                time.sleep(0.01)
-            except Exception:  # who catches faults must not catch the alarm
-                raise AssertionError from None
-    with clock.part("broken", 5):
-        raise ValueError("no luck\nat all")
-    with clock.part("sound", 5):
-        time.sleep(0.3)
-    assert [x["what"] for x in clock.left_out] == ["endless", "broken"]
-    assert clock.left_out[1]["why"] == "ValueError: no luck"
-    spent = gpu_plan.Clock(0.0)
-    with spent.part("late", 5):
-        time.sleep(0.5)
-    assert spent.left_out == [{"what": "late", "why": "no time"}]
+def test_time_that_one_part_leaves_goes_to_the_next():
+    part = [gpu_plan.Part("costs", str(i), 10.0) for i in range(3)]
+    clock = gpu_plan.Clock(0.5)
+    assert 9.9 < clock.share(part[0], part[1:]) <= 10  # nothing is to spare
+    assert 19.9 < clock.share(part[2], []) <= 20  # 20 s are, and a part gets twice its own at most
+    clock.started -= 25
+    assert 4.9 < clock.share(part[2], []) <= 5
+    clock.started -= 10
+    assert clock.share(part[2], []) == 0
+
+
+def test_every_aim_has_its_row(tmp_path):
+    lines = [{"part": "plan", "sizes": gpu_plan.FULL.as_dict(), "machine": {"gpu": "a GPU"}, "device": "cuda",
+              "dry_run": False, "run": "now", "commit": "c"}]  # fmt: skip
+    assert {r.verdict for r in gpu_summary.rows(lines)} == {gpu_summary.NONE}
+    lines += [
+        {
+            "part": "costs",
+            "kind": "batch",
+            "rows": b,
+            "format": f,
+            "median_ms": ms,
+            "read_share": share,
+            "c": None,
+            "context": 1024,
+        }
+        for b, f, ms, share in ((1, "bf16", 4.0, 0.9), (1, "w4a16", 2.0, 0.5), (16, "bf16", 6.0, 0.6))
+    ]
+    lines += [
+        {
+            "part": "costs",
+            "kind": "chain",
+            "rows": 8,
+            "format": "fp8-a8",
+            "context": c,
+            "c": 1.0 + c / 1e4,
+            "median_ms": 1.0,
+            "read_share": 0.5,
+        }
+        for c in (512, 8192)
+    ]
+    lines += [
+        {"part": "peers", "engine": "transformers", "kind": "decode", "mode": "sdpa", "batch": b, "median_ms": 24.0}
+        for b in (1, 16)
+    ]
+    spoken = {"part": "speculation", "batch": 1, "policy": "fixed", "equals_plain": True, "host_share": 0.05,
+              "timed_by": "PyTorch's profiler"}  # fmt: skip
+    for shape, format, arm, speed in (
+        ("llama-3.1-8b", "bf16", "plain", 100.0), ("llama-3.1-8b", "w4a16", "eagle", 600.0),
+        ("llama-3.1-70b", "w4a16", "cascade", 60.0), ("llama-3.1-70b", "w4a16", "draft_model", 50.0),
+    ):  # fmt: skip
+        lines.append(
+            {**spoken, "shape": shape, "format": format, "arm": arm, "k": 5, "tokens_per_s": speed, "speedup": 2.4}
+        )
+    lines.append({"part": "laws", "texts": 4, "differ": 1})
+    lines += [{"part": "broken", "ops": []}, {"part": "broken", "ops": ["linear (int4)"]}]
+    found = {r.what: r for r in gpu_summary.rows(lines)}
+    got = {what: (r.got.split(" ")[0], r.verdict) for what, r in found.items()}
+    assert got["decoding at batch 1, bf16: share of the copy bandwidth"] == ("90.0%", "met")
+    assert got["decoding at batch 1, w4a16: share of the copy bandwidth"] == ("50.0%", "MISSED")
+    assert got["c(8) of fp8"] == ("1.051", "MISSED") and got["c(16) of fp8"][1] == gpu_summary.NONE
+    assert got["8B w4 with a head or a draft over plain bf16, batch 1"] == ("6.00x", "met")
+    assert got["8B w4 with a head or a draft over its own plain"] == ("2.40x", "MISSED")
+    assert got["70B w4: cascade over the best two-level setting"] == ("1.20x", "MISSED")
+    assert got["host share of a round at batch 1, eagle"] == ("5.0%", "met")
+    assert got["plain decoding over transformers bf16 (sdpa), batch 1"] == ("12.00x", "met")
+    assert got["plain decoding over transformers bf16 (sdpa), batch 16"] == ("4.00x", "met")
+    assert got["law 1: texts of the small pair that differ from plain's, alone"] == ("1", "MISSED")
+    assert found["kernels that do not compile (computed by the reference)"].got == "1: linear (int4)"
+    assert "MISSED" in gpu_summary.text(lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), False),
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), False),
+        (ValueError("CUDA error"), False),
+    ],
+)
+def test_what_breaks_a_device_for_good(error, fault):
+    assert gpu_clock.is_fault(error) is fault
+
+
+def test_one_measurement_that_fails_leaves_the_others(capsys):
+    told = []
+    with gpu_parts.attempted("a long one", told.append):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+    assert told == [{"omit": "a long one", "why": "OutOfMemoryError: CUDA out of memory."}]
+    with pytest.raises(RuntimeError), gpu_parts.attempted("a fault", told.append):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def test_a_trace_says_how_long_the_device_worked(tmp_path):
+    """Kernels on two streams at once count once; the host's own lines do not."""
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "a", "ts": 10, "dur": 5},
+        {"ph": "X", "cat": "kernel", "name": "a", "ts": 12, "dur": 5},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": 30, "dur": 2},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 100},
+        {"ph": "M", "name": "process_name"},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = gpu_clock.read_trace(path)
+    assert found.seconds == pytest.approx(9e-6) and found.top() == {"a": [pytest.approx(0.01), 2], "copy": [0.002, 1]}
+    path.write_text(json.dumps({"traceEvents": events[3:]}))
+    with pytest.raises(RuntimeError, match="saw nothing"):
+        gpu_clock.read_trace(path)
 
 
 def test_series_of_the_plot():

@@ -78,3 +78,15 @@ def test_the_embedded_model_brings_its_draft() -> None:
         options.draft_choice("sufix + draft_model", "embedded")
     with pytest.raises(RegistryError, match="did you mean 'embedded-draft'"):
         options.draft_choice("embeded-draft", "embedded")
+
+
+def test_a_checkout_without_what_the_command_line_needs(monkeypatch, capsys):
+    """Where pip installed nothing, the error names the package and what works without it."""
+    from foretoken import cli
+
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'tyro'", name="tyro")
+
+    monkeypatch.setattr(cli.importlib, "import_module", missing)
+    assert cli.main(["info"]) == cli.EXIT_USAGE
+    assert "needs tyro" in (said := capsys.readouterr().err) and "from foretoken import LLM" in said

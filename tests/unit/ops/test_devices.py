@@ -11,7 +11,8 @@ from fixtures_ops import randn
 from lawkit import load_pair, make_engine, random_prompts, run, texts
 
 from foretoken import SamplingParams, ops
-from foretoken.config import EngineConfig
+from foretoken.config import CacheConfig, EngineConfig
+from foretoken.engine import build
 from foretoken.engine.memory import Demand, plan_blocks
 from foretoken.errors import ConfigError
 from foretoken.formats.scheme import QuantScheme
@@ -101,9 +102,45 @@ def test_what_is_said_of_gpus(one_gpu):
 
 def test_memory_is_the_device_s(one_gpu):
     need = [Demand(QuantScheme.parse("bf16"), 4 << 30, 1 << 20)]
-    with pytest.raises(ConfigError, match=r"4.0 GiB.*3.0 GiB are free"):
+    with pytest.raises(
+        ConfigError, match=r"4.0 GiB.* a pass 0.5 GiB, and 3.0 GiB may be taken: 0.9 of the 8.0 .*No context"
+    ):
         plan_blocks(EngineConfig(device="cuda"), 512, need)
-    assert plan_blocks(EngineConfig(device="cuda"), 512, [replace(need[0], weights=1 << 30)]) >= 32
+    blocks = plan_blocks(EngineConfig(device="cuda", max_num_seqs=4), 512, [replace(need[0], weights=1 << 30)])
+    assert blocks == 4 * 32  # all four fit
+
+
+def test_the_share_of_a_gpu_that_may_be_taken(one_gpu, monkeypatch):
+    """8 GiB, 7 of them free: 0.5 are 4 GiB; what this process holds already is part of them."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (7 << 30, 8 << 30))
+    need = [Demand(QuantScheme.parse("w4a16"), 2 << 30, 1 << 20, 512 << 20)]
+
+    def blocks(share, **more):
+        return plan_blocks(EngineConfig(device="cuda:0", gpu_memory_utilization=share, **more), 16_000, need)
+
+    assert blocks(0.5) == 1024  # 4 GiB, less 2 of weights and 1 of passes
+    assert blocks(1.0) == 4096  # what is free: not all
+    assert blocks(0.5, cache=CacheConfig(num_blocks=1000)) == 1000
+    with pytest.raises(
+        ConfigError, match=r"0.4 of the 8.0 GiB of cuda:0.*one request of 3264 tokens, or 32 at once of 96"
+    ):
+        blocks(0.4)  # 3.2 GiB: 204 blocks of 16 tokens, six for each of 32
+    with pytest.raises(ConfigError, match=r"The most that fits is 1024 blocks.*: lower num_blocks"):
+        blocks(0.5, cache=CacheConfig(num_blocks=2000))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 1 << 30)
+    with pytest.raises(ConfigError, match="No context fits"):
+        blocks(0.5)
+    for wrong in (0, 1.5, True, "0.9", float("nan")):
+        with pytest.raises(ConfigError, match="share of the GPU's memory"):
+            EngineConfig(gpu_memory_utilization=wrong)
+
+
+def test_what_does_not_fit_a_gpu_is_refused_before_it_is_loaded(one_gpu, pair_folders, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 30, 8 << 30))
+    monkeypatch.setattr(build, "load_model", lambda *_: pytest.fail("it was loaded"))
+    config = EngineConfig(device="cuda", backend="reference", gpu_memory_utilization=0.05)
+    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization.*No context fits"):
+        build.load_parts(str(pair_folders[0]), config)
 
 
 # --- tensors elsewhere ---

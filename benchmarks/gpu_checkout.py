@@ -1,0 +1,10 @@
+"""Lets the scripts here run from a plain checkout: where foretoken is not installed, the one beside them is taken."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("foretoken") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -1,0 +1,143 @@
+"""A part of `make bench-gpu`: every product of a layer and attention by themselves, as shares of the copy bandwidth.
+
+So that tiles can be chosen from one run: times are the device's own (a CUDA graph over weights that no cache holds),
+and a profile says which of an op's kernels takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from gpu_clock import busy, device_time, is_fault
+from gpu_laws import noise
+from gpu_models import Made, copied, forget, shape_of
+from gpu_parts import Tell, attempted, one_layer
+from gpu_plan import Sizes
+
+from foretoken.batch import Rows, build_batch
+from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.kvcache.cache import KVCache
+from foretoken.models.config import ModelConfig
+from foretoken.models.synthetic import RandomCheckpoint
+from foretoken.models.weights import WeightReader
+from foretoken.ops import Ops
+from foretoken.study.passes import fill
+
+CACHES = 256 << 20  # bytes that calls walk through before they come back to the first: above any level-2 cache
+MOST = 16  # copies of a weight
+ROWS = (1, 8, 16, 32, 64)
+PROFILED = (1, 16)  # rows at which an op's kernels are told apart
+PAGE = 16
+KEYS = ((1, 1), (8, 1), (32, 1), (1, 16))  # rows of a sequence, sequences
+
+
+def measure_micro(sizes: Sizes, ops: Ops, device: str, tell: Tell, limits: Mapping[str, Any] | None = None) -> None:
+    """One record an op, format and number of rows: microseconds on the device, share of the copy bandwidth."""
+    config = shape_of(sizes.shape)
+    read = None if limits is None else float(limits["read_bytes_per_s"])
+    for format in sizes.formats:
+        forget(device)
+        for name, weight in matrices(config, format, ops, device):
+            with attempted(f"{name} in {format}", tell):
+                measure_linear(sizes, name, weight, format, ops, device, read, tell)
+    for format in sizes.kv_formats:
+        forget(device)
+        with attempted(f"attention over {format}", tell):
+            measure_attention(sizes, config, format, ops, device, read, tell)
+
+
+def matrices(config: ModelConfig, format: str, ops: Ops, device: str) -> list[tuple[str, QuantTensor]]:
+    """The weights of one layer, and the LM head."""
+    source = Made(RandomCheckpoint(one_layer(config)), device)
+    reader = WeightReader(one_layer(config), source, QuantScheme.parse(format), ops, device, None)
+    layer = reader.layer("model.layers.0")
+    head = reader.matrix("model.embed_tokens" if config.tied_embeddings else "lm_head")
+    found = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down, "lm_head": head}
+    return [(name, w) for name, w in found.items() if isinstance(w, QuantTensor)]
+
+
+def call_of(name: str, num_rows: int, w: QuantTensor, ops: Ops, device: str) -> Callable[[QuantTensor], object]:
+    """An op as the model's pass has it."""
+    height, depth = w.shape
+    norm = torch.ones(depth, device=device)
+    if name == "down":
+        x, residual = noise(1, num_rows, 2 * depth, device=device), noise(2, num_rows, height, device=device)
+        return lambda w: ops.silu_linear(x, w, residual=residual)
+    x = noise(1, num_rows, depth, device=device)
+    if name == "o":
+        residual = noise(2, num_rows, height, device=device)
+        return lambda w: ops.linear(x, w, residual=residual)
+    return lambda w: ops.norm_linear(x, norm, 1e-5, w)
+
+
+def measure_linear(
+    sizes: Sizes, name: str, weight: QuantTensor, format: str, ops: Ops, device: str, read: float | None, tell: Tell
+) -> None:
+    """All numbers of rows of one weight."""
+    count = 1 if device == "cpu" else min(MOST, max(2, -(-CACHES // weight.nbytes)))
+    weights = [weight, *(copied(weight) for _ in range(count - 1))]
+    for num_rows in (m for m in ROWS if m <= max(sizes.rows)):
+        call = call_of(name, num_rows, weight, ops, device)
+
+        def job(call: Callable[[QuantTensor], object] = call) -> None:
+            for w in weights:
+                call(w)
+
+        seconds, how = device_time(job, device)
+        found = {"part": "micro", "op": name, "format": format, "weight": list(weight.shape), "rows": num_rows}
+        tell({**found, **_share(seconds / count, weight.nbytes, read), "timed_by": how,
+              **kernels(lambda call=call: call(weight), device, num_rows in PROFILED)})  # fmt: skip
+
+
+def measure_attention(
+    sizes: Sizes, config: ModelConfig, format: str, ops: Ops, device: str, read: float | None, tell: Tell
+) -> None:
+    """Attention of one layer: few rows over long contexts, and a batch."""
+    dim, kv_heads = config.head_dim, config.num_kv_heads
+    for context in sizes.contexts:
+        for rows, seqs in KEYS:
+            if seqs > 1 and context != min(sizes.contexts):
+                continue
+            blocks = -(-(context + rows) // PAGE)
+            one = KVCache(1, seqs * blocks, PAGE, kv_heads, dim, format, device)
+            count = 1 if device == "cpu" else min(MOST, max(2, -(-CACHES // one.nbytes)))
+            cache = KVCache(count, seqs * blocks, PAGE, kv_heads, dim, format, device)
+            fill(cache)
+            parts = [
+                Rows([1], context - 1, [1] * (rows - 1), list(range(-1, rows - 2)),
+                     list(range(i * blocks, (i + 1) * blocks)), True)
+                for i in range(seqs)
+            ]  # fmt: skip
+            batch = build_batch(parts, PAGE, torch.device(device))
+            q = noise(3, batch.num_rows, config.num_heads, dim, device=device)
+
+            def job(cache: KVCache = cache, batch: Any = batch, q: Any = q) -> None:
+                for layer in cache.layers:
+                    ops.attention(q, layer, batch, dim**-0.5)
+
+            seconds, how = device_time(job, device)
+            num_bytes = cache.nbytes / count * (context + rows) / (blocks * PAGE)
+            found = {"part": "micro", "op": "attention", "format": format, "context": context, "rows": rows}
+            once = kernels(
+                lambda cache=cache, batch=batch, q=q: ops.attention(q, cache.layers[0], batch, dim**-0.5), device, True
+            )
+            tell({**found, "batch": seqs, **_share(seconds / count, num_bytes, read), "timed_by": how, **once})
+
+
+def kernels(job: Callable[[], object], device: str, wanted: bool) -> dict[str, Any]:
+    """Milliseconds and launches by kernel, where a profiler can tell them."""
+    if device == "cpu" or not wanted:
+        return {}
+    try:
+        return {"kernels": busy(job, device).top(6)}
+    except RuntimeError as error:
+        if is_fault(error):
+            raise
+        return {"kernels": None}
+
+
+def _share(seconds: float, num_bytes: float, read: float | None) -> dict[str, float | None]:
+    share = None if read is None else num_bytes / read / seconds
+    return {"median_us": 1e6 * seconds, "bytes": num_bytes, "read_share": share}

@@ -1,0 +1,164 @@
+"""The models of `make bench-gpu`, made on the device in seconds: random ones at true shapes, twins, and their heads.
+
+The noise that fills a twin is cut and edited on the device: on the CPU alone that would take minutes for 70B.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.formats.scheme import QuantScheme, QuantTensor
+from foretoken.models.config import ModelConfig, read_json
+from foretoken.models.eagle import EagleHead
+from foretoken.models.eagle_loader import load_head, open_head, read_head, target_ids
+from foretoken.models.layers import LayerWeights, ModelWeights
+from foretoken.models.llama import Llama
+from foretoken.models.loader import open_checkpoint, read_config, resolve_model
+from foretoken.models.save import source_config
+from foretoken.models.synthetic import RandomCheckpoint
+from foretoken.models.weights import Source, WeightReader
+from foretoken.ops import Ops
+from foretoken.study import memory
+from foretoken.study.shapes import get_shape
+from foretoken.study.twin.head import NAMES, HeadTwinSource, make_head_layout
+from foretoken.study.twin.layout import make_layout
+from foretoken.study.twin.source import TwinSource
+
+LONGEST = 512  # tokens of a text of twins: their rope tables
+TARGET, DRAFT, HEAD = "embedded-target", "embedded-draft", "embedded-head"
+
+
+def peak_bytes(device: str) -> int:
+    """The most that this process has held since `forget`: on the GPU, or resident on the CPU."""
+    return memory.peak(device)
+
+
+def forget(device: str) -> None:
+    """Give memory back, and count its peak anew."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    memory.reset_peak(device)
+
+
+class There:
+    """A source whose tensors are on the device."""
+
+    def __init__(self, source: Any, device: str) -> None:
+        self.source, self.device = source, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor."""
+        with torch.device("cpu"):  # files are read there, whatever device is the default
+            found = self.source.tensor(name)
+        return found.to(self.device)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of a matrix."""
+        with torch.device("cpu"):
+            found = self.source.rows(name, start, stop)
+        return found.to(self.device)
+
+
+class Made(There):
+    """A source that makes its tensors (of noise, and of sources that are `There`) on the device."""
+
+    def __init__(self, source: Any, device: str) -> None:
+        super().__init__(source, device)
+        noise: RandomCheckpoint = getattr(source, "_noise", source) if isinstance(source, TwinSource) else source
+        noise.__dict__["_noise"] = noise._noise.to(device)  # drawn on the CPU, so that it is the same everywhere
+
+    def tensor(self, name: str) -> Tensor:
+        with torch.device(self.device):
+            return self.source.tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        with torch.device(self.device):
+            return self.source.rows(name, start, stop)
+
+
+def copied(x: Any) -> Any:
+    """Weights once more, in memory of their own."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    if isinstance(x, QuantTensor):
+        return replace(x, parts={name: part.clone() for name, part in x.parts.items()})
+    if isinstance(x, LayerWeights):
+        return replace(x, **{name: copied(getattr(x, name)) for name in x.__dataclass_fields__})
+    return tuple(copied(y) for y in x) if isinstance(x, tuple) else x
+
+
+def assembled(
+    config: ModelConfig, source: Source, quant: QuantScheme, ops: Ops, device: str, longest: int, own: Seq[int] = ()
+) -> Llama:
+    """A model of which only the layers `own`, and one other, are read: the rest are copies of that one.
+
+    So it takes as many bytes in as many places as any, and is made in a fraction of the time.
+    """
+    reader = WeightReader(config, source, quant, ops, device, None)
+    embedding, other = reader.matrix("model.embed_tokens"), None
+    layers = []
+    for i in range(config.num_layers):
+        if i in own or other is None:
+            layers.append(reader.layer(f"model.layers.{i}"))
+            other = other if i in own else layers[-1]
+        else:
+            layers.append(copied(other))
+    head = embedding if config.tied_embeddings else reader.matrix("lm_head")
+    dense = quant.dense_for(source.dtype("model.embed_tokens.weight"))
+    weights = ModelWeights(embedding, tuple(layers), reader.vector("model.norm.weight"), head, dense)
+    return Llama(config, weights, ops, longest)
+
+
+def random_model(config: ModelConfig, ops: Ops, quant: QuantScheme, longest: int, device: str) -> Llama:
+    """A random model of that shape."""
+    return assembled(config, Made(RandomCheckpoint(config), device), quant, ops, device, longest)
+
+
+def shape_of(name: str) -> ModelConfig:
+    """A shape by its name. Raises ConfigError."""
+    return get_shape(name)
+
+
+def twin(of: str, shape: str, quant: QuantScheme, ops: Ops, device: str, longest: int = LONGEST) -> Llama:
+    """The twin of an embedded model in a shape, made straight into the device's memory."""
+    folder = resolve_model(of)
+    small = read_config(folder)
+    with open_checkpoint(folder) as checkpoint:
+        if shape == "embedded":  # the small model itself
+            return assembled(small, checkpoint, quant, ops, device, longest, range(small.num_layers))
+        layout = make_layout(small, get_shape(shape), source_config(folder), shape)
+        source = Made(TwinSource(layout, There(checkpoint, device)), device)
+        # Layers without a part of the small model add nothing: one serves for all.
+        return assembled(layout.config, source, quant, ops, device, longest, layout.layers)
+
+
+@contextmanager
+def head_source(shape: str, device: str) -> Iterator[tuple[Any, Any]]:
+    """The layout and the source of the embedded head's twin in a shape."""
+    folder, target_folder = resolve_model(HEAD), resolve_model(TARGET)
+    target = make_layout(read_config(target_folder), get_shape(shape), source_config(target_folder), shape)
+    raw = read_json(folder / "config.json")
+    with open_checkpoint(target_folder) as theirs, open_head(folder) as (config, own, shapes, at):
+        head = make_head_layout(config, target_ids(folder, config, own), target, raw, None, shape)
+        source = HeadTwinSource(head, There(own, device), There(theirs, device), shapes, at)
+        yield head, Made(source, device)
+
+
+def head_twin(shape: str, target: Llama, quant: QuantScheme, ops: Ops, device: str) -> EagleHead:
+    """The twin of the embedded head for the target's twin in a shape."""
+    if shape == "embedded":
+        return load_head(resolve_model(HEAD), target, ops, quant, device)
+    with head_source(shape, device) as (head, source):
+        reader = WeightReader(head.config.layer, source, quant, ops, device, None, source.shapes)
+        return read_head(head.config, reader, NAMES, head.target_ids.int(), target, ops)

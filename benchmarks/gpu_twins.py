@@ -1,0 +1,168 @@
+"""Parts of `make bench-gpu` that speculate: twins of the embedded pair and head at 8B, and a 70B target in 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpu_clock import STAND_IN, Busy, busy, is_fault, wall
+from gpu_models import DRAFT, HEAD, TARGET, forget, head_twin, peak_bytes, twin
+from gpu_parts import Tell, attempted
+from gpu_plan import Sizes
+
+from foretoken.config import CacheConfig, EngineConfig, SpecConfig
+from foretoken.engine.build import assemble
+from foretoken.engine.engine import Engine
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.llama import Llama
+from foretoken.models.loader import load_tokenizer, resolve_model
+from foretoken.ops import Ops
+from foretoken.request import SamplingParams
+from foretoken.study.measure import Job, Run, run_batch
+from foretoken.study.workload import DEFAULT_PROMPTS, read_prompts
+
+BLOCK = 16
+PROMPT = 128  # tokens of a prompt, at most
+SHORT = 12  # tokens of the texts in which the host's share is looked for
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to decode: its drafter, the models that it needs beside the target, and the batch sizes that it runs at."""
+
+    name: str
+    spec: SpecConfig
+    drafts: tuple[Any, ...] = ()
+    batches: tuple[int, ...] = (1,)
+
+    @property
+    def num_draft(self) -> int:
+        """The most tokens that a round guesses."""
+        return 0 if self.spec.method == "none" else self.spec.num_draft_tokens
+
+
+class Stage:
+    """A target on which arms take turns: prompts, and the texts of plain decoding by batch size."""
+
+    def __init__(self, sizes: Sizes, shape: str, target: Llama, format: str, device: str, tell: Tell) -> None:
+        self.sizes, self.target, self.device, self.tell = sizes, target, device, tell
+        self.shared = {"part": "speculation", "shape": shape, "format": format}
+        self.tokenizer = load_tokenizer(resolve_model(TARGET))
+        self.plain: dict[int, Run] = {}
+
+    def jobs(self, batch: int) -> list[Job]:
+        """Prompts for one batch size, each with what is asked for it."""
+        count = max(batch, self.sizes.num_prompts)
+        params = SamplingParams(max_tokens=self.sizes.max_tokens, ignore_eos=True)
+        return [(tuple(p.encode(self.tokenizer))[-PROMPT:], params) for p in read_prompts(DEFAULT_PROMPTS, count)]
+
+    def engine(self, arm: Arm, batch: int, jobs: Seq[Job]) -> Engine:
+        """An engine for it. No prefix is remembered: later runs of a prompt would find it."""
+        longest = max(len(prompt) for prompt, _ in jobs) + self.sizes.max_tokens + 64
+        cache = CacheConfig(block_size=BLOCK, prefix_cache=False)
+        config = EngineConfig(spec=arm.spec, max_num_seqs=batch, max_model_len=longest, device=self.device, cache=cache)
+        return assemble(config, self.tokenizer, batch * -(-longest // BLOCK) + 8, self.target, arm.drafts)
+
+    def run(self, arm: Arm, batch: int) -> None:
+        """One record: tokens a second, acceptance, equality with plain decoding, the host's share of a round."""
+        jobs = self.jobs(batch)
+        engine, run = self.engine(arm, batch, jobs), Run()
+        short = [(prompt, replace(params, max_tokens=SHORT)) for prompt, params in jobs[:batch]]
+        run_batch(engine, short, Run())  # warms up
+        forget_peak = peak_bytes(self.device)
+        for start in range(0, len(jobs) // batch * batch, batch):
+            run_batch(engine, jobs[start : start + batch], run)
+        plain = self.plain.setdefault(batch, run)
+        drafted, accepted = run.metrics.num_draft_tokens, run.metrics.num_accepted_tokens
+        self.tell(
+            {
+                **self.shared, "arm": arm.name, "batch": batch, "k": arm.num_draft,
+                "policy": arm.spec.policy, "num_prompts": len(run.completions), "seconds": run.seconds,
+                "tokens_per_s": run.tokens_per_s, "speedup": plain.seconds / run.seconds,
+                "equals_plain": run.texts == plain.texts,
+                "acceptance_rate": accepted / drafted if drafted else None,
+                "tokens_per_round": run.num_tokens / run.num_steps, "rounds": run.num_steps,
+                "split_s": {"draft": run.times.draft, "target": run.times.target, "rest": run.overhead},
+                "ttft_s": [c.metrics.time_to_first_token for c in run.completions],
+                "peak_bytes": max(forget_peak, peak_bytes(self.device)), **self.host(engine, short),
+            }
+        )  # fmt: skip
+
+    def host(self, engine: Engine, short: Seq[Job]) -> dict[str, Any]:
+        """The share of a round in which the device does not work: a short run by the clock, then by the profiler."""
+        seconds = wall(lambda: run_batch(engine, short, Run()), self.device)
+        if self.device == "cpu":
+            run = Run()
+            run_batch(engine, short, run)
+            found = Busy(run.times.draft + run.times.target, STAND_IN)
+            return {"host_share": run.overhead / run.seconds, "timed_by": found.source}
+        try:
+            found = busy(lambda: run_batch(engine, short, Run()), self.device)
+        except RuntimeError as error:
+            if is_fault(error):
+                raise
+            return {"host_share": None, "timed_by": str(error)[:120]}
+        return {"host_share": 1 - found.seconds / seconds, "timed_by": found.source}
+
+
+def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, warm: bool = False) -> None:
+    """Twins in one format: plain, a draft model, a head; at batch 1, and some at 4. `warm`: only what compiles."""
+    forget(device)
+    quant = QuantScheme.parse(format)
+    target = twin(TARGET, sizes.shape, quant, ops, device)
+    few = tuple(b for b in (1, 4) if b in sizes.batches)
+    stage = Stage(sizes, sizes.shape, target, format, device, tell)
+    if not warm:
+        stage.run(Arm("plain", SpecConfig()), 1)  # at once: others are compared with it
+    head = head_twin(sizes.shape, target, quant, ops, device)
+    draft = twin(DRAFT, sizes.draft_shape, quant, ops, device)
+    arms = [Arm("plain", SpecConfig(), batches=few)]
+    for k, batches in ((5, few), (8, (1,)), (3, (1,))):
+        arms.append(Arm("eagle", SpecConfig("eagle", HEAD, num_draft_tokens=k), (head,), batches))
+    for k, batches in ((4, few), (7, (1,))):
+        arms.append(Arm("draft_model", SpecConfig("draft_model", DRAFT, num_draft_tokens=k), (draft,), batches))
+    good = SpecConfig("eagle", HEAD, num_draft_tokens=8, policy="goodput")
+    arms.append(Arm("eagle", good, (head,), few))
+    run_arms(stage, arms, warm)
+
+
+def measure_large(sizes: Sizes, ops: Ops, device: str, tell: Tell, warm: bool = False) -> None:
+    """The large target in 4 bits: plain, every two-level setting (a head, a draft model, n-grams), and cascades."""
+    forget(device)
+    format = sizes.large_format
+    quant = QuantScheme.parse(format)
+    target = twin(TARGET, sizes.large_shape, quant, ops, device)
+    draft = twin(DRAFT, sizes.draft_shape, quant, ops, device)
+    stage = Stage(sizes, sizes.large_shape, target, format, device, tell)
+
+    def cascade(k: int, below: int) -> Arm:
+        spec = SpecConfig("cascade", DRAFT, num_draft_tokens=k, below=(SpecConfig("ngram", num_draft_tokens=below),))
+        return Arm("cascade", spec, (draft,))
+
+    def two(method: str, k: int, model: str | None = None, *drafts: Any) -> Arm:
+        return Arm(method, SpecConfig(method, model, num_draft_tokens=k), drafts)
+
+    arms = [Arm("plain", SpecConfig()), two("draft_model", 5, DRAFT, draft), cascade(8, 4)]
+    arms += [two("draft_model", 8, DRAFT, draft), cascade(12, 4), two("draft_model", 3, DRAFT, draft)]
+    run_arms(stage, arms, warm)
+    head = head_twin(sizes.large_shape, target, quant, ops, device)
+    rest = [two("eagle", 5, HEAD, head), two("eagle", 8, HEAD, head), two("ngram", 4), cascade(8, 2)]
+    run_arms(stage, rest, warm)
+
+
+def run_arms(stage: Stage, arms: Seq[Arm], warm: bool) -> None:
+    """All arms at their batch sizes, batch 1 first; `warm`: a few tokens of each kind of arm, without a record."""
+    if warm:
+        stage.sizes = replace(stage.sizes, max_tokens=4, num_prompts=1)
+        kinds = {arm.spec.method: arm for arm in arms}
+        for arm in kinds.values():
+            jobs = stage.jobs(1)
+            run_batch(stage.engine(arm, 1, jobs), jobs, Run())
+        return
+    done = {("plain", 1)} if 1 in stage.plain else set()
+    for batch in sorted({b for arm in arms for b in arm.batches}):
+        for arm in arms:
+            if batch in arm.batches and (arm.name, batch) not in done:
+                with attempted(f"{arm.name} k={arm.num_draft} at batch {batch}", stage.tell):
+                    stage.run(arm, batch)

@@ -1,0 +1,103 @@
+"""One part of `make bench-gpu` in a process of its own: reads a job (a line of JSON), writes lines of JSON.
+
+`gpu.py` starts it ahead of its turn: everything is imported before the job is read, and no device is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from types import FrameType
+from typing import Any
+
+import gpu_checkout  # noqa: F401  # finds the package
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import gpu_laws
+import gpu_micro
+import gpu_parts
+import gpu_twins
+from gpu_plan import Sizes
+
+from foretoken import ops
+
+
+class TimeUp(BaseException):  # no handler of faults on the way may swallow it
+    """A part's time is over: what it measured stands, the rest is left out."""
+
+
+def with_parent() -> None:
+    """End when the process that started this one ends (Linux): a device must not stay taken."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def do(job: dict[str, Any], tell: gpu_parts.Tell) -> None:
+    """Do one job: its kind names a function, the rest are its arguments."""
+    sizes, device = Sizes.from_dict(job["sizes"]), job["device"]
+    backend = ops.resolve(job["backend"], device)
+    known = ("kind", "sizes", "device", "backend", "seconds", "until")
+    own = {name: x for name, x in job.items() if name not in known}
+    function = {
+        "limits": gpu_parts.measure_limits,
+        "warm": gpu_parts.warm_up,
+        "costs": gpu_parts.measure_costs,
+        "kernels": gpu_laws.check_kernels,
+        "laws": gpu_laws.check_laws,
+        "speculation": gpu_twins.measure_speculation,
+        "large": gpu_twins.measure_large,
+        "micro": gpu_micro.measure_micro,
+    }[job["kind"]]
+    try:
+        function(sizes, backend, device, tell, **own)
+    finally:
+        if backend.name == "triton":  # what did not compile was computed by the reference: its times say nothing
+            guard = importlib.import_module("foretoken.ops.triton.guard")
+            tell({"part": "broken", "kind": job["kind"], "ops": sorted(guard.broken)})
+
+
+def main() -> int:
+    """0 where the job was done or its time was over; what was left out is among the lines."""
+    with_parent()
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print goes to the log
+
+    def tell(**found: Any) -> None:
+        print(json.dumps(found), file=out, flush=True)
+
+    line = sys.stdin.readline()
+    if not line.strip():
+        return 0  # not needed after all
+    job = json.loads(line)
+
+    def ring(signum: int, frame: FrameType | None) -> None:
+        raise TimeUp
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, job["until"] - time.monotonic()))
+    try:
+        do(job, lambda found: tell(**found))
+    except TimeUp:
+        tell(omit="the rest", why=f"its {job['seconds']:.0f} s were over; what is recorded was done before")
+    except Exception as error:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        traceback.print_exc()
+        said = str(error).strip().splitlines()
+        tell(omit="the rest", why=f"{type(error).__name__}: {said[0] if said else ''}"[:300])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    tell(done=True)
+    out.flush()
+    # At once: taking a device's context down in order takes seconds, and may hang after a fault.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
