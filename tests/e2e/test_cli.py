@@ -422,6 +422,7 @@ def test_train_hands_over_and_reports(cli: Cli, tmp_path: Path, monkeypatch: pyt
     assert code == 0
     assert json.loads(out)["results"] == {"perplexity": 9.5}
     expected = {"config": tmp_path / "r.toml", "data": tmp_path, "out": tmp_path / "o", "resume": True, "quiet": True}
+    expected |= {"device": "cpu"}
     assert seen == expected
     _, out, _ = cli(*argv[:-1], model=None)
     assert str(tmp_path / "d") in out and seen["resume"] is False and seen["quiet"] is False
