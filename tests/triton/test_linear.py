@@ -259,6 +259,14 @@ def test_fused_forms_have_the_bits_of_their_parts(name):
     assert added.equal(residual + alone)
 
 
+@pytest.mark.parametrize("name", FEW)
+def test_fused_norms_of_wide_rows_have_the_bits_of_their_parts(name):
+    """More values than the threads of a program: the order of the mean's sum has a say."""
+    _, w = packed(name, 8, 1024)
+    x, norm = randn(3, 1024), randn(1024, seed=4)
+    assert gpu.norm_linear(x, norm, 1e-5, w).equal(gpu.linear(gpu.rms_norm(x, norm, 1e-5), w))
+
+
 @every_format
 def test_the_cut_depends_on_the_weight_alone(name):
     """Nothing that is compiled or launched changes with the rows but the number of programs, and of tiles in one."""
