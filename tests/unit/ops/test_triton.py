@@ -109,7 +109,14 @@ def test_one_broken_op_leaves_the_others_alone(failing, caplog):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access")]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.OutOfMemoryError("CUDA out of memory, said LLVM's PassManager"),
+        RuntimeError("CUDA error: an illegal memory access"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        AssertionError("CUDA rows do not fit"),
+    ],
 )
 def test_errors_of_a_gpu_at_work_are_not_hidden(error, failing):
     failing.error = error
@@ -119,7 +126,16 @@ def test_errors_of_a_gpu_at_work_are_not_hidden(error, failing):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Failed to find C compiler. Please specify via CC"), FileNotFoundError("ptxas")]
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC"),
+        FileNotFoundError("ptxas"),
+        RuntimeError("PassManager::run failed"),
+        RuntimeError("failed to translate module to LLVM IR"),
+        RuntimeError("LLVM ERROR: Cannot select: intrinsic"),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        AssertionError("libcuda.so cannot found!\nPossible files are located at"),
+    ],
 )
 def test_a_missing_compiler_is_a_kernel_that_does_not_compile(error, failing):
     failing.error = error
