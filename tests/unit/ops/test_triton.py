@@ -257,7 +257,7 @@ def test_small_ops_compile(capability, tmp_path, monkeypatch):
 
 
 def layout_of_sum(form: str, width: int, gather: bool) -> str:
-    """What decides the order of the mean's sum: the layouts of the reductions that add, and how many warps there are."""
+    """What decides the order of the mean's sum: the layouts of the reductions that add, and how many warps."""
     index = torch.zeros(2, dtype=torch.int32) if gather else None
     group = {"int8": 64, "fp8": 128}.get(form, 1)
     x, norm = torch.empty(3, width), torch.ones(width)
