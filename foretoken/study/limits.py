@@ -135,8 +135,9 @@ def _copy_rates(copy: Callable[[], object], work: float, repeats: int, device: t
     """Of copies between two events of the device: one by the host's clock would be the launch and the wait as well."""
     copy()
     rates = []
+    event: Any = torch.cuda.Event
     for _ in range(repeats):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = (event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(device)
         first.record(stream)
         for _ in range(COPIES):

@@ -27,8 +27,8 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
     else:
         x = tl.load(x_ptr + row * width + cols, mask=inside, other=0.0)
         if SOURCE == "norm":
-            # Read once more, in a shape of its own: the layout of x follows the type that is stored at last, and with it
-            # would the order of this sum. So all forms of a row, and the norm alone, have one mean.
+            # Read once more, in a shape of its own: the layout of x follows the type that is stored at last, and so
+            # would the order of its sum. So all forms of a row, and the norm alone, have one mean.
             places = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [BLOCK / 4, 4]
             y = tl.load(x_ptr + row * width + places, mask=places < width, other=0.0)
             mean = tl.div_rn(tl.sum(tl.sum(y * y, axis=1), axis=0), tl.full((), width, tl.float32))
