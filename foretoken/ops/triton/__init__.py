@@ -7,13 +7,13 @@ kernel for falls through to the reference, on the same device.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import torch
 
 from foretoken.ops import devices
 from foretoken.ops.triton import packing
+from foretoken.ops.triton.interpreter import interpreted
 from foretoken.ops.triton.packing import embedding, pack, serves, unpack
 
 _missing: str | None = None
@@ -33,11 +33,6 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise
     _missing = f"Triton is not installed ({error}); `pip install 'foretoken[gpu]'` on Linux"
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU (TRITON_INTERPRET=1 before the first import): for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 row_invariant = True

@@ -1,4 +1,4 @@
-"""Kernels of the KV cache: a row and head encoded into its place, decoded as it is read, and rows copied as bytes.
+"""Kernels of the KV cache: a row and head encoded into its place, rotated before where asked, and rows copied as bytes.
 
 A program of `store` sees one row of one head and nothing else: scales are per token and head, so that a rejected draft
 leaves no trace.
@@ -138,9 +138,9 @@ def rotate_store(
         _encode_row(v1, v2, v_codes_ptr + place * DIM, v_scale_ptr + place, KIND, LARGEST, DIM)
 
 
-@triton.jit(do_not_specialize=["num_moves"], do_not_specialize_on_alignment=["index_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def copy_rows(
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, index_ptr, buffer_ptr, num_moves, row_bytes, scale_bytes,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, index_ptr, buffer_ptr, row_bytes, scale_bytes,
     OUT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Cache row index[i] to row i of the buffer (OUT), or back. A buffer row: key, value, and their scales.

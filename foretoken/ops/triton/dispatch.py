@@ -16,7 +16,6 @@ from foretoken.ops.triton.guard import Launch, guarded, interpreted
 from foretoken.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling
 
 ROWS_AT_ONCE = 256  # of a split product: bounds the memory of its parts
-WIDEST = 1 << 16  # values of a row that one program holds
 _FORMS = {  # of prepared rows: how they are stored
     "single": torch.float32,
     "bf16": torch.bfloat16,

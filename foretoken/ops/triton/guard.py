@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -12,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 from triton.errors import TritonError
+
+from foretoken.ops.triton.interpreter import interpreted as interpreted
 
 log = logging.getLogger("foretoken.ops")
 T = TypeVar("T")
@@ -28,11 +29,6 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU (TRITON_INTERPRET=1 before the first import): for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 # Of a compiler's steps, and of a GPU or a driver that does not take what they made.

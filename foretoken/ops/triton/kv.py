@@ -1,4 +1,4 @@
-"""Rows of the KV cache on the GPU: encoded as the formats' `encode_kv` says, decoded as they are read, and moved."""
+"""Rows of the KV cache on the GPU: encoded as the formats' `encode_kv` says, rotated before where asked, and moved."""
 
 from __future__ import annotations
 
@@ -93,14 +93,13 @@ def moving(layer: KVLayer, src: Tensor, dst: Tensor) -> list[Launch]:
         "k_scale_ptr": scales[0],
         "v_scale_ptr": scales[1],
         "buffer_ptr": buffer,
-        "num_moves": src.shape[0],
         "row_bytes": row_bytes,
         "scale_bytes": scale_bytes,
     }
     blocks = {"BLOCK": _CHUNK, "SCALE_BLOCK": triton.next_power_of_2(max(scale_bytes, 1)), "SCALED": scale_bytes > 0}
-    grid, free = (src.shape[0], -(-row_bytes // _CHUNK)), frozenset({"num_moves"})
+    grid = (src.shape[0], -(-row_bytes // _CHUNK))
     return [
-        Launch(copy_rows, grid, {**shared, "index_ptr": index}, {**blocks, "OUT": out}, warps=2, free=free)
+        Launch(copy_rows, grid, {**shared, "index_ptr": index}, {**blocks, "OUT": out}, warps=2)
         for index, out in ((src, True), (dst, False))
     ]
 
