@@ -93,6 +93,33 @@ async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkey
     assert service.gate.num_inside == service.gate.size_inside == service._intake.size_inside == 0
 
 
+async def test_many_short_prompts_are_as_long_as_a_long_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, service, _ = served
+    text = service.client.text
+    assert text is not None
+    threads: list[int] = []
+    for name in ("encode", "decode"):
+        work = getattr(text.tokenizer, name)
+
+        def watching(*args: Any, work: Callable[..., Any] = work, **more: Any) -> Any:
+            threads.append(threading.get_ident())
+            return work(*args, **more)
+
+        monkeypatch.setattr(text.tokenizer, name, watching)
+    short = "the sum of two numbers "
+    ids = await text.prompts([short] * 2)
+    assert await text.spelt([ids[0], "as it is"]) == [
+        text.tokenizer.decode(ids[0], skip_special_tokens=False),
+        "as it is",
+    ]
+    assert set(threads) == {threading.get_ident()}
+    threads.clear()
+    many = await text.prompts([short] * 64)
+    assert many == ids[:1] * 64
+    await text.spelt(many * 4)
+    assert len(threads) == 64 * 5 and threading.get_ident() not in threads and len(set(threads)) <= 2
+
+
 async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
