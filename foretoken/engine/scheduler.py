@@ -50,6 +50,10 @@ class _Turn:
         patient = self.num_passed < PATIENCE
         return (patient, self.priority if patient else 0)
 
+    def passes(self, other: _Turn) -> bool:
+        """Does it, later and more important, go before the other?"""
+        return other.arrival < self.arrival and other.priority > self.priority
+
 
 class Scheduler:
     """By priority, then by turns of owners, each first come, first served.
@@ -145,9 +149,10 @@ class Scheduler:
         self.blocks.release(seq)
         self._owners.stop(seq.owner)
         insort(self.waiting, seq, key=self._by_arrival)
-        for other in self.running:
-            if self._overrule(self._turns[other]):
-                break
+        mine, running = self._turns[seq], (self._turns[other] for other in self.running)
+        by = next((turn for turn in running if turn.passes(mine)), None)
+        if by is not None:
+            self._overrule(by)
         seq.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -212,19 +217,18 @@ class Scheduler:
         self._owners.start(seq.owner)
         self._overrule(turn)
 
-    def _overrule(self, by: _Turn) -> bool:
-        """Of those who came before it and wait, for they are less important, the first grows less patient.
+    def _overrule(self, by: _Turn) -> None:
+        """Of those who wait and whom it passes, the first to come grows less patient.
 
         Only the first: else a flood of them would lose patience together and go before everybody.
         """
         waiting = (self._turns[seq] for seq in self.waiting)
-        passed = [t for t in waiting if t.arrival < by.arrival and t.priority > by.priority and t.importance[0]]
-        first = min(passed, key=lambda turn: turn.arrival, default=None)
-        if first is not None:
+        passed = [turn for turn in waiting if by.passes(turn) and turn.importance[0]]
+        if passed:
+            first = min(passed, key=lambda turn: turn.arrival)
             first.num_passed += 1
             if not first.importance[0]:
                 self.waiting.sort(key=self._by_arrival)
-        return first is not None
 
     def _drafts(self, plan: list[Sequence], chunks: dict[Sequence, int], lengths: DraftLengths, left: int) -> list[int]:
         """Draft tokens for sequences whose pending tokens are all in the pass and that have begun to write.
