@@ -30,6 +30,7 @@ import torch
 from gpu_crew import Crew, Worker
 from gpu_models import shape_of
 from gpu_plan import (
+    DEFAULT,
     DRY,
     FULL,
     GIB,
@@ -93,7 +94,7 @@ def parse() -> tuple[argparse.Namespace, Sizes]:
     parser.add_argument("--formats")
     parser.add_argument("--batches")
     parser.add_argument("--contexts")
-    parser.add_argument("--parts", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--parts", default=",".join(DEFAULT), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--memory-share", type=float, default=0.9, help="of the free memory: the most that is taken")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu.jsonl")

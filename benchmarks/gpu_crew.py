@@ -6,6 +6,7 @@ A spare one is always started ahead: it has imported everything when its turn co
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -19,6 +20,12 @@ from typing import Any
 
 GRACE = 4.0  # seconds past its time in which a part may end by itself: a kernel that hangs does not hear the alarm
 Take = Callable[[dict[str, Any]], None]
+
+
+def with_parent() -> None:
+    """End when the process that started this one ends (Linux): a device must not stay taken."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Worker:
@@ -57,7 +64,12 @@ class Worker:
                 return done
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                found = json.loads(line)
+                try:
+                    found = dict(json.loads(line))
+                except (ValueError, TypeError):  # damaged: what else it tells is not
+                    with self.log.open("ab") as log:
+                        log.write(b"no record: " + line[:300] + b"\n")
+                    continue
                 if "done" in found:
                     done = True
                 else:
@@ -81,12 +93,16 @@ class Worker:
             lines = file.read()[-20_000:].decode(errors="replace").splitlines()
         return next((x.strip() for x in reversed(lines) if x.strip()), "it said nothing")[:300]
 
-    def kill(self) -> None:
-        """End it and all that it started, at once."""
+    def end(self) -> None:
+        """End it and all that it started, at once. Its output stays open: another thread may be reading it."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def kill(self) -> None:
+        """The same, and nothing more is read."""
+        self.end()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -101,15 +117,23 @@ class Crew:
         self._spare: Worker | None = None
         self._all: list[Worker] = []
         self._lock = threading.Lock()
+        self._closed = False
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._closed = True  # jobs side by side would start the next ones
         for worker in self._all:
-            worker.kill()
+            worker.end()
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare = None
 
     def _start(self) -> Worker:
+        if self._closed:
+            raise RuntimeError("the processes of this run were ended; no more are started")
         worker = Worker(self.command, self.log)
         self._all = [w for w in self._all if w.process.poll() is None] + [worker]
         return worker
@@ -146,7 +170,7 @@ class Crew:
         def work() -> None:
             while True:
                 with self._lock:
-                    if not left:
+                    if not left or self._closed:
                         return
                     job = left.pop(0)
                     remaining = end - time.monotonic()
@@ -160,8 +184,12 @@ class Crew:
                     failed.append((job, why))
 
         threads = [threading.Thread(target=work) for _ in range(max(1, min(at_once, len(jobs))))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:  # also where it is interrupted: no job that is left may start then
+            with self._lock:
+                left.clear()
         return failed

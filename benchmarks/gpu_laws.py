@@ -22,15 +22,12 @@ from foretoken.kvcache.cache import KVCache
 from foretoken.models.llama import Llama
 from foretoken.models.loader import load_tokenizer, resolve_model
 from foretoken.ops import Ops, reference
-from foretoken.request import SamplingParams
+from foretoken.request import FinishReason, SamplingParams
 from foretoken.study.measure import Job, Run, run_batch
 from foretoken.study.workload import DEFAULT_PROMPTS, read_prompts
 
 PAGE = 16
 MANY = 33  # rows in company: three tiles of 16, the last with one row
-# Law 4 (docs/guides/gpu.md): of the sum of |x w|, by how rows enter; and what sums in another order may differ by.
-ROUNDING = {"bf16": 2.0**-8, "fp32": 0.0}
-HALF, SUMS, ATTENTION, ATTENTION_BF16 = 2.0**-11, 2e-6, 2e-5, 5e-4
 
 
 def noise(seed: int, *shape: int, device: str) -> Tensor:
@@ -67,7 +64,7 @@ def _check_linear(format: str, height: int, depth: int, ops: Ops, device: str, t
     plain = QuantScheme.parse(format).encode(noise(1, height, depth, device=device) * depth**-0.5)
     w, x = ops.pack(plain), noise(2, MANY, depth, device=device)
     residual = noise(3, MANY, height, device=device)
-    rounding = ROUNDING.get(plain.format, HALF) if plain.activations is None else 0.0
+    rounding = ops.rounding(w)  # law 4 (docs/guides/gpu.md)
     size = x.abs() @ scheme.get(plain.format).decode(plain).float().abs().T + 4
     norm, wide = 1 + 0.1 * noise(4, depth, device=device), noise(5, MANY, 2 * depth, device=device)
     ends = torch.tensor([0, MANY - 1], device=device)
@@ -78,10 +75,9 @@ def _check_linear(format: str, height: int, depth: int, ops: Ops, device: str, t
     got = ops.linear(x, w, residual=residual)
     wanted = reference.linear(x, plain, None, residual)
     alone = apart(lambda s: ops.linear(x[s], w, residual=residual[s]))
-    bound = (rounding + SUMS) * size
-    tell(_told("linear", format, got, wanted, bound, alone))
+    tell(_told("linear", format, got, wanted, rounding * size, alone))
     # Of rows that another kernel made, quantized ones may step by a code: bounds are those of the rounding to it.
-    step = max(rounding, 2.0**-6 if plain.activations is not None else 0.0) + SUMS
+    step = max(rounding, 2.0**-6 if plain.activations is not None else 0.0)
     rows = reference.rms_norm(x, norm, 1e-5)
     size = rows.abs() @ scheme.get(plain.format).decode(plain).float().abs().T + 4
     got = ops.norm_linear(x, norm, 1e-5, w)
@@ -137,7 +133,7 @@ def _check_attention(format: str, heads: int, kv_heads: int, dim: int, ops: Ops,
     single = [build_batch([rows[i]], PAGE, torch.device(device)) for i in (0, 2)]
     apart = [ops.attention(q[:1], cache.layers[1], single[0], dim**-0.5)]
     apart.append(ops.attention(q[-5:], cache.layers[1], single[1], dim**-0.5)[-1:])
-    bound = ATTENTION_BF16 if format == "bf16" else ATTENTION
+    bound = ops.kv_rounding(format) * float(v.abs().max())
     tell(_told("attention", format, got, wanted, bound, torch.cat(apart)))
 
 
@@ -170,23 +166,39 @@ def check_laws(sizes: Sizes, ops: Ops, device: str, tell: Tell, formats: Seq[str
         low = twin(TARGET, "embedded", QuantScheme.parse("w4a16"), ops, device, 256)
         models: dict[str, tuple[Any, ...]] = {"eagle": (head,), "self_quant": (low,)}
         models |= dict.fromkeys(("draft_model", "cascade", "first"), (draft,))
-        plain = _texts(jobs[:few], 1, SpecConfig(), (), target, device)
+        plain = _run(jobs[:few], 1, SpecConfig(), (), target, device)
         cases = [(SpecConfig(), few), (SpecConfig(), len(jobs))]
         cases += [(spec, batch) for spec in settings() for batch in ((few,) if warm else (1, few))]
         for spec, batch in cases:
             with attempted(f"{spec.method} at batch {batch} in {format}", tell):
                 asked = jobs if batch == len(jobs) else jobs[:few]
-                got = _texts(asked, batch, spec, models.get(spec.method, ()), target, device)[: len(plain)]
-                differ = sum(a != b for a, b in zip(got, plain))
+                got = _run(asked, batch, spec, models.get(spec.method, ()), target, device)
                 if not warm:
-                    tell({"part": "laws", "format": format, "arm": spec.method, "batch": batch, "texts": len(plain),
-                          "tokens": sum(map(len, plain)), "differ": differ, "equal": differ == 0})  # fmt: skip
+                    found = compared(got, plain, sizes.law_tokens)
+                    tell({"part": "laws", "format": format, "arm": spec.method, "batch": batch, **found})
 
 
-def _texts(
-    jobs: Seq[Job], batch: int, spec: SpecConfig, drafts: Seq[Any], target: Llama, device: str
-) -> list[tuple[int, ...]]:
-    """What a fresh engine writes, so many prompts at a time."""
+def unfinished(run: Run, max_tokens: int) -> list[bool]:
+    """Of each completion, whether it ended in an error or before its last token: equal to another it says nothing."""
+    return [c.finish_reason is FinishReason.ERROR or len(c.token_ids) < max_tokens for c in run.completions]
+
+
+def compared(got: Run, plain: Run, max_tokens: int) -> dict[str, Any]:
+    """Texts that differ from plain's, which has the first of the prompts; a text that failed, or is not there, differs.
+
+    "failed" counts all of both runs.
+    """
+    failed, base = unfinished(got, max_tokens), unfinished(plain, max_tokens)
+    same = [
+        i < len(failed) and not failed[i] and not base[i] and got.texts[i] == text for i, text in enumerate(plain.texts)
+    ]
+    count = sum(failed) + sum(base)
+    return {"texts": len(same), "tokens": sum(map(len, plain.texts)), "differ": same.count(False), "failed": count,
+            "equal": all(same) and not count}  # fmt: skip
+
+
+def _run(jobs: Seq[Job], batch: int, spec: SpecConfig, drafts: Seq[Any], target: Llama, device: str) -> Run:
+    """A fresh engine's run, so many prompts at a time."""
     longest = 64 + max(len(prompt) + params.max_tokens for prompt, params in jobs)
     cache = CacheConfig(block_size=PAGE, prefix_cache=False)
     config = EngineConfig(spec=spec, max_num_seqs=batch, max_model_len=longest, device=device, cache=cache)
@@ -195,4 +207,4 @@ def _texts(
     run = Run()
     for start in range(0, len(jobs), batch):
         run_batch(engine, jobs[start : start + batch], run)
-    return run.texts
+    return run

@@ -7,6 +7,7 @@ and a profile says which of an op's kernels takes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from foretoken.study.passes import fill
 
 CACHES = 256 << 20  # bytes that calls walk through before they come back to the first: above any level-2 cache
 MOST = 16  # copies of a weight
-ROWS = (1, 8, 16, 32, 64)
+ROWS = (1, 16, 64)
 PROFILED = (1, 16)  # rows at which an op's kernels are told apart
 PAGE = 16
 KEYS = ((1, 1), (8, 1), (32, 1), (1, 16))  # rows of a sequence, sequences
@@ -37,15 +38,14 @@ def measure_micro(sizes: Sizes, ops: Ops, device: str, tell: Tell, limits: Mappi
     """One record an op, format and number of rows: microseconds on the device, share of the copy bandwidth."""
     config = shape_of(sizes.shape)
     read = None if limits is None else float(limits["read_bytes_per_s"])
-    for format in sizes.formats:
+    for kv_format, format in zip_longest(sizes.kv_formats, sizes.formats):  # in turns: time may end both early
         forget(device)
-        for name, weight in matrices(config, format, ops, device):
+        if kv_format is not None:
+            with attempted(f"attention over {kv_format}", tell):
+                measure_attention(sizes, config, kv_format, ops, device, read, tell)
+        for name, weight in () if format is None else matrices(config, format, ops, device):
             with attempted(f"{name} in {format}", tell):
                 measure_linear(sizes, name, weight, format, ops, device, read, tell)
-    for format in sizes.kv_formats:
-        forget(device)
-        with attempted(f"attention over {format}", tell):
-            measure_attention(sizes, config, format, ops, device, read, tell)
 
 
 def matrices(config: ModelConfig, format: str, ops: Ops, device: str) -> list[tuple[str, QuantTensor]]:

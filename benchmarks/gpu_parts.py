@@ -47,9 +47,11 @@ def attempted(what: str, tell: Tell) -> Iterator[None]:
 
 
 def measure_limits(sizes: Sizes, ops: Ops, device: str, tell: Tell) -> None:
-    """One record: what PyTorch's copy moves and its matrix products multiply, and what the device is."""
+    """What PyTorch's copy moves and its matrix products multiply; then, on a GPU, what its 8-bit products do."""
     found = machine.measure_limits(backends.num_threads(), repeats=3, device=device).as_dict()
-    tell({"part": "limits", **found, **(more_products(device) if device != "cpu" else {})})
+    tell({"part": "limits", **found})  # at once: shares of them are what the other parts tell
+    if device != "cpu":
+        tell({"part": "products", **more_products(device)})
 
 
 def more_products(device: str) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def more_products(device: str) -> dict[str, Any]:
             found[f"{kind}_product_ops_per_s"] = 2.0 * SIDE**3 / seconds
         except Exception as error:
             found[f"{kind}_product_ops_per_s"] = None
-            found[f"{kind}_product_why"] = str(error).splitlines()[0][:200]
+            found[f"{kind}_product_why"] = (str(error).splitlines() or [type(error).__name__])[0][:200]
     return found
 
 
@@ -125,12 +127,13 @@ def measure_costs(
         with attempted(f"{job.kind} of {job.rows} at {job.context}", tell):
             taken = timed(subject, job)
             ms = walls[job] = statistics.median(taken)
-            if job.kind == "chain":
-                base.setdefault(job.context, ms)  # of one row: rows ascend
+            if job.kind == "chain" and job.rows == 1:
+                base[job.context] = ms
+            of_one = base.get(job.context) if job.kind == "chain" else None  # its pass may have failed
             tell(
                 {
                     "part": "costs", **shared, "kind": job.kind, "context": job.context, "rows": job.rows,
-                    "ms": taken, "median_ms": ms, "c": ms / base[job.context] if job.kind == "chain" else None,
+                    "ms": taken, "median_ms": ms, "c": None if of_one is None else ms / of_one,
                     "tokens_per_s": 1e3 * job.rows / ms, **shares(subject, job, known, ms),
                     "weight_bytes": subject.weight_bytes, "peak_bytes": peak_bytes(device), "load_s": loaded,
                 }

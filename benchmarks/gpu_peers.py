@@ -18,6 +18,7 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
+from gpu_crew import with_parent
 
 STEPS, COLD = 20, 4
 OUT = None  # where lines go: what libraries print does not
@@ -137,6 +138,7 @@ def main() -> None:
     global OUT
     OUT = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    with_parent()
     job = json.loads(sys.stdin.readline())
     peers = {"transformers": with_transformers, "compiled": with_compiled, "vllm": with_vllm}
     try:

@@ -52,10 +52,23 @@ def below(what: str, aim: float, got: float | None, unit: str, note: str = "") -
 
 def rows(lines: Lines) -> list[Row]:
     """All aims, then what is told without one."""
-    return [
-        *_bandwidth(lines), *_chains(lines), *_speculation(lines), *_large(lines), *_host(lines), *_peers(lines),
-        *_laws(lines), *_told(lines),
-    ]  # fmt: skip
+    found: list[Row] = []
+    for part in (_bandwidth, _chains, _speculation, _large, _host, _peers, _laws, _told):
+        try:
+            found += part(lines)
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+        ) as error:  # a record of another shape: the rest stays
+            found.append(Row(f"{part.__name__[1:]}: {type(error).__name__} {error}", "", NONE, None))
+    return found
+
+
+def over(one: float | None, other: float | None) -> float | None:
+    """Their ratio, where there is one."""
+    return one / other if one is not None and other else None
 
 
 def _shape(lines: Lines) -> str:
@@ -88,7 +101,8 @@ def _chains(lines: Lines) -> list[Row]:
 
 
 def _best(found: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    return max(found, key=lambda x: float(x["tokens_per_s"]), default=None)
+    """The fastest of those whose texts all came to their end."""
+    return max((x for x in found if not x.get("failed")), key=lambda x: float(x["tokens_per_s"]), default=None)
 
 
 def _arm(x: Mapping[str, Any] | None) -> str:
@@ -101,9 +115,9 @@ def _speculation(lines: Lines) -> list[Row]:
     low = [x for x in of_format(spoken, "w4a16") if x["arm"] in ("eagle", "draft_model")]
     best = _best(low)
     plain = _best(x for x in of_format(spoken, "bf16") if x["arm"] == "plain")
-    over = best["tokens_per_s"] / plain["tokens_per_s"] if best and plain else None
+    ratio = over(best["tokens_per_s"], plain["tokens_per_s"]) if best and plain else None
     return [
-        above("8B w4 with a head or a draft over plain bf16, batch 1", 5.3, over, "x", _arm(best)),
+        above("8B w4 with a head or a draft over plain bf16, batch 1", 5.3, ratio, "x", _arm(best)),
         above(
             "8B w4 with a head or a draft over its own plain", 2.5, best["speedup"] if best else None, "x", _arm(best)
         ),
@@ -115,7 +129,7 @@ def _large(lines: Lines) -> list[Row]:
     spoken = chosen(lines, "speculation", shape=large, batch=1)
     cascade = _best(x for x in spoken if x["arm"] == "cascade")
     two = _best(x for x in spoken if x["arm"] in TWO_LEVEL)
-    ratio = cascade["tokens_per_s"] / two["tokens_per_s"] if cascade and two else None
+    ratio = over(cascade["tokens_per_s"], two["tokens_per_s"]) if cascade and two else None
     note = f"{_arm(cascade)} over{_arm(two)}" if ratio else ""
     return [
         above("70B w4: cascade over its own plain", 2.78, cascade["speedup"] if cascade else None, "x", _arm(cascade)),
@@ -144,12 +158,11 @@ def _peers(lines: Lines) -> list[Row]:
         theirs = chosen(lines, "peers", engine="transformers", kind="decode", mode="sdpa", batch=batch)
         ours = chosen(lines, "costs", kind="batch", rows=batch)
         best = min(ours, key=lambda x: float(x["median_ms"]), default=None)
-        ratio = theirs[-1]["median_ms"] / best["median_ms"] if theirs and best else None
+        ratio = over(theirs[-1]["median_ms"], best["median_ms"]) if theirs and best else None
         same = of_format(ours, "bf16")
         note = f" ({best['format']}" if best and ratio else ""
-        note += (
-            f"; bf16 {theirs[-1]['median_ms'] / same[-1]['median_ms']:.2f}x)" if note and same else ")" if note else ""
-        )
+        own = over(theirs[-1]["median_ms"], same[-1]["median_ms"]) if theirs and same else None
+        note += (f"; bf16 {own:.2f}x)" if own else ")") if note else ""
         found.append(above(f"plain decoding over transformers bf16 (sdpa), batch {batch}", aim, ratio, "x", note))
     return found
 
@@ -161,16 +174,20 @@ def _laws(lines: Lines) -> list[Row]:
     broken = sorted({op for x in told for op in x["ops"]})
     texts = sum(x["texts"] for x in laws)
     differ = sum(x["differ"] for x in laws)
-    unequal = sum(not x["equals_plain"] for x in spoken)
+    failed = sum(x.get("failed", 0) for x in (*laws, *spoken))
+    known = [x for x in spoken if x["equals_plain"] is not None]
+    unequal = sum(not x["equals_plain"] for x in known)
     bad = [f"{x['op']} {x['format']}" for x in checked if not x.get("within", True)]
     apart = [f"{x['op']} {x['format']}" for x in checked if not x.get("rows_alone_equal", True)]
-    worst = max(checked, key=lambda x: x.get("of_tolerance", 0.0), default=None)
+    worst = max((x for x in checked if "of_tolerance" in x), key=lambda x: float(x["of_tolerance"]), default=None)
     near = "" if worst is None else f", at most {worst['of_tolerance']:.2f} of it ({worst['op']} {worst['format']})"
     return [
         Row("law 1: texts of the small pair that differ from plain's, alone", "0",
             f"{differ} of {texts}" if laws else NONE, differ == 0 if laws else None),
         Row("law 1: settings of the twins whose texts differ", "0",
-            f"{unequal} of {len(spoken)}" if spoken else NONE, unequal == 0 if spoken else None),
+            f"{unequal} of {len(known)}" if known else NONE, unequal == 0 if known else None),
+        Row("texts that ended in an error or too early", "0",
+            f"{failed}" if laws or spoken else NONE, failed == 0 if laws or spoken else None),
         Row("law 4: ops beyond their tolerance of the reference", "0",
             f"{len(bad)} of {len(checked)}{': ' + ', '.join(bad[:4]) if bad else near}" if checked else NONE,
             not bad if checked else None),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpu_clock import STAND_IN, Busy, busy, is_fault, wall
+from gpu_laws import unfinished
 from gpu_models import DRAFT, HEAD, TARGET, forget, head_twin, peak_bytes, twin
 from gpu_parts import Tell, attempted
 from gpu_plan import Sizes
@@ -73,16 +74,20 @@ class Stage:
         forget_peak = peak_bytes(self.device)
         for start in range(0, len(jobs) // batch * batch, batch):
             run_batch(engine, jobs[start : start + batch], run)
-        plain = self.plain.setdefault(batch, run)
+        failed = sum(unfinished(run, self.sizes.max_tokens))
+        if arm.spec.method == "none" and not failed:
+            self.plain.setdefault(batch, run)
+        plain = None if failed else self.plain.get(batch)  # what stopped early was not faster
         drafted, accepted = run.metrics.num_draft_tokens, run.metrics.num_accepted_tokens
         self.tell(
             {
                 **self.shared, "arm": arm.name, "batch": batch, "k": arm.num_draft,
                 "policy": arm.spec.policy, "num_prompts": len(run.completions), "seconds": run.seconds,
-                "tokens_per_s": run.tokens_per_s, "speedup": plain.seconds / run.seconds,
-                "equals_plain": run.texts == plain.texts,
+                "tokens_per_s": run.num_tokens / max(run.seconds, 1e-9), "failed": failed,
+                "speedup": None if plain is None else plain.seconds / max(run.seconds, 1e-9),
+                "equals_plain": None if plain is None else run.texts == plain.texts,
                 "acceptance_rate": accepted / drafted if drafted else None,
-                "tokens_per_round": run.num_tokens / run.num_steps, "rounds": run.num_steps,
+                "tokens_per_round": run.num_tokens / max(run.num_steps, 1), "rounds": run.num_steps,
                 "split_s": {"draft": run.times.draft, "target": run.times.target, "rest": run.overhead},
                 "ttft_s": [c.metrics.time_to_first_token for c in run.completions],
                 "peak_bytes": max(forget_peak, peak_bytes(self.device)), **self.host(engine, short),
@@ -114,7 +119,8 @@ def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format:
     few = tuple(b for b in (1, 4) if b in sizes.batches)
     stage = Stage(sizes, sizes.shape, target, format, device, tell)
     if not warm:
-        stage.run(Arm("plain", SpecConfig()), 1)  # at once: others are compared with it
+        with attempted("plain decoding at batch 1", tell):
+            stage.run(Arm("plain", SpecConfig()), 1)  # at once: others are compared with it
     head = head_twin(sizes.shape, target, quant, ops, device)
     draft = twin(DRAFT, sizes.draft_shape, quant, ops, device)
     arms = [Arm("plain", SpecConfig(), batches=few)]

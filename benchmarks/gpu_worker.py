@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -25,6 +23,7 @@ import gpu_laws
 import gpu_micro
 import gpu_parts
 import gpu_twins
+from gpu_crew import with_parent
 from gpu_plan import Sizes
 
 from foretoken import ops
@@ -32,12 +31,6 @@ from foretoken import ops
 
 class TimeUp(BaseException):  # no handler of faults on the way may swallow it
     """A part's time is over: what it measured stands, the rest is left out."""
-
-
-def with_parent() -> None:
-    """End when the process that started this one ends (Linux): a device must not stay taken."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def do(job: dict[str, Any], tell: gpu_parts.Tell) -> None:

@@ -91,8 +91,8 @@ def _measure(
     args = parsed.args
     path = args.prompts or DEFAULT_PROMPTS
     prompts = read_prompts(path, args.num_prompts)
-    ways = arms(_specs(args, parsed.engine), args.ks)
-    bench = open_bench(parsed.engine, ways, args.batch_sizes, number_format, args.json)
+    ways, most = arms(_specs(args, parsed.engine), args.ks), max(params.max_tokens for params in all_params)
+    bench = open_bench(parsed.engine, ways, args.batch_sizes, number_format, args.json, prompts, most)
     encoded = tuple(_encode(prompt, bench) for prompt in prompts)
     run_id = run_id or record.now()
     here = record.machine()
@@ -152,14 +152,23 @@ def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # flags of the drafts, not of the target
 
 
-def open_bench(engine: EngineChoice, arms: Seq[Arm], batch_sizes: Seq[int], number_format: str, quiet: bool) -> Bench:
-    """A Bench of these arms with a cache that fits the largest batch."""
+def open_bench(
+    engine: EngineChoice,
+    arms: Seq[Arm],
+    batch_sizes: Seq[int],
+    number_format: str,
+    quiet: bool,
+    prompts: Seq[Prompt] = (),
+    max_tokens: int = 0,
+) -> Bench:
+    """A Bench of these arms with a cache that fits the largest batch of these prompts."""
     from foretoken.cli.console import load_llm
-    from foretoken.study.measure import Bench
+    from foretoken.study.measure import Bench, fitted
 
     speculation = ("draft", "overlap", *SPECULATION)
     settings = {k: v for k, v in engine.settings.items() if k not in speculation}
     settings |= {"format": number_format, "max_num_seqs": max(batch_sizes)}
+    settings = fitted(engine.model, settings, prompts, max_tokens)
 
     def load(model: str, draft: SpecConfig | None, **given: Any) -> Any:
         return load_llm(EngineChoice(model, given | {"draft": draft}), quiet)

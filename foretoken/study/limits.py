@@ -16,6 +16,7 @@ from foretoken.ops import devices
 
 BYTES = 512 << 20  # far beyond the caches
 REPEATS = 8
+COPIES = 20  # of a GPU's memory, timed together
 SECONDS = 0.02  # of one repetition of an arithmetic loop
 KINDS = ("int8", "fp32", "bf16")
 
@@ -122,12 +123,29 @@ def _gpu_limits(threads: int, repeats: int, device: torch.device) -> Limits:
     size, side = min(2 * BYTES, devices.free_memory(str(device)) // 8), 8192
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
-    rates = {"read": _torch_rates(copy, 2.0 * size, repeats, device)}
+    rates = {"read": _copy_rates(copy, 2.0 * size, repeats, device)}
     del source, copy
     for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         a = torch.randn(side, side, device=device).to(dtype)
         rates[kind] = _torch_rates(partial(torch.matmul, a, a), 2.0 * side**3, repeats, device)
     return from_rates(threads, rates, dict.fromkeys(("fp32", "bf16"), "PyTorch's matrix product"), "torch")
+
+
+def _copy_rates(copy: Callable[[], object], work: float, repeats: int, device: torch.device) -> tuple[float, ...]:
+    """Of copies between two events of the device: one by the host's clock would be the launch and the wait as well."""
+    copy()
+    rates = []
+    event: Any = torch.cuda.Event
+    for _ in range(repeats):
+        first, last = (event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        first.record(stream)
+        for _ in range(COPIES):
+            copy()
+        last.record(stream)
+        last.synchronize()
+        rates.append(COPIES * work / (1e-3 * first.elapsed_time(last)))
+    return tuple(rates)
 
 
 def _torch_rates(

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from foretoken.engine.calibrate import measure_curve
+from foretoken.engine.calibrate import LONG, measure_curve
 from foretoken.engine.engine import Engine
 from foretoken.engine.levels import check_overlap
 from foretoken.engine.llm import LLM
+from foretoken.models.config import read_config
+from foretoken.models.loader import load_tokenizer, resolve_model
 from foretoken.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from foretoken.spec.ahead import make_ahead
 from foretoken.spec.cost import Curve
@@ -21,10 +23,11 @@ from foretoken.spec.drafter import Drafter, NoDrafter
 from foretoken.spec.length import LengthPolicy
 from foretoken.spec.policies import make_policy
 from foretoken.study.estimate import Counted, Prediction, draft_curve, predict
-from foretoken.study.workload import Arm, Workload, spec_as_dict
+from foretoken.study.workload import Arm, Prompt, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
 WARMUP_TOKENS = 16
+SPARE = 64  # tokens of a context beyond prompt and text, for drafts
 
 
 @dataclass
@@ -64,12 +67,28 @@ class Run:
         return [c.token_ids for c in self.completions]
 
 
+def fitted(model: str, settings: dict[str, Any], prompts: Seq[Prompt], max_tokens: int) -> dict[str, Any]:
+    """`settings` of LLM for these prompts: on a GPU, where no context is asked for, one that holds what is measured.
+
+    An engine by itself may take all that is left of a GPU for its cache, so that the next one (a Bench loads one a
+    drafter) would find nothing. Raises ModelLoadError.
+    """
+    sizes = (settings.get(name) for name in ("max_model_len", "num_blocks"))
+    if settings.get("device", "cpu") == "cpu" or any(size is not None for size in sizes):
+        return settings
+    folder = resolve_model(model)
+    tokenizer = load_tokenizer(folder)
+    longest = max((len(p.encode(tokenizer)) for p in prompts), default=0) + max_tokens + SPARE
+    return {**settings, "max_model_len": min(read_config(folder).max_model_len, max(longest, LONG + SPARE))}
+
+
 class Bench:
     """One loaded target that changes its drafter between batches; its own memory and cache serve every arm."""
 
     def __init__(self, model: str, arms: Seq[Arm], settings: dict[str, Any], load: Callable[..., LLM] = LLM) -> None:
         """`settings` are keyword arguments of LLM, without `draft`; `load` makes an LLM. Raises what LLM raises.
 
+        On a GPU they say how long a context may be (`fitted`), or the first engine's cache leaves no room for the next.
         No prefix is remembered: the arms write the same texts, and all but the first would find the prompts there.
         """
         settings = {**settings, "prefix_cache": False}

@@ -35,6 +35,8 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+# Of a compiler's steps, and of a GPU or a driver that does not take what they made.
+_OF_COMPILERS = ("PassManager", "LLVM", "translate", "kernel image")
 _BY_16: list[list[object]] = [["tt.divisibility", 16]]
 
 
@@ -95,7 +97,11 @@ def _cannot_compile(error: Exception) -> bool:
     """Whether a launch failed before it ran. Errors of a GPU at work, and a full memory, are not for hiding."""
     if isinstance(error, TritonError | subprocess.CalledProcessError | FileNotFoundError):
         return True
-    return isinstance(error, RuntimeError) and "compiler" in str(error).lower()
+    said = str(error)
+    if isinstance(error, AssertionError):
+        return "libcuda.so cannot found" in said  # Triton's words, where it looks for what a launcher links against
+    # Of the type itself alone: what a GPU at work raises has types of its own (torch.OutOfMemoryError), or other words.
+    return type(error) is RuntimeError and ("compiler" in said.lower() or any(word in said for word in _OF_COMPILERS))
 
 
 def guarded(what: str, kernel: Callable[[], T], reference: Callable[[], T]) -> T:

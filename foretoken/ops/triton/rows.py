@@ -27,7 +27,11 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
     else:
         x = tl.load(x_ptr + row * width + cols, mask=inside, other=0.0)
         if SOURCE == "norm":
-            mean = tl.div_rn(tl.sum(x * x, axis=0), tl.full((), width, tl.float32))
+            # Read once more, in a shape of its own: the layout of x follows the type that is stored at last, and so
+            # would the order of its sum. So all forms of a row, and the norm alone, have one mean.
+            places = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [BLOCK / 4, 4]
+            y = tl.load(x_ptr + row * width + places, mask=places < width, other=0.0)
+            mean = tl.div_rn(tl.sum(tl.sum(y * y, axis=1), axis=0), tl.full((), width, tl.float32))
             x = x * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
             x = x * tl.load(norm_ptr + cols, mask=inside, other=0.0)
     return x

@@ -7,6 +7,7 @@ H200's bandwidth and latency, and a program that keeps its stages full, are all 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from foretoken.formats.scheme import QuantTensor
 from foretoken.ops.triton import packing
@@ -44,13 +45,19 @@ def tiling(w: QuantTensor) -> Tiling:
     steps = -(-w.shape[1] // (width * parts))
     size = width * sum(t.element_size() for name, t in w.parts.items() if name in packing.PLANES)  # of a step's words
     rows = TILE * width * parts * (1 if w.activations == "int8" else 4 if kind == "dense" and w.format == "fp32" else 2)
+    return cut(kind, width, parts, steps, w.shape[0], size, rows)
+
+
+@cache
+def cut(kind: str, width: int, parts: int, steps: int, outputs: int, size: int, rows: int) -> Tiling:
+    """The best of all ways: `size` bytes of one output's words and `rows` of 16 rows a step. Asked by every product."""
     cuts = [
-        Tiling(kind, width, parts, steps, split, outputs, warps)
-        for outputs, warps in NARROW.get(kind, SHAPES)
+        Tiling(kind, width, parts, steps, split, block, warps)
+        for block, warps in NARROW.get(kind, SHAPES)
         for split in SPLITS
         if split == 1 or steps >= split * SHORTEST
     ]
-    return min(cuts, key=lambda cut: _time(cut, w.shape[0], size * cut.outputs, rows))
+    return min(cuts, key=lambda way: _time(way, outputs, size * way.outputs, rows))
 
 
 def _time(cut: Tiling, outputs: int, tile: int, rows: int) -> float:

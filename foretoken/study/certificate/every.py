@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from foretoken.config import CacheConfig, EngineConfig, SpecConfig
 from foretoken.errors import ForetokenError
@@ -88,13 +91,24 @@ def run(
         )
         effort = asked.effort if cell.whole else Effort(asked.effort.share, LEAST)
         wanted = replace(asked, batch=cell.batch, effort=effort)
+        yield _outcome(cell, wanted, own, params)
+        # Models and caches of one cell are gone before the next one's are loaded: a GPU has room for one.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _outcome(cell: Cell, asked: suite.Asked, config: EngineConfig, params: SamplingParams) -> Outcome:
+    """One cell's certificate. The subject is held by nothing else: it goes with this call."""
+    try:
         try:
-            subject = suite.load_subject(wanted, own, params)
+            subject = suite.load_subject(asked, config, params)
         except ForetokenError as error:
-            yield Outcome(cell, None, str(error))
-            continue
+            return Outcome(cell, None, str(error))
         checks = suite.chosen(() if cell.whole else OF_DRAFTS)
-        yield Outcome(cell, suite.certify(subject, wanted, checks).as_dict())
+        return Outcome(cell, suite.certify(subject, asked, checks).as_dict())
+    except torch.OutOfMemoryError as error:
+        return Outcome(cell, None, (str(error).splitlines() or ["the device's memory is full"])[0])
 
 
 def verdict(outcomes: Seq[Outcome]) -> str:

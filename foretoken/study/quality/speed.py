@@ -15,7 +15,7 @@ from foretoken.formats.scheme import QuantScheme
 from foretoken.models.loader import resolve_model
 from foretoken.models.nested import is_smaller
 from foretoken.request import SamplingParams
-from foretoken.study.measure import Bench, Run, run_batch
+from foretoken.study.measure import Bench, Run, fitted, run_batch
 from foretoken.study.passes import Pass, Subject
 from foretoken.study.quality.bootstrap import Interval, ratio_interval
 from foretoken.study.quality.variant import Variant, stored_format
@@ -124,7 +124,9 @@ def load(variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], max_tok
     ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
     arms = [Arm("draft", ngram if drafts_for_itself(v, spec) else spec) for v in variants]
     benches = [
-        Bench(v.model, [PLAIN, arm], {**settings, **v.settings, "max_num_seqs": 1})
+        Bench(
+            v.model, [PLAIN, arm], fitted(v.model, {**settings, **v.settings, "max_num_seqs": 1}, prompts, max_tokens)
+        )
         for v, arm in zip(variants, arms, strict=True)
     ]
     params = SamplingParams(max_tokens=max_tokens, seed=0)

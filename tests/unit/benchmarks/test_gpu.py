@@ -118,10 +118,13 @@ def test_twins_that_do_not_fit_are_left_out(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [gpu_plan.FULL, gpu_plan.DRY])
 def test_the_parts_fit_the_run(sizes):
-    todo = gpu_plan.parts(sizes, gpu_plan.KINDS)
+    todo = gpu_plan.parts(sizes, gpu_plan.DEFAULT)
     total = sizes.seconds["compiling"] + sum(p.seconds for p in todo)
     assert total <= 60 * sizes.minutes and gpu_plan.FULL.minutes < 9
-    assert {p.kind for p in todo} | {"compiling"} == set(gpu_plan.KINDS)
+    assert {p.kind for p in todo} | {"compiling"} == set(gpu_plan.DEFAULT)
+    assert set(gpu_plan.KINDS) - set(gpu_plan.DEFAULT) == {"vllm"}
+    clock, alone = gpu_plan.Clock(5), gpu_plan.parts(sizes, ["vllm"])
+    assert clock.share(alone[0], []) >= sizes.seconds["vllm"]
     assert gpu_plan.Sizes.from_dict(json.loads(json.dumps(sizes.as_dict()))) == sizes
 
 
@@ -195,6 +198,41 @@ def test_every_aim_has_its_row(tmp_path):
     assert got["law 1: texts of the small pair that differ from plain's, alone"] == ("1", "MISSED")
     assert found["kernels that do not compile (computed by the reference)"].got == "1: linear (int4)"
     assert "MISSED" in gpu_summary.text(lines)
+
+
+HEAD = {"part": "plan", "sizes": gpu_plan.FULL.as_dict(), "machine": {"gpu": "a GPU"}, "device": "cuda",
+        "dry_run": False, "run": "now", "commit": "c"}  # fmt: skip
+SPOKEN = {"part": "speculation", "shape": "llama-3.1-8b", "batch": 1, "policy": "fixed", "host_share": None, "k": 5}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [{"part": "kernels", "op": "store_kv", "format": "bf16", "within": True}],  # none with a tolerance
+        [{**SPOKEN, "format": "w4a16", "arm": "eagle", "tokens_per_s": 5.0, "speedup": None, "equals_plain": None},
+         {**SPOKEN, "format": "bf16", "arm": "plain", "tokens_per_s": 0.0, "speedup": 1.0, "equals_plain": True}],
+        [{"part": "costs", "kind": "batch", "rows": 1, "format": "bf16", "median_ms": 0.0, "read_share": None},
+         {"part": "peers", "engine": "transformers", "kind": "decode", "mode": "sdpa", "batch": 1, "median_ms": 24.0}],
+        [{"part": "limits"}],
+        [{"part": "laws"}, {"part": "costs", "kind": "chain", "rows": 8, "format": "fp8"}],
+    ],
+)  # fmt: skip
+def test_no_record_costs_the_table(more):
+    """Whatever is missing, or 0."""
+    said = gpu_summary.text([HEAD, *more])
+    assert "host share of a round at batch 1, plain" in said
+    assert ("c(32) of fp8" in said) is ("chains: KeyError" not in said)
+
+
+def test_what_failed_is_no_best_and_is_told():
+    spoken = {**SPOKEN, "format": "w4a16", "arm": "eagle", "equals_plain": None, "speedup": None}
+    lines = [HEAD, {**spoken, "tokens_per_s": 1e6, "failed": 2}, {**spoken, "tokens_per_s": 9.0, "failed": 0},
+             {**spoken, "format": "bf16", "arm": "plain", "equals_plain": True, "tokens_per_s": 3.0}]  # fmt: skip
+    found = {r.what: r for r in gpu_summary.rows(lines)}
+    assert found["8B w4 with a head or a draft over plain bf16, batch 1"].got.startswith("3.00x")
+    failed = found["texts that ended in an error or too early"]
+    assert (failed.got, failed.verdict) == ("2", "MISSED")
+    assert found["law 1: settings of the twins whose texts differ"].got == "0 of 1"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -78,6 +79,46 @@ def test_no_process_is_left_behind(tmp_path):
         running = made._spare.process
         assert running.poll() is None
     assert running.poll() is not None
+
+
+def test_a_damaged_line_is_a_line_of_the_log(tmp_path):
+    program = """
+import sys
+sys.stdin.readline()
+print('{"n": 1}\\n{"n": 2, "tor\\n17\\n{"n": 3}\\n{"done": true}', flush=True)
+"""
+    told = []
+    with gpu_crew.Crew([sys.executable, "-S", "-c", program], tmp_path / "gpu.log") as made:
+        assert made.run({}, 10.0, told.append, more=False) is None
+    assert told == [{"n": 1}, {"n": 3}]
+    assert (tmp_path / "gpu.log").read_text() == 'no record: {"n": 2, "tor\nno record: 17\n'
+
+
+def test_an_interruption_leaves_no_job_and_no_process(tmp_path, monkeypatch):
+    """The jobs that wait do not start when those at work are ended."""
+    started = tmp_path / "started"
+    program = f"import sys, time; sys.stdin.readline(); open({str(started)!r}, 'a').write('x'); time.sleep(60)"
+    threads = []
+    join = threading.Thread.join
+
+    def interrupted(self, *rest):
+        threads.append(self)
+        while not started.exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        gpu_crew.Crew([sys.executable, "-S", "-c", program], tmp_path / "log") as made,
+    ):
+        monkeypatch.setattr(threading.Thread, "join", interrupted)
+        made.run_all([{"n": i} for i in range(5)], 60.0, lambda found: None, 1)
+    monkeypatch.undo()
+    join(threads[0], 20)
+    assert not threads[0].is_alive() and started.read_text() == "x"
+    assert all(w.process.poll() is not None for w in made._all)
+    with pytest.raises(RuntimeError, match="no more are started"):
+        made.prepare()
 
 
 def worker(job, tmp_path, **settings):

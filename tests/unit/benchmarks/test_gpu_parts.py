@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gpu_clock
 import gpu_laws
@@ -17,6 +18,9 @@ from fixtures_device import pretended_device
 from gpu_models import shape_of
 
 from foretoken import ops
+from foretoken.config import SpecConfig
+from foretoken.request import FinishReason
+from foretoken.study.measure import Run
 
 SIZES = replace(
     gpu_plan.DRY, formats=("w8a8",), large_format="w8a8", kv_formats=("int8",), rows=(1,), contexts=(4,), batches=(1,),
@@ -50,9 +54,102 @@ def busy(job, device):
     return gpu_clock.Busy(1e-4, "a test", {"kernel": (1e-4, 3)})
 
 
-def there(part, tell, **arguments):
+def ended(*texts, reason=FinishReason.LENGTH):
+    """A run of such texts, all with one end."""
+    return Run(1.0, 4, completions=[SimpleNamespace(token_ids=t, finish_reason=reason) for t in texts])
+
+
+def test_texts_that_failed_are_no_equal_texts():
+    """Two empty texts of failed requests, a text cut short, and one that is not there."""
+    plain, whole = ended((1, 2), (3, 4)), {"texts": 2, "tokens": 4}
+    assert gpu_laws.compared(ended((1, 2), (3, 4), (5, 6)), plain, 2) == {
+        **whole,
+        "differ": 0,
+        "failed": 0,
+        "equal": True,
+    }
+    assert gpu_laws.compared(ended((1, 2)), plain, 2) == {**whole, "differ": 1, "failed": 0, "equal": False}
+    assert gpu_laws.compared(ended((1, 2), (3, 4), (5,)), plain, 2) == {
+        **whole, "differ": 0, "failed": 1, "equal": False,
+    }  # fmt: skip
+    broken = ended((), (), reason=FinishReason.ERROR)
+    assert gpu_laws.compared(broken, broken, 2) == {"texts": 2, "tokens": 0, "differ": 2, "failed": 4, "equal": False}
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """A stage whose arms write what `stage.writes` says."""
+    lines = []
+    made = gpu_twins.Stage(SIZES, "a shape", None, "w8a8", "cpu", lines.append)
+    made.lines, made.writes = lines, {}
+    monkeypatch.setattr(gpu_twins, "run_batch", lambda engine, jobs, run: run.completions.extend(made.writes[engine]))
+    monkeypatch.setattr(made, "engine", lambda arm, batch, jobs: arm.name)
+    monkeypatch.setattr(made, "host", lambda engine, short: {})
+    return made
+
+
+def completed(*token_ids, reason=FinishReason.LENGTH):
+    metrics = SimpleNamespace(time_to_first_token=1.0)
+    return [SimpleNamespace(token_ids=token_ids, finish_reason=reason, metrics=metrics)]
+
+
+def test_arms_are_compared_with_plain_decoding_alone(stage):
+    """Not with the first arm that ran; and of what failed no time counts, however early it stopped."""
+    stage.writes = {
+        "plain": completed(1, 2, 3),
+        "eagle": completed(1, 2, 3),
+        "ngram": completed(1, 2, reason=FinishReason.ERROR),
+    }
+    arms = {name: gpu_twins.Arm(name, SpecConfig(name)) for name in ("eagle", "ngram")}
+    arms["plain"] = gpu_twins.Arm("plain", SpecConfig())
+    for name in ("eagle", "plain", "eagle", "ngram"):
+        stage.run(arms[name], 1)
+    got = [(x["arm"], x["failed"], x["equals_plain"]) for x in stage.lines]
+    assert got == [("eagle", 0, None), ("plain", 0, True), ("eagle", 0, True), ("ngram", 1, None)]
+    assert [x["speedup"] is None for x in stage.lines] == [True, False, False, True]
+
+
+@pytest.mark.slow
+def test_costs_are_those_of_one_row_or_of_none(told, monkeypatch):
+    """Where the pass of one row fails, the next one is no unit."""
+    lines, tell = told
+    timed = gpu_parts.timed
+
+    def failing(subject, job):
+        if job.rows == 1 and job.kind == "chain":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return timed(subject, job)
+
+    monkeypatch.setattr(gpu_parts, "timed", failing)
+    for name in ("tell_curve", "tell_host", "tell_device"):
+        monkeypatch.setattr(gpu_parts, name, lambda *_: None)
+    there(gpu_parts.measure_costs, tell, sizes=replace(SIZES, rows=(1, 2)), format="w8a8", limits=LIMITS)
+    chains = [x for x in lines if x.get("part") == "costs" and x["kind"] == "chain"]
+    assert [(x["rows"], x["c"]) for x in chains] == [(2, None)]
+
+
+def test_limits_are_told_before_what_may_break_the_device(monkeypatch):
+    told = []
+    found = SimpleNamespace(as_dict=lambda: {"read_bytes_per_s": 1.0})
+    monkeypatch.setattr(gpu_parts.machine, "measure_limits", lambda *_, **__: found)
+    monkeypatch.setattr(gpu_parts, "SIDE", 8)
+    randn, ones = torch.randn, torch.ones
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+
+    def silent(*_):
+        assert told
+        raise RuntimeError
+
+    monkeypatch.setattr(gpu_parts, "device_time", silent)
+    gpu_parts.measure_limits(SIZES, None, "cuda", told.append)
+    assert [x["part"] for x in told] == ["limits", "products"]
+    assert told[1]["fp8_product_why"] == "RuntimeError" and told[1]["int8_product_ops_per_s"] is None
+
+
+def there(part, tell, sizes=SIZES, **arguments):
     with pretended_device() as name:
-        part(SIZES, ops.resolve("reference"), name, tell, **arguments)
+        part(sizes, ops.resolve("reference"), name, tell, **arguments)
 
 
 def test_costs(told):

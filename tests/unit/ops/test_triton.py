@@ -109,7 +109,14 @@ def test_one_broken_op_leaves_the_others_alone(failing, caplog):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access")]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.OutOfMemoryError("CUDA out of memory, said LLVM's PassManager"),
+        RuntimeError("CUDA error: an illegal memory access"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        AssertionError("CUDA rows do not fit"),
+    ],
 )
 def test_errors_of_a_gpu_at_work_are_not_hidden(error, failing):
     failing.error = error
@@ -119,7 +126,16 @@ def test_errors_of_a_gpu_at_work_are_not_hidden(error, failing):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Failed to find C compiler. Please specify via CC"), FileNotFoundError("ptxas")]
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC"),
+        FileNotFoundError("ptxas"),
+        RuntimeError("PassManager::run failed"),
+        RuntimeError("failed to translate module to LLVM IR"),
+        RuntimeError("LLVM ERROR: Cannot select: intrinsic"),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        AssertionError("libcuda.so cannot found!\nPossible files are located at"),
+    ],
 )
 def test_a_missing_compiler_is_a_kernel_that_does_not_compile(error, failing):
     failing.error = error
@@ -238,3 +254,37 @@ def test_small_ops_compile(capability, tmp_path, monkeypatch):
         dispatch.rotation(torch.empty(3, 2, 64), torch.zeros(3, dtype=torch.int32), torch.empty(9, 64))[0],
     ]
     assert all(launch.compile(capability).asm["cubin"] for launch in launches)
+
+
+def layout_of_sum(form: str, width: int, gather: bool) -> str:
+    """What decides the order of the mean's sum: the layouts of the reductions that add, and how many warps."""
+    index = torch.zeros(2, dtype=torch.int32) if gather else None
+    group = {"int8": 64, "fp8": 128}.get(form, 1)
+    x, norm = torch.empty(3, width), torch.ones(width)
+    text = dispatch.preparation(x, form, group, "norm", norm, 1e-5, index)[0].compile(90).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.M))
+    found = re.findall(r'"tt\.reduce"[^\n]*\n[^\n]*\n\s*%\w+ = arith\.addf.*?\}\) : \((.*?)\) ->', text, re.S)
+    assert len(found) == 2
+    named = [re.sub(r"#(?!ttg)\w+", lambda m: layouts[m[0]], shape) for shape in found]
+    return f"{named} {re.search(r'num-warps. = ([0-9]+)', text)[1]}"
+
+
+def check_sums(widths: tuple[int, ...], cases: list[tuple[str, bool]]) -> None:
+    for width in widths:
+        made = {case: layout_of_sum(case[0], width, case[1]) for case in [("single", False), *cases]}
+        assert len(set(made.values())) == 1, made
+
+
+@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+def test_a_norm_is_summed_in_one_order_whatever_a_row_becomes(tmp_path, monkeypatch):
+    """Fused norms must have the bits of the norm by itself."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    check_sums((512,), [("int8", True)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+def test_all_norms_are_summed_in_one_order(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    forms = ("single", "half", "bf16", "int8", "fp8")
+    check_sums((512, 3072, 4096), [(form, gather) for form in forms for gather in (False, True)])

@@ -3,16 +3,23 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from foretoken.config import SpecConfig
+from foretoken.engine.memory import Demand, plan_blocks
+from foretoken.engine.settings import make_config
 from foretoken.errors import ConfigError, RequestError
+from foretoken.formats.scheme import QuantScheme
+from foretoken.models.config import read_config
+from foretoken.models.loader import load_tokenizer, resolve_model
+from foretoken.ops import devices
 from foretoken.request import SamplingParams, SpecMetrics
 from foretoken.study import fields, record, report
-from foretoken.study.measure import Bench, Run
-from foretoken.study.workload import Workload, arms
+from foretoken.study.measure import Bench, Run, fitted
+from foretoken.study.workload import Prompt, Workload, arms
 
 Measured = tuple[Bench, Workload, dict[Any, list[Run]]]
 
@@ -44,6 +51,38 @@ def test_every_arm_ran_everything_and_wrote_the_same(measured: Measured) -> None
             assert 0 < run.times.target < run.seconds
     assert plain.metrics.num_draft_tokens == 0
     assert runs[bench.arms[2]][0].metrics.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("own", [{}, {"max_model_len": 4096}, {"num_blocks": 90}])
+def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
+    own: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU of 8 GiB: one engine takes all of it for its cache, if it does not know what is measured."""
+    left = [8 << 30]
+    longest = read_config(resolve_model("embedded")).max_model_len
+    monkeypatch.setattr(devices, "memory_room", lambda name, share: (left[0], left[0], 8 << 30))
+
+    def load(model: str, draft: SpecConfig | None, target: Any = None, **given: Any) -> Any:
+        config = make_config(draft, **given)
+        size = config.max_model_len or longest
+        left[0] -= plan_blocks(config, size, [Demand(QuantScheme(), 0, 50 << 20)]) * (50 << 20)
+        return SimpleNamespace(engine=SimpleNamespace(drafter=draft, runner=SimpleNamespace(model=None)))
+
+    prompts = [Prompt("a", "b", "one prompt"), Prompt("c", "d", "another")]
+    settings = {"device": "cuda", "max_num_seqs": 1, **own}
+    ways = arms([SpecConfig("ngram")], [3])
+    given = fitted("embedded", settings, prompts, 32)
+    if own:  # what is asked for is what is done
+        assert given == settings
+        return
+    assert 1024 < given["max_model_len"] < longest
+    with pytest.raises(ConfigError, match="The most that fits"):
+        Bench("embedded", ways, settings, load)
+    left[0] = 8 << 30
+    Bench("embedded", ways, given, load)
+    assert fitted("embedded", {"max_num_seqs": 1}, prompts, 32) == {"max_num_seqs": 1}  # the CPU's cache takes a share
+    tall = fitted("embedded", settings, prompts, 2000)["max_model_len"]
+    assert tall == min(longest, 2000 + 64 + len(prompts[0].encode(load_tokenizer(resolve_model("embedded")))))
 
 
 def test_nothing_stays_behind(measured: Measured) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import weakref
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken import registry
 from foretoken.cli import main, verify_every
 from foretoken.cli.options import EngineChoice
-from foretoken.config import SpecConfig
+from foretoken.config import EngineConfig, SpecConfig
 from foretoken.errors import ConfigError
+from foretoken.request import SamplingParams
 from foretoken.spec import step
 from foretoken.study import record
 from foretoken.study.certificate import every, suite, wrong
+from foretoken.study.certificate.check import Effort
 from foretoken.study.certificate.pages import render_every
 
 
@@ -55,6 +60,44 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(every, "cells", lambda drafts: cells(drafts[:2], ("bf16",)))
     monkeypatch.setattr(every, "OF_DRAFTS", ("S1", "C2"))
     monkeypatch.setattr(suite, "CHECKS", tuple(c for c in suite.CHECKS if c.id in ("S1", "L10", "C2")))
+
+
+class Loaded:
+    """Stands for a loaded subject, which holds itself as models and caches may."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_one_cell_s_models_are_gone_before_the_next_ones_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a memory that is full, while one is loaded or checked, costs that cell alone."""
+    alive: weakref.WeakSet[Loaded] = weakref.WeakSet()
+    found: list[int] = []
+
+    def load(*_: object) -> Loaded:
+        found.append(len(alive))
+        if len(found) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+        subject = Loaded()
+        alive.add(subject)
+        return subject
+
+    def certify(*_: object) -> SimpleNamespace:
+        if len(found) == 3:
+            raise torch.OutOfMemoryError
+        return SimpleNamespace(as_dict=lambda: {"verdict": "passed"})
+
+    monkeypatch.setattr(suite, "load_subject", load)
+    monkeypatch.setattr(suite, "certify", certify)
+    made = every.cells([("ngram", SpecConfig("ngram"))], ("bf16", "w8a8", "fp8", "w4a8"))
+    asked = suite.Asked("a model", Path("prompts"), 1, 16, 1, Effort(1.0))
+    outcomes = list(every.run(made, asked, EngineConfig(), SamplingParams()))
+    assert found == [0, 0, 0, 0]
+    assert [o.verdict for o in outcomes] == ["passed", "impossible", "impossible", "passed"]
+    assert [o.failure for o in outcomes[1:3]] == [
+        "CUDA out of memory. Tried to allocate",
+        "the device's memory is full",
+    ]
 
 
 def command(folders: tuple[Path, Path], tmp_path: Path, *more: str) -> list[str]:
