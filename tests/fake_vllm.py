@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -29,6 +30,11 @@ def event(data: Any) -> bytes:
 
 
 async def health(request: Request) -> Response:
+    """That it is well; when it is first asked, the moment is noted beside what it saw."""
+    if not hasattr(request.app.state, "asked"):
+        request.app.state.asked = True
+        with open(os.environ["FAKE_VLLM_SEEN"] + ".asked", "a") as file:
+            file.write(f"{time.monotonic()}\n")  # the same clock in every process
     return Response(status_code=503 if os.path.exists(os.environ["FAKE_VLLM_SEEN"] + ".sick") else 200)
 
 

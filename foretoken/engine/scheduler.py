@@ -6,10 +6,10 @@ Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
+from foretoken.engine.owners import Owners
 from foretoken.kvcache.blocks import BlockManager
 from foretoken.request import Sequence
 
@@ -38,25 +38,30 @@ def _part(wanted: int, left: int, crowded: bool) -> int:
 
 @dataclass
 class _Turn:
-    """When it is a sequence's turn. The lower `rank` goes first."""
+    """When it is a sequence's turn. Of lower `importance` goes first; whom patience puts first has no priority."""
 
     priority: int
     arrival: int
+    num_started: int = 0  # its number among those that have started; a later start changes nothing
     num_passed: int = 0  # times that a later one went before it
 
     @property
-    def rank(self) -> tuple[bool, int, int]:
+    def importance(self) -> tuple[bool, int]:
         patient = self.num_passed < PATIENCE
-        return (patient, self.priority if patient else 0, self.arrival)
+        return (patient, self.priority if patient else 0)
+
+    def passes(self, other: _Turn) -> bool:
+        """Does it, later and more important, go before the other?"""
+        return other.arrival < self.arrival and other.priority > self.priority
 
 
 class Scheduler:
     """By priority, then by turns of owners, each first come, first served.
 
-    Rows or blocks short: drafts go first, then the last in rank.
-    A preempted sequence loses its blocks and waits for its turn; all its tokens are pending again. Nobody starves:
-    priorities are overruled by patience (after `PATIENCE` more important ones that came later went first, only arrival
-    counts), and an owner with nothing running is behind no other for more than one turn.
+    Rows or blocks short: drafts go first, then the least important, of these the last that started. It loses its blocks
+    and waits for its turn; all its tokens are pending again. Nobody starves: priorities are overruled by patience, one
+    at a time (after `PATIENCE` more important ones that came later went first), who started first is never preempted
+    but by the more important, and an owner with nothing running is behind no other for more than one turn.
     """
 
     def __init__(self, blocks: BlockManager, max_num_rows: int, max_num_seqs: int, max_model_len: int) -> None:
@@ -64,12 +69,11 @@ class Scheduler:
         self.max_num_rows = max_num_rows
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.waiting: list[Sequence] = []  # both by rank
-        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []  # by importance, then by arrival
+        self.running: list[Sequence] = []  # by importance, then by their first start
         self.num_preemptions = 0
         self._turns: dict[Sequence, _Turn] = {}
-        self._owners: Counter[str] = Counter()  # sequences of each, running or waiting
-        self._served: dict[str, int] = {}  # by owner (they are few), the number of the last sequence that started
+        self._owners = Owners()
         self._num_started = 0
         self._num_added = 0
 
@@ -78,11 +82,16 @@ class Scheduler:
         seq.context = self.max_model_len
         self._turns[seq] = _Turn(seq.priority, self._num_added)
         self._num_added += 1
-        self._owners[seq.owner] += 1
-        insort(self.waiting, seq, key=self._rank)
+        self._owners.enter(seq.owner)
+        insort(self.waiting, seq, key=self._by_arrival)
 
-    def _rank(self, seq: Sequence) -> tuple[bool, int, int]:
-        return self._turns[seq].rank
+    def _by_arrival(self, seq: Sequence) -> tuple[bool, int, int]:
+        turn = self._turns[seq]
+        return (*turn.importance, turn.arrival)
+
+    def _by_start(self, seq: Sequence) -> tuple[bool, int, int]:
+        turn = self._turns[seq]
+        return (*turn.importance, turn.num_started)
 
     @property
     def has_work(self) -> bool:
@@ -91,9 +100,9 @@ class Scheduler:
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out, finished or aborted, running or waiting; its blocks are free again."""
         if self._turns.pop(seq, None) is not None:
-            (self.running if seq in self.running else self.waiting).remove(seq)
-            self._owners[seq.owner] -= 1
-            self._owners += Counter()  # those who have none are gone
+            ran = seq in self.running
+            (self.running if ran else self.waiting).remove(seq)
+            self._owners.leave(seq.owner, ran)
         self.blocks.release(seq)
 
     def schedule(self, draft_lengths: DraftLengths) -> Plan:
@@ -109,7 +118,7 @@ class Scheduler:
     def _chunks(self) -> dict[Sequence, int]:
         """Pending tokens of the running sequences, blocks reserved; preempts the last where blocks run out."""
         chunks: dict[Sequence, int] = {}
-        left = self.max_num_rows - len(self.running)  # one row each, then more by rank
+        left = self.max_num_rows - len(self.running)  # one row each, then more in order
         for seq in list(self.running):
             if seq not in self.running:
                 continue  # preempted by one before it
@@ -138,9 +147,12 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.blocks.release(seq)
-        turn = self._turns[seq]
-        turn.num_passed += any(self._turns[other].arrival > turn.arrival for other in self.running)
-        insort(self.waiting, seq, key=self._rank)
+        self._owners.stop(seq.owner)
+        insort(self.waiting, seq, key=self._by_arrival)
+        mine, running = self._turns[seq], (self._turns[other] for other in self.running)
+        by = next((turn for turn in running if turn.passes(mine)), None)
+        if by is not None:
+            self._overrule(by)
         seq.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -170,20 +182,17 @@ class Scheduler:
 
         Where several have as few: of the one whose last turn is longest ago. Whom patience puts first has no equals.
         """
-        first = self.waiting[0]
-        patient, priority, _ = self._rank(first)
-        if not patient or len(self._owners) == 1:
-            return first
+        importance = self._turns[self.waiting[0]].importance
+        patient = importance[0]
         firsts: dict[str, Sequence] = {}
-        for seq in self.waiting:
+        for seq in self.waiting if patient else self.waiting[:1]:
             if seq.owner not in firsts:
-                if self._rank(seq)[:2] != (patient, priority):
+                if self._turns[seq].importance != importance:
                     break
                 firsts[seq.owner] = seq
-                if len(firsts) == len(self._owners):
+                if len(firsts) == len(self._owners.num_waiting):
                     break
-        running = Counter(seq.owner for seq in self.running)
-        return min(firsts.values(), key=lambda seq: (running[seq.owner], self._served.get(seq.owner, -1)))
+        return firsts[min(firsts, key=self._owners.turn)]
 
     def _fill(self, chunks: dict[Sequence, int], left: int) -> int:
         """Rows that were kept and that nobody took go to the first prompts; returns how many."""
@@ -199,17 +208,27 @@ class Scheduler:
         return used
 
     def _start(self, seq: Sequence) -> None:
-        """It runs from now on; those who came before it and wait, for they are less important, grow less patient."""
-        insort(self.running, seq, key=self._rank)
-        self._num_started += 1
-        self._served[seq.owner] = self._num_started
-        mine = self._turns[seq]
-        others = [self._turns[other] for other in self.waiting]
-        passed = [turn for turn in others if turn.arrival < mine.arrival and turn.priority > mine.priority]
-        for turn in passed:
-            turn.num_passed += 1
+        """It runs from now on."""
+        turn = self._turns[seq]
+        if not turn.num_started:
+            self._num_started += 1
+            turn.num_started = self._num_started
+        insort(self.running, seq, key=self._by_start)
+        self._owners.start(seq.owner)
+        self._overrule(turn)
+
+    def _overrule(self, by: _Turn) -> None:
+        """Of those who wait and whom it passes, the first to come grows less patient.
+
+        Only the first: else a flood of them would lose patience together and go before everybody.
+        """
+        waiting = (self._turns[seq] for seq in self.waiting)
+        passed = [turn for turn in waiting if by.passes(turn) and turn.importance[0]]
         if passed:
-            self.waiting.sort(key=self._rank)
+            first = min(passed, key=lambda turn: turn.arrival)
+            first.num_passed += 1
+            if not first.importance[0]:
+                self.waiting.sort(key=self._by_arrival)
 
     def _drafts(self, plan: list[Sequence], chunks: dict[Sequence, int], lengths: DraftLengths, left: int) -> list[int]:
         """Draft tokens for sequences whose pending tokens are all in the pass and that have begun to write.

@@ -136,7 +136,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> JSONResponse:
         fields: protocol.TokenizeFields | protocol.TokenizeChatFields = await service.fields(request, *forms)
         text, size = service.loaded(fields.model), service.size(request)
-        with service.gate.enter(0, size):
+        with service.gate.enter(service.owner(request), 0, size):
             if isinstance(fields, protocol.TokenizeFields):
                 ids = await text.encode(fields.prompt, fields.add_special_tokens is not False)
             else:
@@ -155,7 +155,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", **described([protocol.DetokenizeFields], "Text of token ids"))
     async def detokenize(request: Request) -> JSONResponse:
         fields = await service.fields(request, protocol.DetokenizeFields)
-        with service.gate.enter(0, service.size(request)):
+        with service.gate.enter(service.owner(request), 0, service.size(request)):
             return JSONResponse({"prompt": await service.loaded(fields.model).decode(fields.tokens)})
 
 

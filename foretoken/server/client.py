@@ -22,7 +22,7 @@ from foretoken.server.frames import Frame
 from foretoken.server.grammars import Compiled, Grammars
 from foretoken.server.helper import ENDED, Helper, HelperDiedError
 from foretoken.server.stream import Job, Piece, Stream
-from foretoken.server.supervised import Supervised
+from foretoken.server.supervised import Supervised, starting
 from foretoken.server.text import Text
 
 log = logging.getLogger("foretoken.server")
@@ -162,7 +162,8 @@ class EngineClient(Supervised):
         self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
 
     async def _run_once(self) -> int:
-        pid, ours = _spawn()
+        with starting():
+            pid, ours = _spawn()
         self.pid = pid
         self._sent.clear()
         try:

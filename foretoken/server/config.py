@@ -65,7 +65,7 @@ class Keys:
         """Raises ConfigError for a key that is too short to be one."""
         if any(len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() for key in keys):
             raise ConfigError(f"an API key must have at least {_SHORTEST_KEY} printable ASCII characters")
-        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in dict.fromkeys(keys))
 
     def __len__(self) -> int:
         return len(self._digests)

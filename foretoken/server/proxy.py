@@ -59,7 +59,7 @@ class ProxyMetrics:
 
 def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gate]:
     """The application and its gate. Its lifespan starts and ends vLLM."""
-    gate = Gate(config.max_queue)
+    gate = Gate(config.max_queue, len(config.keys))
     gate.max_running = client.facts["max_num_seqs"]
     metrics = ProxyMetrics(client, gate)
 
@@ -93,7 +93,7 @@ def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intak
         if path.startswith("/v1/"):
             salt(body, visit.tenant)
         count = int(body.get("n") or 1) * num_prompts(body.get("prompt"))
-        ticket = gate.enter(count, size)
+        ticket = gate.enter(visit.tenant, count, size)
         try:
             raw = await asyncio.to_thread(_written, body) if size > INLINE else _written(body)
             return Relay(client, path, raw, ticket, config.request_timeout)

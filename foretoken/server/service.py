@@ -57,7 +57,7 @@ class Service:
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client, self.config = client, config
-        self.gate = Gate(config.max_queue)
+        self.gate = Gate(config.max_queue, len(config.keys))
         self._intake = Intake()
         self._threads = ThreadPoolExecutor(2, "bodies")  # more would only take turns
         self.metrics = Metrics(client, self.gate, config.model_name, config.metrics_prefix)
@@ -76,6 +76,12 @@ class Service:
         """Bytes of a request's body, which has been read."""
         visit: Visit = request.scope["foretoken"]
         return visit.size
+
+    @staticmethod
+    def owner(request: Request) -> str:
+        """Whose key it came with."""
+        visit: Visit = request.scope["foretoken"]
+        return visit.tenant
 
     async def aside(self, request: Request, work: Callable[[], T]) -> T:
         """Work that grows with the request's body: in a thread where that is large."""
@@ -117,7 +123,7 @@ class Service:
             if fields.max_tokens is None:
                 asked = min(asked, room)
             params = sampling(fields, text, asked, room, fields.logprobs, plain.source is not None)
-            texts = [p if isinstance(p, str) else await text.decode(p) for p in prompts] if fields.echo else []
+            texts = await text.spelt(prompts) if fields.echo else []
             reply = CompletionReply(
                 f"cmpl-{id}",
                 self.config.model_name,
@@ -193,7 +199,7 @@ class Service:
     ) -> Answer:
         """Through the gate first; then tokens, then the engine."""
         visit: Visit = request.scope["foretoken"]
-        ticket = self.gate.enter(num_seqs, visit.size)
+        ticket = self.gate.enter(visit.tenant, num_seqs, visit.size)
 
         async def prepared() -> tuple[Reply, Job, bytes]:
             made = await self.aside(request, plain)

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from foretoken.server.errors import unavailable
 
 log = logging.getLogger("foretoken.server")
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds before it is started again, doubled each time
 STEADY = 60.0  # seconds after which a death is no longer counted with the one before
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # no descriptor, process, memory is to be had: now
+
+
+class NotStartedError(Exception):
+    """There is no process."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror or str(error))
+        self.passes = error.errno in PASSING
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Around what starts a process. Raises NotStartedError in place of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise NotStartedError(error) from error
 
 
 class Supervised:
@@ -48,7 +67,10 @@ class Supervised:
             raise unavailable(why.get(self.state, "the engine has stopped") + "; try again later")
 
     async def _run_once(self) -> int:
-        """Start a process, see it through; returns its exit code. Raises OSError where it could not be started."""
+        """Start a process, see it through; returns its exit code. Whatever it raises, there is no process after it.
+
+        Raises NotStartedError (`starting`) where there was none at all.
+        """
         raise NotImplementedError
 
     def _gone(self) -> None:
@@ -67,20 +89,16 @@ class Supervised:
         """One process after the other."""
         deaths, delay = 0, FIRST_DELAY
         while self.state != "closed":
-            self._ready_since, code = 0.0, None
-            try:
-                code = await self._run_once()
-            except OSError as error:  # no process, memory or descriptor is to be had, now
-                log.error("%s cannot be started: %s", self.what, error.strerror)
+            self._ready_since = 0.0
+            ended, passes = await self._run_and_tell()
             lasted = time.monotonic() - self._ready_since if self._ready_since else 0.0
             self._gone()
             if self.state == "closed":
                 return
             deaths, delay = (1, FIRST_DELAY) if lasted > STEADY else (deaths + 1, delay)
-            deaths -= code is None and self._ready.is_set()  # of descriptors, say: that passes, and is no death
-            ended = "could not be started" if code is None else f"ended with code {code}"
+            deaths -= passes and self._ready.is_set()  # no death
             if self._message or deaths > self._max_restarts or not self._ready.is_set():
-                self._give_up(self._message or f"{self.what} {ended}{self.remedy}")
+                self._give_up(self._message or f"{self.what} {ended}")
                 return
             log.error("%s %s; starting it again in %.1f s", self.what, ended, delay)
             with contextlib.suppress(asyncio.TimeoutError):
@@ -88,6 +106,17 @@ class Supervised:
                 return
             delay = min(2 * delay, LAST_DELAY)
             self.num_restarts += 1
+
+    async def _run_and_tell(self) -> tuple[str, bool]:
+        """One process: how it ended, and whether that was a want of the machine's which passes."""
+        try:
+            return f"ended with code {await self._run_once()}{self.remedy}", False
+        except NotStartedError as error:
+            return f"could not be started: {error}", error.passes
+        except Exception as error:  # of ours, or of what it said: the next one may do better
+            log.exception("%s could not be seen through", self.what)
+            self._stopped()
+            return f"could not be seen through ({type(error).__name__})", False
 
     def _give_up(self, message: str) -> None:
         self.state = "failed"

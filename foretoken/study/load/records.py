@@ -58,7 +58,7 @@ def make_records(bench: Bench, cell: Cell, head: Mapping[str, Any]) -> list[dict
         record |= {"speedup": None, "same_texts": None}
         if arm is not bench.arms[0]:
             record |= _against(mine, base)
-        record["remarks"] = remarks(bench, record)
+        record["remarks"] = remarks(bench, record, min(r.summary["num_requests"] for r in (*mine, *base)))
         made.append(record)
     return made
 
@@ -123,8 +123,11 @@ def _against(mine: list[Repetition], base: list[Repetition]) -> dict[str, Any]:
     }
 
 
-def remarks(bench: Bench, record: Mapping[str, Any]) -> list[str]:
-    """What makes figures less than they seem; said with them, not instead of them."""
+def remarks(bench: Bench, record: Mapping[str, Any], fewest: int) -> list[str]:
+    """What makes figures less than they seem; said with them, not instead of them.
+
+    `fewest`: requests of a repetition, of this arm or of the one that it is compared with.
+    """
     found = []
     repetitions = record["repetitions"]
     counted = {name for r in repetitions for name in r["counted"]}
@@ -144,12 +147,11 @@ def remarks(bench: Bench, record: Mapping[str, Any]) -> list[str]:
     if record["config"]["fields"].get("speculation") == "off" and record["acceptance"] is not None:
         found.append("the server drafted although speculation was off: the arms are alike")
     level, planned = record["config"]["concurrency"], record["config"]["num_requests"]
-    fewest = min(r["num_requests"] for r in repetitions)
     if fewest < planned:
         found.append(
             f"--max-seconds ended a run after {fewest} of {planned} requests: arms may have sent different ones"
         )
-    if level is not None and fewest < 2 * level:
+    if level is not None and min(r["num_requests"] for r in repetitions) < 2 * level:
         found.append("fewer than two requests a client: this is a burst, and not all clients are busy throughout")
     if any(r["generator_cpu"] > BUSY for r in repetitions):
         found.append("the generator took most of a core: its own speed may be what was measured")

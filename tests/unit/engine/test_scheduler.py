@@ -188,7 +188,7 @@ def test_a_flood_of_one_owner_keeps_no_other_waiting(seats: int) -> None:
     if seats == 1:
         assert started[:7] == [0, 100, 1, 101, 2, 102, 3], "one place: by turns"
     else:
-        assert started[:12] == [0, 1, 2, 3, 4, 5, 100, 101, 6, 7, 8, 102], "half the places each, while there is use"
+        assert started[:12] == [0, 1, 2, 3, 100, 4, 101, 5, 102, 6, 7, 8], "half the places each, while there is use"
 
 
 def test_turns_are_of_equals_only() -> None:
@@ -237,3 +237,65 @@ def test_one_who_waits_for_blocks_has_the_next_turn() -> None:
     for name in range(2, 8):
         scheduler.add(owned(name, "a"))
     assert order(scheduler)[1] == 1, "smaller ones, of an owner who has more, do not go before"
+
+
+def test_who_comes_back_has_the_end_of_the_round() -> None:
+    """Who has left is forgotten; who comes back is not before all others for that."""
+    scheduler = make(seqs=1)
+    scheduler.add(owned(0, "gone"))
+    assert order(scheduler) == [0]
+    assert not scheduler._owners._last
+    for name, owner in ((1, "a"), (2, "a"), (3, "b"), (4, "b")):
+        scheduler.add(owned(name, owner))
+    run(scheduler)
+    scheduler.add(owned(5, "gone"))
+    started = [1, *(name for name in order(scheduler) if name != 1)]
+    assert started == [1, 3, 5, 2, 4]
+
+
+def test_patience_is_lost_by_one_at_a_time() -> None:
+    """A flood of less important ones that waits long does not go before everybody in the end."""
+    scheduler = make(seqs=1)
+    for name in range(100):
+        scheduler.add(owned(name, "flood", priority=1))
+    started: list[int] = []
+    for name in range(100, 100 + 6 * PATIENCE):
+        scheduler.add(owned(name, "other"))
+        while scheduler.running or not started or started[-1] != name:
+            plan = run(scheduler)
+            started += [seq.seq_id for seq in plan.seqs if seq.num_output == 1]
+            for seq in plan.seqs:
+                if seq.num_output == 2:
+                    scheduler.finish(seq)
+    assert [name for name in started if name < 100] == [0, 1, 2, 3, 4], "one for so many more important ones"
+    assert started.index(0) == PATIENCE
+
+
+def test_who_was_let_in_by_turn_is_not_preempted_by_who_came_earlier() -> None:
+    """Blocks for three or four; of one owner a backlog is there first, each of whom grows."""
+    scheduler = make(num_blocks=14, rows=16, max_len=40, seqs=4)
+
+    def grows(name: int, owner: str) -> Sequence:
+        seq = sequence(name, 4, max_tokens=16)
+        seq.owner = owner
+        return seq
+
+    for name in range(12):
+        scheduler.add(grows(name, "backlog"))
+    for _ in range(3):
+        run(scheduler)
+    late = grows(100, "late")
+    scheduler.add(late)
+    ended: list[int] = []
+    first: list[Sequence] = []
+    while scheduler.has_work:
+        first = scheduler.running[:1]
+        plan = run(scheduler)
+        assert set(first) <= set(plan.seqs), "who started first goes on"
+        for seq in plan.seqs:
+            if seq.num_output >= 16:
+                scheduler.finish(seq)
+                ended.append(seq.seq_id)
+    assert scheduler.num_preemptions > 4, "else this shows nothing"
+    assert late.num_preemptions <= 1
+    assert ended.index(100) <= 5

@@ -70,7 +70,7 @@ async def answered(
     for piece in pieces:
         stream.push(piece)
     metrics = Metrics(EngineClient("x", {}), gate, "x", "vllm:")
-    answer = Answer(reply, stream, gate.enter(1, 1), metrics, events=events, usage=False, timeout=10)
+    answer = Answer(reply, stream, gate.enter("", 1, 1), metrics, events=events, usage=False, timeout=10)
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:

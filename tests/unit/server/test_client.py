@@ -18,10 +18,12 @@ import uvicorn
 from lawkit import Pair
 
 from foretoken.request import SamplingParams
-from foretoken.server import client as clients, connection, frames, logs, process, run, supervised
+from foretoken.server import client as clients, connection, frames, logs, process, run, supervised, vllm
 from foretoken.server.client import EngineClient
 from foretoken.server.errors import ApiError
+from foretoken.server.link import Link
 from foretoken.server.stream import Job, Stream
+from foretoken.server.vllm import VllmClient
 
 PRETENDER = """
 import json, os, socket, struct, sys, time
@@ -156,7 +158,82 @@ async def test_a_first_process_that_cannot_be_started_is_one_line(monkeypatch: p
     client.start()
     with pytest.raises(ApiError):
         await asyncio.wait_for(client.wait_ready(), 20)
-    assert said == ["the engine's process could not be started"]
+    assert said == ["the engine's process could not be started: Resource temporarily unavailable"]
+    await client.close()
+
+
+async def given_up(said: list[str]) -> str:
+    for _ in range(1000):
+        if said:
+            break
+        await asyncio.sleep(0.02)
+    return said[0]
+
+
+async def test_what_breaks_here_is_a_death_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the process's doing, nor the machine's: it is told, the process ended, and after so many it is given up."""
+    said: list[str] = []
+    client = start("alive", max_restarts=2, on_failure=said.append)
+    await asyncio.wait_for(client.wait_ready(), 20)
+    pids: list[int | None] = []
+
+    async def broken(self: EngineClient, pid: int, ours: socket.socket) -> None:
+        pids.append(pid)
+        ours.close()
+        raise (KeyError("x"), TimeoutError(), OSError(24, "Too many open files"))[len(pids) - 1]
+
+    monkeypatch.setattr(EngineClient, "_listen", broken)
+    reading = asyncio.create_task(read(submit(client)))
+    os.kill(client.pid or 0, 9)
+    assert (await asyncio.wait_for(reading, 20)).status == 503
+    assert await given_up(said) == "the engine's process could not be seen through (TimeoutError)"
+    assert client.state == "failed" and len(pids) == 2
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    await client.close()
+
+
+async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says little of itself, which harms nobody; then it dies, and so does what would start it."""
+    said: list[str] = []
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+
+    async def well(link: Link, patience: float) -> bool:
+        return True
+
+    async def page(link: Link, path: str) -> bytes:
+        return b'{"data": null}'
+
+    monkeypatch.setattr(Link, "healthy", well)
+    monkeypatch.setattr(Link, "get", page)
+    monkeypatch.setattr(supervised, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(vllm, "LOADING", 0.0)
+    client = VllmClient([], {}, python=str(python), max_restarts=2, on_failure=said.append)
+    client.start()
+    await asyncio.wait_for(client.wait_ready(), 20)
+    python.unlink()
+    os.kill(client.pid or 0, 9)
+    assert await given_up(said) == "vLLM could not be started: No such file or directory"
+    await client.close()
+
+
+async def test_a_vllm_that_cannot_be_minded_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+
+    async def broken(client: VllmClient, pid: int, link: Link) -> int:
+        raise TypeError("what it says")
+
+    monkeypatch.setattr(VllmClient, "_mind", broken)
+    client = VllmClient([], {}, python=str(python), on_failure=said.append)
+    client.start()
+    with pytest.raises(ApiError, match="has stopped"):
+        await asyncio.wait_for(client.wait_ready(), 20)
+    assert said == ["vLLM could not be seen through (TypeError)"]
+    assert not Path(f"/proc/{client.pid}").exists(), "and waited for"
     await client.close()
 
 

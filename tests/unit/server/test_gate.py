@@ -20,43 +20,68 @@ KEYS = ("alpha-key-1", "beta-key-22")
 async def test_a_full_gate_says_when_to_return() -> None:
     gate = Gate(max_queue=3)
     gate.max_running = 2
-    inside = [gate.enter(2, 10), gate.enter(3, 10)]
+    inside = [gate.enter("", 2, 10), gate.enter("", 3, 10)]
     with pytest.raises(ApiError) as caught:
-        gate.enter(1, 10)
+        gate.enter("", 1, 10)
     assert caught.value.status == 429
     assert int(caught.value.headers()["retry-after"]) >= 1
     assert gate.num_refused == 1
     with inside[0]:
         pass
     inside[0].leave()
-    gate.enter(2, 10).leave()
+    gate.enter("", 2, 10).leave()
     with pytest.raises(ApiError) as caught:
-        gate.enter(6, 10)
+        gate.enter("", 6, 10)
     assert caught.value.status == 400, "it would never fit"
 
 
 async def test_large_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "MAX_TEXT", 100)
     gate = Gate(max_queue=100)
-    with gate.enter(1, 90), pytest.raises(ApiError, match="too much text"):
-        gate.enter(1, 20)
-    with gate.enter(0, 90):  # of who wants tokens only, no sequence is counted
+    with gate.enter("", 1, 90), pytest.raises(ApiError, match="too much text"):
+        gate.enter("", 1, 20)
+    with gate.enter("", 0, 90):  # of who wants tokens only, no sequence is counted
         assert gate.num_inside == 0
-        gate.enter(1, 10).leave()
+        gate.enter("", 1, 10).leave()
         with pytest.raises(ApiError, match="too much text"):
-            gate.enter(0, 20)
+            gate.enter("", 0, 20)
         with pytest.raises(asyncio.TimeoutError):  # but a drain waits for it
             await asyncio.wait_for(gate.wait_empty(), 0.01)
     await asyncio.wait_for(gate.wait_empty(), 1)
-    gate.enter(1, 1000).leave()
+    gate.enter("", 1, 1000).leave()
+
+
+async def test_a_full_queue_has_room_for_who_has_nothing_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "MAX_TEXT", 80)
+    gate = Gate(max_queue=14, num_owners=3)
+    gate.max_running = 2
+    flood = [gate.enter("flood", 1, 5) for _ in range(14)]  # two of fourteen places are kept, and ten of 80 bytes
+    with pytest.raises(ApiError, match="queue is full"):
+        gate.enter("flood", 1, 0)
+    with pytest.raises(ApiError, match="too much text"):
+        gate.enter("flood", 0, 1)
+    other = gate.enter("other", 1, 0)
+    with pytest.raises(ApiError, match="queue is full"):
+        gate.enter("other", 1, 0)
+    third = gate.enter("third", 1, 10)
+    with pytest.raises(ApiError, match="queue is full"):
+        gate.enter("fourth", 1, 0)
+    for ticket in (*flood, other, third, third):
+        ticket.leave()
+    assert not gate._requests and gate.num_inside == gate.size_inside == 0, "nobody is remembered"
+    gate.enter("flood", 16, 1000).leave()
+    alone = Gate(max_queue=14)
+    alone.max_running = 2
+    for ticket in [alone.enter("", 1, 5) for _ in range(16)]:
+        ticket.leave()
 
 
 async def test_a_closed_gate() -> None:
     gate = Gate(max_queue=3)
-    ticket = gate.enter(1, 1)
+    ticket = gate.enter("", 1, 1)
     gate.close("good night")
     with pytest.raises(ApiError, match="good night") as caught:
-        gate.enter(1, 1)
+        gate.enter("", 1, 1)
     assert caught.value.status == 503 and "retry-after" in caught.value.headers()
     waiting = asyncio.create_task(gate.wait_empty())
     await asyncio.sleep(0)
@@ -68,7 +93,7 @@ async def test_a_closed_gate() -> None:
 
 async def test_keys() -> None:
     keys = Keys(KEYS)
-    assert len({keys.tenant(k.encode()) for k in KEYS}) == 2
+    assert len({keys.tenant(k.encode()) for k in KEYS}) == len(Keys((*KEYS, *KEYS))) == 2
     assert None not in {keys.tenant(k.encode()) for k in KEYS}
     for wrong in (b"", b"alpha-key-", b"alpha-key-11", b"beta-key-2", b"\xff" * 11):
         assert keys.tenant(wrong) is None

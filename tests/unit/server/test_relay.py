@@ -112,7 +112,7 @@ async def relayed(answered: Answered, *, reads: bool = True, timeout: float = 10
         told.sent.append(message)
 
     client: Any = Alone(answered)
-    made = Relay(client, "/v1/completions", b"{}", told.gate.enter(1, 10), timeout)
+    made = Relay(client, "/v1/completions", b"{}", told.gate.enter("", 1, 10), timeout)
     if stopped:
         asyncio.get_running_loop().call_later(0.02, made.leave, unavailable("the server is shutting down"))
     scope: Any = {"type": "http", "foretoken": told.visit, CUT: count}
@@ -174,7 +174,7 @@ async def test_connections_of_those_who_do_not_read_end(monkeypatch: pytest.Monk
     app, gate = create_proxy(client, ServerConfig(model_name="m", max_queue=0, request_timeout=0.5))
     sizes: list[int] = []
     count = gate.count
-    monkeypatch.setattr(gate, "count", lambda n, size: (sizes.append(size), count(n, size)))
+    monkeypatch.setattr(gate, "count", lambda *counted: (sizes.append(counted[-1]), count(*counted)))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()

@@ -16,7 +16,7 @@ from lawkit import Pair
 from foretoken.server import calls, conversation, frames, gate as gates, limits, reading
 from foretoken.server.app import create_app
 from foretoken.server.client import EngineClient
-from foretoken.server.config import ServerConfig
+from foretoken.server.config import Keys, ServerConfig
 from foretoken.server.errors import ApiError
 from foretoken.server.intake import INLINE
 from foretoken.server.protocol import ChatFields
@@ -25,7 +25,7 @@ from foretoken.server.text import Text
 
 pytestmark = pytest.mark.asyncio
 HELLO = {"role": "user", "content": "hi"}
-FACTS = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
+FACTS: dict[str, Any] = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
 
 
 class Waiting:
@@ -91,6 +91,49 @@ async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkey
     assert (await http.post("/tokenize", json={"messages": body["messages"]})).status_code == 200
     assert helper.sizes[-1] > INLINE, "its frame is packed in a thread too"
     assert service.gate.num_inside == service.gate.size_inside == service._intake.size_inside == 0
+
+
+async def test_a_key_that_fills_the_queue_leaves_room_for_another(served: Served) -> None:
+    _, service, _ = served
+    keys = ("alpha-key-1", "beta-key-22")
+    config = ServerConfig(keys=Keys(keys), max_queue=1)
+    app, service = create_app(service.client, config)
+    running = service.gate.max_running = FACTS["max_num_seqs"]
+    with service.gate.enter(str(config.keys.tenant(keys[0].encode())), running, 0):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+            for key, status in zip(keys, (429, 503), strict=True):  # 503: it came in, and there is no engine
+                headers = {"authorization": f"Bearer {key}"}
+                for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [HELLO]})):
+                    answer = await http.post(f"/v1/{path}", json=body, headers=headers)
+                    assert answer.status_code == status, answer.text
+    assert service.gate.num_inside == 0
+
+
+async def test_many_short_prompts_are_as_long_as_a_long_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, service, _ = served
+    text = service.client.text
+    assert text is not None
+    threads: list[int] = []
+    for name in ("encode", "decode"):
+        work = getattr(text.tokenizer, name)
+
+        def watching(*args: Any, work: Callable[..., Any] = work, **more: Any) -> Any:
+            threads.append(threading.get_ident())
+            return work(*args, **more)
+
+        monkeypatch.setattr(text.tokenizer, name, watching)
+    short = "the sum of two numbers "
+    ids = await text.prompts([short] * 2)
+    assert await text.spelt([ids[0], "as it is"]) == [
+        text.tokenizer.decode(ids[0], skip_special_tokens=False),
+        "as it is",
+    ]
+    assert set(threads) == {threading.get_ident()}
+    threads.clear()
+    many = await text.prompts([short] * 64)
+    assert many == ids[:1] * 64
+    await text.spelt(many * 4)
+    assert len(threads) == 64 * 5 and threading.get_ident() not in threads and len(set(threads)) <= 2
 
 
 async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(

@@ -247,6 +247,18 @@ async def test_a_run_ends_with_its_time() -> None:
         replace(SETTINGS, max_seconds=0.0)
 
 
+async def test_the_time_that_ended_one_arm_is_said_of_both() -> None:
+    cell = Cell(SETTINGS.shapes[0], SETTINGS.levels[0])
+    async with httpx.AsyncClient(transport=httpx.MockTransport(Fake())) as client:
+        bench = Bench(client, arms(), SETTINGS)
+        await bench.prepare()
+        async for _ in bench.measure(cell):
+            pass
+    cell.repetitions["off"][0].summary["num_requests"] = 2
+    for made in make_records(bench, cell, HEAD):
+        assert any("after 2 of 3 requests" in remark for remark in made["remarks"]), made["config"]["label"]
+
+
 def test_texts_are_compared_as_far_as_both_were_sent() -> None:
     done = [Outcome(sent=0.0, arrivals=(1.0,), text=text) for text in ("a", "b", "c")]
     assert same_texts(done, done[:2]) == (2, 2) and same_texts(done[:1], done[1:]) == (0, 1)
