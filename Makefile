@@ -27,20 +27,20 @@ SANITIZE_ENV = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -pri
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1
 SANITIZE_TESTS ?= tests/unit/ops
 
-# The engines that foretoken is compared with: their virtual environments, and random checkpoints at true shapes.
+# The engines that sameseed is compared with: their virtual environments, and random checkpoints at true shapes.
 PEERS_HOME  ?= benchmarks/peers/.venvs
-PEERS_WORK  ?= $(HOME)/.cache/foretoken-peers
+PEERS_WORK  ?= $(HOME)/.cache/sameseed-peers
 PEERS_SHAPE ?= llama-3.2-1b
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full sanitize check bench bench-gpu peers bench-peers docs clean build format lint types contracts
 
 help: ## this list
-	@printf 'foretoken: make <target>\n\n'
+	@printf 'sameseed: make <target>\n\n'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 
 demo: $(STAMP) ## set up, then write with and without speculation, side by side
-	$(BIN)/foretoken demo
+	$(BIN)/sameseed demo
 
 test: $(STAMP) ## set up, then run the tests
 	$(PYTEST)
@@ -49,22 +49,22 @@ test-full: $(STAMP) ## the tests and the slow ones
 	$(PYTEST) -m ''
 
 sanitize: $(STAMP) ## the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DFORETOKEN_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DSAMESEED_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCMAKE_BUILD_TYPE=Release > /dev/null
 	$(BIN)/ninja -C build/sanitize
-	@rm -rf build/sanitize/package && mkdir -p build/sanitize/package && cp -r foretoken build/sanitize/package/ && \
-	  rm -f build/sanitize/package/foretoken/_native*.so && cp build/sanitize/_native*.so build/sanitize/package/foretoken/
+	@rm -rf build/sanitize/package && mkdir -p build/sanitize/package && cp -r sameseed build/sanitize/package/ && \
+	  rm -f build/sanitize/package/sameseed/_native*.so && cp build/sanitize/_native*.so build/sanitize/package/sameseed/
 	$(SANITIZE_ENV) $(BIN)/python -c 'import sys; \
 	  sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]; \
-	  sys.path.insert(0, "build/sanitize/package"); import foretoken._native, pytest; \
-	  assert "sanitize" in foretoken._native.__file__, foretoken._native.__file__; \
+	  sys.path.insert(0, "build/sanitize/package"); import sameseed._native, pytest; \
+	  assert "sanitize" in sameseed._native.__file__, sameseed._native.__file__; \
 	  sys.exit(pytest.main(sys.argv[1:]))' -q -p no:cacheprovider $(SANITIZE_TESTS)
 
 check: lint types contracts test ## format, lint, types, import contracts, tests
 
 bench: $(STAMP) ## measure plain against speculative decoding; appends to benchmarks/results
 	@mkdir -p $(RECORDS)
-	$(BIN)/foretoken bench --out $(RECORDS)/bench.jsonl
+	$(BIN)/sameseed bench --out $(RECORDS)/bench.jsonl
 
 bench-gpu: $(STAMP) ## measure everything on one GPU in under 9 minutes (GPU_ARGS=--dry-run: toy sizes, on the CPU)
 	@mkdir -p $(RECORDS)
@@ -74,7 +74,7 @@ peers: $(STAMP) ## set up llama.cpp, OpenVINO, vLLM, transformers, each in its o
 	$(BIN)/python benchmarks/peers/environments.py --home $(PEERS_HOME)
 	$(BIN)/python benchmarks/peers/checkpoints.py --shape $(PEERS_SHAPE) --home $(PEERS_HOME) --work $(PEERS_WORK)
 
-bench-peers: $(STAMP) ## measure foretoken and its peers in turns (after `make peers`); appends to benchmarks/results
+bench-peers: $(STAMP) ## measure sameseed and its peers in turns (after `make peers`); appends to benchmarks/results
 	@mkdir -p $(RECORDS)
 	$(BIN)/python benchmarks/peers/run.py --shape $(PEERS_SHAPE) --home $(PEERS_HOME) --work $(PEERS_WORK) \
 	  --out $(RECORDS)/peers.jsonl $(PEERS_ARGS)
@@ -111,16 +111,16 @@ $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
 	$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
 	$(PIP) install --quiet --no-build-isolation --editable '.[dev,server,train]'
 	@$(PIP) install --quiet --no-deps '$(TRITON)' || \
-	  echo "foretoken: no Triton here; the tests of GPU kernels are skipped"
+	  echo "sameseed: no Triton here; the tests of GPU kernels are skipped"
 	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "foretoken needs Python >= 3.10 as '$(PYTHON)'; try: sudo apt-get install python3, or make PYTHON=python3.11"; exit 2; }
+	  { echo "sameseed needs Python >= 3.10 as '$(PYTHON)'; try: sudo apt-get install python3, or make PYTHON=python3.11"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "Python's venv module is missing; try: sudo apt-get install python3-venv"; exit 2; }
 	@$(PYTHON) -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
 	  { echo "Python's headers are missing; try: sudo apt-get install python3-dev"; exit 2; }
 	@command -v $(CXX) >/dev/null || { echo "no C++ compiler '$(CXX)'; try: sudo apt-get install g++"; exit 2; }
-	@echo "foretoken: setting up $(VENV), once; this takes some minutes"
+	@echo "sameseed: setting up $(VENV), once; this takes some minutes"
 	$(PYTHON) -m venv $(VENV)

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken import ops
-from foretoken.batch import Rows, build_batch
-from foretoken.formats.scheme import QuantScheme
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.loader import load_model, resolve_model
-from foretoken.study import record
-from foretoken.tokenizer import Tokenizer
+from sameseed import ops
+from sameseed.batch import Rows, build_batch
+from sameseed.formats.scheme import QuantScheme
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.loader import load_model, resolve_model
+from sameseed.study import record
+from sameseed.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 KINDS = ("bf16", "q8_0", "q4_0", "q4_k_m")
@@ -50,7 +50,7 @@ print(llama_cpp.__version__)
 
 def texts(folder: Path) -> list[list[int]]:
     """Token ids of held-out prompts, joined to the length."""
-    lines = (HERE.parent / "foretoken" / "assets" / "prompts_heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (HERE.parent / "sameseed" / "assets" / "prompts_heldout.jsonl").read_text(encoding="utf-8").splitlines()
     tokenizer = Tokenizer.from_folder(folder)
     joined = tokenizer.encode("\n\n".join(m["content"] for line in lines for m in json.loads(line).get("messages", [])))
     return [joined[i * LENGTH : (i + 1) * LENGTH] for i in range(TEXTS)]
@@ -115,7 +115,7 @@ def main() -> None:
                 found = compare(got, want)
                 found["perplexity_ratio"] = perplexity(got, token_ids) / perplexity(want, token_ids)
                 line = {
-                    "schema": "foretoken.gguf/1",
+                    "schema": "sameseed.gguf/1",
                     "time": record.now(),
                     "commit": record.commit(),
                     "machine": record.machine(),

@@ -47,18 +47,18 @@ from gpu_plan import (
     warm_ups,
 )
 
-from foretoken import ops
-from foretoken.engine.memory import available_memory
-from foretoken.errors import ConfigError, ForetokenError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.config import ModelConfig
-from foretoken.models.loader import resolve_model
-from foretoken.models.save import source_config
-from foretoken.ops import devices
-from foretoken.study import record
-from foretoken.study.shapes import SHAPES
+from sameseed import ops
+from sameseed.engine.memory import available_memory
+from sameseed.errors import ConfigError, SameseedError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import ModelConfig
+from sameseed.models.loader import resolve_model
+from sameseed.models.save import source_config
+from sameseed.ops import devices
+from sameseed.study import record
+from sameseed.study.shapes import SHAPES
 
-SCHEMA = "foretoken.gpu/1"
+SCHEMA = "sameseed.gpu/1"
 HERE = Path(__file__).resolve().parent
 PEERS = ("transformers", "compiled", "vllm")
 
@@ -228,7 +228,7 @@ def main() -> int:
             prompts=at_most(sizes.prompts, config.max_model_len),
         )
         planned = plan(args, sizes, config)
-    except ForetokenError as error:
+    except SameseedError as error:
         print(f"bench-gpu: {error}", file=sys.stderr)
         return 2
     shared: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Lets the scripts here run from a plain checkout: where foretoken is not installed, the one beside them is taken."""
+"""Lets the scripts here run from a plain checkout: where sameseed is not installed, the one beside them is taken."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import importlib.util
 import sys
 from pathlib import Path
 
-if importlib.util.find_spec("foretoken") is None:
+if importlib.util.find_spec("sameseed") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -12,19 +12,19 @@ from gpu_parts import Tell, attempted
 from gpu_plan import Sizes
 from torch import Tensor
 
-from foretoken import registry
-from foretoken.batch import Rows, build_batch
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.engine.build import assemble
-from foretoken.formats import scheme
-from foretoken.formats.scheme import QuantScheme
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.llama import Llama
-from foretoken.models.loader import load_tokenizer, resolve_model
-from foretoken.ops import Ops, reference
-from foretoken.request import FinishReason, SamplingParams
-from foretoken.study.measure import Job, Run, run_batch
-from foretoken.study.workload import DEFAULT_PROMPTS, read_prompts
+from sameseed import registry
+from sameseed.batch import Rows, build_batch
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.engine.build import assemble
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_tokenizer, resolve_model
+from sameseed.ops import Ops, reference
+from sameseed.request import FinishReason, SamplingParams
+from sameseed.study.measure import Job, Run, run_batch
+from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
 PAGE = 16
 MANY = 33  # rows in company: three tiles of 16, the last with one row

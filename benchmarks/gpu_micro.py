@@ -17,14 +17,14 @@ from gpu_models import Made, copied, forget, shape_of
 from gpu_parts import Tell, attempted, one_layer
 from gpu_plan import Sizes
 
-from foretoken.batch import Rows, build_batch
-from foretoken.formats.scheme import QuantScheme, QuantTensor
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.config import ModelConfig
-from foretoken.models.synthetic import RandomCheckpoint
-from foretoken.models.weights import WeightReader
-from foretoken.ops import Ops
-from foretoken.study.passes import fill
+from sameseed.batch import Rows, build_batch
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import ModelConfig
+from sameseed.models.synthetic import RandomCheckpoint
+from sameseed.models.weights import WeightReader
+from sameseed.ops import Ops
+from sameseed.study.passes import fill
 
 CACHES = 256 << 20  # bytes that calls walk through before they come back to the first: above any level-2 cache
 MOST = 16  # copies of a weight

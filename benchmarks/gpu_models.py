@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.formats.scheme import QuantScheme, QuantTensor
-from foretoken.models.config import ModelConfig, read_json
-from foretoken.models.eagle import EagleHead
-from foretoken.models.eagle_loader import load_head, open_head, read_head, target_ids
-from foretoken.models.layers import LayerWeights, ModelWeights
-from foretoken.models.llama import Llama
-from foretoken.models.loader import open_checkpoint, read_config, resolve_model
-from foretoken.models.save import source_config
-from foretoken.models.synthetic import RandomCheckpoint
-from foretoken.models.weights import Source, WeightReader
-from foretoken.ops import Ops
-from foretoken.study import memory
-from foretoken.study.shapes import get_shape
-from foretoken.study.twin.head import NAMES, HeadTwinSource, make_head_layout
-from foretoken.study.twin.layout import make_layout
-from foretoken.study.twin.source import TwinSource
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.models.config import ModelConfig, read_json
+from sameseed.models.eagle import EagleHead
+from sameseed.models.eagle_loader import load_head, open_head, read_head, target_ids
+from sameseed.models.layers import LayerWeights, ModelWeights
+from sameseed.models.llama import Llama
+from sameseed.models.loader import open_checkpoint, read_config, resolve_model
+from sameseed.models.save import source_config
+from sameseed.models.synthetic import RandomCheckpoint
+from sameseed.models.weights import Source, WeightReader
+from sameseed.ops import Ops
+from sameseed.study import memory
+from sameseed.study.shapes import get_shape
+from sameseed.study.twin.head import NAMES, HeadTwinSource, make_head_layout
+from sameseed.study.twin.layout import make_layout
+from sameseed.study.twin.source import TwinSource
 
 LONGEST = 512  # tokens of a text of twins: their rope tables
 TARGET, DRAFT, HEAD = "embedded-target", "embedded-draft", "embedded-head"

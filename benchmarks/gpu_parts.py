@@ -15,15 +15,15 @@ from gpu_clock import STAND_IN, busy, device_time, is_fault
 from gpu_models import forget, peak_bytes, random_model, shape_of
 from gpu_plan import Sizes, passes
 
-from foretoken import ops as backends
-from foretoken.batch import Batch
-from foretoken.engine.calibrate import measure_curve
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.config import ModelConfig
-from foretoken.ops import Ops
-from foretoken.study import limits as machine
-from foretoken.study.limits import Limits
-from foretoken.study.passes import Pass, Subject
+from sameseed import ops as backends
+from sameseed.batch import Batch
+from sameseed.engine.calibrate import measure_curve
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import ModelConfig
+from sameseed.ops import Ops
+from sameseed.study import limits as machine
+from sameseed.study.limits import Limits
+from sameseed.study.passes import Pass, Subject
 
 Tell = Callable[[Mapping[str, Any]], None]  # writes one record
 REPEATS, FEWEST = 7, 3
@@ -216,18 +216,20 @@ def tell_device(
 ) -> None:
     """Passes as CUDA graphs: what the kernels take without a host that launches them, and so what graphs would give."""
     contexts = [job.context for job in jobs if job.kind == "chain"]
-    base = None
+    base: dict[int, float] = {}
     for job in jobs:
         if job.kind == "chain" and job.context not in (min(contexts), max(contexts)):
             continue
         with forward_of(subject, job) as forward:
             seconds, how = device_time(forward, device)
         ms = 1e3 * seconds
-        base = ms if job.kind == "chain" and job.rows == 1 else base
+        if job.kind == "chain" and job.rows == 1:
+            base[job.context] = ms
+        of_one = base.get(job.context) if job.kind == "chain" else None  # its pass may have failed
         tell(
             {
                 "part": "device", **shared, "kind": job.kind, "context": job.context, "rows": job.rows,
-                "median_ms": ms, "timed_by": how, "c": ms / base if job.kind == "chain" and base else None,
+                "median_ms": ms, "timed_by": how, "c": None if of_one is None else ms / of_one,
                 **shares(subject, job, limits, ms),
             }
         )  # fmt: skip

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from foretoken.errors import ConfigError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.config import ModelConfig
-from foretoken.models.synthetic import RandomCheckpoint
-from foretoken.models.weights import weight_bytes
-from foretoken.study.passes import Pass, cache_bytes
+from sameseed.errors import ConfigError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import ModelConfig
+from sameseed.models.synthetic import RandomCheckpoint
+from sameseed.models.weights import weight_bytes
+from sameseed.study.passes import Pass, cache_bytes
 
 GIB = 2**30
 WARM_BYTES = 8 * GIB  # of a process that compiles: one layer, embedding and head, a context of CUDA

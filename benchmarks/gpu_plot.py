@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from foretoken.study.plot import COLOURS, MARKERS
+from sameseed.study.plot import COLOURS, MARKERS
 
 Points = dict[str, list[tuple[int, float]]]
 

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from foretoken.formats.scheme import QuantScheme, QuantTensor
-from foretoken.ops import triton as backend
-from foretoken.ops.triton import dispatch
-from foretoken.ops.triton.guard import Launch
-from foretoken.study import record
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.ops import triton as backend
+from sameseed.ops.triton import dispatch
+from sameseed.ops.triton.guard import Launch
+from sameseed.study import record
 
-SCHEMA = "foretoken.gpu_static/1"
+SCHEMA = "sameseed.gpu_static/1"
 FORMATS = "bf16,w8a16,w8a8,w8a8n,fp8,fp8-a8,w4a16,w4a16-asym,w4a16-g32,w4a8,w4a8-qoq,nf4,mxfp4"
 SHAPES = {  # outputs and inputs of the products of a Llama
     "8B o": (4096, 4096),

@@ -26,15 +26,15 @@ from typing import Any
 import torch
 import triton
 
-from foretoken.batch import Batch
-from foretoken.formats import scheme
-from foretoken.formats.scheme import KVLayer
-from foretoken.ops.triton.guard import Launch
-from foretoken.study import record
-from foretoken.study.shapes import get_shape
+from sameseed.batch import Batch
+from sameseed.formats import scheme
+from sameseed.formats.scheme import KVLayer
+from sameseed.ops.triton.guard import Launch
+from sameseed.study import record
+from sameseed.study.shapes import get_shape
 
-attention = importlib.import_module("foretoken.ops.triton.attention")  # it shares its name with the op
-SCHEMA = "foretoken.gpu_static/1"
+attention = importlib.import_module("sameseed.ops.triton.attention")  # it shares its name with the op
+SCHEMA = "sameseed.gpu_static/1"
 OUT = Path(__file__).parent / "results" / "gpu_static_attention.jsonl"
 FORMATS = ("bf16", "fp16", "fp32", "int8", "fp8_e4m3")
 TAKEN = ("span", "stretch", "all")

@@ -12,16 +12,16 @@ from gpu_models import DRAFT, HEAD, TARGET, forget, head_twin, peak_bytes, twin
 from gpu_parts import Tell, attempted
 from gpu_plan import Sizes
 
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.engine.build import assemble
-from foretoken.engine.engine import Engine
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.llama import Llama
-from foretoken.models.loader import load_tokenizer, resolve_model
-from foretoken.ops import Ops
-from foretoken.request import SamplingParams
-from foretoken.study.measure import Job, Run, run_batch
-from foretoken.study.workload import DEFAULT_PROMPTS, read_prompts
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.engine.build import assemble
+from sameseed.engine.engine import Engine
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_tokenizer, resolve_model
+from sameseed.ops import Ops
+from sameseed.request import SamplingParams
+from sameseed.study.measure import Job, Run, run_batch
+from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
 BLOCK = 16
 PROMPT = 128  # tokens of a prompt, at most

@@ -26,7 +26,7 @@ import gpu_twins
 from gpu_crew import with_parent
 from gpu_plan import Sizes
 
-from foretoken import ops
+from sameseed import ops
 
 
 class TimeUp(BaseException):  # no handler of faults on the way may swallow it
@@ -53,7 +53,7 @@ def do(job: dict[str, Any], tell: gpu_parts.Tell) -> None:
         function(sizes, backend, device, tell, **own)
     finally:
         if backend.name == "triton":  # what did not compile was computed by the reference: its times say nothing
-            guard = importlib.import_module("foretoken.ops.triton.guard")
+            guard = importlib.import_module("sameseed.ops.triton.guard")
             tell({"part": "broken", "kind": job["kind"], "ops": sorted(guard.broken)})
 
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.request import SamplingParams, Sequence
-from foretoken.server.text import vocabulary
-from foretoken.spec import matching
-from foretoken.spec.matching import Language, Matching
-from foretoken.spec.sampling import choose
-from foretoken.study import record
-from foretoken.tokenizer import Tokenizer
+from sameseed.request import SamplingParams, Sequence
+from sameseed.server.text import vocabulary
+from sameseed.spec import matching
+from sameseed.spec.matching import Language, Matching
+from sameseed.spec.sampling import choose
+from sameseed.study import record
+from sameseed.tokenizer import Tokenizer
 
 OUT = Path(__file__).parent / "results" / "grammar.jsonl"
 NAMES = ["Ada Lovelace", "Jürgen Groß", "李小龍", "O'Neil, Shaun", "María José Álvarez"]
@@ -156,7 +156,7 @@ def main() -> None:
         loaded = time.thread_time()
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         line = {
-            "schema": "foretoken.grammar/2",
+            "schema": "sameseed.grammar/2",
             "time": record.now(),
             "commit": record.commit(),
             "machine": record.machine(),

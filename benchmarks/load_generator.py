@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from foretoken.study import record
-from foretoken.study.load import drive, figures, outcome, wire
-from foretoken.study.load.wire import Endpoint
+from sameseed.study import record
+from sameseed.study.load import drive, figures, outcome, wire
+from sameseed.study.load.wire import Endpoint
 
 OUT = Path(__file__).parent / "results" / "load_generator.jsonl"
 CONCURRENCY, REPEAT, CHUNKS = (1, 8, 32), 5, 100
@@ -97,7 +97,7 @@ def main() -> None:
             for concurrency in CONCURRENCY:
                 runs = [asyncio.run(measure(url, concurrency, interval)) for _ in range(REPEAT)]
                 line = {
-                    "schema": "foretoken.load_generator/1",
+                    "schema": "sameseed.load_generator/1",
                     "time": record.now(),
                     "commit": record.commit(),
                     "machine": record.machine(),

@@ -16,11 +16,11 @@ from statistics import median
 
 import torch
 
-from foretoken import ops
-from foretoken.batch import Rows, build_batch
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.loader import load_model, resolve_model
-from foretoken.study import record
+from sameseed import ops
+from sameseed.batch import Rows, build_batch
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.loader import load_model, resolve_model
+from sameseed.study import record
 
 SECONDS, REPEAT = 1.5, 5
 OUT = Path(__file__).parent / "results" / "loaded.jsonl"
@@ -57,7 +57,7 @@ def main() -> None:
                     other.kill()
                     other.wait()
         line = {
-            "schema": "foretoken.loaded/1",
+            "schema": "sameseed.loaded/1",
             "time": record.now(),
             "commit": record.commit(),
             "machine": here,

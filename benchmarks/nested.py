@@ -14,16 +14,16 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from foretoken import ops
-from foretoken.drafters.self_quant import SelfQuantDrafter
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.nested import nested_view
-from foretoken.models.synthetic import random_model
-from foretoken.study import record
-from foretoken.study.passes import Pass, Subject
-from foretoken.study.shapes import get_shape, shape_as_dict
+from sameseed import ops
+from sameseed.drafters.self_quant import SelfQuantDrafter
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.nested import nested_view
+from sameseed.models.synthetic import random_model
+from sameseed.study import record
+from sameseed.study.passes import Pass, Subject
+from sameseed.study.shapes import get_shape, shape_as_dict
 
-SCHEMA = "foretoken.nested/1"
+SCHEMA = "sameseed.nested/1"
 SHORT = 256  # tokens of context of the passes that compare formats
 
 

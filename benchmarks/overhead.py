@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from foretoken import LLM, SamplingParams
-from foretoken.study import record
+from sameseed import LLM, SamplingParams
+from sameseed.study import record
 
 OUT = Path(__file__).parent / "results" / "overhead.jsonl"
 PROMPT = "def add(a, b):"
@@ -33,7 +33,7 @@ class Served:
     """A server, asked by the plainest client there is."""
 
     def __init__(self, flags: list[str]) -> None:
-        command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", *flags]
+        command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", *flags]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         for line in self._process.stderr:
@@ -42,7 +42,7 @@ class Served:
                 self._address = entry["url"].removeprefix("http://")
                 break
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        worker = b"foretoken.server.worker"
+        worker = b"sameseed.server.worker"
         self.engine_pid = next(int(c) for c in children if worker in Path(f"/proc/{c}/cmdline").read_bytes())
 
     @property
@@ -119,7 +119,7 @@ def main() -> None:
     finally:
         server.close()
     line = {
-        "schema": "foretoken.overhead/1",
+        "schema": "sameseed.overhead/1",
         "time": record.now(),
         "commit": record.commit(),
         "machine": record.machine(),

@@ -6,7 +6,7 @@
 Workloads: code, chat, translation-like (the text to be written is in the prompt, in other words) and repetitive. Their
 prompts are the embedded ones; `--data` names a folder with humaneval, mt_bench and spec_bench (.jsonl.gz), which then
 serve for the first three. A cache of suffixes looks at no past request here: the same prompts come again and again.
-One record a setting, as `foretoken bench` writes them, with `workload` beside; `make docs` makes the table.
+One record a setting, as `sameseed bench` writes them, with `workload` beside; `make docs` makes the table.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from foretoken.config import SpecConfig, parse_draft
-from foretoken.request import SamplingParams
-from foretoken.study import record
-from foretoken.study.measure import Bench
-from foretoken.study.workload import ASSETS, DEFAULT_PROMPTS, Arm, Prompt, Workload, arms, read_prompts
+from sameseed.config import SpecConfig, parse_draft
+from sameseed.request import SamplingParams
+from sameseed.study import record
+from sameseed.study.measure import Bench
+from sameseed.study.workload import ASSETS, DEFAULT_PROMPTS, Arm, Prompt, Workload, arms, read_prompts
 
 RESULTS = Path(__file__).parent / "results" / "policies.jsonl"
 CHAT = ("instructions", "orders", "exam", "math", "code-tasks")

@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli.options import draft_choice
-from foretoken.kvcache.blocks import BlockManager
-from foretoken.request import Completion, Request, Sequence
-from foretoken.study import record
+from sameseed import LLM, SamplingParams
+from sameseed.cli.options import draft_choice
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.request import Completion, Request, Sequence
+from sameseed.study import record
 
 OUT = Path(__file__).parent / "results" / "prefix.jsonl"
 TALK = (
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     o = parser.parse_args()
     here, run_id = record.machine(), record.now()
-    head = {"schema": "foretoken.prefix/1", "run": run_id, "commit": record.commit(), "machine": here}
+    head = {"schema": "sameseed.prefix/1", "run": run_id, "commit": record.commit(), "machine": here}
     for name in o.drafts:
         settings = {"num_draft_tokens": 6} if name != "none" else {}
         llm = LLM(o.model, draft_choice(name, o.model), format=o.format, threads=o.threads, max_num_seqs=4, **settings)

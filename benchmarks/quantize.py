@@ -20,16 +20,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foretoken.errors import ConfigError
-from foretoken.models.loader import resolve_model
-from foretoken.quantize._losses import token_losses
-from foretoken.quantize.calibrate import read_calibration
-from foretoken.quantize.run import Plan, quantize
-from foretoken.study import record
-from foretoken.tokenizer import Tokenizer
+from sameseed.errors import ConfigError
+from sameseed.models.loader import resolve_model
+from sameseed.quantize._losses import token_losses
+from sameseed.quantize.calibrate import read_calibration
+from sameseed.quantize.run import Plan, quantize
+from sameseed.study import record
+from sameseed.tokenizer import Tokenizer
 
 OUT = Path(__file__).parent / "results" / "quantize.jsonl"
-SCHEMA = "foretoken.quantize/1"
+SCHEMA = "sameseed.quantize/1"
 ROUNDED = "w8a8 w8a16 fp8 fp8-a8 fp8-b128 w4a16-g128 w4a16-g32 w4a8-g128 w4a8-qoq nf4 nf4-dq mxfp4"
 LOW = "w4a16-g128 w4a8-g128 w4a8-qoq nf4 mxfp4"
 GRID = {

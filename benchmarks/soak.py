@@ -19,7 +19,7 @@ import lawkit  # noqa: E402 - the tests' folder is not a package
 import test_serve_load  # noqa: E402
 from fixtures_server import Server  # noqa: E402
 
-from foretoken.study import record  # noqa: E402
+from sameseed.study import record  # noqa: E402
 
 OUT = Path(__file__).parent / "results" / "soak.jsonl"
 
@@ -35,7 +35,7 @@ def main() -> None:
         server.wait_log("ready")
         found = test_serve_load.load(server, target)
         assert server.stop() == 0
-    line = {"schema": "foretoken.soak/1", "time": record.now(), "commit": record.commit()}
+    line = {"schema": "sameseed.soak/1", "time": record.now(), "commit": record.commit()}
     line |= {"machine": record.machine(), **found, "exit_code": 0}
     print(json.dumps({k: v for k, v in line.items() if k != "machine"}))
     with out.open("a") as file:

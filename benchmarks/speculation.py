@@ -24,15 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 
 from client import Client
 
-from foretoken import SamplingParams
-from foretoken.config import SpecConfig, draft_text, parse_draft
-from foretoken.engine.levels import with_heads
-from foretoken.engine.settings import make_config
-from foretoken.study import record
-from foretoken.study.measure import Bench, Run, run_batch
-from foretoken.study.workload import DEFAULT_PROMPTS, Arm, read_prompts
+from sameseed import SamplingParams
+from sameseed.config import SpecConfig, draft_text, parse_draft
+from sameseed.engine.levels import with_heads
+from sameseed.engine.settings import make_config
+from sameseed.study import record
+from sameseed.study.measure import Bench, Run, run_batch
+from sameseed.study.workload import DEFAULT_PROMPTS, Arm, read_prompts
 
-SCHEMA = "foretoken.speculation/1"
+SCHEMA = "sameseed.speculation/1"
 TIMEOUT = 1800.0  # seconds that a peer may take for anything
 
 

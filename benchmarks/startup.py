@@ -1,4 +1,4 @@
-"""How long `foretoken --help` takes: a record line of wall and CPU time, medians of fresh processes.
+"""How long `sameseed --help` takes: a record line of wall and CPU time, medians of fresh processes.
 
     .venv/bin/python benchmarks/startup.py [RECORDS.jsonl]
 
@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from foretoken.cli import COMMANDS
-from foretoken.study import record
+from sameseed.cli import COMMANDS
+from sameseed.study import record
 
 REPEAT = 9
 OUT = Path(__file__).parent / "results" / "startup.jsonl"
@@ -37,13 +37,13 @@ def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
     here = record.machine()
     for argv in (["--help"], *([name, "--help"] for name in COMMANDS)):
-        runs = [run([sys.executable, "-m", "foretoken", *argv]) for _ in range(REPEAT)]
+        runs = [run([sys.executable, "-m", "sameseed", *argv]) for _ in range(REPEAT)]
         line = {
-            "schema": "foretoken.startup/1",
+            "schema": "sameseed.startup/1",
             "time": record.now(),
             "commit": record.commit(),
             "machine": here,
-            "command": " ".join(["foretoken", *argv]),
+            "command": " ".join(["sameseed", *argv]),
             "repetitions": [{"wall_s": wall, "cpu_s": cpu} for wall, cpu in runs],
             "wall_s": median(wall for wall, _ in runs),
             "cpu_s": median(cpu for _, cpu in runs),

@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foretoken import LLM, SamplingParams
-from foretoken.batch import Rows, build_batch
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.llama import Llama
-from foretoken.study import record
-from foretoken.study.shapes import shape_as_dict
-from foretoken.study.twin import find_shape, make_twin
-from foretoken.study.workload import DEFAULT_PROMPTS, read_prompts
+from sameseed import LLM, SamplingParams
+from sameseed.batch import Rows, build_batch
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.llama import Llama
+from sameseed.study import record
+from sameseed.study.shapes import shape_as_dict
+from sameseed.study.twin import find_shape, make_twin
+from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
-SCHEMA = "foretoken.twins/1"
+SCHEMA = "sameseed.twins/1"
 PAIR = ("embedded-target", "embedded-draft")
 LENGTH, LONGEST = 512, 256  # tokens of a text, and of its prompt at most
 BLOCK = 16

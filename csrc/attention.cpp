@@ -12,7 +12,7 @@
 #include "pool.h"
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 constexpr int64_t rows_of_a_tile = 32;  // more would waste products with keys that only the last rows see
@@ -145,4 +145,4 @@ void attention(const AttentionArgs& given, KvFormat format, int64_t num_blocks, 
     });
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

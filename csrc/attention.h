@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-namespace foretoken {
+namespace sameseed {
 
 // A layer of the cache: k and v [num_slots, Hk] rows of kv_row_bytes; scales [num_slots, Hk], or null in dense formats.
 struct Cache {
@@ -23,4 +23,4 @@ struct Sequences {
 };
 void attention(const AttentionArgs& args, KvFormat format, int64_t num_blocks, const Sequences& sequences);
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -2,7 +2,7 @@
 //
 // The scale of a row and head is a / 127 (int8), a / 448 (e4m3) or a / 57344 (e5m2) with a = max |x|, codes are x * (127 / a)
 // and so on, to nearest even. A row with a NaN or infinity has scale NaN and codes 0, so that the poison stays visible and
-// in its own row; where a < 2^-100, scale and codes are 0. foretoken/formats says the same in PyTorch.
+// in its own row; where a < 2^-100, scale and codes are 0. sameseed/formats says the same in PyTorch.
 
 template <class T>
 void encode_dense(const float* x, int64_t heads, int64_t dim, void* codes, float*) {

@@ -1,4 +1,4 @@
-// Dense weights rounded to nearest and packed in one pass: codes as foretoken/formats/int4.py, int8.py and int8n.py say.
+// Dense weights rounded to nearest and packed in one pass: codes as sameseed/formats/int4.py, int8.py and int8n.py say.
 
 #include <algorithm>
 #include <cmath>
@@ -8,7 +8,7 @@
 #include "pack.h"
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 constexpr float smallest = 0x1p-100f;  // groups below have scale 0
@@ -139,4 +139,4 @@ void encode_packed(const EncodeArgs& a) {
     });
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

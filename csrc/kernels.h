@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-namespace foretoken {
+namespace sameseed {
 
 // The dense formats come first: they index the tables of kernels below.
 enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, int4 = 4, nf4 = 5, fp8_e4m3 = 6, fp8_e5m2 = 7, mxfp4 = 8, int8n = 9 };
@@ -39,7 +39,7 @@ constexpr int kv_formats = 8;
 
 constexpr int64_t kv_outliers(int64_t dim) { return dim < 64 ? 1 : dim / 32; }  // of a row of int4_sparse
 
-// Bytes of one head's row; foretoken/formats/_kv4.py says what those of the 4-bit formats are.
+// Bytes of one head's row; sameseed/formats/_kv4.py says what those of the 4-bit formats are.
 constexpr int64_t kv_row_bytes(KvFormat format, int64_t dim) {
     switch (format) {
         case KvFormat::fp32:
@@ -214,4 +214,4 @@ const Kernels* kernels_avx512();
 const Kernels* kernels_avx512vnni();
 #endif
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -10,7 +10,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-namespace foretoken {
+namespace sameseed {
 namespace {  // this unit's own copy of every body: other units compile them with other instructions
 
 #include "unroll.h"
@@ -36,4 +36,4 @@ const Kernels* kernels_avx2() {
     return &table;
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -10,7 +10,7 @@
 
 #define HAS_VNNI
 
-namespace foretoken {
+namespace sameseed {
 namespace {  // this unit's own copy of every body: other units compile them with other instructions
 
 #include "unroll.h"
@@ -32,4 +32,4 @@ const Kernels* kernels_avx512vnni() {
     return &table;
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

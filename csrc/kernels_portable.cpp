@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {  // this unit's own copy of every body: other units compile them with other instructions
 
 #include "unroll.h"
@@ -30,4 +30,4 @@ const Kernels* kernels_portable() {
     return &table;
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -1,6 +1,6 @@
 // Rows of the cache in 4 bits: to bytes, and back to floats before attention takes them. Included after codes_body.h.
 //
-// foretoken/formats/_kv4.py says what the bytes are and in which order the arithmetic runs; this is the same, bit for bit.
+// sameseed/formats/_kv4.py says what the bytes are and in which order the arithmetic runs; this is the same, bit for bit.
 // Loops over plain arrays: each element is computed alone, so the compiler may use any vectors.
 
 // x [dim] times the normalized Hadamard matrix, in blocks of the largest power of two that divides dim.

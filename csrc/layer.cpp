@@ -3,7 +3,7 @@
 #include "ops.h"
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 
 void rope_store(const RopeStore& a, const Cache& cache, float* q_out, int64_t rows) {
     check("position", a.positions, rows, a.table_rows);
@@ -28,4 +28,4 @@ void rope_store(const RopeStore& a, const Cache& cache, float* q_out, int64_t ro
     store_kv(k_rotated, kv_width, a.qkv + q_width + kv_width, a.stride, cache, a.slots, rows);
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

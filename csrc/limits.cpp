@@ -14,7 +14,7 @@
 
 #include "pool.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 constexpr int64_t huge_page = 2 << 20;
@@ -120,4 +120,4 @@ Peak peak_rates(const std::string& kind, double seconds, int repeats) {
     return peak;
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

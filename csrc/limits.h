@@ -1,7 +1,7 @@
 // What this machine could do at most: reading memory, and the arithmetic that the kernels are made of.
 //
 // A share of a limit says how good a kernel is, where milliseconds only say how fast the machine was. The peaks follow the
-// CPU, not FORETOKEN_ISA: a forced instruction set is not the machine's limit.
+// CPU, not SAMESEED_ISA: a forced instruction set is not the machine's limit.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace foretoken {
+namespace sameseed {
 
 // A loop over registers alone. `ops` of one round: a multiplication and an addition count as two.
 struct Arithmetic {
@@ -46,4 +46,4 @@ struct Peak {
 // `kind`: int8, fp32 or bf16. A repetition takes about `seconds`. Raises std::invalid_argument for another kind.
 Peak peak_rates(const std::string& kind, double seconds, int repeats);
 
-}  // namespace foretoken
+}  // namespace sameseed

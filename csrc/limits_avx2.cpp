@@ -4,7 +4,7 @@
 
 #include "limits.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 #include "unroll.h"
@@ -68,4 +68,4 @@ LimitLoops limit_loops_avx2() {
     return {{"vpmaddubsw, 256 bits", chains * 64.0, run_int8}, {"vfmadd, 256 bits", chains * 16.0, run_fp32}, read};
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

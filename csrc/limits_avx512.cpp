@@ -8,7 +8,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 #include "unroll.h"
@@ -61,4 +61,4 @@ LimitLoops limit_loops_avx512() {
     return {{"vpmaddubsw, 512 bits", chains * 128.0, run_int8}, {"vfmadd, 512 bits", chains * 32.0, run_fp32}, read};
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

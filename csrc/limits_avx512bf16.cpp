@@ -8,7 +8,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 #include "unroll.h"
@@ -34,4 +34,4 @@ float run(int64_t rounds) {
 
 Arithmetic limit_bf16_avx512bf16() { return {"vdpbf16ps, 512 bits", chains * 64.0, run}; }
 
-}  // namespace foretoken
+}  // namespace sameseed

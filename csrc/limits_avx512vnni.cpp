@@ -8,7 +8,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 #include "unroll.h"
@@ -33,4 +33,4 @@ float run(int64_t rounds) {
 
 Arithmetic limit_int8_avx512vnni() { return {"vpdpbusd, 512 bits", chains * 128.0, run}; }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -5,7 +5,7 @@
 
 #include "limits.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 constexpr int width = 32;
@@ -67,4 +67,4 @@ LimitLoops limit_loops_portable() {
     return {{"int8 in C++", 2.0 * width, run_int8}, {"fp32 in C++", 2.0 * width, run_fp32}, read};
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -9,7 +9,7 @@
 #include "pack.h"
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 
 RowView prepare_rows(const RowSource& s, int64_t depth, int64_t begin, int64_t end, float* buffer) {
     if (s.kind == RowSource::plain && s.index == nullptr) return {s.x + begin * s.stride, s.stride};
@@ -84,4 +84,4 @@ void embedding(const int32_t* token_ids, const Weight& w, float* out, int64_t ro
     });
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -8,7 +8,7 @@
 
 #include "kernels.h"
 
-namespace foretoken {
+namespace sameseed {
 
 // A weight [O, K] in any format. Dense formats have rows of `stride` elements in `codes`; the others are packed as pack.h says.
 struct Weight {
@@ -63,4 +63,4 @@ void linear_dense(const Product& product);
 void linear_float(const Product& product);    // packed, rows as float32
 void linear_integer(const Product& product);  // packed int4 or int8, rows quantized
 
-}  // namespace foretoken
+}  // namespace sameseed

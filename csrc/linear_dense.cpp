@@ -4,7 +4,7 @@
 #include "ops.h"
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 
 void linear_dense(const Product& p) {
     const Kernels& table = kernels();
@@ -37,4 +37,4 @@ void linear_dense(const Product& p) {
     });
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -5,7 +5,7 @@
 #include "pack.h"
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 constexpr int64_t depth_multiple = 8;
@@ -95,4 +95,4 @@ void linear_float(const Product& p) {
     });
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -4,7 +4,7 @@
 #include "ops.h"
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 // Ends of the tasks that `blocks` blocks make: long runs first, because a stream of weights costs a start; then ever
@@ -58,4 +58,4 @@ void linear_integer(const Product& p) {
     });
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

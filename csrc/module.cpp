@@ -1,6 +1,6 @@
-// Python bindings of the native kernels: the module foretoken._native.
+// Python bindings of the native kernels: the module sameseed._native.
 //
-// Tensors come as addresses, sizes and strides (in elements), already checked by foretoken/ops/cpu.py: so the module needs
+// Tensors come as addresses, sizes and strides (in elements), already checked by sameseed/ops/cpu.py: so the module needs
 // no PyTorch headers and a call costs little. The GIL is released while a kernel runs.
 
 #include <nanobind/nanobind.h>
@@ -23,7 +23,7 @@
 
 namespace nb = nanobind;
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 template <class T>
@@ -163,10 +163,10 @@ std::string build_info() {
 }
 
 }  // namespace
-}  // namespace foretoken
+}  // namespace sameseed
 
 NB_MODULE(_native, m) {
-    using namespace foretoken;
+    using namespace sameseed;
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Weight>(m, "Weight").def("__init__", &py_weight);
     m.def("linear", &py_linear, unlocked);

@@ -14,7 +14,7 @@
 
 namespace nb = nanobind;
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 template <class T>
@@ -121,4 +121,4 @@ void bind_plan(nb::module_& m) {
         .def("__len__", &Plan::size);
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -4,8 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
-namespace foretoken {
+namespace sameseed {
 
 void bind_plan(nanobind::module_& m);
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -4,7 +4,7 @@
 
 namespace nb = nanobind;
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 int64_t py_choose(uintptr_t logits, bool wide, int64_t vocab, bool greedy, double temperature, double floor, int64_t top_k,
@@ -24,4 +24,4 @@ void bind_sampling(nb::module_& m) {
     m.def("probability", &py_probability, unlocked, "Probability of a token at a temperature.");
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

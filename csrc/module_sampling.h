@@ -4,8 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
-namespace foretoken {
+namespace sameseed {
 
 void bind_sampling(nanobind::module_& m);
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -10,7 +10,7 @@
 
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 std::atomic<const Kernels*> chosen{nullptr};
@@ -47,7 +47,7 @@ const Kernels* find(const std::string& name) {
 const Kernels& kernels() {
     const Kernels* table = chosen.load(std::memory_order_relaxed);
     if (table == nullptr) {
-        const char* forced = std::getenv("FORETOKEN_ISA");
+        const char* forced = std::getenv("SAMESEED_ISA");
         table = find(forced != nullptr && *forced != '\0' ? forced : "auto");
         chosen.store(table, std::memory_order_relaxed);
     }
@@ -80,4 +80,4 @@ void silu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, in
     });
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

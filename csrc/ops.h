@@ -5,9 +5,9 @@
 #include "attention.h"
 #include "kernels.h"
 
-namespace foretoken {
+namespace sameseed {
 
-// The table in use: the best instruction set of this CPU, or what FORETOKEN_ISA or set_isa say.
+// The table in use: the best instruction set of this CPU, or what SAMESEED_ISA or set_isa say.
 // Raises std::invalid_argument for a name that is unknown or that this CPU lacks.
 const Kernels& kernels();
 void set_isa(const char* name);
@@ -30,4 +30,4 @@ struct RopeStore {
 };
 void rope_store(const RopeStore& args, const Cache& cache, float* q_out, int64_t rows);
 
-}  // namespace foretoken
+}  // namespace sameseed

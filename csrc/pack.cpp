@@ -7,7 +7,7 @@
 #include "ops.h"
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 constexpr int64_t chunk = 64;  // columns at once: a cache line of each of 32 rows
@@ -90,4 +90,4 @@ void decode_packed_row(const Weight& w, int64_t o, float* out) {
     }
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -12,7 +12,7 @@
 
 #include "linear.h"
 
-namespace foretoken {
+namespace sameseed {
 
 // Codes [O, K] (rows of `stride` bytes: int4 and nf4 as uint8 0..15, int8) to blocks and back.
 // `zeros` [O, K/G] (or null) and `middle` say which code means zero.
@@ -30,7 +30,7 @@ void unpack_codes(const PackArgs& args, uint8_t* plain);
 void pack_block(const PackArgs& args, int64_t block);
 
 // Weights [O, K] (fp32, bf16 or fp16, rows of `stride` elements) as codes, packed: bit for bit what encoding in
-// foretoken/formats and packing give. Scales are float32 (`wide_scales`) or bfloat16.
+// sameseed/formats and packing give. Scales are float32 (`wide_scales`) or bfloat16.
 struct EncodeArgs {
     const void* weight;
     Format source;
@@ -56,4 +56,4 @@ void decode_float_row(const Weight& weight, int64_t o, float* out);
 // Values of the 16 codes of nf4 and mxfp4; for any other format int4's, from its middle.
 const float* nibble_values(Format format);
 
-}  // namespace foretoken
+}  // namespace sameseed

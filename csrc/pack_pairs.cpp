@@ -7,7 +7,7 @@
 #include "pack.h"
 #include "tasks.h"
 
-namespace foretoken {
+namespace sameseed {
 
 namespace {
 
@@ -116,4 +116,4 @@ void decode_float_row(const Weight& w, int64_t o, float* out) {
     }
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

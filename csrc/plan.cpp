@@ -5,7 +5,7 @@
 #include <chrono>
 #include <map>
 
-namespace foretoken {
+namespace sameseed {
 
 void Plan::run(const Pass& pass) {
     if (pass.rows == 0) return;
@@ -31,4 +31,4 @@ std::vector<std::pair<std::string, double>> Plan::seconds() const {
     return {sums.begin(), sums.end()};
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -13,9 +13,9 @@
 #include "linear.h"
 #include "ops.h"
 
-namespace foretoken {
+namespace sameseed {
 
-// The rows of a pass, as foretoken/batch.py lays them out, and where its two results go.
+// The rows of a pass, as sameseed/batch.py lays them out, and where its two results go.
 struct Pass {
     int64_t rows, num_seqs, num_logit_rows, table_stride;
     const int32_t *token_ids, *positions, *key_positions, *slots, *row_offsets, *kv_lens, *block_tables;
@@ -47,4 +47,4 @@ class Plan {
     bool timed_ = false;
 };
 
-}  // namespace foretoken
+}  // namespace sameseed

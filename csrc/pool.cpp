@@ -21,7 +21,7 @@
 #include <immintrin.h>
 #endif
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 constexpr int spins_before_sleep = 4000;  // some 200 microseconds
@@ -234,4 +234,4 @@ void run_tasks(Task task, const void* context, int64_t count, bool parallel) {
     for (int64_t i = 0; i < count; i++) task(context, i);
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace foretoken {
+namespace sameseed {
 
 // Cores that this process may use: its affinity mask without hyperthread siblings, at most its cgroup's CPU quota.
 int available_cores();
@@ -28,4 +28,4 @@ void run_tasks(int64_t count, bool parallel, const F& f) {
     run_tasks([](const void* context, int64_t i) { (*static_cast<const F*>(context))(i); }, &f, count, parallel);
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

@@ -17,7 +17,7 @@
 
 #include "ops.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {
 
 #include "sampling_body.h"
@@ -29,7 +29,7 @@ const SamplingLoops& loops() {
     const char* isa = "portable";
     try {
         isa = kernels().name;
-    } catch (const std::invalid_argument&) {  // FORETOKEN_ISA names none: the backend says so, and sampling needs none
+    } catch (const std::invalid_argument&) {  // SAMESEED_ISA names none: the backend says so, and sampling needs none
     }
     if (std::strncmp(isa, "avx512", 6) == 0) return *sampling_avx512();  // with VNNI or without
     if (std::strcmp(isa, "avx2") == 0) return *sampling_avx2();
@@ -246,4 +246,4 @@ double probability(const SamplingArgs& args, int64_t token) {
     return args.wide ? probability_in<double>(args, token) : probability_in<float>(args, token);
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

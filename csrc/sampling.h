@@ -1,10 +1,10 @@
-// Coupled sampling over one row of logits: the native form of foretoken/spec/sampling.py, which is the specification.
+// Coupled sampling over one row of logits: the native form of sameseed/spec/sampling.py, which is the specification.
 
 #pragma once
 
 #include <cstdint>
 
-namespace foretoken {
+namespace sameseed {
 
 struct SamplingArgs {
     const void* logits;  // [V], contiguous
@@ -44,4 +44,4 @@ const SamplingLoops* sampling_avx2();
 const SamplingLoops* sampling_avx512();
 #endif
 
-}  // namespace foretoken
+}  // namespace sameseed

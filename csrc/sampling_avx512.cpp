@@ -2,7 +2,7 @@
 
 #include "sampling.h"
 
-namespace foretoken {
+namespace sameseed {
 namespace {  // this unit's own copy: other units compile it with other instructions
 
 #include "sampling_body.h"
@@ -13,4 +13,4 @@ const SamplingLoops* sampling_avx512() {
     return &sampling_loops;
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

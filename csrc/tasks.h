@@ -11,7 +11,7 @@
 #include "kernels.h"
 #include "pool.h"
 
-namespace foretoken {
+namespace sameseed {
 
 constexpr int64_t serial_cost = 24 * 1024;  // multiplications (or as much work) below which waking a thread costs more
 
@@ -41,4 +41,4 @@ inline void check(const char* what, const int32_t* values, int64_t count, int64_
         if (values[i] < 0 || values[i] >= limit) out_of_range(what, values[i], limit);
 }
 
-}  // namespace foretoken
+}  // namespace sameseed

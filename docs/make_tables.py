@@ -32,9 +32,9 @@ from typing import Any
 
 from recorded import ROOT, markdown, table
 
-from foretoken import registry
-from foretoken.cli import options
-from foretoken.request import SamplingParams
+from sameseed import registry
+from sameseed.cli import options
+from sameseed.request import SamplingParams
 
 MARKED = re.compile(r"(<!-- (table|shelf|flags):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -48,7 +48,7 @@ def shelf(name: str) -> str:
     """Name and first sentence of each entry on a shelf; entries are read, not imported."""
     rows = []
     for entry in registry.names(name):
-        folder = ROOT / "foretoken" / name / entry
+        folder = ROOT / "sameseed" / name / entry
         path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         rows.append([f"`{entry}`", text.split("\n\n")[0].replace("\n", " ")])

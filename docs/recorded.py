@@ -35,7 +35,7 @@ def script(name: str) -> ModuleType:
 
 
 def peers() -> str:
-    """foretoken beside other engines, as benchmarks/peers/table.py shows it."""
+    """sameseed beside other engines, as benchmarks/peers/table.py shows it."""
     path = RECORDS / "peers.jsonl"
     if not path.exists():
         return "*No record yet: `make peers`, then `make bench-peers` write one.*"
@@ -61,14 +61,14 @@ def gpu() -> str:
 
 
 def evaluations() -> str:
-    """What number formats cost: the newest comparison of `foretoken eval`."""
-    from foretoken.study import record
-    from foretoken.study.quality import tables
+    """What number formats cost: the newest comparison of `sameseed eval`."""
+    from sameseed.study import record
+    from sameseed.study.quality import tables
 
     path = RECORDS / "eval.jsonl"
     found = [r for r in record.read(path) if r["comparison"] is not None] if path.exists() else []
     if not found:
-        return "*No record yet: `foretoken eval --compare ... --out benchmarks/results/eval.jsonl` writes one.*"
+        return "*No record yet: `sameseed eval --compare ... --out benchmarks/results/eval.jsonl` writes one.*"
     newest = [r for r in found if r["run"] == found[-1]["run"]]
     head, rows = tables.compared(newest)
     machine = newest[0]["machine"]
@@ -137,7 +137,7 @@ def certificates() -> str:
     path = RECORDS / "certificates.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     if not lines:
-        return "*No record yet: `foretoken verify-lossless --out benchmarks/results/certificates.jsonl` writes one.*"
+        return "*No record yet: `sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one.*"
     newest: dict[tuple[object, ...], dict[str, Any]] = {}
     for r in map(json.loads, lines):
         c = r["config"]
@@ -173,7 +173,7 @@ def policies() -> str:
     """Goodput beside the best fixed length of the same draft, as benchmarks/policies.py measured them."""
     from statistics import median
 
-    from foretoken.study import record
+    from sameseed.study import record
 
     path = RECORDS / "policies.jsonl"
     found = record.read(path) if path.exists() else []
@@ -233,11 +233,11 @@ def headline() -> str:
 
 
 def load() -> str:
-    """Speculation on against off through the server, as `foretoken bench serve` found it."""
+    """Speculation on against off through the server, as `sameseed bench serve` found it."""
     found = newest("load", lambda r: tuple(str(r["config"][k]) for k in ("model", "lengths", "concurrency", "label")))
     found = [r for r in found if r["config"]["label"] == "on" and r["config"].get("served")]
     if not found:
-        return "*No record yet: `foretoken bench serve --compare-speculation` writes one.*"
+        return "*No record yet: `sameseed bench serve --compare-speculation` writes one.*"
     head = ["model", "draft", "prompt-answer", "clients", "tokens/s", "over off", "first token over off", "accepted"]
     rows = []
     for r in sorted(found, key=lambda r: (r["config"]["model"], r["config"]["lengths"], r["config"]["concurrency"])):
@@ -284,12 +284,12 @@ def table(name: str) -> str:
     """The newest run of one record file, a table for each workload, and where and when it was measured."""
     if name in OWN:
         return OWN[name]()
-    from foretoken.study import record, report
+    from sameseed.study import record, report
 
     path = RECORDS / f"{name}.jsonl"
     found = record.read(path) if path.exists() else []
     if not found:
-        return f"*No record yet: `foretoken {name} --out benchmarks/results/{name}.jsonl` writes one.*"
+        return f"*No record yet: `sameseed {name} --out benchmarks/results/{name}.jsonl` writes one.*"
     newest = [r for r in found if r["run"] == found[-1]["run"]]
     parts = []
     for title, group in itertools.groupby(newest, key=lambda r: report.title(r["config"])):

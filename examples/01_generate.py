@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken import LLM, SamplingParams
+from sameseed import LLM, SamplingParams
 
 llm = LLM("embedded", draft="embedded-draft", num_draft_tokens=4)
 prompts = ["def add(a, b):\n", "A triangle has three sides. Its area is"]

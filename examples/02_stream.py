@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken import LLM, SamplingParams
+from sameseed import LLM, SamplingParams
 
 llm = LLM("embedded", draft="embedded-draft")
 for delta in llm.stream("The water cycle begins when", SamplingParams(max_tokens=48)):

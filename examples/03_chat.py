@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken import LLM, SamplingParams
+from sameseed import LLM, SamplingParams
 
 llm = LLM("embedded", draft="embedded-draft")
 messages = [{"role": "user", "content": "A pen costs 2 dollars. How much do 6 pens cost?"}]

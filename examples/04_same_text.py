@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken import LLM, SamplingParams
+from sameseed import LLM, SamplingParams
 
 PROMPT = "def mean(values):\n"
 SETTINGS = {"greedy": SamplingParams(max_tokens=48), "sampled": SamplingParams(max_tokens=48, temperature=0.8, seed=7)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken import LLM, SamplingParams
+from sameseed import LLM, SamplingParams
 
 llm = LLM("embedded", draft="embedded-draft")
 params = SamplingParams(max_tokens=40, temperature=0.9, top_p=0.95, seed=11, n=2, stop=("\n\n",), logprobs=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from foretoken import AsyncLLM, SamplingParams
+from sameseed import AsyncLLM, SamplingParams
 
 
 async def write(llm: AsyncLLM, name: str, prompt: str, patience: int) -> None:

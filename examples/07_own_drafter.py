@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from foretoken import LLM, SamplingParams
-from foretoken.request import Sequence
-from foretoken.spec.draft import Draft
-from foretoken.spec.drafter import Drafter
+from sameseed import LLM, SamplingParams
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter
 
 
 class EchoDrafter(Drafter):
@@ -20,7 +20,7 @@ class EchoDrafter(Drafter):
 llm = LLM("embedded", draft="ngram", num_draft_tokens=4)
 expected = llm.generate("1, 2, 1, 2, 1,", SamplingParams(max_tokens=40))[0]
 
-# A file foretoken/drafters/echo.py with DRAFTER = EchoDrafter would make it `--draft echo`.
+# A file sameseed/drafters/echo.py with DRAFTER = EchoDrafter would make it `--draft echo`.
 llm.engine.drafter = EchoDrafter()
 completion = llm.generate("1, 2, 1, 2, 1,", SamplingParams(max_tokens=40))[0]
 assert completion.text == expected.text

@@ -10,8 +10,8 @@ from fixtures_eagle import fit_head
 from hypothesis import HealthCheck, settings
 from lawkit import Pair, load_pair, write_model
 
-from foretoken import ops
-from foretoken.models.loader import load_model, resolve_model
+from sameseed import ops
+from sameseed.models.loader import load_model, resolve_model
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
@@ -62,5 +62,5 @@ def embedded_pair() -> Pair:
     target, draft = resolve_model("embedded"), resolve_model("embedded-draft")
     for folder in (target, draft):
         if not (folder / "model.safetensors").exists():
-            pytest.skip(f"{folder.name}: the embedded weights are not in this checkout; `foretoken train` makes them")
+            pytest.skip(f"{folder.name}: the embedded weights are not in this checkout; `sameseed train` makes them")
     return load_pair(target, draft)

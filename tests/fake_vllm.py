@@ -39,7 +39,7 @@ async def health(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    return JSONResponse({"data": [{"id": "m", "root": "/root/secret/model", "max_model_len": 321}]})
+    return JSONResponse({"data": [{"id": "m", "root": "/srv/secret/model", "max_model_len": 321}]})
 
 
 async def version(request: Request) -> Response:
@@ -55,7 +55,7 @@ async def complete(request: Request) -> Response:
     saw(body=body, authorization=request.headers.get("authorization"))
     prompt = str(body.get("prompt"))
     if prompt == "refuse":
-        return JSONResponse({"error": {"message": "at /root/secret/x.py 0x7fffabcd", "param": "prompt"}}, 422)
+        return JSONResponse({"error": {"message": "at /srv/secret/x.py 0x7fffabcd", "param": "prompt"}}, 422)
     if prompt == "die":
         os._exit(9)
     if not body.get("stream"):
@@ -70,7 +70,7 @@ async def complete(request: Request) -> Response:
                 if prompt == "die later" and i == 1:
                     os._exit(9)
                 if prompt == "fail" and i == 1:
-                    yield event({"error": {"message": "in /root/secret/x.py"}})
+                    yield event({"error": {"message": "in /srv/secret/x.py"}})
                     break
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:
@@ -82,7 +82,7 @@ async def complete(request: Request) -> Response:
 
 def main() -> None:
     arguments = sys.argv[3:]
-    saw(arguments=arguments, key=os.environ.get("FORETOKEN_API_KEY"), group=os.getpgrp() == os.getpid())
+    saw(arguments=arguments, key=os.environ.get("SAMESEED_API_KEY"), group=os.getpgrp() == os.getpid())
     app = Starlette(
         routes=[
             Route("/health", health),

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from foretoken.ops import cpu
+from sameseed.ops import cpu
 
 if cpu.unavailable() is not None:
     pytest.skip(f"the native backend: {cpu.unavailable()}", allow_module_level=True)
 
-from foretoken import _native
+from sameseed import _native
 
 
 @contextmanager

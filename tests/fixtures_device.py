@@ -100,8 +100,8 @@ def _asker() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("foretoken.") and not frame.f_code.co_name.startswith("<"):
-            return f"{name.removeprefix('foretoken.')}.{frame.f_code.co_name}"
+        if name.startswith("sameseed.") and not frame.f_code.co_name.startswith("<"):
+            return f"{name.removeprefix('sameseed.')}.{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
 
@@ -167,7 +167,7 @@ def pretended_device() -> Iterator[str]:
 
 def interpreted_there(monkeypatch: Any) -> None:
     """Let Triton's interpreter compute there: kernels get the numbers, what launches them does not."""
-    from foretoken.ops.triton import guard
+    from sameseed.ops.triton import guard
 
     run = guard.Launch.run
 

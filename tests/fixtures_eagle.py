@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken.batch import Rows, build_batch
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.eagle_config import HeadConfig, expected_tensors, parse_head_config
-from foretoken.models.llama import Llama
+from sameseed.batch import Rows, build_batch
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle_config import HeadConfig, expected_tensors, parse_head_config
+from sameseed.models.llama import Llama
 
 LAYER = {
     "hidden_size": 32,

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from foretoken.models.gguf.source import gguf_name
+from sameseed.models.gguf.source import gguf_name
 
 Kinds = Callable[[str], str]  # GGUF's name of a matrix -> type
 

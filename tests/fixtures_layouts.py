@@ -12,7 +12,7 @@ from fixtures_models import BASE, random_tensors, write_config
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.models.config import parse_config
+from sameseed.models.config import parse_config
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 96}
 RAW: dict[str, Any] = {

@@ -14,18 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken import ops, registry
-from foretoken.batch import Rows, build_batch
-from foretoken.formats import scheme
-from foretoken.formats.scheme import QuantScheme, QuantTensor
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.config import ModelConfig, parse_config
-from foretoken.models.llama import Llama
-from foretoken.models.loader import load_model
-from foretoken.models.runner import ModelRunner
-from foretoken.models.weights import expected_shapes, read_weights
-from foretoken.request import SamplingParams, Sequence
-from foretoken.spec.draft import Draft
+from sameseed import ops, registry
+from sameseed.batch import Rows, build_batch
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import ModelConfig, parse_config
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model
+from sameseed.models.runner import ModelRunner
+from sameseed.models.weights import expected_shapes, read_weights
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.draft import Draft
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 VOCAB = 97  # odd, so that no kernel meets a full tile only
@@ -101,7 +101,7 @@ def _window_everywhere(model: Llama) -> None:
 
 
 def _plain_rope(model: Llama) -> None:
-    from foretoken.models.layers import rope_table
+    from sameseed.models.layers import rope_table
 
     model.rope = rope_table(replace(model.config.rope, kind="default"), model.config.head_dim, model.max_model_len)
 

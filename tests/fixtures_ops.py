@@ -11,9 +11,9 @@ import torch
 from fixtures_kv import kv_oracle
 from torch import Tensor
 
-from foretoken import ops
-from foretoken.batch import Batch, Rows, ancestor_masks, build_batch
-from foretoken.formats.scheme import KVLayer
+from sameseed import ops
+from sameseed.batch import Batch, Rows, ancestor_masks, build_batch
+from sameseed.formats.scheme import KVLayer
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

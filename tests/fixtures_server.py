@@ -1,4 +1,4 @@
-"""A real server for tests: `foretoken serve` as users start it, on a free port, with its log at hand."""
+"""A real server for tests: `sameseed serve` as users start it, on a free port, with its log at hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Server:
         self.log: list[dict[str, Any]] = []
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--threads", "1", *flags],
+            [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--threads", "1", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **(env or {})},
@@ -90,7 +90,7 @@ def children(pid: int) -> list[int]:
 
 def program_of(server: int, program: str) -> int:
     """The process of a server that runs this program of its own."""
-    name = f"foretoken.server.{program}".encode()
+    name = f"sameseed.server.{program}".encode()
     return next(pid for pid in children(server) if name in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
 
 

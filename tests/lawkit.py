@@ -13,24 +13,24 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
 
-from foretoken import ops, registry
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.drafters.cascade import CascadeDrafter
-from foretoken.engine.build import assemble
-from foretoken.engine.engine import Engine
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.config import parse_config
-from foretoken.models.eagle import EagleHead
-from foretoken.models.eagle_loader import load_head
-from foretoken.models.llama import Llama
-from foretoken.models.loader import load_model
-from foretoken.models.weights import expected_shapes
-from foretoken.request import Completion, Request, SamplingParams, Sequence
-from foretoken.spec.draft import Draft
-from foretoken.spec.drafter import Drafter
-from foretoken.spec.length import FixedLength
-from foretoken.spec.sampling import derive_seed
-from foretoken.tokenizer import Tokenizer
+from sameseed import ops, registry
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.drafters.cascade import CascadeDrafter
+from sameseed.engine.build import assemble
+from sameseed.engine.engine import Engine
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import parse_config
+from sameseed.models.eagle import EagleHead
+from sameseed.models.eagle_loader import load_head
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model
+from sameseed.models.weights import expected_shapes
+from sameseed.request import Completion, Request, SamplingParams, Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter
+from sameseed.spec.length import FixedLength
+from sameseed.spec.sampling import derive_seed
+from sameseed.tokenizer import Tokenizer
 
 EOS = 0  # "<|end|>"
 TOKENIZER_SIZE, MODEL_VOCAB = 300, 304  # the models are padded by four ids that no text has
@@ -205,6 +205,14 @@ def run(
     drain()
     assert_nothing_left(engine)
     return [done[f"r{i}", n] for i, p in enumerate(each) for n in range(p.n)]
+
+
+def finished(engine: Engine) -> dict[tuple[str, int], Completion]:
+    """Completions by request and index of all that an engine still has to do."""
+    done: dict[tuple[str, int], Completion] = {}
+    while engine.has_work:
+        done |= {(d.request_id, d.index): d.completion for d in engine.step() if d.completion is not None}
+    return done
 
 
 def texts(completions: Seq[Completion]) -> list[tuple[int, ...]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from foretoken.kvcache.blocks import BlockManager
-from foretoken.request import SamplingParams, Sequence
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.request import SamplingParams, Sequence
 
 Row = tuple[str, tuple[int, ...]]  # what a row depends on: whose text it is of, and all its tokens up to this one
 SALTS = ("", "a", "b")

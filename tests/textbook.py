@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from foretoken.request import SamplingParams
+from sameseed.request import SamplingParams
 
 
 def adjusted(

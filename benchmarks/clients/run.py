@@ -1,4 +1,4 @@
-"""Clients that know nothing of foretoken against its server: each is run for real, and its results are recorded.
+"""Clients that know nothing of sameseed against its server: each is run for real, and its results are recorded.
 
     .venv/bin/python benchmarks/clients/run.py --python VENV/bin/python openai langchain-openai litellm
     .venv/bin/python benchmarks/clients/run.py --python VENV/bin/python lm-eval guidellm
@@ -20,14 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from foretoken import LLM, SamplingParams
-from foretoken.models.loader import resolve_model
-from foretoken.study import record
+from sameseed import LLM, SamplingParams
+from sameseed.models.loader import resolve_model
+from sameseed.study import record
 
 HERE = Path(__file__).parent
 OUT = HERE.parent / "results" / "clients.jsonl"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Tell a story"}]
-PROMPTS = HERE.parents[1] / "foretoken" / "assets" / "prompts_heldout.jsonl"
+PROMPTS = HERE.parents[1] / "sameseed" / "assets" / "prompts_heldout.jsonl"
 NUM_ROWS = 24
 METRICS = ("acc", "word_perplexity", "exact_match")
 TASKS = ("tiny_choice", "tiny_rolling", "tiny_generate")
@@ -35,13 +35,13 @@ TOLERANCE = 1e-4  # nats: the harness adds up 32-bit numbers in another order
 
 
 class Server:
-    """`foretoken serve` with the embedded pair, for as long as the block lasts."""
+    """`sameseed serve` with the embedded pair, for as long as the block lasts."""
 
     def __init__(self, *flags: str) -> None:
         self._flags = flags
 
     def __enter__(self) -> str:
-        command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--max-num-seqs", "8", *self._flags]
+        command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--max-num-seqs", "8", *self._flags]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         for line in self._process.stderr:
@@ -107,7 +107,7 @@ def lm_eval(python: str, url: str) -> dict[str, Any]:
             lines = {t: next(out.rglob(f"samples_{t}_*.jsonl")).read_text().splitlines() for t in tasks}
             return {t: [json.loads(line)["resps"] for line in lines[t]] for t in tasks}
 
-        own = samples("own", "foretoken.study.lm_eval", "foretoken", "pretrained=embedded", TASKS)
+        own = samples("own", "sameseed.study.lm_eval", "sameseed", "pretrained=embedded", TASKS)
         got = {name: samples(name, "lm_eval", *way) for name, way in ways.items()}  # type: ignore[misc]
     errors = {name: largest(own["tiny_choice"], got[name]["tiny_choice"]) for name in ("token ids", "text")}
     same = {name: own["tiny_generate"] == got[name]["tiny_generate"] for name in ("token ids", "text")}
@@ -217,7 +217,7 @@ def main() -> None:
     for client in args.clients:
         with Server(*FLAGS.get(client, ())) as url:
             found = CLIENTS[client](args.python, url)
-        line = {"schema": "foretoken.clients/1", "time": record.now(), "commit": record.commit()}
+        line = {"schema": "sameseed.clients/1", "time": record.now(), "commit": record.commit()}
         line |= {"machine": record.machine(), "client": client, "version": version(args.python, client), **found}
         print(json.dumps({k: v for k, v in line.items() if k not in ("machine", "schema")}))
         with args.out.open("a") as file:

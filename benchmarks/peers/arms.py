@@ -19,20 +19,20 @@ class Arm:
 
     @property
     def ours(self) -> bool:
-        return self.engine == "foretoken"
+        return self.engine == "sameseed"
 
 
-def foretoken(fmt: str, gib: float) -> Arm:
-    """foretoken with weights in one format, made from the bfloat16 checkpoint at load."""
-    return Arm(f"foretoken {fmt}", "foretoken", "hf-bf16", gib, {"format": fmt})
+def sameseed(fmt: str, gib: float) -> Arm:
+    """sameseed with weights in one format, made from the bfloat16 checkpoint at load."""
+    return Arm(f"sameseed {fmt}", "sameseed", "hf-bf16", gib, {"format": fmt})
 
 
-# Groups fit 24 GiB. foretoken is in each, so that every ratio is of one window of time.
+# Groups fit 24 GiB. sameseed is in each, so that every ratio is of one window of time.
 PLANS: dict[str, dict[str, list[Arm]]] = {
     "llama-3.2-1b": {
         "8 bits and fewer": [
-            foretoken("w4a8", 2.5),
-            foretoken("w8a8", 3.0),
+            sameseed("w4a8", 2.5),
+            sameseed("w8a8", 3.0),
             Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 1.5),
             Arm("llama.cpp Q4_K_M", "llama_cpp", "gguf-q4_k_m", 1.5),
             Arm("llama.cpp Q8_0", "llama_cpp", "gguf-q8_0", 2.0),
@@ -41,8 +41,8 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
             Arm("vLLM w8a8", "vllm", "hf-w8a8", 5.0),
         ],
         "16 bits": [
-            foretoken("bf16", 3.5),
-            foretoken("w4a8", 2.5),
+            sameseed("bf16", 3.5),
+            sameseed("w4a8", 2.5),
             Arm("llama.cpp bf16", "llama_cpp", "gguf-bf16", 3.0),
             Arm("vLLM bf16", "vllm", "hf-bf16", 6.0),
             Arm("transformers bf16", "transformers", "hf-bf16", 4.0),
@@ -50,18 +50,18 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
     },
     "llama-3.1-8b": {
         "4 bits": [
-            foretoken("w4a8", 6.0),
+            sameseed("w4a8", 6.0),
             Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 6.0),
             Arm("OpenVINO int4", "openvino", "openvino-int4", 7.0),
         ],
         "8 bits": [
-            foretoken("w4a8", 6.0),
+            sameseed("w4a8", 6.0),
             Arm("vLLM w8a8", "vllm", "hf-w8a8", 12.0),
         ],
     },
     "tiny": {
         "8 bits and fewer": [
-            foretoken("int8", 0.6),
+            sameseed("int8", 0.6),
             Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 0.3),
             Arm("llama.cpp Q4_K_M", "llama_cpp", "gguf-q4_k_m", 0.3),
             Arm("llama.cpp Q8_0", "llama_cpp", "gguf-q8_0", 0.3),
@@ -70,7 +70,7 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
             Arm("vLLM w8a8", "vllm", "hf-w8a8", 3.0),
         ],
         "16 bits": [
-            foretoken("bf16", 0.6),
+            sameseed("bf16", 0.6),
             Arm("llama.cpp bf16", "llama_cpp", "gguf-bf16", 0.3),
             Arm("vLLM bf16", "vllm", "hf-bf16", 3.0),
             Arm("transformers bf16", "transformers", "hf-bf16", 1.0),
@@ -80,13 +80,13 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
 
 
 def choose(groups: Mapping[str, list[Arm]], patterns: list[str], formats: list[str]) -> dict[str, list[Arm]]:
-    """The groups' arms whose names match a pattern (all without one); `formats`, if given, replace foretoken's."""
+    """The groups' arms whose names match a pattern (all without one); `formats`, if given, replace sameseed's."""
     chosen: dict[str, list[Arm]] = {}
     for group, arms in groups.items():
         ours = [arm for arm in arms if arm.ours]
         if formats:
             most = max(arm.gib for arm in ours)
-            ours = [foretoken(fmt, most) for fmt in formats]
+            ours = [sameseed(fmt, most) for fmt in formats]
         peers = [arm for arm in arms if not arm.ours]
         if patterns:
             peers = [arm for arm in peers if any(fnmatch(arm.name.lower(), p.lower()) for p in patterns)]

@@ -1,4 +1,4 @@
-"""foretoken and its peers, measured in turns on one machine; a record a run. `make bench-peers` runs this.
+"""sameseed and its peers, measured in turns on one machine; a record a run. `make bench-peers` runs this.
 
     python benchmarks/peers/run.py --shape llama-3.2-1b --home ENVIRONMENTS --work FOLDER [--arms 'llama.cpp*']
 
@@ -23,10 +23,10 @@ from client import Client
 from measure import Group, Plan, Result, as_record
 from table import render
 
-from foretoken.engine.memory import available_memory
-from foretoken.study import record
+from sameseed.engine.memory import available_memory
+from sameseed.study import record
 
-SCHEMA = "foretoken.peers/1"
+SCHEMA = "sameseed.peers/1"
 OUT = Path(__file__).resolve().parents[1] / "results" / "peers.jsonl"
 
 
@@ -40,9 +40,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--arms", nargs="+", default=[], metavar="PATTERN", help="only peers with such names, e.g. 'vllm*'"
     )
-    parser.add_argument(
-        "--formats", nargs="+", default=[], metavar="FORMAT", help="foretoken's formats, in every group"
-    )
+    parser.add_argument("--formats", nargs="+", default=[], metavar="FORMAT", help="sameseed's formats, in every group")
     parser.add_argument("--groups", nargs="+", default=[], metavar="NAME", help="only these groups of the shape")
     parser.add_argument("--threads", type=int, default=Plan.threads)
     parser.add_argument("--rows", type=int, nargs="+", default=Plan.rows)
@@ -82,11 +80,11 @@ def check(groups: dict[str, list[Arm]], options: argparse.Namespace) -> list[str
 
 
 def start(arm: Arm, home: Path, log: Path) -> Client:
-    """A worker of the arm's engine; foretoken's runs with this very Python."""
+    """A worker of the arm's engine; sameseed's runs with this very Python."""
     environment = dict(os.environ)
     if arm.ours:
         return Client(Path(sys.executable), arm.engine, log, environment)
-    environment.pop("PYTHONPATH", None)  # what helps this Python to find foretoken is nothing for theirs
+    environment.pop("PYTHONPATH", None)  # what helps this Python to find sameseed is nothing for theirs
     return Client(home.resolve() / arm.engine / "bin" / "python", arm.engine, log, environment)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SCHEMA = "foretoken.peers/1"
+SCHEMA = "sameseed.peers/1"
 RATIO_ROWS = (1, 8, 16)
 
 
@@ -61,11 +61,11 @@ def times_table(group: dict[str, Any], rows: Seq[int]) -> str:
 
 
 def ratio_table(group: dict[str, Any], rows: Seq[int]) -> str:
-    """How many times faster each of foretoken's formats is than each peer."""
+    """How many times faster each of sameseed's formats is than each peer."""
     shown: list[tuple[str, str | int]] = [(f"M={m}", m) for m in RATIO_ROWS if m in rows]
     shown += [("prefill", "prefill"), ("batch", "batch")]
-    ours = [arm for arm in group["arms"] if arm["engine"] == "foretoken"]
-    peers = [arm for arm in group["arms"] if arm["engine"] != "foretoken"]
+    ours = [arm for arm in group["arms"] if arm["engine"] == "sameseed"]
+    peers = [arm for arm in group["arms"] if arm["engine"] != "sameseed"]
     body = [
         [f"{mine['name']} / {peer['name']}", *[number(faster(mine, peer, what), 2) for _, what in shown]]
         for mine in ours
@@ -106,7 +106,7 @@ def render(record: dict[str, Any]) -> str:
     parts = [f"**{record['shape']}**"]
     for group in record["groups"]:
         parts += [f"*{group['name']}*", times_table(group, rows)]
-        if any(arm["engine"] != "foretoken" for arm in group["arms"]):
+        if any(arm["engine"] != "sameseed" for arm in group["arms"]):
             parts.append(ratio_table(group, rows))
     return "\n\n".join([*parts, notes(record)])
 

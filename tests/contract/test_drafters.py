@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from lawkit import SAMPLED, Pair, assert_nothing_left, below_of, make_engine, random_prompts, run, texts
 
-from foretoken import registry
-from foretoken.config import SpecConfig
-from foretoken.engine.engine import Engine
-from foretoken.engine.levels import heeds_confidence
-from foretoken.errors import ConfigError
-from foretoken.request import SamplingParams, Sequence
-from foretoken.spec.draft import Draft
-from foretoken.spec.drafter import Drafter, parse_options
-from foretoken.spec.length import ConfidenceLength
-from foretoken.spec.step import decode_step
+from sameseed import registry
+from sameseed.config import SpecConfig
+from sameseed.engine.engine import Engine
+from sameseed.engine.levels import heeds_confidence
+from sameseed.errors import ConfigError
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, parse_options
+from sameseed.spec.length import ConfidenceLength
+from sameseed.spec.step import decode_step
 
 NAMES = registry.names("drafters")
 pytestmark = pytest.mark.parametrize("name", NAMES)

@@ -13,10 +13,10 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load, save
 from torch import Tensor
 
-from foretoken import ops, registry
-from foretoken.errors import ConfigError
-from foretoken.formats import scheme
-from foretoken.formats.scheme import QuantScheme, QuantTensor
+from sameseed import ops, registry
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme, QuantTensor
 
 NAMES = [n for n in registry.names("formats") if scheme.get(n).weights]
 KV_NAMES = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]
@@ -218,14 +218,14 @@ def test_damaged_tensors_are_refused_or_read(name):
 
 @every_format
 def test_config_is_json(name):
-    """What vLLM reads: none for dense formats, else a method by name; "foretoken" for what no other engine reads."""
+    """What vLLM reads: none for dense formats, else a method by name; "sameseed" for what no other engine reads."""
     fmt = Variant(name)
     q = fmt.encode(randn(2, K))
     config = fmt.config(q)
     assert json.loads(json.dumps(config)) == config
     dense = set(q.parts) == {"weight"}
     assert dense == (config == {})
-    assert dense or config["quant_method"] in ("compressed-tensors", "bitsandbytes", "foretoken")
+    assert dense or config["quant_method"] in ("compressed-tensors", "bitsandbytes", "sameseed")
 
 
 @every_format

@@ -10,10 +10,10 @@ from fixtures_models import backends
 from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, randn, threads
 from torch import Tensor
 
-from foretoken import ops, registry
-from foretoken.formats import scheme
-from foretoken.models.config import RopeConfig
-from foretoken.models.layers import rope_table
+from sameseed import ops, registry
+from sameseed.formats import scheme
+from sameseed.models.config import RopeConfig
+from sameseed.models.layers import rope_table
 
 # Law 4, written down: largest difference from the float64 formula, over the size of the values that are summed.
 TOLERANCE = 2e-6

@@ -8,13 +8,13 @@ from fixtures_models import VARIANTS, all_logits, prompt
 from fixtures_quantize import SMALL, correlated, logits_of, randn, source_of, stats_of, tokens, walk_of
 from torch import Tensor
 
-from foretoken import ops, registry
-from foretoken.formats import scheme as formats
-from foretoken.formats.scheme import DENSE, QuantScheme
-from foretoken.models.llama import Llama
-from foretoken.models.weights import read_weights
-from foretoken.quantize._grid import Grid
-from foretoken.quantize.base import Stats, decoded, parse_method
+from sameseed import ops, registry
+from sameseed.formats import scheme as formats
+from sameseed.formats.scheme import DENSE, QuantScheme
+from sameseed.models.llama import Llama
+from sameseed.models.weights import read_weights
+from sameseed.quantize._grid import Grid
+from sameseed.quantize.base import Stats, decoded, parse_method
 
 METHODS = registry.names("quantize")
 K = 256

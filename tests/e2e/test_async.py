@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from lawkit import SAMPLED, assert_nothing_left
 
-from foretoken import LLM, AsyncLLM, SamplingParams
-from foretoken.errors import ForetokenError, RequestError
-from foretoken.request import Completion, Delta, FinishReason
+from sameseed import LLM, AsyncLLM, SamplingParams
+from sameseed.errors import RequestError, SameseedError
+from sameseed.request import Completion, Delta, FinishReason
 
 PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "🙂") for end in ("of", "is a, b")]
 ASKED = SamplingParams(max_tokens=24, seed=7, ignore_eos=True, **SAMPLED)
@@ -184,10 +184,10 @@ async def test_close_ends_open_streams(pair_folders: tuple[Path, Path], hold: Ho
     go.set()
     await closing
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
-    ended = [r for r in results if isinstance(r, ForetokenError)]
+    ended = [r for r in results if isinstance(r, SameseedError)]
     assert ended, "closed in mid-generation"
     assert all("closed" in str(r) for r in ended)
-    assert all(isinstance(r, ForetokenError | tuple) for r in results)
+    assert all(isinstance(r, SameseedError | tuple) for r in results)
     assert_nothing_left(llm.engine)
     with pytest.raises(RequestError, match="engine is closed; make a new AsyncLLM"):
         await asyncio.wait_for(collect(llm, "the", ASKED), 10)
@@ -207,7 +207,7 @@ async def test_a_failing_step_ends_its_streams_and_the_engine_goes_on(
         results = await asyncio.wait_for(
             asyncio.gather(*(collect(llm, p, ASKED) for p in PROMPTS[:3]), return_exceptions=True), 10
         )
-    assert all(isinstance(r, ForetokenError) and "the engine failed" in str(r) for r in results)
+    assert all(isinstance(r, SameseedError) and "the engine failed" in str(r) for r in results)
     await until_idle(llm)
     assert_nothing_left(llm.engine)
     assert (await collect(llm, PROMPTS[0], ASKED))[0] == whole[0]

@@ -1,4 +1,4 @@
-"""`foretoken bench serve` against a real server: what it says adds up, and what is wrong is said."""
+"""`sameseed bench serve` against a real server: what it says adds up, and what is wrong is said."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from fixtures_server import Server
 
-from foretoken.cli import main
-from foretoken.study import record
+from sameseed.cli import main
+from sameseed.study import record
 
 KEY = "a-key-for-the-test"
 
@@ -19,7 +19,7 @@ KEY = "a-key-for-the-test"
 def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
     target, draft = (str(p) for p in pair_folders)
     flags = ["--model", target, "--draft", draft, "--served-model-name", "tiny", "--max-num-seqs", "2"]
-    made = Server(*flags, "--max-queue", "1", env={"FORETOKEN_API_KEY": KEY})
+    made = Server(*flags, "--max-queue", "1", env={"SAMESEED_API_KEY": KEY})
     try:
         made.wait_log("ready")
         yield made
@@ -30,7 +30,7 @@ def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
 def test_speculation_off_and_on(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FORETOKEN_API_KEY", KEY)
+    monkeypatch.setenv("SAMESEED_API_KEY", KEY)
     out = tmp_path / "load.jsonl"
     size = ["--lengths", "400-60", "--scale", "0.2", "--concurrency", "1,6", "--num-requests", "6", "--repeat", "1"]
     flags = ["--compare-speculation", "--temperature", "0.8", "--ttft-slo", "100", "--max-retries", "50"]

@@ -12,19 +12,19 @@ import torch
 from fixtures_gguf import write_gguf
 from fixtures_models import read_tensors
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli import main
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.config import read_json
-from foretoken.models.loader import resolve_model
-from foretoken.models.save import save_quantized
-from foretoken.tokenizer import Tokenizer
+from sameseed import LLM, SamplingParams
+from sameseed.cli import main
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import read_json
+from sameseed.models.loader import resolve_model
+from sameseed.models.save import save_quantized
+from sameseed.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time"
 TOKENS = 24
 RUN = """
 import json, sys
-from foretoken import LLM, SamplingParams
+from sameseed import LLM, SamplingParams
 llm = LLM(sys.argv[1])
 print(json.dumps(llm.generate([sys.argv[2]], SamplingParams(max_tokens=int(sys.argv[3])))[0].text))
 """
@@ -34,7 +34,7 @@ print(json.dumps(llm.generate([sys.argv[2]], SamplingParams(max_tokens=int(sys.a
 def embedded() -> Path:
     folder = resolve_model("embedded")
     if not (folder / "model.safetensors").exists():
-        pytest.skip("the embedded weights are not in this checkout; `foretoken train` makes them")
+        pytest.skip("the embedded weights are not in this checkout; `sameseed train` makes them")
     return folder
 
 
@@ -59,7 +59,7 @@ def test_a_saved_checkpoint_writes_the_text_of_the_model_quantized_in_memory(tex
 
 
 def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
-    """`foretoken generate --model model.gguf`: the embedded model with its tokenizer, in bfloat16, says the same."""
+    """`sameseed generate --model model.gguf`: the embedded model with its tokenizer, in bfloat16, says the same."""
     raw = read_json(embedded / "config.json")
     raw["rope_parameters"] = {"rope_theta": raw["rope_theta"]}
     tokenizer = json.loads((embedded / "tokenizer.json").read_text())

@@ -1,4 +1,4 @@
-"""The `foretoken` command as a user meets it: what it prints where, its exit codes, and how it takes bad input."""
+"""The `sameseed` command as a user meets it: what it prints where, its exit codes, and how it takes bad input."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from lawkit import write_model, write_tokenizer
 
-from foretoken import LLM, demo, ops
-from foretoken.cli import COMMANDS, main
-from foretoken.cli.bench import Args, _specs
-from foretoken.cli.options import EngineChoice, parse
-from foretoken.config import draft_text
-from foretoken.errors import ConfigError
-from foretoken.request import Delta
-from foretoken.study import record
+from sameseed import LLM, demo, ops
+from sameseed.cli import COMMANDS, main
+from sameseed.cli.bench import Args, _specs
+from sameseed.cli.options import EngineChoice, parse
+from sameseed.config import draft_text
+from sameseed.errors import ConfigError
+from sameseed.request import Delta
+from sameseed.study import record
 
 Cli = Callable[..., tuple[int, str, str]]
 LONG = 4000  # tokens: seconds of work, so that an interruption comes in the middle
@@ -59,7 +59,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(*argv: str, **kwargs: object) -> subprocess.Popen[bytes]:
     """The command as a process of its own, with Ctrl-C enabled whatever runs the tests."""
     return subprocess.Popen(
-        [sys.executable, "-m", "foretoken", *argv],
+        [sys.executable, "-m", "sameseed", *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -263,21 +263,21 @@ def test_demo_ends_well(
 def test_help_answers_without_loading_the_engine() -> None:
     check = (
         "import sys\n"
-        "from foretoken.cli import COMMANDS, main\n"
+        "from sameseed.cli import COMMANDS, main\n"
         "for argv in ['--help'], *([name, '--help'] for name in COMMANDS):\n"
         "    try:\n        code = main(argv)\n"
         "    except SystemExit as stop:\n        code = stop.code\n"
-        "    heavy = {'torch', 'numpy', 'tokenizers', 'foretoken.engine'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'numpy', 'tokenizers', 'sameseed.engine'} & set(sys.modules)\n"
         "    if heavy or code:\n        sys.exit(f'{argv}: exit code {code}, loaded {heavy}')\n"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(f"usage: foretoken {name}" in done.stdout for name in ("COMMAND", *COMMANDS))
+    assert all(f"usage: sameseed {name}" in done.stdout for name in ("COMMAND", *COMMANDS))
 
 
 def test_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("foretoken ")
+    assert capsys.readouterr().out.startswith("sameseed ")
     assert main([]) == 2
     assert "usage" in capsys.readouterr().out
 
@@ -407,7 +407,7 @@ def test_train_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_train_hands_over_and_reports(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretoken import train
+    from sameseed import train
 
     seen: dict[str, Any] = {}
 
@@ -480,7 +480,7 @@ def test_a_reader_that_goes_away_is_no_error(slow_model: Path) -> None:
 def test_a_full_disk_is_told(slow_model: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "foretoken", *long_run(slow_model, "--max-tokens", "5")],
+            [sys.executable, "-m", "sameseed", *long_run(slow_model, "--max-tokens", "5")],
             stdout=full,
             stderr=subprocess.PIPE,
         )
@@ -508,7 +508,7 @@ def in_terminal(argv: Seq[str]) -> tuple[subprocess.Popen[bytes], int]:
 
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "foretoken", *argv],
+        [sys.executable, "-m", "sameseed", *argv],
         stdin=its,
         stdout=its,
         stderr=its,

@@ -1,4 +1,4 @@
-"""`foretoken eval` as a user meets it: what it prints where, its records, and how it takes bad input."""
+"""`sameseed eval` as a user meets it: what it prints where, its records, and how it takes bad input."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from fixtures_quality import write_data
 from lawkit import write_model
 
-from foretoken.cli import main
-from foretoken.config import SpecConfig
-from foretoken.errors import ConfigError
-from foretoken.study import fields, record
-from foretoken.study.quality import compare
-from foretoken.study.quality.compare import Comparing
-from foretoken.study.quality.variant import Footprint, Variant
+from sameseed.cli import main
+from sameseed.config import SpecConfig
+from sameseed.errors import ConfigError
+from sameseed.study import fields, record
+from sameseed.study.quality import compare
+from sameseed.study.quality.compare import Comparing
+from sameseed.study.quality.variant import Footprint, Variant
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -127,7 +127,7 @@ def test_records_outlive_what_fails_after_them(
     def broken(*args: object) -> None:
         raise ValueError("cannot be drawn")
 
-    monkeypatch.setattr("foretoken.study.quality.plots.plot", broken)
+    monkeypatch.setattr("sameseed.study.quality.plots.plot", broken)
     flags = ["--data", data, "--num-prompts", "1", "--repeat", "1", "--tokens", "50", "--draft", "ngram"]
     with pytest.raises(ValueError, match="cannot be drawn"):
         cli("--compare", model, *flags, "--plot", "page.png", "--out", "r.jsonl")

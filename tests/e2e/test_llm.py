@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from lawkit import SAMPLED, assert_nothing_left, write_model
 
-from foretoken import LLM, SamplingParams, SpecConfig
-from foretoken.config import CacheConfig, EngineConfig
-from foretoken.engine.settings import make_config
-from foretoken.errors import ConfigError, ForetokenError, ModelLoadError, RegistryError, RequestError, VocabularyError
-from foretoken.request import FinishReason
+from sameseed import LLM, SamplingParams, SpecConfig
+from sameseed.config import CacheConfig, EngineConfig
+from sameseed.engine.settings import make_config
+from sameseed.errors import ConfigError, ModelLoadError, RegistryError, RequestError, SameseedError, VocabularyError
+from sameseed.request import FinishReason
 
 PROMPTS = ["def add(a, b):", "the sum of all", "für 你好 🙂", "x"]
 ASKED = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, **SAMPLED)
@@ -189,7 +189,7 @@ def test_padding_is_no_other_vocabulary(folders: tuple[str, str], tmp_path: Path
     ids=str,
 )
 def test_bad_settings(
-    folders: tuple[str, str], settings: dict[str, object], error: type[ForetokenError], message: str
+    folders: tuple[str, str], settings: dict[str, object], error: type[SameseedError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         LLM(folders[0], **settings)  # type: ignore[arg-type]

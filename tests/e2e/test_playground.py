@@ -11,7 +11,7 @@ import pytest
 from fixtures_browser import Browser, chromium
 from fixtures_server import Server, wait_until
 
-from foretoken.models.loader import resolve_model
+from sameseed.models.loader import resolve_model
 
 KEY = "a-key-for-the-test"
 ENTER, ESCAPE, TAB, SHIFT, LEFT, NULL = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue012", "\ue000"
@@ -35,8 +35,8 @@ def browser() -> Iterator[Browser]:
 def server(browser: Browser) -> Iterator[Server]:
     """The embedded pair, with n-grams looked up first, behind a key."""
     if not (resolve_model("embedded") / "model.safetensors").exists():
-        pytest.skip("the embedded weights are not in this checkout; `foretoken train` makes them")
-    made = Server("--draft", "ngram + embedded-draft", env={"FORETOKEN_API_KEY": KEY})
+        pytest.skip("the embedded weights are not in this checkout; `sameseed train` makes them")
+    made = Server("--draft", "ngram + embedded-draft", env={"SAMESEED_API_KEY": KEY})
     try:
         made.wait_log("ready")
         yield made
@@ -50,8 +50,8 @@ def page(browser: Browser, server: Server) -> Iterator[Browser]:
     browser.resize(1280, 860)
     browser.media(prefers_color_scheme="light")
     browser.driver.get(server.url)
-    if browser.run("localStorage.clear(); return sessionStorage.getItem('foretoken-key')") != KEY:
-        browser.run("sessionStorage.setItem('foretoken-key', arguments[0])", KEY)
+    if browser.run("localStorage.clear(); return sessionStorage.getItem('sameseed-key')") != KEY:
+        browser.run("sessionStorage.setItem('sameseed-key', arguments[0])", KEY)
         browser.driver.refresh()
     browser.until(lambda: "embedded" in browser["facts"].text)
     browser.complaints()
@@ -96,7 +96,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(browser: Browser, serv
     browser.press(KEY, ENTER)
     browser.until(lambda: "embedded" in browser["facts"].text)
     assert not browser["key-dialog"].is_displayed()
-    assert browser.run("return [localStorage.getItem('foretoken-key'), document.cookie, location.search]") == [
+    assert browser.run("return [localStorage.getItem('sameseed-key'), document.cookie, location.search]") == [
         None,
         "",
         "",
@@ -147,7 +147,7 @@ def test_figures_are_those_of_the_last_chunk(page: Browser) -> None:
     asked(page, PROMPT)
     stream = page.until(lambda: page.run("return seen[0]"))
     metrics = json.loads(stream.split("\n\n")[-3][6:])["metrics"]
-    spec, own = metrics["speculative_decoding"], metrics["foretoken"]
+    spec, own = metrics["speculative_decoding"], metrics["sameseed"]
     page.until(lambda: "%" in page["f-accepted"].text)
     assert page["f-length"].text == f"{spec['mean_acceptance_length']:.2f} tokens"
     assert page["f-accepted"].text == f"{100 * spec['draft_acceptance_rate']:.0f} %"

@@ -1,4 +1,4 @@
-"""`foretoken quantize` as a user runs it, and the text that its checkpoints write."""
+"""`sameseed quantize` as a user runs it, and the text that its checkpoints write."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from fixtures_quantize import SMALL, write_text
 from lawkit import write_model
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli import main
+from sameseed import LLM, SamplingParams
+from sameseed.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "foretoken", *argv]
+    return [sys.executable, "-m", "sameseed", *argv]
 
 
 def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fixtures_server import Server, children, events, gauge, wait_until
 
-from foretoken import LLM, SamplingParams
+from sameseed import LLM, SamplingParams
 
 PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "🙂") for end in ("of", "is a, b")]
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24, "ignore_eos": True}
@@ -125,8 +125,8 @@ def test_choices_prompts_and_usage(http: httpx.Client, llm: LLM) -> None:
     assert texts == [c["text"] for c in made["choices"]]
     assert pieces[-1]["choices"] == [] and pieces[-1]["usage"] == made["usage"]
     assert {p["id"] for p in pieces} == {pieces[0]["id"]} and pieces[0]["id"] != made["id"]
-    seeds = complete(http, "the", max_tokens=2)["metrics"]["foretoken"]["seeds"]
-    assert len(seeds) == 1 and seeds != complete(http, "the", max_tokens=2)["metrics"]["foretoken"]["seeds"]
+    seeds = complete(http, "the", max_tokens=2)["metrics"]["sameseed"]["seeds"]
+    assert len(seeds) == 1 and seeds != complete(http, "the", max_tokens=2)["metrics"]["sameseed"]["seeds"]
     negative = [text_of(http, "the", **{**SAMPLED, "seed": s}) for s in (-5, 2**63 - 5)]
     assert negative[0] == negative[1]
 
@@ -152,10 +152,10 @@ def test_metrics_of_a_request(http: httpx.Client) -> None:
     assert sum(histogram) == spec["num_spec_steps"] > 0
     assert sum(i * c for i, c in enumerate(histogram)) == spec["num_accepted_draft_tokens"] > 0
     assert spec["draft_acceptance_rate"] == spec["num_accepted_draft_tokens"] / spec["num_draft_tokens"]
-    assert made["foretoken"]["time_split_s"]["draft"] > 0
+    assert made["sameseed"]["time_split_s"]["draft"] > 0
     off = complete(http, "the sum of", speculation="off", **SAMPLED)["metrics"]
     assert off["speculative_decoding"] is None
-    assert off["foretoken"]["undrafted"]["off"] > 10
+    assert off["sameseed"]["undrafted"]["off"] > 10
 
 
 def test_a_prefix_is_computed_once_for_each_tenant(http: httpx.Client, llm: LLM) -> None:
@@ -366,7 +366,7 @@ def test_tokens_and_models(http: httpx.Client, llm: LLM) -> None:
         "id": "tiny",
         "object": "model",
         "created": 0,
-        "owned_by": "foretoken",
+        "owned_by": "sameseed",
         "max_model_len": 256,
     }
     assert http.get("/ready").status_code == http.get("/version").status_code == 200

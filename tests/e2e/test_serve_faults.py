@@ -21,12 +21,12 @@ import httpx
 import pytest
 from fixtures_server import Server, children, gauge, wait_until
 
-from foretoken.cli import main
-from foretoken.errors import ConfigError
-from foretoken.server.run import bind
+from sameseed.cli import main
+from sameseed.errors import ConfigError
+from sameseed.server.run import bind
 
 KEY = "key-of-the-tests"
-ENVIRONMENT = {"FORETOKEN_API_KEY": "key-of-the-environment"}
+ENVIRONMENT = {"SAMESEED_API_KEY": "key-of-the-environment"}
 FIELDS: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
 LONG = {**FIELDS, "max_tokens": 230, "n": 4}
 
@@ -118,7 +118,7 @@ def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.C
     with ThreadPoolExecutor(7) as threads:
         waiting = [threads.submit(flood, number) for number in range(7)]
         wait_until(lambda: gauge(http, "num_requests_waiting") >= 16)
-        with server.client(headers={"authorization": f"Bearer {ENVIRONMENT['FORETOKEN_API_KEY']}"}) as other:
+        with server.client(headers={"authorization": f"Bearer {ENVIRONMENT['SAMESEED_API_KEY']}"}) as other:
             alone = complete(other)
         assert len(ended) <= 4, "its turn was the next"
         for one in waiting:
@@ -271,14 +271,14 @@ def drain(server: Server, http: httpx.Client) -> None:
 def test_bad_settings_are_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("FORETOKEN_API_KEY", raising=False)
+    monkeypatch.delenv("SAMESEED_API_KEY", raising=False)
     assert main(["serve", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
     """What the engine's process finds out is said by the server, which ends."""
-    command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--max-model-len", "100000"]
+    command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--max-model-len", "100000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "is above the model's own" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr

@@ -19,7 +19,7 @@ CHECKS = ["--checks", "all", "--exclude-checks", "positive_data_acceptance"]  # 
 @pytest.fixture(scope="module")
 def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
     flags = ["--model", str(pair_folders[0]), "--served-model-name", "tiny", "--draft", str(pair_folders[1])]
-    made = Server(*flags, "--max-model-len", "64", env={"FORETOKEN_API_KEY": KEY})
+    made = Server(*flags, "--max-model-len", "64", env={"SAMESEED_API_KEY": KEY})
     try:
         made.wait_log("ready")
         yield made

@@ -27,7 +27,7 @@ class Poor:
     """A server that has next to nothing. Its log goes to a device that is always full."""
 
     def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--threads", "1", *flags]
+        command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--threads", "1", *flags]
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with open("/dev/full", "w") as full:
             self.process = subprocess.Popen(

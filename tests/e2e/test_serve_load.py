@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fixtures_server import Server, gauge, wait_until
 
-from foretoken import LLM, SamplingParams
+from sameseed import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 NUM_REQUESTS, CONCURRENCY = 5000, 32

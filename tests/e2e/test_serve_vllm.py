@@ -1,4 +1,4 @@
-"""`foretoken serve --engine vllm` as clients see it: with a process that stands in for vLLM, and with vLLM itself."""
+"""`sameseed serve --engine vllm` as clients see it: with a process that stands in for vLLM, and with vLLM itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import httpx
 import pytest
 from fixtures_server import Server, children, events, wait_until
 
-from foretoken.export import vllm as words
+from sameseed.export import vllm as words
 
 KEY = "a-key-for-the-test"
 FAKE = Path(__file__).parents[1] / "fake_vllm.py"
@@ -31,7 +31,7 @@ class Fronted(Server):
         python = folder / "python"
         python.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
         python.chmod(python.stat().st_mode | stat.S_IXUSR)
-        env = {"FAKE_VLLM_SEEN": str(self.file), "FORETOKEN_API_KEY": KEY}
+        env = {"FAKE_VLLM_SEEN": str(self.file), "SAMESEED_API_KEY": KEY}
         own = ["--engine", "vllm", "--vllm-python", str(python), "--draft", "ngram", "--max-num-seqs", "4"]
         super().__init__(*own, "--served-model-name", "m", *flags, env=env)
         self.wait_log("ready")
@@ -78,7 +78,7 @@ def test_bodies_streams_errors_and_pages_pass(fronted: Fronted) -> None:
         assert told.json()["data"][0]["max_model_len"] == 321 and "secret" not in told.text
         assert http.get("/version").json()["vllm"] == "0.0.fake"
         page = http.get("/metrics").text
-        assert "vllm:some_total 3.0" in page and "foretoken:engine_up 1.0" in page
+        assert "vllm:some_total 3.0" in page and "sameseed:engine_up 1.0" in page
         assert httpx.post(fronted.url + "/v1/completions", json={"prompt": "abc"}).status_code == 401
     first, *bodies = fronted.seen
     assert first["key"] is None and first["group"]  # our keys are not vLLM's to know
@@ -95,7 +95,7 @@ def test_who_leaves_is_not_written_for(fronted: Fronted) -> None:
         with http.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_raw())
         wait_until(lambda: {"left": "long"} in fronted.seen)
-        wait_until(lambda: "foretoken:num_requests_inside 0.0" in http.get("/metrics").text)
+        wait_until(lambda: "sameseed:num_requests_inside 0.0" in http.get("/metrics").text)
         assert 'status="499"' in http.get("/metrics").text
 
 
@@ -104,16 +104,16 @@ def test_a_death_is_told_at_once_and_mended(fronted: Fronted) -> None:
         cut = stream(http, "die later", max_tokens=100)
         assert cut[-1]["error"]["type"] == "service_unavailable_error"
         told = time.monotonic()
-        wait_until(lambda: "foretoken:engine_restarts 1.0" in http.get("/metrics").text)
+        wait_until(lambda: "sameseed:engine_restarts 1.0" in http.get("/metrics").text)
         wait_until(lambda: http.get("/ready").status_code == 200)
         assert http.get("/health").status_code == 200
         assert http.post("/v1/completions", json={"prompt": "die"}).status_code == 503
-        wait_until(lambda: "foretoken:engine_restarts 2.0" in http.get("/metrics").text)
+        wait_until(lambda: "sameseed:engine_restarts 2.0" in http.get("/metrics").text)
         wait_until(lambda: http.get("/ready").status_code == 200)
         assert http.post("/v1/completions", json={"prompt": "ok"}).json() == {"choices": [{"text": "OK"}]}
         sick = Path(f"{fronted.file}.sick")  # it lives, and says that it is not well
         sick.write_text("")
-        wait_until(lambda: "foretoken:engine_restarts 3.0" in http.get("/metrics").text)
+        wait_until(lambda: "sameseed:engine_restarts 3.0" in http.get("/metrics").text)
         sick.unlink()
         wait_until(lambda: http.get("/ready").status_code == 200)
     ready = [float(moment) for moment in Path(f"{fronted.file}.asked").read_text().split()]
@@ -149,20 +149,20 @@ def test_a_first_start_that_fails_ends_the_server(tmp_path: Path) -> None:
 
 
 def real_python() -> str | None:
-    """A python that has vLLM: FORETOKEN_VLLM_PYTHON, or this one."""
-    found = os.environ.get("FORETOKEN_VLLM_PYTHON")
+    """A python that has vLLM: SAMESEED_VLLM_PYTHON, or this one."""
+    found = os.environ.get("SAMESEED_VLLM_PYTHON")
     return found or (sys.executable if importlib.util.find_spec("vllm") else None)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(real_python() is None, reason="no vLLM here; FORETOKEN_VLLM_PYTHON names a python that has one")
+@pytest.mark.skipif(real_python() is None, reason="no vLLM here; SAMESEED_VLLM_PYTHON names a python that has one")
 def test_the_real_vllm_with_the_embedded_pair() -> None:
     import fixtures_server
 
     fixtures_server.START = 600.0
     python = real_python()
     assert python is not None and words.model_path("embedded")
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "FORETOKEN_API_KEY": ""}
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "SAMESEED_API_KEY": ""}
     flags = ["--max-model-len", "1024", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "detailed"]
     made = Server("--engine", "vllm", "--vllm-python", python, "--vllm-args=--enforce-eager", *flags, env=env)
     try:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from fixtures_models import all_logits, load
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli import main
-from foretoken.models.loader import load_tokenizer, resolve_model
+from sameseed import LLM, SamplingParams
+from sameseed.cli import main
+from sameseed.models.loader import load_tokenizer, resolve_model
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1024, "num_hidden_layers": 12,

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foretoken import LLM, SamplingParams
-from foretoken.models.loader import resolve_model
+from sameseed import LLM, SamplingParams
+from sameseed.models.loader import resolve_model
 
 FILE = Path(__file__).with_name("embedded.json")
 FORMATS = [("bf16", "fp32"), ("bf16", "bf16"), ("int8", "int8")]

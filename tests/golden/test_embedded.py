@@ -11,9 +11,9 @@ import torch
 from fixtures_models import all_logits, backends, load, oracle
 from golden import embedded
 
-from foretoken import ops
-from foretoken.models.loader import resolve_model
-from foretoken.tokenizer import Tokenizer
+from sameseed import ops
+from sameseed.models.loader import resolve_model
+from sameseed.tokenizer import Tokenizer
 
 REMEDY = "run `python tests/golden/embedded.py --write` and look at what changed"
 every_backend = pytest.mark.parametrize("backend", backends())
@@ -24,7 +24,7 @@ every_format = pytest.mark.parametrize(("weights", "kv_format"), embedded.FORMAT
 def folder(model: str) -> Path:
     found = resolve_model(model)
     if not (found / "model.safetensors").exists():
-        pytest.skip(f"{found.name}: the embedded weights are not in this checkout; `foretoken train` makes them")
+        pytest.skip(f"{found.name}: the embedded weights are not in this checkout; `sameseed train` makes them")
     return found
 
 

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts
 
-from foretoken import LLM
-from foretoken.engine.scheduler import PATIENCE, Scheduler
-from foretoken.kvcache.blocks import BlockManager
-from foretoken.request import Completion, FinishReason, Request, SamplingParams, Sequence
+from sameseed import LLM
+from sameseed.engine.scheduler import PATIENCE, Scheduler
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.request import Completion, FinishReason, Request, SamplingParams, Sequence
 
 
 def check_ownership(blocks: BlockManager, seqs: list[Sequence]) -> None:
@@ -229,7 +229,7 @@ def test_no_one_starves(seed: int) -> None:
 
 def test_a_priority_goes_first_and_a_wrong_order_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
     def passes(priority: int, patience: int) -> int:
-        monkeypatch.setattr("foretoken.engine.scheduler.PATIENCE", patience)
+        monkeypatch.setattr("sameseed.engine.scheduler.PATIENCE", patience)
         scheduler = Scheduler(BlockManager(12, 4), 16, 2, 40)
         poor = Sequence(0, [0] * 8, SamplingParams(max_tokens=4), 0)
         poor.priority = priority
@@ -310,7 +310,7 @@ def test_interrupt_anywhere_in_a_step(pair_folders: tuple[Path, Path], monkeypat
     places: dict[str, tuple[Any, str]] = {
         "propose": (llm.engine.drafter, "propose"),
         "forward": (llm.engine.runner, "forward"),
-        "verify": (__import__("foretoken.spec.step", fromlist=["step"]), "verify"),
+        "verify": (__import__("sameseed.spec.step", fromlist=["step"]), "verify"),
         "commit": (llm.engine.runner, "commit"),
         "observe": (llm.engine.drafter, "observe"),
         "deliver": (llm.engine, "_deliver"),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from lawkit import DEVICES, SAMPLED, Pair, TreeDrafter, knowing, load_pair, make_engine, random_prompts, run, texts
 
-from foretoken.models.loader import resolve_model
-from foretoken.request import Completion, SamplingParams
+from sameseed.models.loader import resolve_model
+from sameseed.request import Completion, SamplingParams
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -22,10 +22,10 @@ import torch
 from fixtures_device import pretended_device
 from lawkit import DEVICES
 
-from foretoken.request import SamplingParams, Sequence
-from foretoken.spec.draft import Draft
-from foretoken.spec.sampling import choose, derive_seed, gumbel_noise
-from foretoken.spec.verify import verify
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.sampling import choose, derive_seed, gumbel_noise
+from sameseed.spec.verify import verify
 
 V = 5
 MIN_P_VALUE, MAX_VARIATION = 1e-3, 0.02

@@ -15,11 +15,11 @@ import pytest
 import textbook
 from lawkit import DEVICES, NO_GPU, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts
 
-from foretoken import registry
-from foretoken.engine.engine import Engine
-from foretoken.request import SamplingParams, Sequence
-from foretoken.spec.ahead import Ahead
-from foretoken.spec.draft import Draft
+from sameseed import registry
+from sameseed.engine.engine import Engine
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.ahead import Ahead
+from sameseed.spec.draft import Draft
 
 FORMATS = [("cpu", "auto", weights, kv) for weights in ("bf16", "w8a8", "w4a8") for kv in ("bf16", "int8")]
 ON_GPU = [

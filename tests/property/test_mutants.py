@@ -22,12 +22,12 @@ import pytest
 import textbook
 from lawkit import Pair, TreeDrafter, knowing, make_engine, random_prompts, run
 
-from foretoken import batch
-from foretoken.engine.scheduler import Scheduler
-from foretoken.formats import int8, scheme
-from foretoken.models.runner import ModelRunner
-from foretoken.request import Completion, SamplingParams, Sequence
-from foretoken.spec import sampling, step, verify
+from sameseed import batch
+from sameseed.engine.scheduler import Scheduler
+from sameseed.formats import int8, scheme
+from sameseed.models.runner import ModelRunner
+from sameseed.request import Completion, SamplingParams, Sequence
+from sameseed.spec import sampling, step, verify
 
 PROMPTS = random_prompts(4, seed=1, longest=10)
 GREEDY = {"max_tokens": 14, "seed": 3, "ignore_eos": True}

@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from prefixkit import ACTIONS, Watched, shake
 
-from foretoken.kvcache.blocks import BlockManager
-from foretoken.kvcache.prefix import Prefixes
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.kvcache.prefix import Prefixes
 
 ROUNDS = 400
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from lawkit import SAMPLED, Pair, load_pair, make_engine, run, texts
 
-from foretoken import LLM, registry
-from foretoken.engine.engine import Engine
-from foretoken.kvcache.prefix import Prefixes
-from foretoken.request import Completion, FinishReason, Request, SamplingParams
+from sameseed import LLM, registry
+from sameseed.engine.engine import Engine
+from sameseed.kvcache.prefix import Prefixes
+from sameseed.request import Completion, FinishReason, Request, SamplingParams
 
 DRAFTERS = ["none", *registry.names("drafters")]
 LENGTH = 14

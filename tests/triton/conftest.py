@@ -1,7 +1,7 @@
 """Cases for the GPU's kernels: on a GPU, or in Triton's interpreter, which must be chosen before Triton is imported.
 
 tests/unit/ops/test_triton.py runs them in processes of their own. By hand: TRITON_INTERPRET=1 python -m pytest
-tests/triton. With FORETOKEN_TEST_GPU=pretended as well, tensors lie on the pretended device, so that what prepares
+tests/triton. With SAMESEED_TEST_GPU=pretended as well, tensors lie on the pretended device, so that what prepares
 launches, and these tests themselves, meet what a GPU would refuse.
 """
 
@@ -15,15 +15,15 @@ import torch
 from fixtures_device import interpreted_there, pretended_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PRETENDED = os.environ.get("FORETOKEN_TEST_GPU") == "pretended"
-asked_for = INTERPRETED or os.environ.get("FORETOKEN_TEST_GPU") == "1"
+PRETENDED = os.environ.get("SAMESEED_TEST_GPU") == "pretended"
+asked_for = INTERPRETED or os.environ.get("SAMESEED_TEST_GPU") == "1"
 collect_ignore_glob = [] if asked_for else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
 def _where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors are made there. A kernel that fails would be replaced by the reference, and every comparison hold."""
-    from foretoken.ops.triton import guard
+    from sameseed.ops.triton import guard
 
     guard.broken.clear()
     if PRETENDED:

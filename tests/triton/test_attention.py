@@ -9,7 +9,7 @@ import pytest
 import torch
 from fixtures_ops import Part, alone, exact_attention, flat, make_pass, slot_lists
 
-kernels = importlib.import_module("foretoken.ops.triton.attention")
+kernels = importlib.import_module("sameseed.ops.triton.attention")
 
 # Largest difference from the float64 formula: queries and weights enter in two terms of the cache's type.
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4}  # else 2e-5: 22 bits

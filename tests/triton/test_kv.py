@@ -9,9 +9,9 @@ import torch
 from fixtures_kv import KV_FORMATS, kv_oracle
 from fixtures_ops import Part, empty_layer, flat, make_pass, randn
 
-from foretoken import ops
+from sameseed import ops
 
-kernels = importlib.import_module("foretoken.ops.triton.kv")
+kernels = importlib.import_module("sameseed.ops.triton.kv")
 
 
 def rows():
@@ -67,7 +67,7 @@ def test_moved_rows_are_read_before_they_are_overwritten(moves, name):
 @pytest.mark.parametrize(("name", "normed"), [*((name, False) for name in KV_FORMATS), ("bf16", True)])
 def test_rotated_and_stored_at_once_is_one_after_the_other(name, normed):
     """Codes, scales and queries of the fused kernel, among them rows that are no numbers; no other row is touched."""
-    gpu = ops.Ops(importlib.import_module("foretoken.ops.triton"))
+    gpu = ops.Ops(importlib.import_module("sameseed.ops.triton"))
     heads, dim, table = 3, 12, randn(40, 12, seed=8)
     some = rows()[[0, 2, 4, 6, 8]]
     qkv = torch.cat([randn(5, 3, dim, seed=2), some, some.flip(0)], dim=1).view(5, -1)  # [T, (H + 2 Hk) D]

@@ -7,9 +7,9 @@ import torch
 from fixtures_models import all_logits, prompt, tiny_model
 from lawkit import load_pair, make_engine, random_prompts, run, texts, write_model
 
-from foretoken import SamplingParams
-from foretoken.models import weights
-from foretoken.ops.triton import guard
+from sameseed import SamplingParams
+from sameseed.models import weights
+from sameseed.ops.triton import guard
 
 pytestmark = pytest.mark.skipif(not guard.interpreted(), reason="its models are made on the CPU")
 

@@ -12,13 +12,13 @@ from fixtures_device import DEVICE, Elsewhere, counted_waits
 from fixtures_eagle import fit_head
 from lawkit import Pair, load_pair, make_engine, run, texts, write_model
 
-from foretoken import SamplingParams, ops
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.eagle_loader import load_head
-from foretoken.models.loader import load_model
-from foretoken.ops import devices
+from sameseed import SamplingParams, ops
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.eagle_loader import load_head
+from sameseed.models.loader import load_model
+from sameseed.ops import devices
 
-pytestmark = pytest.mark.skipif(os.environ.get("FORETOKEN_TEST_GPU") != "pretended", reason="of the pretended GPU")
+pytestmark = pytest.mark.skipif(os.environ.get("SAMESEED_TEST_GPU") != "pretended", reason="of the pretended GPU")
 IN, OUT = "copy to the device", "copy to the host"
 ROWS, TREE, CHECK = (IN, "batch.int_tensors"), (IN, "batch.build_batch"), (OUT, "spec.verify.verify")
 # What a round may wait for at most, besides the end of each pass; k is 2.

@@ -9,12 +9,12 @@ import pytest
 import torch
 from fixtures_ops import randn
 
-from foretoken.ops.triton.guard import Launch
-from foretoken.request import SamplingParams
-from foretoken.spec import sampling as spec
+from sameseed.ops.triton.guard import Launch
+from sameseed.request import SamplingParams
+from sameseed.spec import sampling as spec
 
-kernels = importlib.import_module("foretoken.ops.triton.sampling")
-draws_module = importlib.import_module("foretoken.ops.triton.draws")
+kernels = importlib.import_module("sameseed.ops.triton.sampling")
+draws_module = importlib.import_module("sameseed.ops.triton.draws")
 triton = pytest.importorskip("triton")
 tl = triton.language
 

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from foretoken.batch import MAX_NODES, Rows, ancestor_masks, build_batch
+from sameseed.batch import MAX_NODES, Rows, ancestor_masks, build_batch
 
 
 def test_ancestor_masks() -> None:

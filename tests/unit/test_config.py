@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig, parse_options
-from foretoken.errors import ConfigError
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_options
+from sameseed.errors import ConfigError
 
 BAD: list[tuple[type, dict[str, Any], str]] = [
     (CacheConfig, {"block_size": 0}, "block_size must lie in 1..1024, got 0; 16 or 32 are usual"),

@@ -14,9 +14,9 @@ import make_tables
 import pytest
 import recorded
 
-from foretoken.request import SamplingParams, Sequence
-from foretoken.spec.drafter import parse_options
-from foretoken.study.fields import BENCH_SCHEMA
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.drafter import parse_options
+from sameseed.study.fields import BENCH_SCHEMA
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -59,7 +59,7 @@ def test_the_drafter_of_the_extension_guide_works(tmp_path: Path) -> None:
 
 
 def line(run: str, label: str, speedup: float) -> str:
-    """A record as `foretoken bench` writes it, with made-up numbers."""
+    """A record as `sameseed bench` writes it, with made-up numbers."""
     config = {"model": "m", "num_parameters": 1_000_000, "format": "fp32", "batch_size": 1, "num_prompts": 2}
     config |= {"temperature": 0.0, "top_p": 1.0, "seed": 1, "label": label, "draft": label}
     record = {

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from foretoken import registry
-from foretoken.errors import RegistryError
+from sameseed import registry
+from sameseed.errors import RegistryError
 
 
 def test_names() -> None:
@@ -22,7 +22,7 @@ def test_names() -> None:
 
 
 def test_load() -> None:
-    assert registry.load("drafters", "ngram").__name__ == "foretoken.drafters.ngram"
+    assert registry.load("drafters", "ngram").__name__ == "sameseed.drafters.ngram"
     assert registry.load("drafters", "ngram") is registry.load("drafters", "ngram")
 
 
@@ -45,7 +45,7 @@ def test_furniture_is_no_entry() -> None:
 
 def test_names_import_nothing() -> None:
     code = (
-        "import sys; from foretoken import registry; registry.names('drafters'); "
-        "sys.exit('torch' in sys.modules or 'foretoken.drafters.ngram' in sys.modules)"
+        "import sys; from sameseed import registry; registry.names('drafters'); "
+        "sys.exit('torch' in sys.modules or 'sameseed.drafters.ngram' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.errors import ForetokenError, RequestError
-from foretoken.request import MAX_SEED, SamplingParams, Sequence, TimeSplit
+from sameseed.errors import RequestError, SameseedError
+from sameseed.request import MAX_SEED, SamplingParams, Sequence, TimeSplit
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature must be a number at least 0, got -0.1"),
@@ -54,7 +54,7 @@ def test_out_of_range(params: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**params)
     assert message in str(caught.value)
-    assert isinstance(caught.value, ForetokenError)
+    assert isinstance(caught.value, SameseedError)
     assert isinstance(caught.value, ValueError)
 
 

@@ -24,8 +24,8 @@ from tokenizers import (
     trainers,
 )
 
-from foretoken.errors import ModelLoadError, RequestError
-from foretoken.tokenizer import BROKEN, Tokenizer
+from sameseed.errors import ModelLoadError, RequestError
+from sameseed.tokenizer import BROKEN, Tokenizer
 
 TEXT = [
     "Once upon a time, there was a small dog. The dog's name was Rex; he liked to run in the park.",
@@ -500,7 +500,7 @@ def test_the_sandbox_test_would_notice(monkeypatch, tmp_path):
     """In an ordinary environment at least half of the escapes work: the test above is no formality."""
     import jinja2
 
-    monkeypatch.setattr("foretoken.tokenizer.ImmutableSandboxedEnvironment", jinja2.Environment)
+    monkeypatch.setattr("sameseed.tokenizer.ImmutableSandboxedEnvironment", jinja2.Environment)
     noticed = 0
     for i, escape in enumerate(ESCAPES):
         (tmp_path / str(i)).mkdir()

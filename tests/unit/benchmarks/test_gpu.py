@@ -18,9 +18,9 @@ import gpu_summary
 import pytest
 import torch
 
-from foretoken.errors import ConfigError
-from foretoken.study.passes import Pass, cache_bytes
-from foretoken.study.shapes import get_shape
+from sameseed.errors import ConfigError
+from sameseed.study.passes import Pass, cache_bytes
+from sameseed.study.shapes import get_shape
 
 SHAPE = get_shape("llama-3.1-8b")
 SCRIPT = Path(gpu.__file__)
@@ -37,7 +37,7 @@ def run(tmp_path, *flags):
     assert done.returncode == 0, done.stderr
     *lines, end = read(tmp_path / "gpu.jsonl")
     assert lines[0]["part"] == "plan" and end["part"] == "end"
-    assert all(x["schema"] == "foretoken.gpu/1" and x["dry_run"] and x["device"] == "cpu" for x in lines)
+    assert all(x["schema"] == "sameseed.gpu/1" and x["dry_run"] and x["device"] == "cpu" for x in lines)
     assert len(list(tmp_path.iterdir())) <= 3  # records, errors, a picture
     return lines, end, done.stdout
 

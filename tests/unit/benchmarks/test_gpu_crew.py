@@ -142,9 +142,9 @@ def test_the_scripts_run_from_a_plain_checkout(tmp_path):
     """Without an installed package, from any folder."""
     here = Path(gpu_worker.__file__).parent
     program = f"import sys; sys.path.insert(0, {str(here)!r}); import gpu_checkout; "
-    program += "import importlib.util as u; print(u.find_spec('foretoken').origin)"
+    program += "import importlib.util as u; print(u.find_spec('sameseed').origin)"
     clean = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-S", "-c", program], capture_output=True, text=True, cwd=tmp_path, env=clean
     )
-    assert done.stdout.strip() == str(here.parent / "foretoken" / "__init__.py"), done.stderr
+    assert done.stdout.strip() == str(here.parent / "sameseed" / "__init__.py"), done.stderr

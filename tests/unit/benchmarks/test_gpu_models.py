@@ -7,13 +7,13 @@ import pytest
 import torch
 from fixtures_device import Elsewhere, pretended_device
 
-from foretoken import ops
-from foretoken.formats.scheme import QuantScheme, QuantTensor
-from foretoken.models.config import parse_config
-from foretoken.models.eagle_loader import load_head
-from foretoken.models.loader import load_model
-from foretoken.study import shapes
-from foretoken.study.twin import make_head_twin, make_twin
+from sameseed import ops
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.models.config import parse_config
+from sameseed.models.eagle_loader import load_head
+from sameseed.models.loader import load_model
+from sameseed.study import shapes
+from sameseed.study.twin import make_head_twin, make_twin
 
 TINY = shapes._raw("Llama", 640, 800, 11, (16, 8, 64), 4500, tie_word_embeddings=False, max_position_embeddings=2048,
                    rope_theta=1e4)  # fmt: skip

@@ -17,10 +17,10 @@ import torch
 from fixtures_device import pretended_device
 from gpu_models import shape_of
 
-from foretoken import ops
-from foretoken.config import SpecConfig
-from foretoken.request import FinishReason
-from foretoken.study.measure import Run
+from sameseed import ops
+from sameseed.config import SpecConfig
+from sameseed.request import FinishReason
+from sameseed.study.measure import Run
 
 SIZES = replace(
     gpu_plan.DRY, formats=("w8a8",), large_format="w8a8", kv_formats=("int8",), rows=(1,), contexts=(4,), batches=(1,),

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: nothing is compiled")
 import gpu_static
 
-from foretoken.ops.triton import guard
+from sameseed.ops.triton import guard
 
 pytestmark = [
     pytest.mark.triton,
@@ -63,4 +63,4 @@ def test_a_record_says_that_it_is_no_measurement(capsys, monkeypatch, tmp_path):
     gpu_static.main()
     assert capsys.readouterr().out.startswith("static estimates, not measurements")
     text = out.read_text()
-    assert text.count("\n") == 1 and '"foretoken.gpu_static/1"' in text and "not a measurement" in text
+    assert text.count("\n") == 1 and '"sameseed.gpu_static/1"' in text and "not a measurement" in text

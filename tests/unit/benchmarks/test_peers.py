@@ -20,7 +20,7 @@ import run
 import table
 import torch
 from arms import Arm
-from engines.foretoken import Engine
+from engines.sameseed import Engine
 from shapes import SHAPES
 
 PEERS = Path(run.__file__).parent
@@ -132,7 +132,7 @@ def made_up(name: str, engine: str, ms: list[float], rate: float | None) -> meas
 
 
 def record(shape: str = "tiny") -> dict[str, Any]:
-    ours, theirs = made_up("foretoken x", "foretoken", [1, 2, 4], 100.0), made_up("other", "other", [3, 4, 40], None)
+    ours, theirs = made_up("sameseed x", "sameseed", [1, 2, 4], 100.0), made_up("other", "other", [3, 4, 40], None)
     machine = {"cpu": "a processor", "cores": 2}
     plan = {**PLAN.__dict__, "rows": list(PLAN.rows)}
     group = run.make_group("all", [ours, theirs], PLAN)
@@ -142,10 +142,10 @@ def record(shape: str = "tiny") -> dict[str, Any]:
 
 def test_the_table_shows_medians_and_ratios_within_rounds() -> None:
     text = table.render(json.loads(json.dumps(record())))
-    assert "| foretoken x | 2.0 | - | 4.0 | 2.00 | 100 | - | 2.0 | 3.0 |" in text
+    assert "| sameseed x | 2.0 | - | 4.0 | 2.00 | 100 | - | 2.0 | 3.0 |" in text
     assert "| other | 4.0 | - | 8.0 | 2.00 | - | - | 2.0 | 3.0 |" in text
     # Ratios of the rounds are 3, 2 and 10; the ratio of the medians would be 2.
-    assert "| foretoken x / other | 3.00 | 3.00 | - | - |" in text
+    assert "| sameseed x / other | 3.00 | 3.00 | - | - |" in text
     assert "other: no prefill: no such thing" in text and "commit c0ffee" in text
 
 
@@ -170,8 +170,8 @@ def test_arms_are_chosen_by_name_and_formats_replace_ours() -> None:
     groups = arms.PLANS["llama-3.2-1b"]
     chosen = arms.choose(groups, ["LLAMA.CPP Q4_0", "vllm bf16"], ["w4a8-g32"])
     assert {name: [arm.name for arm in found] for name, found in chosen.items()} == {
-        "8 bits and fewer": ["foretoken w4a8-g32", "llama.cpp Q4_0"],
-        "16 bits": ["foretoken w4a8-g32", "vLLM bf16"],
+        "8 bits and fewer": ["sameseed w4a8-g32", "llama.cpp Q4_0"],
+        "16 bits": ["sameseed w4a8-g32", "vLLM bf16"],
     }
     assert arms.choose(groups, [], []) == groups
     assert arms.choose(groups, ["no such"], []) == {}
@@ -223,7 +223,7 @@ def test_checkpoints_hold_the_same_weights(work: Path) -> None:
     assert torch.equal(quantized["model.embed_tokens.weight"], plain["model.embed_tokens.weight"])
 
 
-def test_foretokens_worker_measures_without_leaving_a_trace(work: Path) -> None:
+def test_sameseeds_worker_measures_without_leaving_a_trace(work: Path) -> None:
     engine = Engine()
     about = engine.load(work / "tiny" / "hf-bf16", 1, 448, 4, {"format": "bf16"})
     assert about["settings"]["format"] == "bf16"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from lawkit import Pair, make_engine
 
-from foretoken.cli.console import PLAIN_MARKS, TextWriter, level_line, summary
-from foretoken.engine.output import OutputText
-from foretoken.request import Completion, Delta, Request, SamplingParams, SpecMetrics
-from foretoken.tokenizer import Tokenizer
+from sameseed.cli.console import PLAIN_MARKS, TextWriter, level_line, summary
+from sameseed.engine.output import OutputText
+from sameseed.request import Completion, Delta, Request, SamplingParams, SpecMetrics
+from sameseed.tokenizer import Tokenizer
 
 BEGIN, END = PLAIN_MARKS
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from foretoken.demo import affordable, conclude
+from sameseed.demo import affordable, conclude
 
 
 def made(label: str, speedup: float, same: bool = True) -> dict[str, Any]:

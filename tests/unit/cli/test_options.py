@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from foretoken.cli import options
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.errors import RegistryError
-from foretoken.models import loader
-from foretoken.request import SamplingParams
+from sameseed.cli import options
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.errors import RegistryError
+from sameseed.models import loader
+from sameseed.request import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +82,11 @@ def test_the_embedded_model_brings_its_draft() -> None:
 
 def test_a_checkout_without_what_the_command_line_needs(monkeypatch, capsys):
     """Where pip installed nothing, the error names the package and what works without it."""
-    from foretoken import cli
+    from sameseed import cli
 
     def missing(name):
         raise ModuleNotFoundError("No module named 'tyro'", name="tyro")
 
     monkeypatch.setattr(cli.importlib, "import_module", missing)
     assert cli.main(["info"]) == cli.EXIT_USAGE
-    assert "needs tyro" in (said := capsys.readouterr().err) and "from foretoken import LLM" in said
+    assert "needs tyro" in (said := capsys.readouterr().err) and "from sameseed import LLM" in said

@@ -1,4 +1,4 @@
-"""`foretoken profile` as a user meets it, on a tiny shape."""
+"""`sameseed profile` as a user meets it, on a tiny shape."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.cli import EXIT_INTERRUPTED, main
-from foretoken.study import limits, record, shapes
-from foretoken.study.passes import Pass, Subject
+from sameseed.cli import EXIT_INTERRUPTED, main
+from sameseed.study import limits, record, shapes
+from sameseed.study.passes import Pass, Subject
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,23 +15,23 @@ import torch
 from fixtures_eagle import knowing_head, random_head, raw_config, silence, write_head
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, load_pair, random_prompts, run, texts, write_model
 
-from foretoken import ops
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
-from foretoken.drafters import _eagle_context
-from foretoken.drafters.eagle import EagleDrafter
-from foretoken.engine.build import assemble, build_engine
-from foretoken.engine.engine import Engine
-from foretoken.errors import ConfigError, VocabularyError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.kvcache.blocks import BlockManager
-from foretoken.models.eagle_config import parse_head_config
-from foretoken.models.eagle_loader import load_head
-from foretoken.request import SamplingParams, Sequence
-from foretoken.spec.drafter import Span
-from foretoken.spec.length import ConfidenceLength
-from foretoken.spec.sampling import choose, needs_adjusting
-from foretoken.spec.step import decode_step
-from foretoken.spec.tree import Tree
+from sameseed import ops
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
+from sameseed.drafters import _eagle_context
+from sameseed.drafters.eagle import EagleDrafter
+from sameseed.engine.build import assemble, build_engine
+from sameseed.engine.engine import Engine
+from sameseed.errors import ConfigError, VocabularyError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.models.eagle_config import parse_head_config
+from sameseed.models.eagle_loader import load_head
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.drafter import Span
+from sameseed.spec.length import ConfidenceLength
+from sameseed.spec.sampling import choose, needs_adjusting
+from sameseed.spec.step import decode_step
+from sameseed.spec.tree import Tree
 
 PROMPTS = random_prompts(5, seed=4)
 GREEDY = SamplingParams(max_tokens=24, seed=6, ignore_eos=True)

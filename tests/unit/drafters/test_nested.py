@@ -18,16 +18,16 @@ from lawkit import (
     write_model,
 )
 
-from foretoken import LLM
-from foretoken.batch import Rows, build_batch
-from foretoken.config import EngineConfig, SpecConfig
-from foretoken.engine import build
-from foretoken.errors import ConfigError, RegistryError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.nested import is_nested, nested_view
-from foretoken.ops import resolve
-from foretoken.request import SamplingParams
+from sameseed import LLM
+from sameseed.batch import Rows, build_batch
+from sameseed.config import EngineConfig, SpecConfig
+from sameseed.engine import build
+from sameseed.errors import ConfigError, RegistryError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.nested import is_nested, nested_view
+from sameseed.ops import resolve
+from sameseed.request import SamplingParams
 
 PROMPTS = random_prompts(6, seed=17)
 GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)

@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.errors import ConfigError
-from foretoken.request import SamplingParams, Sequence
+from sameseed.drafters.ngram import NgramDrafter
+from sameseed.errors import ConfigError
+from sameseed.request import SamplingParams, Sequence
 
 
 def sequence(tokens: list[int], name: int = 0) -> Sequence:

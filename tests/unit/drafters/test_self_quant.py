@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts, write_model
 
-from foretoken import LLM
-from foretoken.config import SpecConfig
-from foretoken.errors import ConfigError
-from foretoken.request import SamplingParams
+from sameseed import LLM
+from sameseed.config import SpecConfig
+from sameseed.errors import ConfigError
+from sameseed.request import SamplingParams
 
 PROMPTS = random_prompts(6, seed=31)
 GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)

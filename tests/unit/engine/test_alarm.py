@@ -13,13 +13,13 @@ import pytest
 from fixtures_eagle import random_head, raw_config, write_head
 from lawkit import MODEL_VOCAB, Pair, make_engine, random_prompts, run, texts
 
-from foretoken import ops
-from foretoken.config import SpecConfig
-from foretoken.engine.alarm import Alarm, is_useless
-from foretoken.models.eagle_config import parse_head_config
-from foretoken.models.eagle_loader import load_head
-from foretoken.request import SamplingParams, SpecMetrics
-from foretoken.spec.drafter import Drafter, NoDrafter
+from sameseed import ops
+from sameseed.config import SpecConfig
+from sameseed.engine.alarm import Alarm, is_useless
+from sameseed.models.eagle_config import parse_head_config
+from sameseed.models.eagle_loader import load_head
+from sameseed.request import SamplingParams, SpecMetrics
+from sameseed.spec.drafter import Drafter, NoDrafter
 
 GREEDY = SamplingParams(max_tokens=60, seed=6, ignore_eos=True)
 PROMPTS = random_prompts(4, seed=4)
@@ -60,7 +60,7 @@ def test_when_a_draft_is_no_use(num_drafts: int, k: int, accepted: int, useless:
 
 def test_it_is_said_once_for_each_drafter(caplog: pytest.LogCaptureFixture) -> None:
     alarm, first, second = Alarm(), Learned(), Learned()
-    with caplog.at_level(logging.WARNING, logger="foretoken"):
+    with caplog.at_level(logging.WARNING, logger="sameseed"):
         for _ in range(100):
             alarm.update(first, [4, 0, 4], [0, 0, 0])
             alarm.update(NoDrafter(), [4], [0])  # looks nothing up that was learned
@@ -94,7 +94,7 @@ def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplo
     )
     engine = make_engine(foreign, method, k=8, **chosen)
     plain = texts(run(make_engine(pair), PROMPTS, GREEDY))
-    with caplog.at_level(logging.WARNING, logger="foretoken"):
+    with caplog.at_level(logging.WARNING, logger="sameseed"):
         assert texts(run(engine, PROMPTS, GREEDY)) == plain
     said = [r.message for r in caplog.records if "drafted tokens accepted" in r.message]
     assert said == engine.alarm.texts

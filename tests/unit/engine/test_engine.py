@@ -21,10 +21,10 @@ from lawkit import (
     texts,
 )
 
-from foretoken.engine.engine import Engine
-from foretoken.errors import RequestError
-from foretoken.request import Delta, FinishReason, Request, SamplingParams, Speculation
-from foretoken.spec.draft import Draft
+from sameseed.engine.engine import Engine
+from sameseed.errors import RequestError
+from sameseed.request import Delta, FinishReason, Request, SamplingParams, Speculation
+from sameseed.spec.draft import Draft
 
 PROMPT = random_prompts(4)[3]
 

@@ -9,13 +9,13 @@ import torch
 from fixtures_models import VARIANTS, write_checkpoint
 from lawkit import write_model
 
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.engine import build, memory
-from foretoken.engine.memory import Demand, available_memory, block_bytes, demand, plan_blocks
-from foretoken.errors import ConfigError, RegistryError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.config import parse_config
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.engine import build, memory
+from sameseed.engine.memory import Demand, available_memory, block_bytes, demand, plan_blocks
+from sameseed.errors import ConfigError, RegistryError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import parse_config
 
 MIB = 2**20
 SHAPE = parse_config(VARIANTS["llama3"].raw)

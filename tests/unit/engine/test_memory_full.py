@@ -9,8 +9,8 @@ import pytest
 import torch
 from lawkit import Pair, TreeDrafter, assert_nothing_left, knowing, make_engine, random_prompts, run, texts
 
-from foretoken.engine.engine import Engine
-from foretoken.request import FinishReason, Request, SamplingParams
+from sameseed.engine.engine import Engine
+from sameseed.request import FinishReason, Request, SamplingParams
 
 PROMPTS = random_prompts(4, seed=8, longest=20)
 ASKED = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)

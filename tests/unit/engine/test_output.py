@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import example, given
 
-from foretoken.engine.output import OutputText
+from sameseed.engine.output import OutputText
 
 
 class Pieces:

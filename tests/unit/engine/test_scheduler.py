@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.engine.scheduler import PATIENCE, Plan, Scheduler
-from foretoken.kvcache.blocks import BlockManager
-from foretoken.request import SamplingParams, Sequence
+from sameseed.engine.scheduler import PATIENCE, Plan, Scheduler
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.request import SamplingParams, Sequence
 
 
 def sequence(name: int, length: int, max_tokens: int = 50) -> Sequence:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, run
+from lawkit import SAMPLED, Pair, assert_nothing_left, finished, make_engine, run
 
-from foretoken.engine.engine import Engine
-from foretoken.request import Completion, FinishReason, Request, SamplingParams
-from foretoken.spec import verify as verify_module
-from foretoken.spec.draft import Draft
-from foretoken.spec.drafter import Drafter
+from sameseed.engine.engine import Engine
+from sameseed.request import Completion, FinishReason, Request, SamplingParams
+from sameseed.spec import verify as verify_module
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter
 
 PROMPT = tuple(range(1, 151))
 OTHER = (5, 6, 7, 5, 6, 7, 5)
@@ -22,15 +22,11 @@ ASKED = SamplingParams(
 
 def score(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Completion]:
     """Completions of scored prompts, which run together."""
-    done: dict[str, Completion] = {}
     for i, prompt in enumerate(prompts):
         engine.add(Request(f"r{i}", prompt, params, 3, score_prompt=True))
-    while engine.has_work:
-        for delta in engine.step():
-            if delta.completion is not None:
-                done[delta.request_id] = delta.completion
+    done = finished(engine)
     assert_nothing_left(engine)
-    return [done[f"r{i}"] for i in range(len(prompts))]
+    return [done[f"r{i}", 0] for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""foretoken's settings as vLLM's command line: golden, and what is refused."""
+"""sameseed's settings as vLLM's command line: golden, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from foretoken import registry
-from foretoken.config import SpecConfig, parse_draft
-from foretoken.errors import ConfigError, ModelLoadError
-from foretoken.export import vllm
-from foretoken.export.vllm import Spread
+from sameseed import registry
+from sameseed.config import SpecConfig, parse_draft
+from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.export import vllm
+from sameseed.export.vllm import Spread
 
 HEAD = ["org/model", "--served-model-name", "m", "--max-num-seqs", "32"]
 
@@ -121,7 +121,7 @@ def test_options_are_the_drafters_own(name: str) -> None:
         ({"draft": parse_draft("ngram"), "draft_options": {"store": "x"}}, "min_ngram, max_ngram; got store"),
         ({"backend": "cpu"}, "leave it at auto"),
         ({"kv_format": "int8"}, "no KV cache in 'int8'"),
-        ({"format": "w4a8"}, r"foretoken quantize MODEL --scheme w4a8 --out DIR"),
+        ({"format": "w4a8"}, r"sameseed quantize MODEL --scheme w4a8 --out DIR"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_with_a_remedy(settings: dict[str, Any], says: str) -> None:
@@ -196,14 +196,14 @@ def test_own_flags() -> None:
         *("--speculative-config.model=x", "-sc x", "-sc.model x", "--enforce-eager --max-num-seqs 3"),
     ],
 )
-def test_flags_that_are_foretokens(more: str) -> None:
-    with pytest.raises(ConfigError, match="foretoken's own flags"):
+def test_flags_that_are_sameseeds(more: str) -> None:
+    with pytest.raises(ConfigError, match="sameseed's own flags"):
         arguments(more=more)
 
 
 def test_no_torch() -> None:
     code = (
-        "import sys; from foretoken.config import SpecConfig; from foretoken.export import vllm; "
+        "import sys; from sameseed.config import SpecConfig; from sameseed.export import vllm; "
         "[vllm.arguments('embedded', {'draft': SpecConfig(m, d)}, vllm.Spread(), 'm') for m, d in "
         "(('ngram', None), ('suffix', None), ('draft_model', 'embedded-head'))]; print('torch' in sys.modules)"
     )

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from foretoken.errors import ConfigError
-from foretoken.formats import _dynamic8, scheme
-from foretoken.formats.nf4 import STATE, single
-from foretoken.formats.scheme import QuantArgs, QuantScheme
+from sameseed.errors import ConfigError
+from sameseed.formats import _dynamic8, scheme
+from sameseed.formats.nf4 import STATE, single
+from sameseed.formats.scheme import QuantArgs, QuantScheme
 
 NF4 = scheme.get("nf4")
 DQ = QuantScheme.parse("nf4-dq")

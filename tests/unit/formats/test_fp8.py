@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from foretoken.errors import ConfigError
-from foretoken.formats import scheme
-from foretoken.formats._fp8 import choose
-from foretoken.formats.scheme import QuantArgs, QuantScheme
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme
+from sameseed.formats._fp8 import choose
+from sameseed.formats.scheme import QuantArgs, QuantScheme
 
 KINDS = {"fp8_e4m3": (4, 3, 448.0, torch.float8_e4m3fn), "fp8_e5m2": (5, 2, 57344.0, torch.float8_e5m2)}
 every_kind = pytest.mark.parametrize("name", KINDS)
@@ -108,7 +108,7 @@ def test_checkpoints_of_e5m2_are_ours():
     """No other engine reads them, and none may take them for e4m3."""
     fmt = scheme.get("fp8_e5m2")
     config = fmt.config(fmt.encode(randn(2, 8)))
-    assert (config["quant_method"], config["format"]) == ("foretoken", "fp8_e5m2")
+    assert (config["quant_method"], config["format"]) == ("sameseed", "fp8_e5m2")
 
 
 @every_kind

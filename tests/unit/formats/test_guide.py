@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken import ops, registry
-from foretoken.formats.scheme import QuantScheme
+from sameseed import ops, registry
+from sameseed.formats.scheme import QuantScheme
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "extend.md"
 

@@ -9,12 +9,12 @@ import torch
 from fixtures_models import backends
 from torch import Tensor
 
-from foretoken import ops
-from foretoken.formats.int4 import FORMAT as INT4
-from foretoken.formats.int8 import FORMAT as INT8
-from foretoken.formats.int8n import FORMAT, high
-from foretoken.formats.scheme import QuantArgs, QuantScheme, QuantTensor
-from foretoken.quantize._grid import possible_codes
+from sameseed import ops
+from sameseed.formats.int4 import FORMAT as INT4
+from sameseed.formats.int8 import FORMAT as INT8
+from sameseed.formats.int8n import FORMAT, high
+from sameseed.formats.scheme import QuantArgs, QuantScheme, QuantTensor
+from sameseed.quantize._grid import possible_codes
 
 every_group = pytest.mark.parametrize("group", [32, 64, 128, None])
 

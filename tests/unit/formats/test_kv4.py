@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from foretoken.errors import ConfigError
-from foretoken.formats import _kv4, scheme
-from foretoken.formats._hadamard import hadamard
-from foretoken.formats.int4_sparse import num_outliers
-from foretoken.kvcache.cache import KVCache
+from sameseed.errors import ConfigError
+from sameseed.formats import _kv4, scheme
+from sameseed.formats._hadamard import hadamard
+from sameseed.formats.int4_sparse import num_outliers
+from sameseed.kvcache.cache import KVCache
 
 INT4, SPARSE = scheme.get("int4"), scheme.get("int4_sparse")
 

@@ -7,8 +7,8 @@ import json
 import torch
 from hypothesis import given, strategies as st
 
-from foretoken.formats import scheme
-from foretoken.formats.nf4 import BORDERS, TABLE, nearest
+from sameseed.formats import scheme
+from sameseed.formats.nf4 import BORDERS, TABLE, nearest
 
 NF4 = scheme.get("nf4")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from foretoken.errors import ConfigError
-from foretoken.formats import scheme
-from foretoken.formats.qoq import PROTECTED, steps
-from foretoken.formats.scheme import QuantArgs, QuantScheme
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme
+from sameseed.formats.qoq import PROTECTED, steps
+from sameseed.formats.scheme import QuantArgs, QuantScheme
 
 QOQ = scheme.get("qoq")
 rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=64, max_size=64)
@@ -93,7 +93,7 @@ def test_checkpoint_layout():
         "x.weight_shape": (torch.int64, (2,)),
     }
     config = QOQ.config(q)
-    assert (config["quant_method"], config["format"]) == ("foretoken", "qoq")
+    assert (config["quant_method"], config["format"]) == ("sameseed", "qoq")
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64
     assert config["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from foretoken.errors import ConfigError, RegistryError
-from foretoken.formats.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
+from sameseed.errors import ConfigError, RegistryError
+from sameseed.formats.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from foretoken.kvcache.blocks import BlockManager
-from foretoken.request import SamplingParams, Sequence
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.request import SamplingParams, Sequence
 
 
 def sequence() -> Sequence:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.errors import RegistryError
-from foretoken.kvcache.cache import KVCache
+from sameseed.errors import RegistryError
+from sameseed.kvcache.cache import KVCache
 
 SHAPE = (3, 5, 4, 2, 8)  # layers, blocks, block size, KV heads, head dim
 

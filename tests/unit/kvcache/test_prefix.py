@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.kvcache import prefix
-from foretoken.kvcache.blocks import BlockManager
-from foretoken.request import SamplingParams, Sequence
+from sameseed.kvcache import prefix
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.request import SamplingParams, Sequence
 
 SIZE = 4
 

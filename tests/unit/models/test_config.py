@@ -10,9 +10,9 @@ import pytest
 import torch
 from fixtures_models import BASE, LLAMA3_ROPE, VARIANTS
 
-from foretoken.errors import ForetokenError, ModelLoadError
-from foretoken.models.config import ARCHITECTURES, ModelConfig, RopeConfig, parse_config, read_config
-from foretoken.models.layers import inverse_frequencies, rope_table
+from sameseed.errors import ModelLoadError, SameseedError
+from sameseed.models.config import ARCHITECTURES, ModelConfig, RopeConfig, parse_config, read_config
+from sameseed.models.layers import inverse_frequencies, rope_table
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], **BASE}
 
@@ -24,7 +24,7 @@ def changed(**values: object) -> dict[str, object]:
 def refused(raw: dict[str, object], *words: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         parse_config(raw, where="somewhere/config.json")
-    assert isinstance(caught.value, ForetokenError)
+    assert isinstance(caught.value, SameseedError)
     for word in ("somewhere/config.json", *words):
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 

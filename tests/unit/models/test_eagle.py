@@ -14,19 +14,19 @@ from lawkit import MODEL_VOCAB, write_model
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foretoken import ops
-from foretoken.batch import Rows, build_batch
-from foretoken.errors import ConfigError, ModelLoadError, VocabularyError
-from foretoken.formats import scheme
-from foretoken.formats.scheme import QuantScheme
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.eagle import EagleHead
-from foretoken.models.eagle_config import HeadConfig, expected_tensors, is_head, parse_head_config, read_head_config
-from foretoken.models.eagle_loader import head_bytes, load_head, with_vocabulary
-from foretoken.models.eagle_runner import HeadRunner, Level
-from foretoken.models.llama import Llama
-from foretoken.models.loader import load_model
-from foretoken.request import SamplingParams, Sequence
+from sameseed import ops
+from sameseed.batch import Rows, build_batch
+from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle import EagleHead
+from sameseed.models.eagle_config import HeadConfig, expected_tensors, is_head, parse_head_config, read_head_config
+from sameseed.models.eagle_loader import head_bytes, load_head, with_vocabulary
+from sameseed.models.eagle_runner import HeadRunner, Level
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model
+from sameseed.request import SamplingParams, Sequence
 
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "eagle": ("eagle", {}, ("embed_tokens.weight", "lm_head.weight")),

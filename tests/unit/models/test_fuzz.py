@@ -21,12 +21,12 @@ from fixtures_layouts import awq, bnb_nf4, ct_config, ct_integers, fp8, gptq, wr
 from fixtures_models import VARIANTS, random_tensors
 from tokenizers import Tokenizer as HFTokenizer, models, pre_tokenizers
 
-from foretoken import ops
-from foretoken.errors import ForetokenError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.config import parse_config
-from foretoken.models.loader import load_model, load_tokenizer
-from foretoken.models.save import save_quantized
+from sameseed import ops
+from sameseed.errors import SameseedError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import parse_config
+from sameseed.models.loader import load_model, load_tokenizer
+from sameseed.models.save import save_quantized
 
 ROOM = 600 << 20  # bytes of address space that a case may take above what the process has
 SECONDS = 60  # until a case counts as hanging
@@ -60,7 +60,7 @@ def survives(path: Path, tokenizer: bool = False) -> bool:
             load_model(path, ops.resolve("reference"), QuantScheme(), 32)
             if tokenizer:
                 load_tokenizer(path).encode("hello there, it's 12")
-        except ForetokenError:
+        except SameseedError:
             return False
     return True
 
@@ -238,7 +238,7 @@ def test_expressions_that_might_match_for_ever(where, pattern, folders, tmp_path
     config = raw["quantization_config"]
     (config if where == "ignore" else config["config_groups"]["group_0"])[where] = [f"re:{pattern}"]
     (folder / "config.json").write_text(json.dumps(raw))
-    with bounded(), pytest.raises(ForetokenError, match="too involved"):
+    with bounded(), pytest.raises(SameseedError, match="too involved"):
         load_model(folder, ops.resolve("reference"))
 
 

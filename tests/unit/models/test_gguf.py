@@ -15,14 +15,14 @@ from fixtures_gguf import gguf_bytes, info, key, text, write_gguf
 from fixtures_models import LLAMA3_ROPE, VARIANTS, all_logits, backends, load, prompt, random_tensors, write_checkpoint
 from torch import Tensor
 
-from foretoken.errors import ModelLoadError
-from foretoken.formats.scheme import get
-from foretoken.models.config import parse_config, read_config
-from foretoken.models.gguf.header import GGUFFile
-from foretoken.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
-from foretoken.models.layers import inverse_frequencies
-from foretoken.models.layouts import base
-from foretoken.models.loader import load_tokenizer, open_checkpoint, resolve_model
+from sameseed.errors import ModelLoadError
+from sameseed.formats.scheme import get
+from sameseed.models.config import parse_config, read_config
+from sameseed.models.gguf.header import GGUFFile
+from sameseed.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
+from sameseed.models.layers import inverse_frequencies
+from sameseed.models.layouts import base
+from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64, "vocab_size": 96}
 RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, **WIDE, "num_key_value_heads": 2}

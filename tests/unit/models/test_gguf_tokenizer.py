@@ -12,11 +12,11 @@ from fixtures_gguf import LLAMA3, QWEN2, TEXTS, bpe_keys, trained, write_gguf
 from fixtures_models import VARIANTS, random_tensors
 from tokenizers import pre_tokenizers
 
-from foretoken.errors import ModelLoadError
-from foretoken.models.config import parse_config, read_config
-from foretoken.models.gguf.tokenizer import PRE, SPACE
-from foretoken.models.loader import load_tokenizer
-from foretoken.tokenizer import Tokenizer
+from sameseed.errors import ModelLoadError
+from sameseed.models.config import parse_config, read_config
+from sameseed.models.gguf.tokenizer import PRE, SPACE
+from sameseed.models.loader import load_tokenizer
+from sameseed.tokenizer import Tokenizer
 
 RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "num_hidden_layers": 1}
 

@@ -28,11 +28,11 @@ from fixtures_layouts import (
 from fixtures_models import all_logits, backends, load, prompt, read_tensors, write_config
 from safetensors.torch import save_file
 
-from foretoken.errors import ModelLoadError
-from foretoken.formats.scheme import QuantScheme, get
-from foretoken.models.checkpoint import Checkpoint
-from foretoken.models.config import parse_config
-from foretoken.models.layouts import METHODS, base, foretoken as own
+from sameseed.errors import ModelLoadError
+from sameseed.formats.scheme import QuantScheme, get
+from sameseed.models.checkpoint import Checkpoint
+from sameseed.models.config import parse_config
+from sameseed.models.layouts import METHODS, base, sameseed as own
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -306,8 +306,8 @@ def refused(folder: Path, *words: str) -> None:
         (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": ["re:(.*)*x"]}, ["too involved"]),
         (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": ["re:[a"]}, ["no regular expression"]),
         (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": [3]}, ["list of names"]),
-        ({"quant_method": "foretoken", "version": 2, "modules": {}}, ["version 1"]),
-        ({"quant_method": "foretoken", "version": 1, "modules": {UP: "w3a3"}}, [UP, "w3a3"]),
+        ({"quant_method": "sameseed", "version": 2, "modules": {}}, ["version 1"]),
+        ({"quant_method": "sameseed", "version": 1, "modules": {UP: "w3a3"}}, [UP, "w3a3"]),
     ],
     ids=lambda v: str(v)[:60],
 )  # fmt: skip

@@ -12,9 +12,9 @@ import torch
 from fixtures_gguf import write_gguf
 from fixtures_models import all_logits, load, read_tensors
 
-from foretoken.models.config import read_json
-from foretoken.models.loader import resolve_model
-from foretoken.tokenizer import Tokenizer
+from sameseed.models.config import read_json
+from sameseed.models.loader import resolve_model
+from sameseed.tokenizer import Tokenizer
 
 llama_cpp = pytest.importorskip("llama_cpp")
 TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15}  # enum llama_ftype

@@ -26,13 +26,13 @@ from fixtures_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from foretoken.errors import ConfigError, ForetokenError, ModelLoadError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models import loader, weights as weights_module
-from foretoken.models.checkpoint import Checkpoint, SafetensorsFile
-from foretoken.models.config import parse_config
-from foretoken.models.loader import resolve_model
-from foretoken.models.weights import expected_shapes, read_weights, weight_bytes
+from sameseed.errors import ConfigError, ModelLoadError, SameseedError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models import loader, weights as weights_module
+from sameseed.models.checkpoint import Checkpoint, SafetensorsFile
+from sameseed.models.config import parse_config
+from sameseed.models.loader import resolve_model
+from sameseed.models.weights import expected_shapes, read_weights, weight_bytes
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 def refused(folder: Path, *words: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         load(folder)
-    assert isinstance(caught.value, ForetokenError) and isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, SameseedError) and isinstance(caught.value, ValueError)
     for word in words:
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 
@@ -415,7 +415,7 @@ def test_a_hub_that_does_not_answer(number, monkeypatch):
 
 def test_progress_counts_every_value(folder):
     seen: list[tuple[int, int]] = []
-    from foretoken import ops
+    from sameseed import ops
 
     loader.load_model(folder, ops.resolve("reference"), progress=lambda done, total: seen.append((done, total)))
     total = sum(t.numel() for t in read_tensors(folder).values())
@@ -519,7 +519,7 @@ def test_headers_of_any_content_are_told_briefly(entries, folder):
 
 
 def test_a_file_cut_while_it_is_read(folder):
-    from foretoken import ops
+    from sameseed import ops
 
     with Checkpoint(folder) as checkpoint:
         weights(folder).write_bytes(weights(folder).read_bytes()[:-5000])
@@ -540,7 +540,7 @@ def matrices(model: Any) -> list[Any]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_chunks_make_what_whole_tensors_make(name, backend, tmp_path, monkeypatch):
     """Chunks of 32 rows, across the borders of stacked tensors, against the same in one go."""
-    from foretoken import ops
+    from sameseed import ops
 
     small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "head_dim": 24, "num_hidden_layers": 1}
     raw = {**VARIANTS["qwen2"].raw, **small}  # q, k, v of 96, 48 and 48 rows
@@ -619,9 +619,9 @@ def test_the_size_told_before_is_about_what_is_taken(name, folder):
 MEASURE = """
 import sys
 from pathlib import Path
-from foretoken import ops
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.loader import load_model
+from sameseed import ops
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.loader import load_model
 
 def kib(field):
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(field))

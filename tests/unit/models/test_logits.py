@@ -20,7 +20,7 @@ from fixtures_models import (
     write_shards,
 )
 
-from foretoken.models.config import parse_config, read_config
+from sameseed.models.config import parse_config, read_config
 
 TOLERANCE = 1e-4  # max abs difference of float32 logits of size 2
 

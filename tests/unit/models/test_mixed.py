@@ -6,13 +6,13 @@ import pytest
 import torch
 from fixtures_models import VARIANTS, Stored, all_logits, backends, prompt, random_tensors
 
-from foretoken import ops
-from foretoken.errors import ConfigError, RegistryError
-from foretoken.formats import scheme
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.config import parse_config
-from foretoken.models.llama import Llama
-from foretoken.models.weights import read_weights, weight_bytes
+from sameseed import ops
+from sameseed.errors import ConfigError, RegistryError
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import parse_config
+from sameseed.models.llama import Llama
+from sameseed.models.weights import read_weights, weight_bytes
 
 RAW = {**VARIANTS["qwen2"].raw, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 

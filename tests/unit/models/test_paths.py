@@ -17,9 +17,9 @@ from fixtures_models import (
     tiny_model,
 )
 
-from foretoken import registry
-from foretoken.formats import scheme
-from foretoken.spec.draft import Draft
+from sameseed import registry
+from sameseed.formats import scheme
+from sameseed.spec.draft import Draft
 
 VOCAB = 97
 KV_FORMATS = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.errors import ModelLoadError
-from foretoken.models.layouts.patterns import covers, expression, fits
+from sameseed.errors import ModelLoadError
+from sameseed.models.layouts.patterns import covers, expression, fits
 
 NAME = "model.layers.10.self_attn.q_proj"
 

@@ -21,12 +21,12 @@ from fixtures_models import all_logits, load, oracle_logits, prompt, random_tens
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foretoken.errors import ConfigError, ModelLoadError, ModelSaveError
-from foretoken.formats.scheme import QuantScheme, QuantTensor, get
-from foretoken.models import save as save_module
-from foretoken.models.checkpoint import Checkpoint
-from foretoken.models.config import parse_config, read_config
-from foretoken.models.save import method_for, save_quantized, write_safetensors
+from sameseed.errors import ConfigError, ModelLoadError, ModelSaveError
+from sameseed.formats.scheme import QuantScheme, QuantTensor, get
+from sameseed.models import save as save_module
+from sameseed.models.checkpoint import Checkpoint
+from sameseed.models.config import parse_config, read_config
+from sameseed.models.save import method_for, save_quantized, write_safetensors
 
 LAYER0 = "model.layers.0"
 
@@ -78,13 +78,13 @@ SCHEMES = {
     "w4a16-g32,lm_head=w8a16,model.embed_tokens=w8a16-g32": "compressed-tensors",
     "nf4": "bitsandbytes",
     "nf4-dq": "bitsandbytes",
-    "w4a8-qoq": "foretoken",
-    "qoq-g32": "foretoken",
-    "w8a8n": "foretoken",
-    "int8n-g32": "foretoken",
-    "fp8_e5m2": "foretoken",
-    "nf4,*.down_proj=w4a16-g64-asym": "foretoken",
-    "nf4-dq,*.down_proj=qoq,lm_head=fp8-b128": "foretoken",
+    "w4a8-qoq": "sameseed",
+    "qoq-g32": "sameseed",
+    "w8a8n": "sameseed",
+    "int8n-g32": "sameseed",
+    "fp8_e5m2": "sameseed",
+    "nf4,*.down_proj=w4a16-g64-asym": "sameseed",
+    "nf4-dq,*.down_proj=qoq,lm_head=fp8-b128": "sameseed",
 }
 
 
@@ -212,7 +212,7 @@ def test_methods():
         return method_for([QuantScheme.parse(t) for t in texts])
 
     assert of("w4a16", "w8a8", "fp8") == "compressed-tensors" and of("nf4") == "bitsandbytes"
-    assert of("nf4", "w4a16") == of("qoq") == of("fp8_e5m2", "fp8") == "foretoken"
+    assert of("nf4", "w4a16") == of("qoq") == of("fp8_e5m2", "fp8") == "sameseed"
 
 
 # --- all or nothing ---
@@ -315,7 +315,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 from test_save import write
-from foretoken.errors import ModelSaveError
+from sameseed.errors import ModelSaveError
 try:
     write(Path(sys.argv[1]), Path(sys.argv[2]), "w4a16")
 except ModelSaveError as error:
@@ -374,7 +374,7 @@ def test_a_gguf_file_becomes_a_folder(tmp_path):
     pytest.importorskip("gguf")
     from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
 
-    from foretoken.models.loader import load_tokenizer, open_checkpoint
+    from sameseed.models.loader import load_tokenizer, open_checkpoint
 
     keys = bpe_keys(trained(QWEN2), "qwen2", {"<e>": 3}, eos_token_id=2)
     tensors = random_tensors(parse_config(RAW))

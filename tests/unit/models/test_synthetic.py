@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from fixtures_models import VARIANTS, all_logits, prompt
 
-from foretoken import ops
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.config import parse_config
-from foretoken.models.synthetic import NOISE, RandomCheckpoint, random_model
-from foretoken.models.weights import expected_shapes
+from sameseed import ops
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import parse_config
+from sameseed.models.synthetic import NOISE, RandomCheckpoint, random_model
+from sameseed.models.weights import expected_shapes
 
 CONFIG = parse_config(VARIANTS["qwen2"].raw)
 

@@ -14,12 +14,12 @@ from fixtures_ops import randn
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from foretoken import _native
-from foretoken.formats import scheme
-from foretoken.formats.scheme import QuantTensor
-from foretoken.models.config import RopeConfig
-from foretoken.models.layers import rope_table
-from foretoken.ops import cpu
+from sameseed import _native
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantTensor
+from sameseed.models.config import RopeConfig
+from sameseed.models.layers import rope_table
+from sameseed.ops import cpu
 
 EPS = 2.0**-24  # half a unit in the last place of 1: one rounding
 formats = st.sampled_from(sorted(cpu._DTYPES))
@@ -89,9 +89,9 @@ def test_every_code_is_read_as_torch_reads_it(isa, name):
 
 
 def ask(isa: str) -> str:
-    """What the module, alone in a process, says to FORETOKEN_ISA."""
-    code = "from foretoken import _native\ntry: print(_native.isa())\nexcept ValueError as error: print(error)"
-    environment = os.environ | {"FORETOKEN_ISA": isa}
+    """What the module, alone in a process, says to SAMESEED_ISA."""
+    code = "from sameseed import _native\ntry: print(_native.isa())\nexcept ValueError as error: print(error)"
+    environment = os.environ | {"SAMESEED_ISA": isa}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return run.stdout.strip()
 
@@ -112,12 +112,12 @@ def test_a_wrong_choice_makes_the_backend_unavailable(monkeypatch):
         raise ValueError("unknown instruction set 'avx9000'")
 
     monkeypatch.setattr(cpu._native, "isa", refuse)
-    assert cpu.unavailable() == "unknown instruction set 'avx9000'; mend or unset FORETOKEN_ISA"
+    assert cpu.unavailable() == "unknown instruction set 'avx9000'; mend or unset SAMESEED_ISA"
 
 
 def test_a_missing_module_tells_the_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "foretoken._native", None)
-    monkeypatch.delattr("foretoken._native")
+    monkeypatch.setitem(sys.modules, "sameseed._native", None)
+    monkeypatch.delattr("sameseed._native")
     spec = importlib.util.spec_from_file_location("cpu_without_native", cpu.__file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

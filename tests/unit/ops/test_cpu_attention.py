@@ -10,9 +10,9 @@ from fixtures_ops import Part, Pass, alone, empty_layer, exact_attention, flat, 
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from foretoken.batch import Rows, build_batch
-from foretoken.formats.scheme import KVLayer, QuantTensor
-from foretoken.ops import cpu
+from sameseed.batch import Rows, build_batch
+from sameseed.formats.scheme import KVLayer, QuantTensor
+from sameseed.ops import cpu
 
 every_kv_format = pytest.mark.parametrize("name", KV_FORMATS)
 every_scaled_format = pytest.mark.parametrize("name", sorted(LARGEST))

@@ -9,9 +9,9 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from foretoken import ops
-from foretoken.formats.scheme import QuantScheme, QuantTensor
-from foretoken.ops import _packed, cpu
+from sameseed import ops
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.ops import _packed, cpu
 
 SMALLEST = 2.0**-100
 

@@ -12,8 +12,8 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from foretoken.formats.scheme import QuantTensor
-from foretoken.ops import cpu, resolve
+from sameseed.formats.scheme import QuantTensor
+from sameseed.ops import cpu, resolve
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -10,9 +10,9 @@ from fixtures_cpu import every_isa, instructions
 from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 
-from foretoken.formats.int8n import FORMAT
-from foretoken.formats.scheme import QuantArgs, QuantScheme, QuantTensor
-from foretoken.ops import cpu, resolve
+from sameseed.formats.int8n import FORMAT
+from sameseed.formats.scheme import QuantArgs, QuantScheme, QuantTensor
+from sameseed.ops import cpu, resolve
 
 REFERENCE = resolve("reference")
 

@@ -10,17 +10,17 @@ from fixtures_device import Elsewhere, counted_waits, pretended_device
 from fixtures_ops import randn
 from lawkit import load_pair, make_engine, random_prompts, run, texts
 
-from foretoken import SamplingParams, ops
-from foretoken.config import CacheConfig, EngineConfig
-from foretoken.engine import build
-from foretoken.engine.memory import Demand, plan_blocks
-from foretoken.errors import ConfigError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.eagle_loader import load_head, with_vocabulary
-from foretoken.models.loader import load_model
-from foretoken.models.vocabulary import with_tokens
-from foretoken.ops import devices
+from sameseed import SamplingParams, ops
+from sameseed.config import CacheConfig, EngineConfig
+from sameseed.engine import build
+from sameseed.engine.memory import Demand, plan_blocks
+from sameseed.errors import ConfigError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle_loader import load_head, with_vocabulary
+from sameseed.models.loader import load_model
+from sameseed.models.vocabulary import with_tokens
+from sameseed.ops import devices
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_backends_say_where_they_compute(one_gpu, monkeypatch):
     with pytest.raises(ConfigError, match=r"'cpu' does not compute on device 'cuda' but on cpu; leave out --backend"):
         ops.resolve("cpu", "cuda")
     assert ops.resolve("reference", "cuda").name == "reference"
-    triton = pytest.importorskip("foretoken.ops.triton")
+    triton = pytest.importorskip("sameseed.ops.triton")
     monkeypatch.setattr(triton, "unavailable", lambda device="": None)
     ops.resolve.cache_clear()
     assert ops.resolve("auto", "cuda:0").name == "triton"
@@ -82,7 +82,7 @@ def test_backends_say_where_they_compute(one_gpu, monkeypatch):
 
 def test_the_gpu_that_is_asked_for_counts(one_gpu, monkeypatch):
     """Of two GPUs one is too old: `cuda:1` is not judged by `cuda:0`."""
-    triton = pytest.importorskip("foretoken.ops.triton")
+    triton = pytest.importorskip("sameseed.ops.triton")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5) if (d.index or 0) == 0 else (9, 0))
     triton.unavailable.cache_clear()

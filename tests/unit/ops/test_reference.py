@@ -9,10 +9,10 @@ import pytest
 import torch
 from fixtures_ops import Part, empty_layer, exact_attention, flat, make_pass, randn
 
-from foretoken import ops
-from foretoken.errors import ConfigError, RegistryError
-from foretoken.formats import scheme
-from foretoken.ops import Ops, reference
+from sameseed import ops
+from sameseed.errors import ConfigError, RegistryError
+from sameseed.formats import scheme
+from sameseed.ops import Ops, reference
 
 
 def dense(values: list[list[float]]):
@@ -138,7 +138,7 @@ def test_the_caller_s_number_of_threads_stays():
 
 def backend(**members: object) -> ModuleType:
     """A backend module that defines what it is given."""
-    module = ModuleType("foretoken.ops.partial")
+    module = ModuleType("sameseed.ops.partial")
     declared = {"row_invariant": True, "LINEAR_FORMATS": frozenset(), "KV_FORMATS": frozenset()}
     for name, value in {**declared, **members}.items():
         setattr(module, name, value)
@@ -147,7 +147,7 @@ def backend(**members: object) -> ModuleType:
 
 def test_what_a_backend_lacks_falls_through_said_once(caplog):
     ops._say_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="foretoken.ops"):
+    with caplog.at_level(logging.WARNING, logger="sameseed.ops"):
         table = Ops(backend())
         p = make_pass([Part(2, 1)])
         for _ in range(3):
@@ -156,7 +156,7 @@ def test_what_a_backend_lacks_falls_through_said_once(caplog):
             assert table.attention(p.q, p.layer, p.batch, 1.0).equal(reference.attention(p.q, p.layer, p.batch, 1.0))
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == len(set(said))
-    assert any("'partial' kernel for weights in 'fp32'" in m and "foretoken info" in m for m in said)
+    assert any("'partial' kernel for weights in 'fp32'" in m and "sameseed info" in m for m in said)
     assert any("'partial' kernel for a KV cache in 'fp32'" in m for m in said)
     assert any("no silu_mul" in m for m in said)
 
@@ -194,7 +194,7 @@ def test_unknown_backends_and_devices():
 
 
 def test_a_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch):
-    module = pytest.importorskip("foretoken.ops.cpu")
+    module = pytest.importorskip("sameseed.ops.cpu")
     monkeypatch.setattr(module, "unavailable", lambda: "the native module is not built; run `make build`")
     ops.resolve.cache_clear()
     ops._say_once.cache_clear()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from foretoken.formats import scheme
-from foretoken.formats.scheme import QuantScheme, quantize_rows
-from foretoken.ops import reference
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme, quantize_rows
+from sameseed.ops import reference
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from fixtures_models import tiny_model
 
-from foretoken import ops
-from foretoken.batch import Rows, build_batch
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.llama import Llama
-from foretoken.ops import _replay
+from sameseed import ops
+from sameseed.batch import Rows, build_batch
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.llama import Llama
+from sameseed.ops import _replay
 
 pytestmark = pytest.mark.skipif(
     ops.registry.load("ops", "cpu").unavailable() is not None, reason="the native module is not built"
@@ -117,7 +117,7 @@ def test_what_has_no_kernel_runs_op_by_op(caplog, monkeypatch):
     cache = make_cache(model)
     monkeypatch.setattr(_replay.cpu, "KV_FORMATS", frozenset())
     batch = make_batch(0, model.config.vocab_size)
-    with caplog.at_level("INFO", logger="foretoken.ops"):
+    with caplog.at_level("INFO", logger="sameseed.ops"):
         got, _ = model.forward(batch, cache)
         model.forward(batch, cache)
     assert sum("no plan replay" in r.message for r in caplog.records) == 1

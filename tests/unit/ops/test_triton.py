@@ -14,13 +14,13 @@ import pytest
 import torch
 from fixtures_ops import randn
 
-from foretoken import registry
-from foretoken.formats.scheme import QuantScheme
-from foretoken.ops import reference
+from sameseed import registry
+from sameseed.formats.scheme import QuantScheme
+from sameseed.ops import reference
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
-from foretoken.ops import triton as gpu  # noqa: E402
-from foretoken.ops.triton import dispatch, guard  # noqa: E402
+from sameseed.ops import triton as gpu  # noqa: E402
+from sameseed.ops.triton import dispatch, guard  # noqa: E402
 
 pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
@@ -50,7 +50,7 @@ def test_in_the_interpreter(name):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py") if p.name not in CPU_ONLY))
 def test_on_the_gpu(name):
-    run_cases(name, TRITON_INTERPRET="0", FORETOKEN_TEST_GPU="1")
+    run_cases(name, TRITON_INTERPRET="0", SAMESEED_TEST_GPU="1")
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_on_a_pretended_gpu(name):
     """Tensors on a device that holds numbers and refuses what a GPU refuses: what prepares the launches, and the cases
     themselves, which a GPU's owner will run.
     """
-    run_cases(name, TRITON_INTERPRET="1", FORETOKEN_TEST_GPU="pretended")
+    run_cases(name, TRITON_INTERPRET="1", SAMESEED_TEST_GPU="pretended")
 
 
 # --- kernels that fail ---
@@ -86,7 +86,7 @@ def failing(monkeypatch):
 def test_a_kernel_that_does_not_compile_leaves_its_op_to_the_reference(name, failing, caplog):
     plain = QuantScheme.parse(name).encode(randn(6, 128, seed=1))
     w, x, norm = gpu.pack(plain), randn(3, 128), randn(128, seed=2)
-    with caplog.at_level(logging.WARNING, "foretoken.ops"):
+    with caplog.at_level(logging.WARNING, "sameseed.ops"):
         assert gpu.linear(x, w).equal(reference.linear(x, plain))
         assert gpu.linear(x, w).equal(reference.linear(x, plain))
         assert gpu.norm_linear(x, norm, 1e-5, w).equal(reference.linear(reference.rms_norm(x, norm, 1e-5), plain))

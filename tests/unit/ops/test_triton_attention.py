@@ -11,7 +11,7 @@ import pytest
 import torch
 from fixtures_ops import Part, empty_layer, make_pass, randn
 
-from foretoken.spec import sampling as spec
+from sameseed.spec import sampling as spec
 
 pytestmark = [
     pytest.mark.triton,
@@ -23,7 +23,7 @@ NEEDS_COMPILER = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", r
 
 def module(name):
     """Of the backend; some share their name with an op."""
-    return importlib.import_module(f"foretoken.ops.triton.{name}")
+    return importlib.import_module(f"sameseed.ops.triton.{name}")
 
 
 def compiled(launch, capability):
@@ -130,7 +130,7 @@ def test_who_takes_which_keys(rows, programs, num_keys, wanted):
 
 
 def test_the_formats_of_the_cache_are_said_once():
-    from foretoken.ops import triton
+    from sameseed.ops import triton
 
     kv = module("kv")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from foretoken.formats import nf4, scheme
-from foretoken.ops.triton import packing, ptx
+from sameseed.formats import nf4, scheme
+from sameseed.ops.triton import packing, ptx
 
 Register = NDArray[np.uint32]
 HALF = np.uint32(0xFFFF)

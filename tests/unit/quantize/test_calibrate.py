@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from lawkit import write_tokenizer
 
-from foretoken.errors import ConfigError
-from foretoken.quantize.calibrate import pack, read_calibration
-from foretoken.tokenizer import Tokenizer
+from sameseed.errors import ConfigError
+from sameseed.quantize.calibrate import pack, read_calibration
+from sameseed.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

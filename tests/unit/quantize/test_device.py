@@ -13,10 +13,10 @@ from fixtures_quantize import write_text
 from lawkit import write_model
 from safetensors.torch import load_file
 
-from foretoken.errors import ConfigError
-from foretoken.ops import devices
-from foretoken.quantize import _walk
-from foretoken.quantize.run import Plan, Progress, quantize
+from sameseed.errors import ConfigError
+from sameseed.ops import devices
+from sameseed.quantize import _walk
+from sameseed.quantize.run import Plan, Progress, quantize
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 import torch
 from fixtures_models import need
 
-from foretoken.models.loader import resolve_model
-from foretoken.quantize._losses import token_losses
-from foretoken.quantize.calibrate import read_calibration
-from foretoken.quantize.run import Plan, quantize
-from foretoken.tokenizer import Tokenizer
+from sameseed.models.loader import resolve_model
+from sameseed.quantize._losses import token_losses
+from sameseed.quantize.calibrate import read_calibration
+from sameseed.quantize.run import Plan, quantize
+from sameseed.tokenizer import Tokenizer
 
 ASSETS = resolve_model("embedded").parent
 pytestmark = pytest.mark.slow

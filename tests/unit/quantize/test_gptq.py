@@ -7,12 +7,12 @@ import torch
 from fixtures_quantize import correlated, randn, stats_of
 from torch import Tensor
 
-from foretoken.errors import ConfigError
-from foretoken.formats import scheme as formats
-from foretoken.formats.scheme import QuantScheme
-from foretoken.quantize._grid import Grid, clip
-from foretoken.quantize.base import Stats, decoded, parse_method
-from foretoken.quantize.gptq import inverse_factor
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme as formats
+from sameseed.formats.scheme import QuantScheme
+from sameseed.quantize._grid import Grid, clip
+from sameseed.quantize.base import Stats, decoded, parse_method
+from sameseed.quantize.gptq import inverse_factor
 
 K = 128
 

@@ -8,8 +8,8 @@ import pytest
 from fixtures_models import Stored
 from fixtures_quantize import source_of, tokens, walk_of
 
-from foretoken.models.config import ModelConfig
-from foretoken.quantize._decoder import GATE, INPUT_NORM, POST_NORM, STAGES, K, Q, read_block
+from sameseed.models.config import ModelConfig
+from sameseed.quantize._decoder import GATE, INPUT_NORM, POST_NORM, STAGES, K, Q, read_block
 
 WIDTH, PLANTED = 128, 17
 SETTINGS = {"hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}

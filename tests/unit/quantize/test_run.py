@@ -15,14 +15,14 @@ from lawkit import write_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from foretoken import ops
-from foretoken.errors import ConfigError, ForetokenError, ModelSaveError, RegistryError
-from foretoken.models.checkpoint import Checkpoint
-from foretoken.models.config import read_config
-from foretoken.models.loader import load_model
-from foretoken.quantize import _work, run as quantizing
-from foretoken.quantize.budget import recommend
-from foretoken.quantize.run import FILE, Plan, Progress, quantize
+from sameseed import ops
+from sameseed.errors import ConfigError, ModelSaveError, RegistryError, SameseedError
+from sameseed.models.checkpoint import Checkpoint
+from sameseed.models.config import read_config
+from sameseed.models.loader import load_model
+from sameseed.quantize import _work, run as quantizing
+from sameseed.quantize.budget import recommend
+from sameseed.quantize.run import FILE, Plan, Progress, quantize
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,7 @@ def test_a_recommendation_names_what_stands_out() -> None:
         ({"budget": 3.0, "candidates": ("w4a16-g32", "bf16")}, ConfigError, "below the smallest"),
         ({"budget": 6.0, "candidates": ("bf16",)}, ConfigError, "candidates of fewer bits"),
         ({"method": "rtn", "budget": 6.0, "calibration": None}, ConfigError, "measured loss"),
-        ({"model": "/nowhere/at/all"}, ForetokenError, "no model"),
+        ({"model": "/nowhere/at/all"}, SameseedError, "no model"),
     ],
 )
 def test_bad_plans(plan: Plan, change: dict[str, object], error: type[Exception], words: str) -> None:

@@ -16,15 +16,15 @@ import httpx
 import pytest
 from lawkit import Pair
 
-from foretoken.server import config as configs, helper
-from foretoken.server.app import create_app
-from foretoken.server.client import EngineClient
-from foretoken.server.config import Keys, ServerConfig
-from foretoken.server.errors import ApiError
-from foretoken.server.text import INLINE, Text
+from sameseed.server import config as configs, helper
+from sameseed.server.app import create_app
+from sameseed.server.client import EngineClient
+from sameseed.server.config import Keys, ServerConfig
+from sameseed.server.errors import ApiError
+from sameseed.server.text import INLINE, Text
 
 ROOT = Path(__file__).resolve().parents[3]
-SERVER = sorted((ROOT / "foretoken" / "server").glob("*.py"))
+SERVER = sorted((ROOT / "sameseed" / "server").glob("*.py"))
 TABLE = ROOT / "docs" / "guides" / "security.md"
 KEY = "a-key-for-the-test"
 
@@ -54,7 +54,7 @@ def test_no_route_serves_files_or_takes_forms(path: Path) -> None:
 def test_no_duration_is_taken_from_the_wall_clock() -> None:
     """A clock that jumps must not time out, starve or kill: `time.time` only tells when something was made."""
     allowed = {"app.py", "proxy.py", "replies.py"}  # the "created" of models and answers
-    for path in (*SERVER, *(ROOT / "foretoken" / "engine").glob("*.py")):
+    for path in (*SERVER, *(ROOT / "sameseed" / "engine").glob("*.py")):
         used = [
             n for n in walked(path) if isinstance(n, ast.Attribute) and ast.unparse(n) in ("time.time", "datetime.now")
         ]
@@ -150,11 +150,11 @@ def test_who_runs_the_programs_of_others_knows_no_secret(monkeypatch: pytest.Mon
     """Templates and grammars run in a process whose environment holds nothing but what Python needs."""
     started: list[dict[str, str]] = []
     monkeypatch.setattr(helper.process.os, "posix_spawn", lambda path, command, env: started.append(env) or 1)
-    secret = {"FORETOKEN_API_KEY": "k", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "LC_ALL": "C.UTF-8"}
+    secret = {"SAMESEED_API_KEY": "k", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "LC_ALL": "C.UTF-8"}
     for name, value in secret.items():
         monkeypatch.setenv(name, value)
     for program in ("aside", "worker"):
         helper.process.spawn(program)[1].close()  # type: ignore[arg-type]
     aside, worker = started
     assert not secret.keys() - {"LC_ALL"} & aside.keys() and aside["LC_ALL"] == "C.UTF-8" and aside["PYTHONPATH"]
-    assert "FORETOKEN_API_KEY" not in worker and worker["HF_TOKEN"] == "t", "who loads models may need it"
+    assert "SAMESEED_API_KEY" not in worker and worker["HF_TOKEN"] == "t", "who loads models may need it"

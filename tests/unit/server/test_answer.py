@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from lawkit import Pair
 
-from foretoken.request import SamplingParams
-from foretoken.server.answer import INLINE, Answer
-from foretoken.server.client import EngineClient
-from foretoken.server.completions import CompletionReply
-from foretoken.server.errors import ApiError
-from foretoken.server.gate import Gate
-from foretoken.server.guard import Visit
-from foretoken.server.metrics import Metrics
-from foretoken.server.stream import Job, Piece, Stream
-from foretoken.server.text import Text
+from sameseed.request import SamplingParams
+from sameseed.server.answer import INLINE, Answer
+from sameseed.server.client import EngineClient
+from sameseed.server.completions import CompletionReply
+from sameseed.server.errors import ApiError
+from sameseed.server.gate import Gate
+from sameseed.server.guard import Visit
+from sameseed.server.metrics import Metrics
+from sameseed.server.stream import Job, Piece, Stream
+from sameseed.server.text import Text
 
 pytestmark = pytest.mark.asyncio
 DONE = {
@@ -80,7 +80,7 @@ async def answered(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await answer({"type": "http", "foretoken": Visit("r", arrived=time.monotonic() - prepared)}, receive, send)  # type: ignore[arg-type]
+    await answer({"type": "http", "sameseed": Visit("r", arrived=time.monotonic() - prepared)}, receive, send)  # type: ignore[arg-type]
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent), gate
 
 

@@ -17,13 +17,13 @@ import pytest
 import uvicorn
 from lawkit import Pair
 
-from foretoken.request import SamplingParams
-from foretoken.server import client as clients, connection, frames, logs, process, run, supervised, vllm
-from foretoken.server.client import EngineClient
-from foretoken.server.errors import ApiError
-from foretoken.server.link import Link
-from foretoken.server.stream import Job, Stream
-from foretoken.server.vllm import VllmClient
+from sameseed.request import SamplingParams
+from sameseed.server import client as clients, connection, frames, logs, process, run, supervised, vllm
+from sameseed.server.client import EngineClient
+from sameseed.server.errors import ApiError
+from sameseed.server.link import Link
+from sameseed.server.stream import Job, Stream
+from sameseed.server.vllm import VllmClient
 
 PRETENDER = """
 import json, os, socket, struct, sys, time
@@ -192,12 +192,18 @@ async def test_what_breaks_here_is_a_death_too(start: Start, monkeypatch: pytest
     await client.close()
 
 
+def sleeper(folder: Path) -> Path:
+    """A program that starts, and does nothing."""
+    python = folder / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    return python
+
+
 async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says little of itself, which harms nobody; then it dies, and so does what would start it."""
     said: list[str] = []
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 60\n")
-    python.chmod(0o755)
+    python = sleeper(tmp_path)
 
     async def well(link: Link, patience: float) -> bool:
         return True
@@ -220,9 +226,7 @@ async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.
 
 async def test_a_vllm_that_cannot_be_minded_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 60\n")
-    python.chmod(0o755)
+    python = sleeper(tmp_path)
 
     async def broken(client: VllmClient, pid: int, link: Link) -> int:
         raise TypeError("what it says")

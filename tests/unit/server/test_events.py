@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from foretoken.server import events
-from foretoken.server.errors import ApiError
-from foretoken.server.events import Events, without_places
+from sameseed.server import events
+from sameseed.server.errors import ApiError
+from sameseed.server.events import Events, without_places
 
-SECRET = "no /root/secret/x.py at http://10.0.0.1:80/a, tcp://node:5555 or 10.0.0.2:443, 0x7f00aabbccdd"
+SECRET = "no /srv/secret/x.py at http://10.0.0.1:80/a, tcp://node:5555 or 10.0.0.2:443, 0x7f00aabbccdd"
 
 
 def data(value: Any) -> bytes:
@@ -23,7 +23,7 @@ def data(value: Any) -> bytes:
 def test_whole_events_in_any_chunks(size: int, line: bytes) -> None:
     first = b"event: a" + line + b'data: {"text": "\\"error\\": x"}' + line * 2
     rest = b": still here" + line * 2 + b"data: [DONE]" + line * 2
-    fault = b'data: {"choices": [], "error": {"message": "/root/secret/x"}}' + line * 2
+    fault = b'data: {"choices": [], "error": {"message": "/srv/secret/x"}}' + line * 2
     every = first + fault + rest
     taker = Events()
     given = [taker.feed(every[at : at + size]) for at in range(0, len(every), size)]
@@ -63,10 +63,10 @@ def test_what_tells_of_no_error_stays(fine: Any) -> None:
 
 
 def test_what_is_no_json_is_not_repeated() -> None:
-    made = Events().feed(b'data: {"error": /root/secret\n\n')
+    made = Events().feed(b'data: {"error": /srv/secret\n\n')
     assert b"secret" not in made and b"failed" in made
     taker = Events()
-    assert taker.feed(b'data: {"error": "/root/secret"}') == b"" and b"secret" not in taker.end() and taker.end() == b""
+    assert taker.feed(b'data: {"error": "/srv/secret"}') == b"" and b"secret" not in taker.end() and taker.end() == b""
 
 
 def test_an_event_without_end_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import struct
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from foretoken.config import SpecConfig, parse_draft
-from foretoken.request import Delta, SamplingParams, Speculation, TokenLogprob
-from foretoken.server import frames
-from foretoken.server.stream import Job, Piece, Stream
+from sameseed.config import SpecConfig, parse_draft
+from sameseed.request import Delta, SamplingParams, Speculation, TokenLogprob
+from sameseed.server import frames
+from sameseed.server.stream import Job, Piece, Stream
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(st.characters(exclude_categories=["Cs"])),

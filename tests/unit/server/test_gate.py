@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.errors import ConfigError
-from foretoken.server import gate as gates
-from foretoken.server.config import Keys, ServerConfig
-from foretoken.server.errors import ApiError
-from foretoken.server.gate import Gate
+from sameseed.errors import ConfigError
+from sameseed.server import gate as gates
+from sameseed.server.config import Keys, ServerConfig
+from sameseed.server.errors import ApiError
+from sameseed.server.gate import Gate
 
 pytestmark = pytest.mark.asyncio
 KEYS = ("alpha-key-1", "beta-key-22")
@@ -104,13 +104,13 @@ async def test_keys() -> None:
 
 
 async def test_keys_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORETOKEN_API_KEY", "from-the-env, another-one")
+    monkeypatch.setenv("SAMESEED_API_KEY", "from-the-env, another-one")
     path = tmp_path / "keys"
     path.write_text("# ours\nfrom-the-file\n\n  padded-key  \n")
     keys = Keys.read(path)
     assert len(keys) == 4
     assert all(keys.tenant(k) for k in (b"from-the-env", b"another-one", b"from-the-file", b"padded-key"))
-    monkeypatch.delenv("FORETOKEN_API_KEY")
+    monkeypatch.delenv("SAMESEED_API_KEY")
     assert len(Keys.read(None)) == 0
     path.write_text("# nothing\n")
     with pytest.raises(ConfigError, match="holds no API key"):

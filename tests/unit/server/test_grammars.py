@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 from lawkit import EOS, MODEL_VOCAB, Pair
 
-from foretoken.server import frames as frames_of_server, helper as helper_of_server
-from foretoken.server.errors import ApiError, bad_request
-from foretoken.server.grammars import MAX_REFUSALS, Grammars
-from foretoken.server.helper import Helper, HelperDiedError
-from foretoken.server.loading import Loader
-from foretoken.server.protocol import ChatFields
-from foretoken.server.reading import read
-from foretoken.server.structured import Source
-from foretoken.server.text import vocabulary
-from foretoken.server.tools import PARSERS, Call, More
-from foretoken.spec.grammar import Vocabulary
-from foretoken.spec.matching import Matching
+from sameseed.server import frames as frames_of_server, helper as helper_of_server
+from sameseed.server.errors import ApiError, bad_request
+from sameseed.server.grammars import MAX_REFUSALS, Grammars
+from sameseed.server.helper import Helper, HelperDiedError
+from sameseed.server.loading import Loader
+from sameseed.server.protocol import ChatFields
+from sameseed.server.reading import read
+from sameseed.server.structured import Source
+from sameseed.server.text import vocabulary
+from sameseed.server.tools import PARSERS, Call, More
+from sameseed.spec.grammar import Vocabulary
+from sameseed.spec.matching import Matching
 
 
 class Pretended:
@@ -282,9 +282,9 @@ def test_strict_calls_amid_free_text(words: Matching) -> None:
 
 async def test_a_new_engine_gets_its_grammars_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once an engine, and what is forgotten on one side is forgotten on the other."""
-    from foretoken.request import SamplingParams
-    from foretoken.server.client import EngineClient
-    from foretoken.server.stream import Job
+    from sameseed.request import SamplingParams
+    from sameseed.server.client import EngineClient
+    from sameseed.server.stream import Job
 
     client, sent = EngineClient("x", {}), []
     monkeypatch.setattr(client, "_write", lambda data: sent.append(json.loads(data[4:])["type"]))

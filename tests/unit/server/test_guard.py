@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken.server import intake
-from foretoken.server.app import create_app
-from foretoken.server.client import EngineClient
-from foretoken.server.config import Keys, ServerConfig
-from foretoken.server.limits import MAX_BODY
+from sameseed.server import intake
+from sameseed.server.app import create_app
+from sameseed.server.client import EngineClient
+from sameseed.server.config import Keys, ServerConfig
+from sameseed.server.limits import MAX_BODY
 
 pytestmark = pytest.mark.asyncio
 KEY = "a-key-for-the-test"
@@ -199,9 +199,9 @@ async def test_metrics_and_docs(open_: httpx.AsyncClient) -> None:
     ):
         assert f"vllm:{name}{{" in page, name
     assert 'route="other",status="404"' in page and "nowhere" not in page
-    ours, _ = visitor(ServerConfig(metrics_prefix="foretoken:"))
+    ours, _ = visitor(ServerConfig(metrics_prefix="sameseed:"))
     async with ours:
-        assert "foretoken:num_requests_running{" in (await ours.get("/metrics")).text
+        assert "sameseed:num_requests_running{" in (await ours.get("/metrics")).text
     docs = (await open_.get("/docs")).text
     assert "/v1/chat/completions" in docs and not re.search(r"src=|https?://|@import", docs)
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from foretoken.request import SamplingParams
-from foretoken.server import aside as asides, frames, helper as helpers
-from foretoken.server.client import EngineClient
-from foretoken.server.config import ServerConfig
-from foretoken.server.errors import ApiError
-from foretoken.server.guard import Guard
-from foretoken.server.helper import Helper, HelperDiedError
-from foretoken.server.stream import Job
+from sameseed.request import SamplingParams
+from sameseed.server import aside as asides, frames, helper as helpers
+from sameseed.server.client import EngineClient
+from sameseed.server.config import ServerConfig
+from sameseed.server.errors import ApiError
+from sameseed.server.guard import Guard
+from sameseed.server.helper import Helper, HelperDiedError
+from sameseed.server.stream import Job
 
 pytestmark = pytest.mark.asyncio
 

@@ -10,10 +10,10 @@ from html.parser import HTMLParser
 import httpx
 import pytest
 
-from foretoken.server.app import create_app
-from foretoken.server.client import EngineClient
-from foretoken.server.config import Keys, ServerConfig
-from foretoken.server.playground import PAGE, policy
+from sameseed.server.app import create_app
+from sameseed.server.client import EngineClient
+from sameseed.server.config import Keys, ServerConfig
+from sameseed.server.playground import PAGE, policy
 
 pytestmark = pytest.mark.asyncio
 KEY = "a-key-for-the-test"

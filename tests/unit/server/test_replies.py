@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from lawkit import Pair
 
-from foretoken.request import Metrics as Cost, SpecMetrics, TimeSplit
-from foretoken.server.chat import ChatReply
-from foretoken.server.client import EngineClient
-from foretoken.server.errors import ApiError
-from foretoken.server.gate import Gate
-from foretoken.server.metrics import Metrics
-from foretoken.server.replies import event
-from foretoken.server.stream import Piece
-from foretoken.server.text import Text
-from foretoken.server.usage import speculation_metrics as metrics
+from sameseed.request import Metrics as Cost, SpecMetrics, TimeSplit
+from sameseed.server.chat import ChatReply
+from sameseed.server.client import EngineClient
+from sameseed.server.errors import ApiError
+from sameseed.server.gate import Gate
+from sameseed.server.metrics import Metrics
+from sameseed.server.replies import event
+from sameseed.server.stream import Piece
+from sameseed.server.text import Text
+from sameseed.server.usage import speculation_metrics as metrics
 
 
 def completion(per_pos: list[int], drafts: int, drafted: int) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def test_sums_and_longer_drafts_than_usual() -> None:
     spec = made["speculative_decoding"]
     assert spec["acceptance_histogram"] == [0, 2, 0, 0, 0, 1]
     assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] == 3
-    assert made["foretoken"]["undrafted"] == {"prompt": 3}
-    assert made["foretoken"]["time_split_s"]["target"] == 3.0
-    assert (made["foretoken"]["time_to_first_token_s"], made["foretoken"]["total_time_s"]) == (0.5, 4.0)
+    assert made["sameseed"]["undrafted"] == {"prompt": 3}
+    assert made["sameseed"]["time_split_s"]["target"] == 3.0
+    assert (made["sameseed"]["time_to_first_token_s"], made["sameseed"]["total_time_s"]) == (0.5, 4.0)
     assert metrics([completion([], 0, 0)], 4)["speculative_decoding"] is None
 
 
@@ -76,7 +76,7 @@ def test_tokens_spell_their_bytes(pair: Pair) -> None:
 
 
 def test_sentencepiece_spellings() -> None:
-    from foretoken.server.text import Pieces
+    from sameseed.server.text import Pieces
 
     class Vocabulary:
         def token(self, token_id: int) -> str | None:

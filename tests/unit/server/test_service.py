@@ -13,15 +13,15 @@ import httpx
 import pytest
 from lawkit import Pair
 
-from foretoken.server import calls, conversation, frames, gate as gates, limits, reading
-from foretoken.server.app import create_app
-from foretoken.server.client import EngineClient
-from foretoken.server.config import Keys, ServerConfig
-from foretoken.server.errors import ApiError
-from foretoken.server.intake import INLINE
-from foretoken.server.protocol import ChatFields
-from foretoken.server.service import Service
-from foretoken.server.text import Text
+from sameseed.server import calls, conversation, frames, gate as gates, limits, reading
+from sameseed.server.app import create_app
+from sameseed.server.client import EngineClient
+from sameseed.server.config import Keys, ServerConfig
+from sameseed.server.errors import ApiError
+from sameseed.server.intake import INLINE
+from sameseed.server.protocol import ChatFields
+from sameseed.server.service import Service
+from sameseed.server.text import Text
 
 pytestmark = pytest.mark.asyncio
 HELLO = {"role": "user", "content": "hi"}

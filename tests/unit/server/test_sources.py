@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[3] / "foretoken"
+PACKAGE = Path(__file__).resolve().parents[3] / "sameseed"
 EVERYWHERE = sorted(PACKAGE.rglob("*.py"))
 SERVER = sorted((PACKAGE / "server").rglob("*.py"))
 LINK = "link.py"  # the one connection: to the unix socket of the vLLM that the server started
@@ -90,7 +90,7 @@ def test_the_one_connection_can_go_nowhere_else() -> None:
 def test_the_server_loads_no_model_library() -> None:
     """Weights live in the engine's process; this one stays small, and a request can reach less."""
     code = (
-        "import sys, foretoken.server.run, foretoken.server.proxy, foretoken.export.vllm; "
+        "import sys, sameseed.server.run, sameseed.server.proxy, sameseed.export.vllm; "
         "print([m for m in ('torch', 'numpy', 'transformers', 'safetensors', 'pickle5') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from foretoken.server import limits, schemas
-from foretoken.server.errors import ApiError
-from foretoken.server.protocol import ChatFields, CompletionFields, ResponseFields
-from foretoken.server.reading import read
-from foretoken.server.structured import StructuredOutputs
+from sameseed.server import limits, schemas
+from sameseed.server.errors import ApiError
+from sameseed.server.protocol import ChatFields, CompletionFields, ResponseFields
+from sameseed.server.reading import read
+from sameseed.server.structured import StructuredOutputs
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from lawkit import Pair
 
-from foretoken.server.arguments import opened
-from foretoken.server.chat import ChatReply
-from foretoken.server.errors import ApiError
-from foretoken.server.protocol import ChatFields
-from foretoken.server.reading import read
-from foretoken.server.service import tool_parser
-from foretoken.server.stream import Piece
-from foretoken.server.text import Text
-from foretoken.server.tools import Call, LlamaCalls, More, QwenCalls, parser_for
+from sameseed.server.arguments import opened
+from sameseed.server.chat import ChatReply
+from sameseed.server.errors import ApiError
+from sameseed.server.protocol import ChatFields
+from sameseed.server.reading import read
+from sameseed.server.service import tool_parser
+from sameseed.server.stream import Piece
+from sameseed.server.text import Text
+from sameseed.server.tools import Call, LlamaCalls, More, QwenCalls, parser_for
 
 NAMES = {"get", "add"}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'

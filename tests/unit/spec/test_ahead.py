@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
 
-from foretoken import LLM, SpecConfig, ops
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.levels import check_overlap
-from foretoken.errors import ConfigError
-from foretoken.kvcache.blocks import BlockManager
-from foretoken.request import SamplingParams, Sequence, SpecMetrics
-from foretoken.spec.ahead import Ahead
-from foretoken.spec.draft import Draft
-from foretoken.spec.drafter import Drafter
-from foretoken.spec.length import FixedLength
-from foretoken.spec.verify import Verified
+from sameseed import LLM, SpecConfig, ops
+from sameseed.drafters.draft_model import DraftModelDrafter
+from sameseed.engine.engine import Engine
+from sameseed.engine.levels import check_overlap
+from sameseed.errors import ConfigError
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.request import SamplingParams, Sequence, SpecMetrics
+from sameseed.spec.ahead import Ahead
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter
+from sameseed.spec.length import FixedLength
+from sameseed.spec.verify import Verified
 
 PROMPTS = random_prompts(6, seed=8)
 ASKED = {

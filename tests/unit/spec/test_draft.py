@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foretoken.errors import ConfigError
-from foretoken.spec.draft import Draft
+from sameseed.errors import ConfigError
+from sameseed.spec.draft import Draft
 
 
 def test_a_chain_is_a_thin_tree() -> None:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from lawkit import Pair, make_engine, random_prompts, run, texts
 
-from foretoken.errors import RequestError
-from foretoken.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
-from foretoken.spec.acceptance import PRIOR_RATE, Acceptance, Nodes
-from foretoken.spec.cost import Curve
-from foretoken.spec.goodput import GoodputLength
-from foretoken.spec.length import FixedLength, Round
-from foretoken.spec.policies import ByRequest
-from foretoken.spec.probing import Probing
-from foretoken.spec.worth import MARGIN
+from sameseed.errors import RequestError
+from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
+from sameseed.spec.acceptance import PRIOR_RATE, Acceptance, Nodes
+from sameseed.spec.cost import Curve
+from sameseed.spec.goodput import GoodputLength
+from sameseed.spec.length import FixedLength, Round
+from sameseed.spec.policies import ByRequest
+from sameseed.spec.probing import Probing
+from sameseed.spec.worth import MARGIN
 
 
 def sequences(count: int) -> list[Sequence]:

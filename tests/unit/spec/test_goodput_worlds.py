@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from foretoken.request import SamplingParams, Sequence, TimeSplit
-from foretoken.spec.cost import Curve
-from foretoken.spec.draft import Draft
-from foretoken.spec.goodput import GoodputLength
-from foretoken.spec.length import FixedLength, LengthPolicy, Round
+from sameseed.request import SamplingParams, Sequence, TimeSplit
+from sameseed.spec.cost import Curve
+from sameseed.spec.draft import Draft
+from sameseed.spec.goodput import GoodputLength
+from sameseed.spec.length import FixedLength, LengthPolicy, Round
 
 LENGTH = 64  # tokens of a text
 FIXED = (1, 2, 4, 8)

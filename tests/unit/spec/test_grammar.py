@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lawkit import EOS, MODEL_VOCAB, Pair, TreeDrafter, assert_nothing_left, knowing, make_engine
+from lawkit import EOS, MODEL_VOCAB, Pair, TreeDrafter, assert_nothing_left, finished, knowing, make_engine
 
-from foretoken.drafters._eagle_guesses import Guesses, Rows
-from foretoken.engine.engine import Engine
-from foretoken.errors import RequestError
-from foretoken.request import Completion, FinishReason, Grammar, Request, SamplingParams, Sequence
-from foretoken.spec import grammar as grammars
-from foretoken.spec.grammar import MAX_KNOWN, Choice, Vocabulary
+from sameseed.drafters._eagle_guesses import Guesses, Rows
+from sameseed.engine.engine import Engine
+from sameseed.errors import RequestError
+from sameseed.request import Completion, FinishReason, Grammar, Request, SamplingParams, Sequence
+from sameseed.spec import grammar as grammars
+from sameseed.spec.grammar import MAX_KNOWN, Choice, Vocabulary
 
 CHOICES = ["the sum", "the whole", "the", "für", "你好", "list"]
 
@@ -36,15 +36,11 @@ BYTES = {chr(b): b for b in PLAIN} | {chr(256 + i): b for i, b in enumerate(b fo
 
 
 def write(engine: Engine, grammar: Grammar | None, params: SamplingParams, seeds: range) -> list[Completion]:
-    done: dict[str, Completion] = {}
     for seed in seeds:
         engine.add(Request(str(seed), (40 + seed % 20, 50), params, seed, grammar=grammar))
-    while engine.has_work:
-        for delta in engine.step():
-            if delta.completion is not None:
-                done[delta.request_id] = delta.completion
+    done = finished(engine)
     assert_nothing_left(engine)
-    return [done[str(seed)] for seed in seeds]
+    return [done[str(seed), 0] for seed in seeds]
 
 
 def test_masks(vocabulary: Vocabulary) -> None:
@@ -195,15 +191,11 @@ def test_a_drafter_whose_grammar_fails_goes_on(
         engine = make_engine(reference_pair, method=method, k=3)
         engine.add(Request("free", (40, 50), params, 1))
         engine.add(Request("bound", (41, 50), params, 2, grammar=GivesUp(num_left, error)))
-        done = {}
-        while engine.has_work:
-            for delta in engine.step():
-                if delta.completion is not None:
-                    done[delta.request_id] = delta.completion
+        done = {name: completion for (name, _), completion in finished(engine).items()}
         assert_nothing_left(engine)
         return done
 
-    with caplog.at_level(logging.INFO, "foretoken"):
+    with caplog.at_level(logging.INFO, "sameseed"):
         sound, failing = run(None), run(4)
     assert {n: c.token_ids for n, c in failing.items()} == {n: c.token_ids for n, c in sound.items()}
     before, after = sound["free"].metrics.spec, failing["free"].metrics.spec

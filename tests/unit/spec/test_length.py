@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.config import SpecConfig
-from foretoken.errors import ConfigError
-from foretoken.request import SamplingParams, Sequence
-from foretoken.spec.length import ConfidenceLength, FixedLength, HistoryLength, Round
-from foretoken.spec.policies import make_policy
+from sameseed.config import SpecConfig
+from sameseed.errors import ConfigError
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.length import ConfidenceLength, FixedLength, HistoryLength, Round
+from sameseed.spec.policies import make_policy
 
 SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
 

@@ -13,18 +13,28 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from lawkit import EOS, MODEL_VOCAB, TOKENIZER_SIZE, Pair, TreeDrafter, assert_nothing_left, knowing, make_engine
+from lawkit import (
+    EOS,
+    MODEL_VOCAB,
+    TOKENIZER_SIZE,
+    Pair,
+    TreeDrafter,
+    assert_nothing_left,
+    finished,
+    knowing,
+    make_engine,
+)
 
-from foretoken import registry
-from foretoken.engine.engine import Engine
-from foretoken.errors import RequestError
-from foretoken.request import Completion, FinishReason, Request, SamplingParams, Sequence
-from foretoken.server.text import vocabulary as vocabulary_of
-from foretoken.spec import matching
-from foretoken.spec.ahead import Ahead
-from foretoken.spec.grammar import Vocabulary
-from foretoken.spec.matching import Matched, Matching
-from foretoken.spec.shadow import Shadow
+from sameseed import registry
+from sameseed.engine.engine import Engine
+from sameseed.errors import RequestError
+from sameseed.request import Completion, FinishReason, Request, SamplingParams, Sequence
+from sameseed.server.text import vocabulary as vocabulary_of
+from sameseed.spec import matching
+from sameseed.spec.ahead import Ahead
+from sameseed.spec.grammar import Vocabulary
+from sameseed.spec.matching import Matched, Matching
+from sameseed.spec.shadow import Shadow
 
 PERSON = {
     "type": "object",
@@ -57,19 +67,12 @@ def write(
     engine: Engine, words: Matching, grammar: Any, params: SamplingParams, seeds: Seq[int], alone: bool = False
 ) -> list[Completion]:
     """One text a seed; every text has a grammar of its own."""
-    done: dict[str, Completion] = {}
-
-    def drain() -> None:
-        while engine.has_work:
-            for delta in engine.step():
-                if delta.completion is not None:
-                    done[delta.request_id] = delta.completion
-
+    done: dict[tuple[str, int], Completion] = {}
     for seed in seeds:
         engine.add(Request(str(seed), (40 + seed % 20, 50), params, seed, grammar=words.matched(grammar)))
         if alone:
-            drain()
-    drain()
+            done |= finished(engine)
+    done |= finished(engine)
     assert_nothing_left(engine)
     return [done[str(seed)] for seed in seeds]
 
@@ -238,19 +241,13 @@ def test_every_pair_of_feature_and_grammar(pair: Pair, words: Matching, name: st
     def everything(engine: Engine, alone: bool) -> list[Any]:
         done: dict[tuple[str, int], Completion] = {}
 
-        def drain() -> None:
-            while engine.has_work:
-                for delta in engine.step():
-                    if delta.completion is not None:
-                        done[delta.request_id, delta.index] = delta.completion
-
         for i, (params, language) in enumerate(asked):
             for index in range(params.n):
                 prompt, grammar = (30 + i, 50), words.matched(language)
                 engine.add(Request(str(i), prompt, params, 100 * i + index, index=index, grammar=grammar))
             if alone:
-                drain()
-        drain()
+                done |= finished(engine)
+        done |= finished(engine)
         assert_nothing_left(engine)
         assert all(c.finish_reason != FinishReason.ERROR for c in done.values())
         return [(key, done[key].token_ids, done[key].text, done[key].logprobs) for key in sorted(done)]
@@ -288,16 +285,12 @@ def test_a_grammar_that_fails_ends_its_request_alone(
         engine.add(Request("bound", (9, 7), bound, 2, grammar=words.matched(person)))
         if broken:
             engine.add(Request("broken", (9, 6), bound, 3, grammar=Failing(words.matched(person), 7)))
-        done = {}
-        while engine.has_work:
-            for delta in engine.step():
-                if delta.completion is not None:
-                    done[delta.request_id] = delta.completion
+        done = {name: completion for (name, _), completion in finished(engine).items()}
         assert_nothing_left(engine)
         return done
 
     alone = neighbours(make_engine(pair, method), broken=False)
-    with caplog.at_level(logging.CRITICAL, "foretoken"):
+    with caplog.at_level(logging.CRITICAL, "sameseed"):
         beside = neighbours(make_engine(pair, method), broken=True)
     broken = beside.pop("broken")
     assert broken.finish_reason == FinishReason.ERROR and len(broken.token_ids) == 7

@@ -12,9 +12,9 @@ import pytest
 import textbook
 from hypothesis import given, settings
 
-from foretoken.request import SamplingParams, Sequence
-from foretoken.spec import sampling
-from foretoken.spec.sampling import (
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec import sampling
+from sameseed.spec.sampling import (
     FAILED,
     HAS_NATIVE,
     SamplingState,
@@ -157,7 +157,7 @@ def draws(draw: st.DrawFn) -> SamplingParams:
 @given(row=rows(), params=draws(), seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**31))
 def test_native_equals_the_specification(row: Any, params: Any, seed: int, position: int) -> None:
     """On every instruction set of this machine, bit for bit the same probability; the choice is the specification's."""
-    from foretoken import _native
+    from sameseed import _native
 
     with np.errstate(invalid="ignore", over="ignore"):
         token = numpy_choice(row, params, seed, position)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from lawkit import Pair, TreeDrafter, make_engine, random_prompts
 
-from foretoken.models.runner import ModelRunner
-from foretoken.request import SamplingParams, Sequence, TimeSplit
-from foretoken.spec.draft import Draft
-from foretoken.spec.drafter import Drafter, NoDrafter, Span
-from foretoken.spec.step import decode_step
+from sameseed.models.runner import ModelRunner
+from sameseed.request import SamplingParams, Sequence, TimeSplit
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, NoDrafter, Span
+from sameseed.spec.step import decode_step
 
 
 def rows_of(runner: ModelRunner, seq: Sequence) -> list[torch.Tensor]:

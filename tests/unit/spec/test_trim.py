@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
 
-from foretoken.engine.engine import Engine
-from foretoken.models.runner import ModelRunner
-from foretoken.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
-from foretoken.spec.acceptance import Acceptance, Nodes
-from foretoken.spec.cost import Curve, DraftCost
-from foretoken.spec.draft import Draft
-from foretoken.spec.goodput import FIRST_DRAFTS, GoodputLength
-from foretoken.spec.length import Round
-from foretoken.spec.policies import ByRequest
+from sameseed.engine.engine import Engine
+from sameseed.models.runner import ModelRunner
+from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
+from sameseed.spec.acceptance import Acceptance, Nodes
+from sameseed.spec.cost import Curve, DraftCost
+from sameseed.spec.draft import Draft
+from sameseed.spec.goodput import FIRST_DRAFTS, GoodputLength
+from sameseed.spec.length import Round
+from sameseed.spec.policies import ByRequest
 
 STEEP = Curve([(m, 0.03 * (1 + 0.1 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])
 FLAT = Curve([(m, 0.03 * (1 + 0.001 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.request import SamplingParams, Sequence, SpecMetrics
-from foretoken.spec.draft import Draft
-from foretoken.spec.verify import Verified, verify
+from sameseed.request import SamplingParams, Sequence, SpecMetrics
+from sameseed.spec.draft import Draft
+from sameseed.spec.verify import Verified, verify
 
 V = 10
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
 
-from foretoken.cli import main
-from foretoken.config import SpecConfig
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.errors import ConfigError
-from foretoken.models.loader import load_tokenizer, resolve_model
-from foretoken.models.vocabulary import with_tokens
-from foretoken.request import SamplingParams
-from foretoken.spec.drafter import parse_options
-from foretoken.spec.vocabulary import frequent_tokens, read_vocabulary
+from sameseed.cli import main
+from sameseed.config import SpecConfig
+from sameseed.drafters.draft_model import DraftModelDrafter
+from sameseed.errors import ConfigError
+from sameseed.models.loader import load_tokenizer, resolve_model
+from sameseed.models.vocabulary import with_tokens
+from sameseed.request import SamplingParams
+from sameseed.spec.drafter import parse_options
+from sameseed.spec.vocabulary import frequent_tokens, read_vocabulary
 
 PROMPTS = random_prompts(4, seed=4)
 GREEDY = SamplingParams(max_tokens=30, seed=6, ignore_eos=True)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from fixtures_models import backends
 
-from foretoken.errors import ConfigError, RegistryError
-from foretoken.study import fields, grid, limits, profiler, record, shapes
-from foretoken.study.costs import Cost, Profile, profile, read_profile
-from foretoken.study.limits import from_rates
-from foretoken.study.passes import Pass, Subject
+from sameseed.errors import ConfigError, RegistryError
+from sameseed.study import fields, grid, limits, profiler, record, shapes
+from sameseed.study.costs import Cost, Profile, profile, read_profile
+from sameseed.study.limits import from_rates
+from sameseed.study.passes import Pass, Subject
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -76,7 +76,7 @@ def test_everything_is_measured(backend: str) -> None:
 def test_json_and_back(tmp_path: Path) -> None:
     found = profile("tiny", draft="tiny", **SMALL)
     data = found.as_dict()
-    assert next(iter(data)) == "schema" and data["schema"] == "foretoken.profile/1"
+    assert next(iter(data)) == "schema" and data["schema"] == "sameseed.profile/1"
     assert {"machine", "limits", "shape", "costs", "prefill", "batch", "threads", "commit", "date"} <= set(data)
     assert {"format", "kv_format", "context", "rows", "ms", "c", "p10", "p90", "repeats"} <= set(data["costs"][0])
     path = tmp_path / "p.json"
@@ -88,7 +88,7 @@ def test_json_and_back(tmp_path: Path) -> None:
         path.write_text(json.dumps(broken))
         with pytest.raises(ConfigError, match="profile"):
             read_profile(path)
-    with pytest.raises(ConfigError, match=r"lacks 'costs'.*foretoken profile"):
+    with pytest.raises(ConfigError, match=r"lacks 'costs'.*sameseed profile"):
         fields.check({k: v for k, v in data.items() if k != "costs"})
 
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from foretoken.request import SpecMetrics
-from foretoken.spec.cost import Curve
-from foretoken.study.estimate import Counted, chain_speedup, expected_tokens, predict, rates_of
+from sameseed.request import SpecMetrics
+from sameseed.spec.cost import Curve
+from sameseed.study.estimate import Counted, chain_speedup, expected_tokens, predict, rates_of
 
 
 @pytest.mark.parametrize(("rate", "k"), [(0.8, 4), (0.5, 7), (0.9, 1), (0.3, 0)])

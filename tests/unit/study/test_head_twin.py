@@ -11,15 +11,15 @@ import torch
 from fixtures_eagle import knowing_head, random_head, raw_config, silence, write_head
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts, write_model
 
-from foretoken import ops
-from foretoken.cli import main
-from foretoken.engine.engine import Engine
-from foretoken.errors import ConfigError, VocabularyError
-from foretoken.models.config import ModelConfig, parse_config, read_json
-from foretoken.models.eagle_config import parse_head_config, read_head_config
-from foretoken.models.eagle_loader import load_head
-from foretoken.request import SamplingParams
-from foretoken.study.twin import make_head_twin, make_twin
+from sameseed import ops
+from sameseed.cli import main
+from sameseed.engine.engine import Engine
+from sameseed.errors import ConfigError, VocabularyError
+from sameseed.models.config import ModelConfig, parse_config, read_json
+from sameseed.models.eagle_config import parse_head_config, read_head_config
+from sameseed.models.eagle_loader import load_head
+from sameseed.request import SamplingParams
+from sameseed.study.twin import make_head_twin, make_twin
 
 PROMPTS = random_prompts(2, seed=4)
 GREEDY = SamplingParams(max_tokens=20, seed=6, ignore_eos=True)

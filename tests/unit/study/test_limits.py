@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken import registry
-from foretoken.study import limits
-from foretoken.study.limits import Limits, from_rates, measure_limits
+from sameseed import registry
+from sameseed.study import limits
+from sameseed.study.limits import Limits, from_rates, measure_limits
 
 RATES = {"read": (1.0, 3.0), "fp32": (5.0,), "int8": (7.0,)}
 
@@ -61,7 +61,7 @@ def test_copies_of_a_gpu_are_timed_by_its_own_events(monkeypatch: pytest.MonkeyP
 
 
 def test_the_native_loops_refuse_nonsense() -> None:
-    native = pytest.importorskip("foretoken._native")
+    native = pytest.importorskip("sameseed._native")
     for call in (
         lambda: native.read_rates(0, 1),
         lambda: native.read_rates(1, 0),

@@ -1,4 +1,4 @@
-"""foretoken as a model of lm-evaluation-harness; without the harness these tests are skipped."""
+"""sameseed as a model of lm-evaluation-harness; without the harness these tests are skipped."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM
-from foretoken.errors import RequestError
+from sameseed import LLM
+from sameseed.errors import RequestError
 
 lm_eval = pytest.importorskip("lm_eval")
-from foretoken.study.lm_eval import ForetokenLM, main  # noqa: E402
-from foretoken.study.quality.perplexity import perplexity  # noqa: E402
+from sameseed.study.lm_eval import SameseedLM, main  # noqa: E402
+from sameseed.study.quality.perplexity import perplexity  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def model(pair_folders: tuple[Path, Path]) -> ForetokenLM:
-    return ForetokenLM(str(pair_folders[0]), batch_size=8, max_num_seqs=4)
+def model(pair_folders: tuple[Path, Path]) -> SameseedLM:
+    return SameseedLM(str(pair_folders[0]), batch_size=8, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def request(*args: Any) -> Any:
     return SimpleNamespace(args=args)
 
 
-def test_the_harness_runs_it(model: ForetokenLM, task_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_harness_runs_it(model: SameseedLM, task_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(task_folder / "cache"))
     from lm_eval.tasks import TaskManager
@@ -83,7 +83,7 @@ def test_the_harness_runs_it(model: ForetokenLM, task_folder: Path, monkeypatch:
     assert results["tiny_rolling"]["word_perplexity,none"] > 1
 
 
-def test_rolling_sums_every_token_once(model: ForetokenLM) -> None:
+def test_rolling_sums_every_token_once(model: SameseedLM) -> None:
     text = "the sum of all parts is a whole; the loop ends when the list is empty. " * 9
     tokens = model.llm.tokenizer.encode(text)
     longest = model.llm.engine.max_model_len
@@ -98,21 +98,21 @@ def test_rolling_sums_every_token_once(model: ForetokenLM) -> None:
     assert model.loglikelihood_rolling([request("")]) == [0]
 
 
-def test_a_likelihood_is_the_sum_of_what_the_words_add(model: ForetokenLM) -> None:
+def test_a_likelihood_is_the_sum_of_what_the_words_add(model: SameseedLM) -> None:
     whole = model.loglikelihood([request("the", " sum of")])[0][0]
     parts = model.loglikelihood([request("the", " sum"), request("the sum", " of")])
     assert whole == pytest.approx(sum(p for p, _ in parts), abs=1e-4)
     assert model.loglikelihood([request("the ", "sum of")])[0][0] == pytest.approx(whole, abs=1e-5)
 
 
-def test_an_empty_continuation_is_certain(model: ForetokenLM) -> None:
+def test_an_empty_continuation_is_certain(model: SameseedLM) -> None:
     alone = model.loglikelihood([request("the", " sum")])
     asked = [request("", ""), request("the", " sum"), request("the sum", ""), request("the ", "")]
     assert model.loglikelihood(asked) == [(0.0, True), *alone, (0.0, True), (0.0, True)]
     assert model.loglikelihood([request("the", "")]) == [(0.0, True)]
 
 
-def test_generation_is_the_front_door_s_and_stops(model: ForetokenLM, pair_folders: tuple[Path, Path]) -> None:
+def test_generation_is_the_front_door_s_and_stops(model: SameseedLM, pair_folders: tuple[Path, Path]) -> None:
     expected = LLM(str(pair_folders[0])).generate("the sum", None)[0].text
     full = model.generate_until([request("the sum", {"max_gen_toks": 128, "do_sample": False, "temperature": 1.0})])[0]
     assert full == expected
@@ -133,10 +133,10 @@ def test_the_command_knows_the_model(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    command = ["lm_eval", "run", "--model", "foretoken", "--model_args", f"pretrained={pair_folders[0]},format=w8a8"]
+    command = ["lm_eval", "run", "--model", "sameseed", "--model_args", f"pretrained={pair_folders[0]},format=w8a8"]
     command += ["--tasks", "tiny_choice", "--include_path", str(task_folder), "--output_path", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     assert main() == 0
     out = capsys.readouterr().out
-    assert "tiny_choice" in out and "foretoken" in out
+    assert "tiny_choice" in out and "sameseed" in out
     assert list(tmp_path.rglob("results*.json"))

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from foretoken.config import SpecConfig
-from foretoken.engine.memory import Demand, plan_blocks
-from foretoken.engine.settings import make_config
-from foretoken.errors import ConfigError, RequestError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.config import read_config
-from foretoken.models.loader import load_tokenizer, resolve_model
-from foretoken.ops import devices
-from foretoken.request import SamplingParams, SpecMetrics
-from foretoken.study import fields, record, report
-from foretoken.study.measure import Bench, Run, fitted
-from foretoken.study.workload import Prompt, Workload, arms
+from sameseed.config import SpecConfig
+from sameseed.engine.memory import Demand, plan_blocks
+from sameseed.engine.settings import make_config
+from sameseed.errors import ConfigError, RequestError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import read_config
+from sameseed.models.loader import load_tokenizer, resolve_model
+from sameseed.ops import devices
+from sameseed.request import SamplingParams, SpecMetrics
+from sameseed.study import fields, record, report
+from sameseed.study.measure import Bench, Run, fitted
+from sameseed.study.workload import Prompt, Workload, arms
 
 Measured = tuple[Bench, Workload, dict[Any, list[Run]]]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from foretoken.errors import ConfigError
-from foretoken.study.costs import Cost, Profile
-from foretoken.study.limits import from_rates
-from foretoken.study.plot import plot, plot_paths
+from sameseed.errors import ConfigError
+from sameseed.study.costs import Cost, Profile
+from sameseed.study.limits import from_rates
+from sameseed.study.plot import plot, plot_paths
 
 
 def made(contexts: tuple[int, ...], rows: tuple[int, ...]) -> Profile:
@@ -45,5 +45,5 @@ def test_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=r"foretoken\[study\]"):
+    with pytest.raises(ConfigError, match=r"sameseed\[study\]"):
         plot_paths(Path("c.png"))

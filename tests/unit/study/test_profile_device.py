@@ -1,4 +1,4 @@
-"""`foretoken profile --device`: whole on a pretended device, with the device's own memory."""
+"""`sameseed profile --device`: whole on a pretended device, with the device's own memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from fixtures_device import pretended_device
 
-from foretoken import ops
-from foretoken.ops import devices
-from foretoken.study import costs, profiler
-from foretoken.study.limits import from_rates
-from foretoken.study.shapes import get_shape
+from sameseed import ops
+from sameseed.ops import devices
+from sameseed.study import costs, profiler
+from sameseed.study.limits import from_rates
+from sameseed.study.shapes import get_shape
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.errors import ConfigError
-from foretoken.study.shapes import NAMES, SHAPES, get_shape, shape_as_dict
+from sameseed.errors import ConfigError
+from sameseed.study.shapes import NAMES, SHAPES, get_shape, shape_as_dict
 
 PUBLISHED = {  # millions of parameters, as the model cards state them
     "llama-3.2-1b": 1236,

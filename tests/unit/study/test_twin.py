@@ -16,19 +16,19 @@ from fixtures_models import all_logits, oracle_logits, prompt
 from lawkit import write_model
 from safetensors import safe_open
 
-from foretoken import ops
-from foretoken.errors import ConfigError, ModelSaveError
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models import stream
-from foretoken.models.checkpoint import Checkpoint
-from foretoken.models.config import ModelConfig, parse_config, read_config, read_json
-from foretoken.models.llama import Llama
-from foretoken.models.loader import load_model
-from foretoken.models.weights import expected_shapes, read_weights
-from foretoken.study.shapes import SHAPES, get_shape
-from foretoken.study.twin import make_twin
-from foretoken.study.twin.layout import make_layout
-from foretoken.study.twin.source import TwinSource
+from sameseed import ops
+from sameseed.errors import ConfigError, ModelSaveError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models import stream
+from sameseed.models.checkpoint import Checkpoint
+from sameseed.models.config import ModelConfig, parse_config, read_config, read_json
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model
+from sameseed.models.weights import expected_shapes, read_weights
+from sameseed.study.shapes import SHAPES, get_shape
+from sameseed.study.twin import make_twin
+from sameseed.study.twin.layout import make_layout
+from sameseed.study.twin.source import TwinSource
 
 TOKENS = prompt(40)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -128,7 +128,7 @@ def test_in_its_own_shape_a_model_is_its_own_twin(sources: Callable[[str], Path]
 
 def test_a_trained_model_in_bf16_keeps_its_bits() -> None:
     """Live weights are powers of two times what they were: in a shape of powers of 4, bf16 holds all of them."""
-    from foretoken.models.loader import resolve_model
+    from sameseed.models.loader import resolve_model
 
     folder = resolve_model("embedded")
     config = read_config(folder)

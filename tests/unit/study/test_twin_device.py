@@ -12,13 +12,13 @@ from fixtures_device import Elsewhere, pretended_device
 from fixtures_eagle import random_head, raw_config, write_head
 from lawkit import MODEL_VOCAB, write_model
 
-from foretoken.errors import ConfigError
-from foretoken.models.config import parse_config
-from foretoken.models.eagle_config import parse_head_config
-from foretoken.models.synthetic import RandomCheckpoint
-from foretoken.ops import devices
-from foretoken.study.twin import make_head_twin, make_twin
-from foretoken.study.twin.source import TwinSource
+from sameseed.errors import ConfigError
+from sameseed.models.config import parse_config
+from sameseed.models.eagle_config import parse_head_config
+from sameseed.models.synthetic import RandomCheckpoint
+from sameseed.ops import devices
+from sameseed.study.twin import make_head_twin, make_twin
+from sameseed.study.twin.source import TwinSource
 
 RAW = {"architectures": ["LlamaForCausalLM"], "hidden_size": 65, "intermediate_size": 96, "num_attention_heads": 8}
 RAW |= {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 400, "num_hidden_layers": 3}

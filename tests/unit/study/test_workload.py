@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.config import SpecConfig
-from foretoken.errors import ConfigError, RequestError
-from foretoken.request import SamplingParams
-from foretoken.study import record
-from foretoken.study.workload import DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, spec_as_dict
+from sameseed.config import SpecConfig
+from sameseed.errors import ConfigError, RequestError
+from sameseed.request import SamplingParams
+from sameseed.study import record
+from sameseed.study.workload import DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, spec_as_dict
 
 
 def test_prompts_of_both_kinds(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from foretoken.train.tokenizer import train_tokenizer
+from sameseed.train.tokenizer import train_tokenizer
 
 RECIPE = """
 name = "toy"

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, strategies as st
 from tokenizers import Tokenizer
 
-from foretoken.errors import ForetokenError
-from foretoken.train import data as corpus
-from foretoken.train.recipe import load_recipe
-from foretoken.train.tokenizer import ASSISTANT, BEGIN, END, USER
+from sameseed.errors import SameseedError
+from sameseed.train import data as corpus
+from sameseed.train.recipe import load_recipe
+from sameseed.train.tokenizer import ASSISTANT, BEGIN, END, USER
 
 PAD = 0
 
@@ -91,23 +91,23 @@ def test_held_out_documents_are_not_trained_on(data: Path, recipe_path: Path) ->
 def test_bad_rows_name_their_line(data: Path, recipe_path: Path, line: str) -> None:
     with gzip.open(data / "sums.jsonl.gz", "at", encoding="utf-8") as file:
         file.write(line + "\n")
-    with pytest.raises(ForetokenError, match=r"sums\.jsonl\.gz line 151: expected an object"):
+    with pytest.raises(SameseedError, match=r"sums\.jsonl\.gz line 151: expected an object"):
         corpus.training_order(load_recipe(recipe_path), data)
 
 
 def test_damaged_archive_is_named(data: Path, recipe_path: Path) -> None:
     path = data / "talk.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ForetokenError, match=r"talk\.jsonl\.gz"):
+    with pytest.raises(SameseedError, match=r"talk\.jsonl\.gz"):
         corpus.training_order(load_recipe(recipe_path), data)
 
 
 def test_missing_file_and_unmatched_source(data: Path, recipe_path: Path) -> None:
     recipe = load_recipe(recipe_path)
     (data / "talk.jsonl.gz").rename(data / "other.gz")
-    with pytest.raises(ForetokenError, match=r"no data file .*talk"):
+    with pytest.raises(SameseedError, match=r"no data file .*talk"):
         corpus.training_order(recipe, data)
     (data / "other.gz").rename(data / "talk.jsonl.gz")
     recipe_path.write_text(recipe_path.read_text(encoding="utf-8").replace('["talk"]', '["tolk"]'), encoding="utf-8")
-    with pytest.raises(ForetokenError, match=r"no row of talk\.jsonl\.gz is named tolk"):
+    with pytest.raises(SameseedError, match=r"no row of talk\.jsonl\.gz is named tolk"):
         corpus.training_order(load_recipe(recipe_path), data)

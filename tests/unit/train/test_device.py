@@ -12,17 +12,17 @@ import torch
 from fixtures_device import Elsewhere, pretended_device
 from safetensors.torch import load_file
 
-from foretoken import ops
-from foretoken.errors import ConfigError
-from foretoken.ops import devices
-from foretoken.train import measure, run, trainer
-from foretoken.train.checkpoint import read_tensors
-from foretoken.train.draft import DraftRecipe, run_draft
-from foretoken.train.head import run_head
-from foretoken.train.head_recipe import HeadRecipe
-from foretoken.train.own import Machine, Sources
-from foretoken.train.recipe import TrainSettings
-from foretoken.train.seeds import TextSettings
+from sameseed import ops
+from sameseed.errors import ConfigError
+from sameseed.ops import devices
+from sameseed.train import measure, run, trainer
+from sameseed.train.checkpoint import read_tensors
+from sameseed.train.draft import DraftRecipe, run_draft
+from sameseed.train.head import run_head
+from sameseed.train.head_recipe import HeadRecipe
+from sameseed.train.own import Machine, Sources
+from sameseed.train.recipe import TrainSettings
+from sameseed.train.seeds import TextSettings
 
 
 @pytest.fixture

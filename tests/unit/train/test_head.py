@@ -14,26 +14,26 @@ from fixtures_eagle import silence
 from lawkit import MODEL_VOCAB, write_model
 from safetensors.torch import load_file
 
-from foretoken import ops
-from foretoken.config import CacheConfig, EngineConfig, SpecConfig
-from foretoken.engine.build import build_engine
-from foretoken.errors import ConfigError, VocabularyError
-from foretoken.kvcache.cache import KVCache
-from foretoken.models.eagle_config import expected_tensors, read_head_config
-from foretoken.models.eagle_loader import load_head
-from foretoken.models.eagle_runner import HeadRunner, Level
-from foretoken.models.llama import Llama
-from foretoken.models.loader import load_model
-from foretoken.request import SamplingParams, Sequence
-from foretoken.train import head_measure, states
-from foretoken.train.head import HeadResult, Sources, run_head
-from foretoken.train.head_export import export_head
-from foretoken.train.head_job import LossSettings, dense
-from foretoken.train.head_model import HeadForTraining, HeadShape, Rows
-from foretoken.train.head_recipe import HeadRecipe, SizeSettings
-from foretoken.train.optim import OptimSettings
-from foretoken.train.recipe import TrainSettings
-from foretoken.train.seeds import TextSettings, held_out
+from sameseed import ops
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.engine.build import build_engine
+from sameseed.errors import ConfigError, VocabularyError
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle_config import expected_tensors, read_head_config
+from sameseed.models.eagle_loader import load_head
+from sameseed.models.eagle_runner import HeadRunner, Level
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model
+from sameseed.request import SamplingParams, Sequence
+from sameseed.train import head_measure, states
+from sameseed.train.head import HeadResult, Sources, run_head
+from sameseed.train.head_export import export_head
+from sameseed.train.head_job import LossSettings, dense
+from sameseed.train.head_model import HeadForTraining, HeadShape, Rows
+from sameseed.train.head_recipe import HeadRecipe, SizeSettings
+from sameseed.train.optim import OptimSettings
+from sameseed.train.recipe import TrainSettings
+from sameseed.train.seeds import TextSettings, held_out
 
 AUX = (1, 2, 3)
 STEPS = 4

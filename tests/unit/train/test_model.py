@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.train.checkpoint import export_model
-from foretoken.train.losses import fused_cross_entropy, fused_distillation
-from foretoken.train.model import LlamaForTraining, ModelShape
-from foretoken.train.optim import MuonAdamW, OptimSettings, orthogonalise
+from sameseed.train.checkpoint import export_model
+from sameseed.train.losses import fused_cross_entropy, fused_distillation
+from sameseed.train.model import LlamaForTraining, ModelShape
+from sameseed.train.optim import MuonAdamW, OptimSettings, orthogonalise
 
 SHAPE = ModelShape(
     vocab_size=300,

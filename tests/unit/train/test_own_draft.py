@@ -10,14 +10,14 @@ import pytest
 import torch
 from lawkit import write_model
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli import main
-from foretoken.errors import ConfigError
-from foretoken.models.config import read_config
-from foretoken.train.draft import DraftRecipe, DraftSize, components, run_draft
-from foretoken.train.own import Sources
-from foretoken.train.recipe import TrainSettings
-from foretoken.train.seeds import TextSettings
+from sameseed import LLM, SamplingParams
+from sameseed.cli import main
+from sameseed.errors import ConfigError
+from sameseed.models.config import read_config
+from sameseed.train.draft import DraftRecipe, DraftSize, components, run_draft
+from sameseed.train.own import Sources
+from sameseed.train.recipe import TrainSettings
+from sameseed.train.seeds import TextSettings
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.errors import ForetokenError
-from foretoken.train import run
-from foretoken.train.recipe import load_recipe
+from sameseed.errors import SameseedError
+from sameseed.train import run
+from sameseed.train.recipe import load_recipe
 
 
 def test_recipe_reads_every_value(recipe_path: Path) -> None:
@@ -48,17 +48,17 @@ def test_bad_recipe(recipe_path: Path, old: str, new: str, message: str) -> None
     text = recipe_path.read_text(encoding="utf-8")
     assert old in text
     recipe_path.write_text(text.replace(old, new, 1), encoding="utf-8")
-    with pytest.raises(ForetokenError, match=message):
+    with pytest.raises(SameseedError, match=message):
         load_recipe(recipe_path)
 
 
 def test_missing_recipe(tmp_path: Path) -> None:
-    with pytest.raises(ForetokenError, match=r"no recipe at .*recipes/embedded\.toml"):
+    with pytest.raises(SameseedError, match=r"no recipe at .*recipes/embedded\.toml"):
         load_recipe(tmp_path / "none.toml")
 
 
 def test_missing_data_folder(recipe_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ForetokenError, match="--data"):
+    with pytest.raises(SameseedError, match="--data"):
         run(recipe_path, data=tmp_path / "nowhere", out=tmp_path / "out", quiet=True)
 
 
@@ -66,5 +66,5 @@ def test_used_output_folder_needs_resume(recipe_path: Path, data: Path, tmp_path
     out = tmp_path / "out"
     out.mkdir()
     (out / "something").write_text("old", encoding="utf-8")
-    with pytest.raises(ForetokenError, match="--resume"):
+    with pytest.raises(SameseedError, match="--resume"):
         run(recipe_path, data=data, out=out, quiet=True)

@@ -13,19 +13,19 @@ import torch
 from lawkit import write_model
 from safetensors.torch import load_file
 
-from foretoken.errors import ConfigError
-from foretoken.train import states
-from foretoken.train.draft import DraftRecipe, DraftSize, run_draft
-from foretoken.train.head import Sources, run_head
-from foretoken.train.head_job import LossSettings
-from foretoken.train.head_recipe import HeadRecipe, SizeSettings
-from foretoken.train.optim import OptimSettings
-from foretoken.train.own import load_own_recipe
-from foretoken.train.own_card import note
-from foretoken.train.recipe import TrainSettings
-from foretoken.train.resume import added
-from foretoken.train.seeds import TextSettings
-from foretoken.train.states import Seed, Texts
+from sameseed.errors import ConfigError
+from sameseed.train import states
+from sameseed.train.draft import DraftRecipe, DraftSize, run_draft
+from sameseed.train.head import Sources, run_head
+from sameseed.train.head_job import LossSettings
+from sameseed.train.head_recipe import HeadRecipe, SizeSettings
+from sameseed.train.optim import OptimSettings
+from sameseed.train.own import load_own_recipe
+from sameseed.train.own_card import note
+from sameseed.train.recipe import TrainSettings
+from sameseed.train.resume import added
+from sameseed.train.seeds import TextSettings
+from sameseed.train.states import Seed, Texts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_from_before_is_accepted_aloud(
     folder: Path, begun: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (begun / "head.run.json").unlink()
-    with caplog.at_level(logging.WARNING, "foretoken.train"):
+    with caplog.at_level(logging.WARNING, "sameseed.train"):
         train_head(folder, begun, stop=None)
     assert "says nothing of the recipe" in caplog.text
     with pytest.raises(ConfigError, match="layers"):  # from now on it does
@@ -188,14 +188,14 @@ def test_a_draft_is_refused_alike(folder: Path, tmp_path: Path) -> None:
             train_draft(changed, prompts)
     longer = replace(recipe, train=replace(recipe.train, steps=4), texts=replace(recipe.texts, num_texts=10))
     assert train_draft(longer) == 4
-    with pytest.raises(ConfigError, match="foretoken bench"):
+    with pytest.raises(ConfigError, match="sameseed bench"):
         run_draft(recipe, Sources(folder / "prompts.jsonl", measure=folder / "prompts.jsonl"), tmp_path / "new")
 
 
 def test_the_embedded_heads_papers_agree() -> None:
     """Card, figures, recipe and config.json tell of the same head."""
     recipe = load_own_recipe(HeadRecipe, ROOT / "recipes" / "embedded-head.toml", "")
-    head = ROOT / "foretoken" / "assets" / "head"
+    head = ROOT / "sameseed" / "assets" / "head"
     results = json.loads((head / "results.json").read_text(encoding="utf-8"))
     card = (head / "README.md").read_text(encoding="utf-8")
     assert results["recipe"]["note"] == recipe.note

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from foretoken.train.data import Document
-from foretoken.train.evaluate import acceptance
-from foretoken.train.model import LlamaForTraining, ModelShape
-from foretoken.train.rollout import Rollout, prompt_of, write_batch
-from foretoken.train.tokenizer import ASSISTANT, BEGIN
+from sameseed.train.data import Document
+from sameseed.train.evaluate import acceptance
+from sameseed.train.model import LlamaForTraining, ModelShape
+from sameseed.train.rollout import Rollout, prompt_of, write_batch
+from sameseed.train.tokenizer import ASSISTANT, BEGIN
 
 END = 2
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.train import pipeline, run
-from foretoken.train.checkpoint import read_tensors
-from foretoken.train.data import encode
-from foretoken.train.distill import PROMPT_BIT, draft_batch, training_prompts
-from foretoken.train.recipe import load_recipe
-from foretoken.train.trainer import Job, Log, train as real_train
+from sameseed.train import pipeline, run
+from sameseed.train.checkpoint import read_tensors
+from sameseed.train.data import encode
+from sameseed.train.distill import PROMPT_BIT, draft_batch, training_prompts
+from sameseed.train.recipe import load_recipe
+from sameseed.train.trainer import Job, Log, train as real_train
 
 
 def test_toy_recipe_end_to_end(recipe_path: Path, data: Path, tmp_path: Path) -> None:

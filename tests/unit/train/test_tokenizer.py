@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
-from foretoken.errors import ForetokenError
-from foretoken.train.prompts import encode_prompt
-from foretoken.train.tokenizer import BEGIN, SPECIAL, save_tokenizer, token_id, train_tokenizer
+from sameseed.errors import SameseedError
+from sameseed.train.prompts import encode_prompt
+from sameseed.train.tokenizer import BEGIN, SPECIAL, save_tokenizer, token_id, train_tokenizer
 
 
 def test_round_trip_of_any_text() -> None:
@@ -53,5 +53,5 @@ def test_chat_template_agrees_with_training(tokenizer: Tokenizer, tmp_path: Path
 
 
 def test_missing_special_token(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ForetokenError, match="train it again"):
+    with pytest.raises(SameseedError, match="train it again"):
         token_id(tokenizer, "<|nothing|>")

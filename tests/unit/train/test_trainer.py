@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.errors import ForetokenError
-from foretoken.train.checkpoint import read_tensors
-from foretoken.train.model import LlamaForTraining, ModelShape
-from foretoken.train.optim import OptimSettings
-from foretoken.train.recipe import TrainSettings
-from foretoken.train.trainer import Job, Log, schedule, train
+from sameseed.errors import SameseedError
+from sameseed.train.checkpoint import read_tensors
+from sameseed.train.model import LlamaForTraining, ModelShape
+from sameseed.train.optim import OptimSettings
+from sameseed.train.recipe import TrainSettings
+from sameseed.train.trainer import Job, Log, schedule, train
 
 SHAPE = ModelShape(40, 16, 2, 2, 1, 8, 24)
 
@@ -78,7 +78,7 @@ def test_a_signal_leaves_a_checkpoint(tmp_path: Path, kind: signal.Signals) -> N
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     job = toy_job(tmp_path)
     broken = Job("toy", job.model, job.settings, job.batch, lambda rows: job.loss(rows) * float("nan"), tmp_path)
-    with pytest.raises(ForetokenError, match="lower matrix_lr and lr"):
+    with pytest.raises(SameseedError, match="lower matrix_lr and lr"):
         train(broken, Log(tmp_path / "log.jsonl"), quiet=True)
 
 
@@ -86,10 +86,10 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     job = toy_job(tmp_path)
     train(job, Log(tmp_path / "log.jsonl"), quiet=True, stop_after=1)
     other = LlamaForTraining(ModelShape(40, 24, 2, 2, 1, 8, 24), seed=0)
-    with pytest.raises(ForetokenError, match="another model shape"):
+    with pytest.raises(SameseedError, match="another model shape"):
         train(Job("toy", other, job.settings, job.batch, job.loss, tmp_path), Log(tmp_path / "log.jsonl"), quiet=True)
     job.checkpoint.write_bytes(job.checkpoint.read_bytes()[:100])
-    with pytest.raises(ForetokenError, match="delete it and run again"):
+    with pytest.raises(SameseedError, match="delete it and run again"):
         train(job, Log(tmp_path / "log.jsonl"), quiet=True)
 
 

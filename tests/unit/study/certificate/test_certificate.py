@@ -15,25 +15,25 @@ import pytest
 import torch
 from lawkit import Pair
 
-from foretoken import ops as backends
-from foretoken.cli import main
-from foretoken.config import EngineConfig, SpecConfig
-from foretoken.engine.build import Loaded
-from foretoken.errors import ConfigError
-from foretoken.formats.scheme import QuantTensor
-from foretoken.models.layers import LayerWeights
-from foretoken.models.runner import ModelRunner
-from foretoken.request import SamplingParams, Sequence
-from foretoken.spec import step
-from foretoken.spec.draft import Draft
-from foretoken.study import fields, record
-from foretoken.study.certificate import acceptance, kernels, law, mutants, suite, texts, wrong
-from foretoken.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
-from foretoken.study.certificate.page import render
-from foretoken.study.certificate.script import Guesses, Watched
-from foretoken.study.certificate.subject import Subject
-from foretoken.study.certificate.toy import toy_model
-from foretoken.tokenizer import Tokenizer
+from sameseed import ops as backends
+from sameseed.cli import main
+from sameseed.config import EngineConfig, SpecConfig
+from sameseed.engine.build import Loaded
+from sameseed.errors import ConfigError
+from sameseed.formats.scheme import QuantTensor
+from sameseed.models.layers import LayerWeights
+from sameseed.models.runner import ModelRunner
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec import step
+from sameseed.spec.draft import Draft
+from sameseed.study import fields, record
+from sameseed.study.certificate import acceptance, kernels, law, mutants, suite, texts, wrong
+from sameseed.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
+from sameseed.study.certificate.page import render
+from sameseed.study.certificate.script import Guesses, Watched
+from sameseed.study.certificate.subject import Subject
+from sameseed.study.certificate.toy import toy_model
+from sameseed.tokenizer import Tokenizer
 
 LEAST = Effort(1e-9, 0.2)
 PROMPTS = [(3, 1, 4, 1, 5), (9, 2, 6, 5), (3, 1, 4, 1), (8, 7, 8, 7, 8, 7)]
@@ -307,7 +307,7 @@ def test_every_way_to_guess_has_a_toy(tokenizer: Tokenizer, method: str) -> None
 
 def test_the_record_is_a_record(certificate: suite.Certificate, tmp_path: Path) -> None:
     found = json.loads(json.dumps(certificate.as_dict()))
-    assert found["schema"] == "foretoken.certificate/1"
+    assert found["schema"] == "sameseed.certificate/1"
     record.append(tmp_path / "c.jsonl", found)
     assert record.read(tmp_path / "c.jsonl") == [found]
     about = {"id", "name", "proves", "status", "sizes", "full_sizes", "threshold", "notes", "findings"}

@@ -9,18 +9,18 @@ import pytest
 import torch
 from fixtures_device import Elsewhere, pretended_device
 
-from foretoken import ops
-from foretoken.config import EngineConfig, SpecConfig
-from foretoken.engine.build import Loaded
-from foretoken.formats.scheme import QuantScheme
-from foretoken.models.loader import load_model
-from foretoken.ops import Ops, devices, reference
-from foretoken.request import SamplingParams
-from foretoken.study.certificate import acceptance, closeness, kernels, law, logits, mutants, suite
-from foretoken.study.certificate.check import FAILED, PASSED, WARNING, Effort, run_check
-from foretoken.study.certificate.page import render
-from foretoken.study.certificate.subject import Subject
-from foretoken.tokenizer import Tokenizer
+from sameseed import ops
+from sameseed.config import EngineConfig, SpecConfig
+from sameseed.engine.build import Loaded
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.loader import load_model
+from sameseed.ops import Ops, devices, reference
+from sameseed.request import SamplingParams
+from sameseed.study.certificate import acceptance, closeness, kernels, law, logits, mutants, suite
+from sameseed.study.certificate.check import FAILED, PASSED, WARNING, Effort, run_check
+from sameseed.study.certificate.page import render
+from sameseed.study.certificate.subject import Subject
+from sameseed.tokenizer import Tokenizer
 
 LEAST = Effort(1e-9, 0.01)
 

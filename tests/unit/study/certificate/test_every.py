@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import registry
-from foretoken.cli import main, verify_every
-from foretoken.cli.options import EngineChoice
-from foretoken.config import EngineConfig, SpecConfig
-from foretoken.errors import ConfigError
-from foretoken.request import SamplingParams
-from foretoken.spec import step
-from foretoken.study import record
-from foretoken.study.certificate import every, suite, wrong
-from foretoken.study.certificate.check import Effort
-from foretoken.study.certificate.pages import render_every
+from sameseed import registry
+from sameseed.cli import main, verify_every
+from sameseed.cli.options import EngineChoice
+from sameseed.config import EngineConfig, SpecConfig
+from sameseed.errors import ConfigError
+from sameseed.request import SamplingParams
+from sameseed.spec import step
+from sameseed.study import record
+from sameseed.study.certificate import every, suite, wrong
+from sameseed.study.certificate.check import Effort
+from sameseed.study.certificate.pages import render_every
 
 
 def methods(spec: SpecConfig) -> set[str]:

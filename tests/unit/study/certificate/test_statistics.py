@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.request import SamplingParams
-from foretoken.spec.sampling import survivors
-from foretoken.study.certificate.law import distribution
-from foretoken.study.certificate.statistics import (
+from sameseed.request import SamplingParams
+from sameseed.spec.sampling import survivors
+from sameseed.study.certificate.law import distribution
+from sameseed.study.certificate.statistics import (
     ALPHA,
     bound_text,
     chi_square_tail,

@@ -13,16 +13,16 @@ import httpx
 import pytest
 from rich.console import Console
 
-from foretoken.errors import ConfigError
-from foretoken.study import fields
-from foretoken.study.load import prompts, report, wire
-from foretoken.study.load.bench import Arm, Bench, Cell, Settings
-from foretoken.study.load.drive import Level
-from foretoken.study.load.figures import same_texts
-from foretoken.study.load.outcome import Outcome
-from foretoken.study.load.prompts import Shape, parse_shape
-from foretoken.study.load.records import make_records
-from foretoken.study.load.wire import Endpoint
+from sameseed.errors import ConfigError
+from sameseed.study import fields
+from sameseed.study.load import prompts, report, wire
+from sameseed.study.load.bench import Arm, Bench, Cell, Settings
+from sameseed.study.load.drive import Level
+from sameseed.study.load.figures import same_texts
+from sameseed.study.load.outcome import Outcome
+from sameseed.study.load.prompts import Shape, parse_shape
+from sameseed.study.load.records import make_records
+from sameseed.study.load.wire import Endpoint
 
 HEAD = {"run": "r", "time": "2026-01-01T00:00:00+00:00", "commit": "c", "machine": {"cpu": "some CPU", "cores": 2}}
 SETTINGS = Settings((Shape(12, 4),), (Level(concurrency=2),), num_requests=3, repeat=2, warm_up=1)
@@ -273,7 +273,7 @@ async def test_table_and_picture(tmp_path: Path) -> None:
     assert "tiny: 12 tokens in (text), 4 out" in shown and shown.count(" yes") == 2 and "failed" not in shown
     assert "\u2026" not in shown  # nothing is cut off
     pytest.importorskip("matplotlib")
-    from foretoken.study.load.picture import draw
+    from sameseed.study.load.picture import draw
 
     png, svg = draw(records, tmp_path / "load.png")
     assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in svg.read_text()

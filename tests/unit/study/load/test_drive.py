@@ -6,9 +6,9 @@ from statistics import mean, stdev
 
 import pytest
 
-from foretoken.errors import ConfigError
-from foretoken.study.load import drive
-from foretoken.study.load.drive import Level, arrivals, closed, opened
+from sameseed.errors import ConfigError
+from sameseed.study.load import drive
+from sameseed.study.load.drive import Level, arrivals, closed, opened
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 16.0])

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foretoken.study.load import figures
-from foretoken.study.load.figures import Bounds
-from foretoken.study.load.outcome import Outcome
+from sameseed.study.load import figures
+from sameseed.study.load.figures import Bounds
+from sameseed.study.load.outcome import Outcome
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100])

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.study.load.outcome import Outcome, read
-from foretoken.study.load.wire import Exchange
+from sameseed.study.load.outcome import Outcome, read
+from sameseed.study.load.wire import Exchange
 
 
 def line(**event: Any) -> bytes:

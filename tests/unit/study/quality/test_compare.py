@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from lawkit import write_model
 
-from foretoken import LLM
-from foretoken.config import SpecConfig
-from foretoken.errors import ConfigError, ModelLoadError, RegistryError
-from foretoken.study import fields, record
-from foretoken.study.quality import advice, compare, plots, records, speed, tables
-from foretoken.study.quality.compare import Comparing, Comparison, Row
-from foretoken.study.quality.speed import Acceptance
-from foretoken.study.quality.suite import Text
-from foretoken.study.quality.tasks import Settings
-from foretoken.study.quality.variant import Footprint, Variant, footprint
+from sameseed import LLM
+from sameseed.config import SpecConfig
+from sameseed.errors import ConfigError, ModelLoadError, RegistryError
+from sameseed.study import fields, record
+from sameseed.study.quality import advice, compare, plots, records, speed, tables
+from sameseed.study.quality.compare import Comparing, Comparison, Row
+from sameseed.study.quality.speed import Acceptance
+from sameseed.study.quality.suite import Text
+from sameseed.study.quality.tasks import Settings
+from sameseed.study.quality.variant import Footprint, Variant, footprint
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
     assert told["as_target"]["acceptance_rate"] == found.rows[1].as_target.rate
     assert told["perplexity_ratio"]["interval"][0] < told["perplexity_ratio"]["value"]
     assert len(told["repetitions"]) == 2 and read[1]["config"]["format"] == "nf4"
-    with pytest.raises(ConfigError, match="foretoken eval"):
+    with pytest.raises(ConfigError, match="sameseed eval"):
         fields.check({k: v for k, v in read[0].items() if k != "tasks"})
 
 
@@ -280,7 +280,7 @@ def test_bad_choices_fail_before_any_work(
 
 
 def test_the_default_draft_fits_the_tokenizer(tmp_path: Path, asked: Comparing) -> None:
-    from foretoken.models.loader import resolve_model
+    from sameseed.models.loader import resolve_model
 
     plain = replace(asked, draft=None)
     assert compare._draft(Variant("embedded"), plain).model == "embedded-draft"
@@ -291,7 +291,7 @@ def test_the_default_draft_fits_the_tokenizer(tmp_path: Path, asked: Comparing) 
 
 
 def test_a_draft_of_another_vocabulary_is_said(pair_folders: tuple[Path, Path], tmp_path: Path, prompts: Path) -> None:
-    from foretoken.study.workload import read_prompts
+    from sameseed.study.workload import read_prompts
 
     write_model(tmp_path)
     from lawkit import write_tokenizer
@@ -313,7 +313,7 @@ def test_who_would_draft_for_itself_is_drafted_for_by_ngrams(pair_folders: tuple
 
 
 def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretoken.study.workload import read_prompts
+    from sameseed.study.workload import read_prompts
 
     def refused(*args: object, **settings: object) -> None:
         raise ConfigError("max_model_len 512 is above the model's own 256; lower it")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from fixtures_quality import write_rows
 
-from foretoken.errors import ConfigError
-from foretoken.study.quality import data
-from foretoken.study.quality.data import GSM8K, HUMANEVAL, TEXT
+from sameseed.errors import ConfigError
+from sameseed.study.quality import data
+from sameseed.study.quality.data import GSM8K, HUMANEVAL, TEXT
 
 ROW = {"question": "1?", "answer": "#### 1"}
 

@@ -10,10 +10,10 @@ import torch
 from fixtures_models import oracle
 from lawkit import EOS, write_model
 
-from foretoken import LLM
-from foretoken.errors import ConfigError, RequestError
-from foretoken.study.quality.likelihood import Scorer, Text, log_likelihoods, split
-from foretoken.study.quality.perplexity import Perplexity, perplexity, ratio, windows
+from sameseed import LLM
+from sameseed.errors import ConfigError, RequestError
+from sameseed.study.quality.likelihood import Scorer, Text, log_likelihoods, split
+from sameseed.study.quality.perplexity import Perplexity, perplexity, ratio, windows
 
 TEXT = "the sum of all parts is a whole; the loop ends when the list is empty. über naïve café 你好 def add(a, b): " * 9
 

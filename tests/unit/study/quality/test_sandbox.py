@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.study.quality import sandbox
-from foretoken.study.quality.sandbox import Limits, run, run_all
+from sameseed.study.quality import sandbox
+from sameseed.study.quality.sandbox import Limits, run, run_all
 
 SHORT = Limits(seconds=1.0, cpu_seconds=1)
 

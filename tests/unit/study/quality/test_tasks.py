@@ -11,11 +11,11 @@ from fixtures_models import SHARED, need
 from fixtures_quality import write_rows
 from lawkit import write_model
 
-from foretoken import LLM
-from foretoken.errors import ConfigError
-from foretoken.study.measure import Run
-from foretoken.study.quality import data, gsm8k, humaneval, mmlu_pro, suite, tasks
-from foretoken.study.quality.tasks import Result, Settings
+from sameseed import LLM
+from sameseed.errors import ConfigError
+from sameseed.study.measure import Run
+from sameseed.study.quality import data, gsm8k, humaneval, mmlu_pro, suite, tasks
+from sameseed.study.quality.tasks import Result, Settings
 
 Answers = dict[str, str]  # the end of a prompt -> what the "model" writes
 

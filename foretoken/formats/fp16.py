@@ -1,9 +1,0 @@
-"""Format fp16: IEEE half precision, rounded to nearest even."""
-
-from __future__ import annotations
-
-import torch
-
-from foretoken.formats._dense import Dense
-
-FORMAT = Dense("fp16", torch.float16)

@@ -1,0 +1,127 @@
+"""The `sameseed` command. Each subcommand is a module of this package with `Args` (its flags) and `run`.
+
+Nothing heavy is imported before a subcommand runs: help must answer at once. An error that a user can mend is one line
+on stderr and exit code 2; Ctrl-C is exit code 130; a reader that went away (`| head`) is no error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence as Seq
+
+COMMANDS = {
+    "generate": "continue a prompt, with the text streaming as it is written",
+    "chat": "talk with a model, turn by turn",
+    "serve": "a model behind OpenAI's API over HTTP, speculation inside",
+    "bench": "measure speculative against plain decoding; one JSON line a measurement",
+    "eval": "measure perplexity and tasks; compare formats in quality, memory, speed and acceptance",
+    "verify-lossless": "prove that speculation changes nothing: tokens, sampling, cache; an HTML certificate",
+    "profile": "measure what a pass over M rows costs in each number format, and this machine's limits",
+    "quantize": "store a model's weights in fewer bits, by a method, as a checkpoint",
+    "train": "make a pair by a recipe, or a draft head (train head) or a draft (train draft) for any target",
+    "twin": "a checkpoint of a real model's shape that computes a small model's function",
+    "vocabulary": "a list of frequent tokens, for drafts that guess only these",
+    "info": "this machine, its backends, formats, drafters and the embedded models",
+    "demo": "watch the embedded model write with and without speculation, side by side",
+}
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+NEEDED = ("tyro", "rich")  # by the command line alone
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if argv else EXIT_USAGE
+    if name in ("-V", "--version"):
+        from sameseed import __version__
+
+        print(f"sameseed {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"error: no command {name!r}{hint} (there are: {', '.join(COMMANDS)})", file=sys.stderr)
+        return EXIT_USAGE
+    return _run(name, argv[1:])
+
+
+def overview() -> str:
+    """What `sameseed --help` says."""
+    lines = [f"  {name:<17}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: sameseed COMMAND [OPTIONS]",
+            "",
+            "Speculative decoding that never changes the text: guess cheaply, check exactly, count what it bought.",
+            "",
+            *lines,
+            "",
+            "`sameseed COMMAND --help` lists a command's options. To begin: sameseed demo",
+        ]
+    )
+
+
+def _run(name: str, argv: list[str]) -> int:
+    from sameseed.errors import SameseedError
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+    try:
+        own = f"sameseed.cli.{name.replace('-', '_')}"
+        module = importlib.import_module("sameseed.demo" if name == "demo" else own)
+        code: int = module.run(argv, f"sameseed {name}")
+        sys.stdout.flush()
+        return code
+    except SameseedError as error:
+        _settle()
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except ModuleNotFoundError as error:  # a checkout that pip did not install
+        if error.name not in NEEDED:
+            raise
+        print(
+            f"error: the command line needs {error.name}, which is not installed: `pip install {error.name}`, or use "
+            "`from sameseed import LLM`, which does without",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        _settle()
+        if sys.stdout.isatty():
+            print()  # what was written, or typed, stays on its own line
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, mostly
+        _drop_output()
+        where = f" {error.filename}" if error.filename else ""
+        print(f"error: {error.strerror or error}{where}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _settle() -> None:
+    """Leave the terminal as it was found: plain colours, a visible cursor."""
+    try:
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[0m\x1b[?25h")
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """Nothing can be written any more; the flush at the interpreter's exit must not complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

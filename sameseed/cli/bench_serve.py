@@ -1,0 +1,238 @@
+"""`sameseed bench serve`: load on a server that speaks OpenAI's API; what clients get, against concurrency or rate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from sameseed.cli.options import option, parse
+from sameseed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sameseed.study.load.bench import Arm, Bench, Settings
+    from sameseed.study.load.drive import Level
+
+RESULTS = Path("benchmarks/results")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Measure what clients of a server get: any that speaks OpenAI's API (sameseed, vLLM, llama-server).
+
+    Clients that wait for their answers (--concurrency), or requests that arrive at a rate (--rates); prompts of given
+    lengths. With --compare-speculation, or a --baseline-url, two arms take turns over the same prompts and seeds, and
+    their texts are compared.
+    """
+
+    url: str = "http://127.0.0.1:8000"  # the server
+    model: Annotated[str | None, option("NAME")] = None  # unset: the first that the server names
+    chat: Annotated[bool, option()] = False  # /v1/chat/completions instead of /v1/completions
+    concurrency: tuple[str, ...] = ("1", "2", "4", "8", "16", "32")  # clients at once; also as 1,2,4
+    rates: Annotated[tuple[str, ...], option("X")] = ()  # requests a second instead of clients
+    burstiness: float = 1.0  # of arrivals: 1 is a Poisson process, below is burstier, above more even
+    lengths: tuple[str, ...] = ("2000-200", "5000-500", "10000-1000")  # tokens of prompt and answer
+    scale: float = 1.0  # of all --lengths
+    prompts: str = "text"  # built-in text, random (tokens), or a .jsonl or .txt file, whose prompts stay as they are
+    max_tokens: int = 128  # of an answer, where the prompts are a file's
+    num_requests: Annotated[int | None, option("N")] = None  # of a repetition; unset: 4 a client, 8 at least
+    max_seconds: Annotated[float | None, option("S")] = None  # of one run of an arm: then no more is sent
+    warm_up: int = 2  # requests of each arm before it is measured
+    repeat: int = 3  # runs of each arm, in turns
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # sample from the likeliest tokens that make up this probability
+    seed: int = 1  # of prompts, arrivals and sampling
+    compare_speculation: Annotated[bool, option()] = False  # two arms: "speculation" off, and as asked for
+    speculation: Annotated[str | None, option("JSON")] = None  # what to ask for; unset: what the server does by itself
+    baseline_url: Annotated[str | None, option("URL")] = None  # a second server: what --url is compared with
+    extra_body: Annotated[str | None, option("JSON")] = None  # fields for every request
+    strict: Annotated[bool, option()] = False  # OpenAI's fields only: no ignore_eos, no cache_salt, no token ids
+    ttft_slo: Annotated[float | None, option("S")] = None  # goodput: seconds to the first token, at most
+    tpot_slo: Annotated[float | None, option("S")] = None  # goodput: seconds for each other token, at most
+    timeout: float = 600.0  # seconds for one request, retries included
+    max_retries: int = 5  # after 429 and 503, each after Retry-After
+    api_key_file: Annotated[Path | None, option("FILE")] = None  # the key, on its first line
+    api_key_variable: str = "SAMESEED_API_KEY"  # where the key is otherwise
+    out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
+    plot: Annotated[Path | None, option("FILE")] = None  # a picture against concurrency, as .png and .svg
+    json: Annotated[bool, option()] = False  # records to stdout as JSON lines instead of tables
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse, measure, write; exit code 1 if a request failed, or arms wrote different texts."""
+    args = parse(Args, argv, prog).args
+    settings, arms = _settings(args), _arms(args)
+    if args.plot is not None:
+        from sameseed.study.plot import plot_paths
+
+        plot_paths(args.plot)
+    out = args.out or (RESULTS / "load.jsonl" if RESULTS.is_dir() else None)
+    from sameseed.study import record
+
+    if out is not None:
+        record.prepare(out)
+    made = asyncio.run(_measure(args, arms, settings, out))
+    if args.plot is not None and made:
+        from sameseed.study.load.picture import draw
+
+        draw(made, args.plot)
+    fine = all(not r["errors"] and (r["same_texts"] is None or r["same_texts"][0] == r["same_texts"][1]) for r in made)
+    return 0 if fine else 1
+
+
+async def _measure(args: Args, arms: Seq[Arm], settings: Settings, out: Path | None) -> list[dict[str, Any]]:
+    """All cells; a table after each shape. Returns the records."""
+    from sameseed.cli.console import progress, stderr_console
+    from sameseed.study import record
+    from sameseed.study.load import report, wire
+    from sameseed.study.load.bench import Bench
+
+    widest = max((level.concurrency or 1024) for level in settings.levels)
+    made: list[dict[str, Any]] = []
+    run_id = record.now()
+    async with wire.open_client(_key(args), widest, settings.timeout) as client:
+        bench = Bench(client, arms, settings)
+        await bench.prepare()
+        for shape in settings.shapes:
+            found: list[dict[str, Any]] = []
+            with progress(shape.label, args.json) as bar:
+                total = len(settings.levels) * settings.repeat * len(arms)
+                bar.update(bar.tasks[0].id, total=total, note="warm-up")
+                for level in settings.levels:
+                    head = {"run": run_id, "time": record.now(), "commit": record.commit(), "machine": record.machine()}
+                    done = await _cell(bench, shape, level, head, bar)
+                    found += done
+                    for line in done:  # at once: what is measured stays, whatever comes
+                        if out is not None:
+                            record.append(out, line)
+                        if args.json:
+                            print(json.dumps(line), flush=True)
+            made += found
+            if not args.json:
+                _show(found)
+    if not args.json:
+        stderr_console().print(report.LEGEND + (f"; records appended to {out}" if out is not None else ""), style="dim")
+    return made
+
+
+async def _cell(bench: Bench, shape: Any, level: Level, head: dict[str, Any], bar: Any) -> list[dict[str, Any]]:
+    from sameseed.study.load.bench import Cell
+    from sameseed.study.load.records import make_records
+
+    cell = Cell(shape, level)
+    async for label in bench.measure(cell):
+        bar.update(bar.tasks[0].id, advance=1, note=f"{level.label} {label}")
+    return make_records(bench, cell, head)
+
+
+def _show(records: Seq[dict[str, Any]]) -> None:
+    from rich.console import Console
+
+    from sameseed.study.load import report
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=report.WIDTH)
+    console.print(report.table(records))
+    for line in report.notes(records):
+        console.print(line, style="dim", markup=False, highlight=False)
+
+
+def _settings(args: Args) -> Settings:
+    """What is sent. Raises ConfigError."""
+    from sameseed.study.load.bench import Settings
+    from sameseed.study.load.drive import Level
+    from sameseed.study.load.figures import Bounds
+    from sameseed.study.load.prompts import Shape, parse_shape
+    from sameseed.study.workload import read_prompts
+
+    if args.prompts in ("text", "random"):
+        shapes = tuple(parse_shape(text, args.scale) for text in _list(args.lengths, "--lengths"))
+    else:
+        read_prompts(Path(args.prompts))
+        shapes = (Shape(None, args.max_tokens),)
+    rates = [_number(float, text, "--rates") for text in _list(args.rates, "--rates")] if args.rates else []
+    clients = [_number(int, text, "--concurrency") for text in _list(args.concurrency, "--concurrency")]
+    levels = tuple(
+        [Level(rate=r, burstiness=args.burstiness) for r in rates] or [Level(concurrency=c) for c in clients]
+    )
+    sampling = {"temperature": args.temperature, "top_p": args.top_p}
+    return Settings(
+        shapes,
+        levels,
+        prompts=args.prompts,
+        sampling=sampling,
+        seed=args.seed,
+        num_requests=args.num_requests,
+        max_seconds=args.max_seconds,
+        warm_up=args.warm_up,
+        repeat=args.repeat,
+        bounds=Bounds(args.ttft_slo, args.tpot_slo),
+        timeout=args.timeout,
+        max_retries=args.max_retries,
+        strict=args.strict,
+    )
+
+
+def _arms(args: Args) -> list[Arm]:
+    """What is compared; the first is the base. Raises ConfigError."""
+    from sameseed.study.load.bench import Arm
+    from sameseed.study.load.wire import Endpoint, base_url
+
+    if args.compare_speculation and args.baseline_url is not None:
+        raise ConfigError("--compare-speculation and --baseline-url are two ways to compare; give one of them")
+    extra = _object(args.extra_body, "--extra-body") if args.extra_body else {}
+    asked = {} if args.speculation is None else {"speculation": _wish(args.speculation)}
+    server = Endpoint(base_url(args.url), args.model or "", args.chat, {**extra, **asked})
+    if args.compare_speculation:
+        off = Endpoint(server.url, server.model, args.chat, {**extra, "speculation": "off"})
+        return [Arm("off", off), Arm("on", server)]
+    if args.baseline_url is not None:
+        base = Endpoint(base_url(args.baseline_url), args.model or "", args.chat, extra)
+        return [Arm("baseline", base), Arm("server", server)]
+    return [Arm("server", server)]
+
+
+def _wish(text: str) -> Any:
+    return _object(text, "--speculation") if text.lstrip().startswith("{") else text
+
+
+def _object(text: str, flag: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} takes a JSON object, e.g. '{{\"top_k\": 20}}', got {text!r}")
+    return value
+
+
+def _list(values: Seq[str], flag: str) -> list[str]:
+    found = [part for value in values for part in value.split(",") if part]
+    if not found:
+        raise ConfigError(f"{flag} is empty; give at least one value")
+    return found
+
+
+def _number(kind: type[Any], text: str, flag: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{flag} takes numbers, got {text!r}") from None
+
+
+def _key(args: Args) -> str | None:
+    """The API key: the file's first line, or the first of the variable's. Raises ConfigError."""
+    if args.api_key_file is not None:
+        try:
+            lines = args.api_key_file.read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the API key from {args.api_key_file} ({error})") from None
+        if not lines:
+            raise ConfigError(f"{args.api_key_file} holds no API key; write it on the first line")
+        return lines[0]
+    return os.environ.get(args.api_key_variable, "").partition(",")[0].strip() or None

@@ -1,0 +1,170 @@
+"""What the commands share on a terminal: loading with a progress bar, streaming text in colour, the summary line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from sameseed.cli.options import EngineChoice
+from sameseed.request import Delta, Metrics, SpecMetrics
+
+if TYPE_CHECKING:
+    from sameseed.engine.llm import LLM
+    from sameseed.tokenizer import Tokenizer
+
+GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+# Where there is no colour, accepted draft tokens stand between these.
+PLAIN_MARKS = ("\u2039", "\u203a")
+
+
+def stderr_console() -> Console:
+    """For everything that is not the command's result."""
+    return Console(stderr=True, highlight=False)
+
+
+def colourful(stream: IO[str]) -> bool:
+    """May colour codes go there? NO_COLOR and FORCE_COLOR decide before the terminal does."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+
+
+@contextmanager
+def progress(title: str, quiet: bool = False) -> Iterator[Progress]:
+    """A progress bar on stderr that leaves nothing behind; silent where stderr is no terminal."""
+    console = stderr_console()
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    )
+    with bar:
+        bar.add_task(title, total=None, note="")
+        yield bar
+
+
+def load_llm(choice: EngineChoice, quiet: bool = False) -> LLM:
+    """The engine that the flags describe, with a progress bar while its weights are read."""
+    logging.basicConfig(format="note: %(message)s", stream=sys.stderr)
+    from sameseed.engine.llm import LLM
+
+    with progress(f"loading {choice.model}", quiet) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.update(bar.tasks[0].id, completed=done // 10**6, total=total // 10**6, note="million weights")
+
+        return LLM(choice.model, progress=report, **choice.settings)
+
+
+class TextWriter:
+    """Writes a completion's text as it grows; with `show_draft`, accepted draft tokens stand out.
+
+    The engine's text is what counts: it may lag behind the tokens (a character not yet whole, a beginning stop string).
+    Tokens are decoded here once more, only to know which characters came from an accepted token.
+    """
+
+    def __init__(self, stream: TextIO, tokenizer: Tokenizer, show_draft: bool = False) -> None:
+        self.text = ""
+        self._stream = stream
+        self._show = show_draft
+        self._colour = colourful(stream)
+        self._terminal = stream.isatty()
+        self._decoder = tokenizer.stream()
+        self._flags: deque[bool] = deque()  # one a decoded character: came it from accepted tokens alone?
+        self._whole = True  # were all tokens of the character in the making accepted?
+        self._open = False  # is accepted text being written?
+
+    def write(self, delta: Delta) -> None:
+        """Write the new text of a delta."""
+        for token, accepted in zip(delta.token_ids, delta.accepted, strict=True):
+            self._whole = self._whole and accepted
+            piece = self._decoder.push(token)
+            if piece:
+                self._flags.extend([self._whole] * len(piece))
+                self._whole = True
+        self.text += delta.text
+        shown = _harmless(delta.text) if self._terminal else delta.text
+        self._stream.write(self._marked(shown) if self._show else shown)
+        if delta.completion is not None:
+            self._stream.write(self._switch(False))
+        self._stream.flush()
+
+    def _marked(self, text: str) -> str:
+        parts = []
+        for character in text:
+            accepted = self._flags.popleft() if self._flags else False
+            parts += [self._switch(accepted), character]
+        return "".join(parts)
+
+    def _switch(self, accepted: bool) -> str:
+        if accepted == self._open:
+            return ""
+        self._open = accepted
+        begin, end = (GREEN, RESET) if self._colour else PLAIN_MARKS
+        return begin if accepted else end
+
+    def end(self) -> None:
+        """Close what is open (after an interruption too)."""
+        self._stream.write(self._switch(False))
+        self._stream.flush()
+
+
+def _harmless(text: str) -> str:
+    """Text whose control characters cannot steer a terminal; the number of characters stays."""
+    return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0x9F else "\ufffd" for c in text)
+
+
+def legend(text_stream: IO[str], own_stream: IO[str]) -> str:
+    """What the marks of `--show-draft` in one stream mean, said on another."""
+    mark = "green" if colourful(text_stream) else "...".join(PLAIN_MARKS)
+    if mark == "green" and colourful(own_stream):
+        mark = f"{GREEN}{mark}{RESET}"
+    return f"{mark}: guessed by the draft and accepted; the rest: written by the target itself"
+
+
+def level_line(name: str, metrics: SpecMetrics) -> str:
+    """One line on a drafter below, whose guesses are counted apart."""
+    if not metrics.num_drafts:
+        return f"{name}: no guess"
+    return (
+        f"{name}: {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafted accepted "
+        f"({metrics.acceptance_rate:.0%}) | {metrics.mean_acceptance_length:.2f} tokens a draft"
+    )
+
+
+def summary(metrics: Metrics) -> str:
+    """One line on what a completion took."""
+    spec, split = metrics.spec, metrics.time_split
+    parts = [
+        f"{metrics.num_output_tokens} tokens in {metrics.total_time:.2f} s"
+        f" ({metrics.num_output_tokens / max(metrics.total_time, 1e-9):.1f} tokens/s)",
+        f"first after {metrics.time_to_first_token * 1e3:.0f} ms",
+    ]
+    if metrics.num_cached_tokens:
+        parts.append(f"{metrics.num_cached_tokens} of {metrics.num_prompt_tokens} prompt tokens from the cache")
+    if spec.acceptance_rate is not None and spec.mean_acceptance_length is not None:
+        parts += [
+            f"{spec.num_accepted_tokens} of {spec.num_draft_tokens} drafted accepted ({spec.acceptance_rate:.0%})",
+            f"{spec.mean_acceptance_length:.2f} tokens a draft",
+            f"{spec.num_rollbacks} rollbacks",
+        ]
+    if spec.undrafted.get("draft context"):
+        parts.append(f"{spec.undrafted['draft context']} rounds beyond the draft's context")
+    stages = {"draft": split.draft, "target": split.target, "verify": split.verify, "schedule": split.schedule}
+    whole = sum(stages.values()) or 1.0
+    parts.append("time: " + ", ".join(f"{name} {share / whole:.0%}" for name, share in stages.items() if share))
+    return " | ".join(parts)

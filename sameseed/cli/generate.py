@@ -1,0 +1,159 @@
+"""`sameseed generate`: one prompt, one text (or `--n` of them), streaming."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional
+
+from sameseed.cli.options import option, parse, stdin_text
+from sameseed.errors import RequestError
+from sameseed.request import Completion, Delta, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from sameseed.engine.llm import LLM
+
+
+@dataclass(frozen=True)
+class Args:
+    """Continue a prompt; the text streams to stdout, a summary goes to stderr."""
+
+    prompt: Annotated[str | None, Positional, option("[PROMPT]")] = None  # else --file, else standard input
+    file: Annotated[Path | None, option("FILE")] = None  # read the prompt from a file
+    chat: Annotated[bool, option()] = False  # put the prompt as a user's message into the model's chat template
+    system: Annotated[str | None, option("TEXT")] = None  # a system message before it (with --chat)
+    show_draft: Annotated[bool, option()] = False  # mark the accepted draft tokens in the text
+    json: Annotated[bool, option()] = False  # one JSON line a completion instead of text
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse, load, write."""
+    parsed = parse(Args, argv, prog, engine=True, sampling=True)
+    args, params = parsed.args, parsed.params
+    prompt = read_prompt(args)
+    from sameseed.cli.console import load_llm
+
+    llm = load_llm(parsed.engine, quiet=args.json)
+    tokens: str | list[int] = prompt
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        tokens = llm.tokenizer.chat([*system, {"role": "user", "content": prompt}])
+    if args.json:
+        return _write_json(llm, tokens, params)
+    return _write_text(llm, tokens, params, args.show_draft)
+
+
+def read_prompt(args: Args) -> str:
+    """The prompt from where the arguments say, without the newline that ends a file. Raises RequestError."""
+    if args.prompt is not None and args.file is not None:
+        raise RequestError("a prompt and --file were given; leave one out")
+    if args.system is not None and not args.chat:
+        raise RequestError("--system needs --chat: only a chat template knows system messages")
+    if args.prompt is not None:
+        text = args.prompt
+    elif args.file is not None:
+        try:
+            text = args.file.read_text(encoding="utf-8").removesuffix("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise RequestError(f"cannot read the prompt from {args.file} ({why}); give a UTF-8 text file") from None
+    else:
+        text = stdin_text("prompt").removesuffix("\n")
+    if not text:
+        raise RequestError("the prompt is empty; give at least one token of text")
+    return text
+
+
+def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_draft: bool) -> int:
+    from sameseed.cli.console import TextWriter, legend, level_line, stderr_console, summary
+
+    console = stderr_console()
+    writers = [TextWriter(sys.stdout, llm.tokenizer, show_draft) for _ in range(params.n)]
+    held: list[list[Delta]] = [[] for _ in range(params.n)]
+    done: list[Completion] = []
+    try:
+        for delta in llm.stream(prompt, params):
+            # Only the first unfinished completion can stream; the others wait until it is through.
+            held[delta.index].append(delta)
+            while len(done) < params.n and held[len(done)]:
+                index = len(done)
+                if params.n > 1 and not writers[index].text:
+                    sys.stdout.write(f"--- {index + 1} of {params.n} ---\n")
+                for waiting in held[index]:
+                    writers[index].write(waiting)
+                    if waiting.completion is not None:
+                        done.append(waiting.completion)
+                        sys.stdout.write("\n")
+                held[index] = []
+                if len(done) == index:
+                    break
+    except KeyboardInterrupt:
+        writers[min(len(done), params.n - 1)].end()
+        if not sys.stdout.isatty():
+            sys.stdout.write("\n")
+        raise
+    sys.stdout.flush()
+    if show_draft:
+        console.file.write(legend(sys.stdout, console.file) + "\n")
+    for completion in done:
+        console.print(summary(completion.metrics), style="dim", soft_wrap=True)
+    for name, metrics in llm.engine.drafter.levels():
+        console.print(level_line(name, metrics), style="dim", soft_wrap=True)
+    if params.seed is None and not params.greedy and done:
+        console.print(f"seed {done[0].seed} writes this again", style="dim")
+    return 1 if any(c.finish_reason is FinishReason.ERROR for c in done) else 0
+
+
+def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
+    """One line a completion; an interruption leaves a line with what was written until then."""
+    parts = [""] * params.n
+    tokens: list[list[int]] = [[] for _ in range(params.n)]
+    finished: set[int] = set()
+    code = 0
+    try:
+        for delta in llm.stream(prompt, params):
+            parts[delta.index] += delta.text
+            tokens[delta.index] += delta.token_ids
+            if delta.completion is not None:
+                finished.add(delta.index)
+                print(json.dumps(as_json(delta.completion) | remarks(llm)), flush=True)
+                code = code or int(delta.completion.finish_reason is FinishReason.ERROR)
+    except KeyboardInterrupt:
+        for index in range(params.n):
+            if index not in finished:
+                line = {"index": index, "text": parts[index], "token_ids": tokens[index], "finish_reason": "abort"}
+                print(json.dumps(line), flush=True)
+        raise
+    return code
+
+
+def remarks(llm: LLM) -> dict[str, object]:
+    """Counters of the drafters below (of the engine, until now) and warnings about them, where there are any."""
+    found = {
+        "levels": {name: metrics.as_dict() for name, metrics in llm.engine.drafter.levels()},
+        "warnings": list(llm.engine.alarm.texts),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def as_json(completion: Completion) -> dict[str, object]:
+    """A completion as plain data."""
+    line: dict[str, object] = {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "accepted": list(completion.accepted),
+        "finish_reason": completion.finish_reason.value,
+        "seed": completion.seed,
+        "metrics": completion.metrics.as_dict(),
+    }
+    if completion.logprobs is not None:
+        line["logprobs"] = [
+            {"token_id": p.token_id, "logprob": p.logprob, "top": [list(t) for t in p.top]} for p in completion.logprobs
+        ]
+    return line

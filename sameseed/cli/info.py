@@ -1,0 +1,227 @@
+"""`sameseed info`: what this machine can run and what is on the shelves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from sameseed.cli.options import option, parse
+
+if TYPE_CHECKING:
+    from sameseed.spec.drafter import Drafter
+
+WIDTH = 4096  # values in a row of the weights whose size is told
+
+
+@dataclass(frozen=True)
+class Args:
+    """Show the machine, the backends (and why one cannot run here), formats, drafters and the embedded models."""
+
+    json: Annotated[bool, option()] = False  # one JSON line instead of tables
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Collect and print."""
+    args = parse(Args, argv, prog).args
+    found = collect()
+    if args.json:
+        print(json.dumps(found))
+    else:
+        _print(found)
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `info` says, as plain data."""
+    import sameseed
+    from sameseed import registry
+    from sameseed.ops import devices
+    from sameseed.study import record
+
+    return {
+        "version": sameseed.__version__,
+        "commit": record.commit(),
+        "machine": record.machine(),
+        "devices": devices.describe(),
+        "backends": {name: _backend(name) for name in registry.names("ops")},
+        "formats": {name: _format(name) for name in registry.names("formats")},
+        "presets": _presets(),
+        "drafters": {name: _drafter(name) for name in registry.names("drafters")},
+        "models": {name: _model(name) for name in ("embedded", "embedded-draft", "embedded-head")},
+    }
+
+
+def _backend(name: str) -> dict[str, Any]:
+    from sameseed import registry
+
+    module = registry.load("ops", name)
+    return {
+        "runs_here": module.unavailable() is None,
+        "reason": module.unavailable(),
+        "devices": sorted(getattr(module, "DEVICES", ("cpu", "cuda"))),
+        "row_invariant": module.row_invariant,
+        "weights": sorted(module.LINEAR_FORMATS),
+        "kv_cache": sorted(module.KV_FORMATS),
+    }
+
+
+def _format(name: str) -> dict[str, Any]:
+    from sameseed.formats import scheme
+    from sameseed.registry import load
+
+    fmt = scheme.get(name)
+    return {
+        "what": _first_line(load("formats", name).__doc__),
+        "bits_per_weight": round(fmt.bits_per_weight(WIDTH, scheme.own_args(fmt.groups, WIDTH)), 3)
+        if fmt.weights
+        else None,
+        "kv_cache": fmt.kv_dtype is not None,
+    }
+
+
+def _presets() -> dict[str, Any]:
+    """The names that --format takes besides the shelf's, with the formats of weights and activations."""
+    from sameseed.formats.scheme import PRESETS
+
+    return {n: {"weights": w, "activations": a or "float32"} for n, (w, a) in PRESETS.items()}
+
+
+def _drafter(name: str) -> dict[str, Any]:
+    from sameseed import registry
+
+    module = registry.load("drafters", name)
+    options = {f.name: f.default for f in dataclasses.fields(module.DRAFTER.Options)}
+    return {"what": _first_line(module.__doc__), "needs": _needs(module.DRAFTER), "options": options}
+
+
+def _needs(drafter: type[Drafter]) -> str:
+    """What a drafter works with: a model of its own, drafters below it (whose guesses are counted apart)."""
+    own = "the target's weights" if drafter.of_target else "a draft head" if drafter.of_head else "a draft model"
+    below = {0: "", 1: "a drafter below", -1: "two drafters or more below"}[drafter.num_below]
+    return " and ".join(filter(None, (own if drafter.needs_model else "", below)))
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().splitlines()[0] if text else ""
+
+
+def _model(name: str) -> dict[str, Any]:
+    """Shape and size of an embedded model, and the path of its card; a missing one says so."""
+    from sameseed.errors import ModelLoadError
+    from sameseed.models.config import read_config
+    from sameseed.models.eagle_config import expected_tensors, is_head, read_head_config
+    from sameseed.models.loader import resolve_model
+
+    folder = resolve_model(name)
+    try:
+        head = read_head_config(folder) if is_head(folder) else None
+        config = read_config(folder) if head is None else head.layer
+    except ModelLoadError as error:
+        return {"missing": str(error)}
+    parameters = config.num_parameters
+    if head is not None:  # embedding and, where it has all tokens, LM head are the target's
+        whole = head.draft_vocab_size == config.vocab_size
+        borrowed = ("embed_tokens.weight", "d2t", *(["lm_head.weight"] if whole else []))
+        parameters = sum(math.prod(shape) for n, shape in expected_tensors(head).items() if n not in borrowed)
+    card = folder / "README.md"
+    return {
+        "parameters": parameters,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": f"{config.num_heads}/{config.num_kv_heads}",
+        "vocabulary": config.vocab_size,
+        "context": config.max_model_len,
+        "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
+        "card": str(card) if card.exists() else None,
+        "facts": _card_facts(card),
+    }
+
+
+def _card_facts(card: Path) -> list[str]:
+    """Lines of the model card that state a measurement or the licence."""
+    if not card.exists():
+        return []
+    words = ("perplexity", "acceptance", "licence", "license")
+    lines = [line.strip(" -*|") for line in card.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#") and any(w in line.lower() for w in words)][:6]
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"[bold]sameseed {found['version']}[/] ({found['commit']})\n")
+
+    def show(title: str, head: Seq[str], rows: Seq[Seq[object]]) -> None:
+        table = Table(title=title, title_justify="left", title_style="bold", show_header=bool(head), expand=False)
+        for i, name in enumerate(head or ("", "")):
+            table.add_column(name, no_wrap=i == 0)
+        for row in rows:
+            table.add_row(*(escape(str(cell)) for cell in row))
+        console.print(table)
+
+    machine = found["machine"]
+    show("machine", (), [(k, "none" if v is None else v) for k, v in machine.items()])
+    gpus, why = found["devices"]["gpus"], found["devices"]["reason"]
+    show(
+        "GPUs",
+        ("device", "name", "capability", "multiplies", "free of memory"),
+        [
+            (
+                g["device"],
+                g["name"],
+                g["capability"],
+                g["multiplies"],
+                f"{g['free_bytes'] / 2**30:.1f} of {g['memory_bytes'] / 2**30:.1f} GiB",
+            )
+            for g in gpus
+        ]
+        or [("none", why, "", "", "")],
+    )
+    show(
+        "backends",
+        ("name", "runs here", "device", "row-invariant", "weights", "KV cache"),
+        [
+            (
+                name,
+                "yes" if b["runs_here"] else f"no: {b['reason']}",
+                " ".join(b["devices"]),
+                "yes" if b["row_invariant"] else "no",
+                " ".join(b["weights"]),
+                " ".join(b["kv_cache"]),
+            )
+            for name, b in found["backends"].items()
+        ],
+    )
+    show(
+        "formats",
+        ("name", "what", "bits per weight", "KV cache"),
+        [
+            (
+                n,
+                f["what"],
+                "" if f["bits_per_weight"] is None else f"{f['bits_per_weight']:g}",
+                "yes" if f["kv_cache"] else "no",
+            )
+            for n, f in found["formats"].items()
+        ],
+    )
+    show(
+        "more names for --format (docs/guides/formats.md tells of -g32, -asym, -b128, -dq, -mse and rules)",
+        ("name", "weights", "activations"),
+        [(n, p["weights"], p["activations"]) for n, p in found["presets"].items()],
+    )
+    show(
+        "drafters",
+        ("name", "what", "needs", "options (--draft-options)"),
+        [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()],
+    )
+    for name, model in found["models"].items():
+        show(f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v])

@@ -1,0 +1,273 @@
+"""Flags from dataclasses: every field of EngineConfig, SpecConfig, CacheConfig and SamplingParams is a flag by itself.
+
+A field's type and default come from the dataclass, and only the words of the help stand here; values are checked where
+they always are, by the dataclass. No torch in here: help must answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import tyro
+from tyro.conf import arg
+
+from sameseed import registry
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft, parse_options
+from sameseed.errors import RegistryError, RequestError
+from sameseed.request import SamplingParams
+
+T = TypeVar("T")
+Member = tuple[str, Any, Any, str]  # name, type as written, default, help
+
+
+def annotated(kind: Any, *notes: Any) -> Any:
+    """`Annotated[kind, *notes]`, for a type that is known only at run time."""
+    made: Any = Annotated
+    return made[(kind, *notes)]
+
+
+def option(metavar: str | None = None) -> Any:
+    """How a field that may stay unset shows in the help: its metavar, and no "(default: None)"."""
+    return arg(metavar=metavar, help_behavior_hint="")
+
+
+# Flags that stand for no single field of a dataclass.
+CHOICE_HELP = {
+    "model": "the target: 'embedded', a folder, or a hub id like org/name",
+    "draft": "how to guess: none, a drafter's name (see `sameseed info`), or a draft model (embedded-draft, "
+    "embedded-head, folder, hub id); 'suffix + MODEL' tries a cache first, 'ngram > MODEL' is a cascade; auto takes "
+    "embedded-draft where the target is embedded, else none",
+    "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
+}
+ENGINE_HELP = {
+    "policy": "fixed: always --k tokens; history: more after drafts that were right; goodput: as many as pay by "
+    "measured times, none included",
+    "overlap": "cores on which the draft model guesses on while the target checks on the others; 0: it waits "
+    "(pays only where cores would idle)",
+    "num_draft_tokens": "the most tokens that a round may guess, 0..64",
+    "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
+    "draft_format": "number format of the draft model's weights, as --format; self_quant: nested, see the guide",
+    "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
+    "(see `sameseed info`)",
+    "kv_format": "number format of the KV cache; auto follows the weights",
+    "backend": "who computes: cpu, reference, ...; auto takes the fastest that runs here",
+    "device": "cpu, cuda, cuda:1, ...",
+    "threads": "CPU threads; unset: as many as the backend finds useful",
+    "gpu_memory_utilization": "share of a GPU's memory that weights, cache and passes may take together, 0..1",
+    "max_model_len": "longest text in tokens, prompt included; unset: the model's own context",
+    "block_size": "tokens in one block of the KV cache",
+    "num_blocks": "blocks of the KV cache; unset: as many as the longest requests need",
+    "prefix_cache": "texts that begin alike (of one tenant) share what is cached of it: it is computed once",
+    "max_num_rows": "most tokens that one pass computes",
+    "max_num_seqs": "most sequences that run at once",
+}
+SAMPLING_HELP = {
+    "max_tokens": "longest answer in tokens",
+    "min_tokens": "no end before this many tokens",
+    "temperature": "0 is greedy; higher is more varied",
+    "top_k": "sample from the k likeliest tokens only; 0 is off",
+    "top_p": "sample from the likeliest tokens that make up this probability",
+    "min_p": "drop tokens below this share of the likeliest one's probability",
+    "repetition_penalty": "above 1 discourages tokens of the text so far",
+    "presence_penalty": "taken from the logit of every token written before, -2..2",
+    "frequency_penalty": "taken from the logit once per earlier occurrence, -2..2",
+    "logit_bias": "TOKEN=BIAS, added to a token's logit",
+    "allowed_token_ids": "a token id that may be written; with one or more, no other may",
+    "banned_token_ids": "a token id that is never written",
+    "stop": "text that ends the answer (left out of it)",
+    "stop_token_ids": "a token id that ends the answer",
+    "ignore_eos": "write on past the model's end token",
+    "n": "completions of one prompt",
+    "seed": "the same seed writes the same text; unset: a fresh one, which is reported",
+    "logprobs": "log-probabilities of each token and of this many of the likeliest ones (with --json)",
+}
+_ALIASES = {"num_draft_tokens": ["--k"]}
+
+
+def _flags(title: str, doc: str, members: Seq[Member]) -> type[Any]:
+    """A dataclass of flags from (name, type, default, help) each."""
+    made = []
+    for name, kind, default, text in members:
+        plain = kind.replace(" | None", "") if isinstance(kind, str) else kind
+        # Where nothing is set there is no default to show; the help's words say what then happens.
+        hint = "(repeatable)" if isinstance(default, tuple) else "" if default in (None, False, "{}") else None
+        note = arg(
+            help=text, aliases=_ALIASES.get(name, ()), metavar=_METAVARS.get(str(plain)), help_behavior_hint=hint
+        )
+        marks: tuple[Any, ...] = (note, tyro.conf.UseAppendAction) if isinstance(default, tuple) else (note,)
+        made.append((name, annotated(_TYPES[str(kind)], *marks), field(default=default)))
+    cls = make_dataclass(title, made, frozen=True)
+    cls.__doc__ = doc
+    return cls
+
+
+_TYPES: dict[str, Any] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "int | None": int | None,
+    "float | None": float | None,
+    "tuple[int, ...]": tuple[int, ...],
+    "tuple[str, ...]": tuple[str, ...],
+}
+_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "tuple[int, ...]": "ID", "tuple[str, ...]": "TEXT"}
+
+
+def engine_flags(defaults: Mapping[str, Any], left_out: Seq[str] = ()) -> type[Any]:
+    """--model, --draft, --draft-options, and a flag for each field of SpecConfig, EngineConfig and CacheConfig."""
+    given = {"model": "embedded", "draft": "auto", "draft_options": "{}"} | dict(defaults)
+    members: list[Member] = [
+        (name, "str", given[name], text) for name, text in CHOICE_HELP.items() if name not in left_out
+    ]
+    shelves: tuple[tuple[type[Any], dict[str, str], set[str]], ...] = (
+        (SpecConfig, {"format": "draft_format"}, {"method", "model", "options", "below"}),
+        (EngineConfig, {}, {"cache", "spec"}),
+        (CacheConfig, {"format": "kv_format"}, set()),
+    )
+    found = {}
+    for cls, renamed, hidden in shelves:
+        for f in fields(cls):
+            if f.name not in hidden:
+                found[renamed.get(f.name, f.name)] = f
+    order = [*ENGINE_HELP, *(name for name in found if name not in ENGINE_HELP)]
+    order = [name for name in order if name not in left_out]
+    members += [(n, found[n].type, given.get(n, found[n].default), ENGINE_HELP.get(n, "")) for n in order]
+    return _flags("Engine", "Models, speculation and limits.", members)
+
+
+def sampling_flags(defaults: Mapping[str, Any], left_out: Seq[str]) -> type[Any]:
+    """A flag for each field of SamplingParams. Lists are given by repeating the flag."""
+    members: list[Member] = []
+    for f in fields(SamplingParams):
+        kind, default = f.type, defaults.get(f.name, f.default)
+        if f.name == "logit_bias":
+            kind, default = "tuple[str, ...]", ()
+        elif f.name == "allowed_token_ids":
+            kind, default = "tuple[int, ...]", ()
+        if f.name not in left_out:
+            members.append((f.name, kind, default, SAMPLING_HELP.get(f.name, "")))
+    return _flags("Sampling", "How tokens are chosen.", members)
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """What the engine's flags say: `model`, and the keyword arguments of `make_config` (or LLM)."""
+
+    model: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[T]):
+    """A parsed command line: the command's own arguments, the engine, and how to sample."""
+
+    args: T
+    engine: EngineChoice
+    params: SamplingParams
+
+
+def parse(
+    command: type[T],
+    argv: Seq[str],
+    prog: str,
+    *,
+    engine: bool = False,
+    sampling: bool = False,
+    defaults: Mapping[str, Any] | None = None,
+    left_out: Seq[str] = (),
+) -> Parsed[T]:
+    """Read `argv` into `command`, a dataclass, with the engine's and the sampling flags beside it where wanted.
+
+    `defaults` replaces defaults by flag name, `left_out` names flags that this command has not. Bad usage prints what
+    was wrong and exits with 2 (tyro); a bad value raises RequestError, ConfigError or RegistryError.
+    """
+    given = defaults or {}
+    single = tyro.conf.FlagCreatePairsOff  # of the engine's flags, those that are on have both forms: --x and --no-x
+    parts: list[tuple[str, Any]] = [("command", annotated(command, arg(name=""), single))]
+    if engine:
+        parts.append(("engine", engine_flags(given, left_out)))
+    if sampling:
+        parts.append(("sampling", annotated(sampling_flags(given, left_out), single)))
+    whole = make_dataclass("Arguments", parts)
+    config = (tyro.conf.OmitArgPrefixes,)
+    read: Any = tyro.cli(
+        whole, args=list(argv), prog=prog, description=inspect.cleandoc(command.__doc__ or ""), config=config
+    )
+    flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
+    params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
+    return Parsed(read.command, _engine(flags), params)
+
+
+def _engine(flags: dict[str, Any]) -> EngineChoice:
+    model = flags.pop("model")
+    if "draft" in flags:
+        flags["draft"] = draft_choice(flags["draft"], model)
+    if "draft_options" in flags:
+        flags["draft_options"] = parse_options(flags["draft_options"])
+    return EngineChoice(model, flags)
+
+
+def _params(flags: dict[str, Any]) -> SamplingParams:
+    if "logit_bias" in flags:
+        flags["logit_bias"] = dict(_bias(text) for text in flags["logit_bias"])
+    if "allowed_token_ids" in flags:
+        flags["allowed_token_ids"] = flags["allowed_token_ids"] or None
+    return SamplingParams(**flags)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise RequestError(f"--logit-bias takes TOKEN=BIAS, e.g. 42=-5, got {text!r}") from None
+
+
+EMBEDDED_DRAFT, EMBEDDED_HEAD = "embedded-draft", "embedded-head"
+EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD)  # as the loader's, which would import torch
+
+
+def draft_choice(draft: str, model: str) -> SpecConfig | None:
+    """What `make_config` takes for --draft. Raises RegistryError that suggests the nearest name."""
+    embedded = model in ("embedded", "embedded-target")
+    if draft == "auto":
+        draft = EMBEDDED_DRAFT if embedded else "none"
+    if draft == "none":
+        return None
+    return _checked(parse_draft(draft), embedded)
+
+
+def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
+    """All levels of a draft: names that exist, and the embedded draft for the embedded target's."""
+    name = spec.model
+    if name is not None and name not in EMBEDDED and os.sep not in name and not os.path.exists(name):
+        near = difflib.get_close_matches(name, [*registry.names("drafters"), *EMBEDDED, "none", "auto"], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        drafters = ", ".join(registry.names("drafters"))
+        raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
+    below = tuple(_checked(b, embedded) for b in spec.below)
+    takes_draft = spec.method in ("draft_model", "cascade")
+    model = EMBEDDED_DRAFT if embedded and takes_draft and name is None else name
+    model = EMBEDDED_HEAD if embedded and spec.method == "eagle" and name is None else model
+    return dataclasses.replace(spec, model=model, below=below)
+
+
+def stdin_text(what: str) -> str:
+    """All of standard input. Raises RequestError if it is a terminal, or no UTF-8."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise RequestError(f"no {what}; give it as an argument, with --file, or on standard input")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is no UTF-8 text ({error}); convert it first") from None
+
+
+__all__ = ["EngineChoice", "Parsed", "draft_choice", "option", "parse", "stdin_text"]

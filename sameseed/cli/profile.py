@@ -1,0 +1,173 @@
+"""`sameseed profile`: what one pass over M rows costs in each number format, beside what this machine could do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from sameseed.cli import EXIT_INTERRUPTED
+from sameseed.cli.options import option, parse
+from sameseed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sameseed.study.costs import Profile
+
+RECORDS = Path("benchmarks/results/profile.jsonl")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Measure c(M), the time of one pass over M new tokens against one, in several number formats that take turns.
+
+    Also prefill and batch decoding, memory, and the shares of the machine's limits that were reached. Ctrl-C ends the
+    measurement and keeps what was measured.
+    """
+
+    shape: Annotated[str | None, option("NAME")] = None  # a known shape, with random weights (see --list)
+    model: Annotated[str | None, option("PATH")] = None  # or a checkpoint: a folder, or a hub id
+    formats: str = "bf16"  # number formats of the weights, e.g. w4a8,w8a8,bf16
+    rows: str = "1,2,4,8,16"  # M, ascending, at most 65; 1 is always measured
+    context: str = "256"  # cached tokens before the new ones, e.g. 256,2048,8192
+    kv_format: str = "auto"  # number format of the KV cache; auto follows the weights
+    prefill_tokens: int = 512  # length of the prompt that is read in one pass; 0: none
+    batch_sizes: str = "4,16"  # sequences that decode together; empty: none
+    threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: as many as the backend finds useful
+    backend: str = "auto"  # who computes: cpu, reference, ...; auto takes the fastest that runs here
+    device: str = "cpu"  # cpu, cuda, cuda:1, ...
+    repeats: int = 30  # the most runs of each pass; at least 3 are made
+    seconds: float = 60.0  # time to spend on passes, in which the repeats must fit
+    draft: Annotated[str | None, option("NAME")] = None  # a draft model's shape or folder, measured in turn
+    draft_formats: str = "auto"  # number formats of its weights
+    json: Annotated[Path | None, option("FILE")] = None  # write the profile there; - is standard output, without tables
+    plot: Annotated[Path | None, option("FILE.png")] = None  # draw the curves, as PNG and as SVG beside it
+    record: Annotated[bool, option()] = False  # append the profile to benchmarks/results/profile.jsonl
+    list: Annotated[bool, option()] = False  # list the known shapes and end
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Check, measure, write; exit code 130 where Ctrl-C ended the measurement."""
+    args = parse(Args, argv, prog).args
+    if args.list:
+        _list()
+        return 0
+    grid = {
+        "formats": words(args.formats),
+        "rows": numbers("rows", args.rows),
+        "contexts": numbers("context", args.context),
+        "kv_format": args.kv_format,
+        "prefill_tokens": args.prefill_tokens,
+        "batch_sizes": numbers("batch-sizes", args.batch_sizes),
+        "threads": args.threads,
+        "backend": args.backend,
+        "device": args.device,
+        "repeats": args.repeats,
+        "seconds": args.seconds,
+        "draft": args.draft,
+        "draft_formats": words(args.draft_formats),
+    }
+    _check_outputs(args)
+    found = _measure(args, grid)
+    _write(args, found)
+    if found.interrupted:
+        print("interrupted; what was measured until then is kept", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a list with commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """The whole numbers of a list with commas. Raises ConfigError."""
+    try:
+        return tuple(int(word) for word in words(text))
+    except ValueError:
+        raise ConfigError(f"--{flag} takes whole numbers with commas between, e.g. 1,2,4, got {text!r}") from None
+
+
+def _check_outputs(args: Args) -> None:
+    """Raise ConfigError if a file could not be written; an hour of measuring should not end in that."""
+    from sameseed.study import record
+
+    paths = [(RECORDS, "--record in another folder")] if args.record else []
+    if args.plot is not None:
+        from sameseed.study.plot import plot_paths
+
+        paths += [(path, "--plot") for path in plot_paths(args.plot)]
+    if args.json is not None and str(args.json) != "-":
+        paths.append((args.json, "--json"))
+    for path, flag in paths:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; name a file in it with {flag}")
+        record.prepare(path, flag)
+
+
+def _measure(args: Args, grid: dict[str, Any]) -> Profile:
+    from sameseed.cli.console import progress
+    from sameseed.study.costs import profile
+
+    quiet = str(args.json) == "-"
+    title = args.shape or args.model or ""
+    with progress(title, quiet) as bar:
+        task = bar.tasks[0].id
+
+        def report(stage: str, done: float, total: float) -> None:
+            # Whole numbers of a thousand: values of weights and seconds share one bar.
+            bar.update(task, description=f"{title}: {stage}", completed=int(1000 * done / total), total=1000)
+
+        return profile(args.shape, model=args.model, report=report, **grid)
+
+
+def _write(args: Args, found: Profile) -> None:
+    from rich.console import Console
+
+    from sameseed.cli.console import stderr_console
+    from sameseed.study import record
+    from sameseed.study.cost_table import LEGEND, tables
+
+    data = found.as_dict()
+    written: list[Path] = []
+    if args.record:
+        record.append(RECORDS, data)
+        written.append(RECORDS)
+    if str(args.json) == "-":
+        print(json.dumps(data))
+    elif args.json is not None:
+        part = args.json.with_name(f"{args.json.name}.part")  # never half a file under the right name
+        part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, args.json)
+        written.append(args.json)
+    if str(args.json) != "-":
+        for table in tables(found):
+            Console(highlight=False).print(table)
+        stderr_console().print(LEGEND, style="dim")
+    if args.plot is not None and found.costs:
+        from sameseed.study.plot import plot
+
+        written += plot(found, args.plot)
+    if written:
+        stderr_console().print(f"written: {', '.join(map(str, written))}", style="dim")
+
+
+def _list() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from sameseed.study.shapes import NAMES, get_shape
+
+    table = Table(title="shapes", title_justify="left", title_style="bold")
+    for i, head in enumerate(("name", "parameters", "layers", "hidden", "inner", "heads/KV", "vocabulary", "context")):
+        table.add_column(head, justify="left" if i == 0 else "right", no_wrap=i == 0)
+    for name in NAMES:
+        c = get_shape(name)
+        size = f"{c.num_parameters / 1e9:.2f} B" if c.num_parameters >= 1e9 else f"{c.num_parameters / 1e6:.1f} M"
+        shape = (c.num_layers, c.hidden_size, c.intermediate_size, f"{c.num_heads}/{c.num_kv_heads}")
+        table.add_row(name, size, *map(str, (*shape, c.vocab_size, c.max_model_len)))
+    Console(highlight=False).print(table)

@@ -1,0 +1,154 @@
+"""`sameseed quantize`: a model's weights in fewer bits, chosen by a method, as a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from sameseed.cli.options import option, parse
+from sameseed.config import parse_options
+from sameseed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sameseed.quantize.run import Plan, Progress, Report, Result
+    from sameseed.study.quality.compare import Comparing
+
+OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Store the linear layers of a model in fewer bits and write a checkpoint. Embedding and head stay as they are
+    unless a rule of the scheme names them (lm_head=w8a16). A run that was stopped goes on with --resume.
+    """
+
+    model: Annotated[str, Positional] = "embedded"  # embedded, a folder, or a hub id
+    out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
+    scheme: str = "w4a16-g128"  # a format, and rules: w4a16-g128,lm_head=w8a16,model.layers.0.*=bf16
+    method: str = "rtn"  # rtn, gptq, awq, smooth, rotate, or some joined with +, e.g. rotate+gptq
+    options: Annotated[str, option("JSON")] = "{}"  # options of the methods, e.g. '{"act_order": true}'
+    calibration: Annotated[Path | None, option("FILE")] = None  # .jsonl (text, prompt or messages) or .txt; rtn: none
+    samples: int = 128  # rows of calibration text
+    length: int = 512  # tokens of a row
+    seed: int = 0  # of the rows' order and of rotations
+    budget: Annotated[float | None, option("BITS")] = None  # bits a weight on average, spent by measured sensitivity
+    candidates: str = "w4a16-g128,w4a16-g32,w8a16,bf16"  # the schemes that a budget chooses from
+    device: str = "cpu"  # where it is computed: cpu, cuda, cuda:1, ...
+    overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
+    resume: Annotated[bool, option()] = False  # go on with an interrupted run
+    report: Annotated[bool, option()] = (
+        False  # then measure the model and the checkpoint side by side, as eval --compare
+    )
+    text: Annotated[Path | None, option("FILE")] = None  # --report: text for perplexity; unset: the WikiText-2 test set
+    data: Annotated[Path | None, option("DIR")] = None  # --report: folder of the data sets; unset: from the hub
+    plot: Annotated[Path | None, option("FILE.png")] = None  # --report: draw FILE-quality.png and FILE-cost.png
+    json: Annotated[bool, option()] = False  # one JSON object with the errors instead of tables
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Check, quantize, write, say what it cost."""
+    args = parse(Args, argv, prog).args
+    if args.out is None:
+        raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16-g128 -o runs/w4a16")
+    from sameseed.quantize.run import Plan
+
+    plan = Plan(
+        model=args.model,
+        out=args.out,
+        scheme=args.scheme,
+        method=args.method,
+        calibration=args.calibration,
+        samples=args.samples,
+        length=args.length,
+        seed=args.seed,
+        options=parse_options(args.options),
+        budget=args.budget,
+        candidates=tuple(c.strip() for c in args.candidates.split(",") if c.strip()),
+        overwrite=args.overwrite,
+        resume=args.resume,
+        device=args.device,
+    )
+    if not args.report and (args.text or args.data or args.plot):
+        raise ConfigError("--text, --data and --plot are for --report")
+    asked = _report_settings(args) if args.report else None  # what is missing should not be found out at the end
+    result = quantized(plan, quiet=args.json)
+    if args.json:
+        print(json.dumps({"folder": str(result.folder), **result.quantization}))
+    else:
+        _show(result)
+    if asked is not None:
+        from sameseed.cli.eval import compared
+
+        compared([args.model, str(result.folder)], asked, args.json, args.plot)
+    return 0
+
+
+def _report_settings(args: Args) -> Comparing:
+    """What --report measures, with all that can be checked before the model is quantized."""
+    from sameseed.cli.eval import check_plot, prepared
+    from sameseed.study.quality import compare, suite
+    from sameseed.study.quality.tasks import Settings
+
+    text = suite.Text(args.text, tokens=compare.COMPARE_TOKENS)
+    settings = Settings(data=args.data, seed=args.seed)
+    asked = compare.Comparing(settings=settings, text=text, engine={"device": args.device})
+    asked.settings.params(1, ())  # a bad seed fails here
+    suite.check(asked.tasks, asked.settings, asked.text)
+    check_plot(args.plot)
+    prepared(None)
+    return asked
+
+
+def quantized(plan: Plan, quiet: bool = False) -> Result:
+    """Run a plan with a progress bar; an interruption says how to go on."""
+    from sameseed.cli.console import progress
+    from sameseed.quantize import run as quantizing
+
+    with progress(f"{plan.method} {plan.scheme}", quiet) as bar:
+
+        def report(p: Progress) -> None:
+            worst = max(p.errors, key=lambda e: e.relative, default=None)
+            note = "" if worst is None else f"error {worst.relative:.2%} at most, in {worst.module}"
+            name = {"budget": "sensitivity of layers", "layers": "layers"}[p.stage]
+            bar.update(bar.tasks[0].id, description=name, completed=p.done, total=p.total, note=note)
+            if p.errors and not quiet:
+                bar.console.print(_layer_line(p), style="dim", highlight=False)
+
+        shown: Report = report
+        try:
+            return quantizing.quantize(plan, shown)
+        except KeyboardInterrupt:
+            print("stopped; the same command with --resume goes on from the last finished layer", file=sys.stderr)
+            raise
+
+
+def _layer_line(p: Progress) -> str:
+    parts = [f"{e.module.rsplit('.', 1)[-1].removesuffix('_proj')} {e.relative:.2%}" for e in p.errors]
+    return f"layer {p.done}/{p.total}: output error {', '.join(parts)}"
+
+
+def _show(result: Result) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    found, console = result.quantization, Console(highlight=False)
+    if found["sensitivity"]:
+        table = Table(title="what got which bits", title_justify="left", title_style="bold")
+        for head in ("part", "scheme", "bits", "loss if it alone is stored so (nats/token)"):
+            table.add_column(head, justify="left" if head in ("part", "scheme") else "right")
+        stored = {m["module"]: m["scheme"] for m in found["modules"]}
+        for s in found["sensitivity"]:
+            if stored.get(s["modules"][0]) == s["scheme"]:
+                table.add_row(s["unit"], s["scheme"], f"{s['bits']:.2f}", f"{s['loss']:.2e}")
+        console.print(table)
+        console.print(f"predicted loss: {found['predicted_loss']:.3e} nats a token")
+    how = f"{found['method']}, {found['scheme']}"
+    console.print(f"{result.folder}: {found['bits_per_weight']:.3f} bits a weight ({how})")
+    for advice in found["recommendation"]:
+        console.print(f"consider more bits for {', '.join(advice['modules'])}: {advice['reason']}")

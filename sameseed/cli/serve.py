@@ -1,0 +1,102 @@
+"""`sameseed serve`: a model behind OpenAI's API, speculation inside."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from sameseed.cli.options import EngineChoice, option, parse
+from sameseed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sameseed.export.vllm import Spread
+    from sameseed.server.config import ServerConfig
+
+
+@dataclass(frozen=True)
+class Args:
+    """Serve a model over HTTP with OpenAI's API. On this machine only, unless there is an API key."""
+
+    host: str = "127.0.0.1"  # address to listen on; one that others can reach needs a key
+    port: int = 8000  # port to listen on; 0 takes a free one
+    served_model_name: Annotated[str | None, option("NAME")] = None  # what clients call it; unset: as --model says
+    api_key_file: Annotated[Path | None, option("FILE")] = None  # keys, one a line (or SAMESEED_API_KEY, with commas)
+    allowed_host: Annotated[tuple[str, ...], option("NAME")] = ()  # other names that this machine is called by
+    max_queue: int = 256  # sequences that may wait; beyond that requests are refused with 429
+    request_timeout: float = 600.0  # seconds for one request
+    drain_timeout: float = 30.0  # seconds that running requests get after SIGTERM
+    metrics_prefix: Literal["vllm:", "sameseed:"] = "vllm:"  # of the names in /metrics
+    log_level: Literal["debug", "info", "warning", "error"] = "info"  # of the JSON lines on stderr
+    per_request_spec_decode_metrics: Literal["summary", "detailed"] = "summary"  # detailed: every round of a request
+    engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: start vLLM with the same flags, and stand in front of it
+    vllm_python: Annotated[str | None, option("PYTHON")] = None  # whose vLLM; unset: that of this environment
+    vllm_args: Annotated[str, option("FLAGS")] = ""  # vLLM's own flags, e.g. --vllm-args='--enforce-eager'
+    load_timeout: float = 1800.0  # vllm: seconds until it is ready; one that takes longer counts as dead
+    tensor_parallel_size: int = 1  # vllm: GPUs that share each layer
+    pipeline_parallel_size: Annotated[int | None, option("N")] = None  # vllm: groups of layers; unset: one a node
+    nodes: int = 1  # vllm: nodes of a Ray cluster, which must run
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse, check, serve until told to stop."""
+    parsed = parse(Args, argv, prog, engine=True)
+    args, engine = parsed.args, parsed.engine
+    missing = [m for m in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(m) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}; install it: pip install '.[server]'")
+    from sameseed.export.vllm import Spread
+    from sameseed.server.config import Keys, ServerConfig
+    from sameseed.server.run import serve
+
+    config = ServerConfig(
+        host=args.host,
+        port=args.port,
+        model_name=args.served_model_name or engine.model,
+        keys=Keys.read(args.api_key_file),
+        allowed_hosts=args.allowed_host,
+        max_queue=args.max_queue,
+        request_timeout=args.request_timeout,
+        drain_timeout=args.drain_timeout,
+        load_timeout=args.load_timeout,
+        metrics_prefix=args.metrics_prefix,
+        detailed=args.per_request_spec_decode_metrics == "detailed",
+    )
+    spread = Spread(args.tensor_parallel_size, args.pipeline_parallel_size, args.nodes)
+    if args.engine == "vllm":
+        return _serve_vllm(args, engine, spread, config)
+    if spread != Spread() or args.vllm_python is not None or args.vllm_args:
+        raise ConfigError(
+            "several GPUs or nodes, and --vllm-... flags, are for --engine vllm; give that, or leave them"
+        )
+    return serve(engine.model, engine.settings, config, args.log_level)
+
+
+def _serve_vllm(args: Args, engine: EngineChoice, spread: Spread, config: ServerConfig) -> int:
+    """The same flags in vLLM's words. Raises ConfigError, ModelLoadError for what vLLM cannot do."""
+    from sameseed.export import vllm
+    from sameseed.server.run import serve_vllm
+
+    spec = vllm.speculative_config(engine.settings, spread)
+    facts = {
+        "max_num_seqs": engine.settings["max_num_seqs"],
+        "method": "none" if spec is None else spec["method"],
+    }
+    arguments = vllm.arguments(
+        engine.model,
+        engine.settings,
+        spread,
+        config.model_name,
+        args.per_request_spec_decode_metrics,
+        args.vllm_args,
+    )
+    return serve_vllm(
+        arguments,
+        facts,
+        config,
+        python=args.vllm_python,
+        environment=vllm.environment(engine.settings),
+        log_level=args.log_level,
+    )

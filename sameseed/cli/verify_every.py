@@ -1,0 +1,98 @@
+"""`sameseed verify-lossless --every`: certificates of all drafters, formats and batch sizes, and one table of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sameseed.cli.options import EMBEDDED, EngineChoice, draft_choice
+from sameseed.config import EngineConfig, SpecConfig
+from sameseed.request import SamplingParams
+
+if TYPE_CHECKING:
+    from sameseed.study.certificate.every import Outcome
+    from sameseed.study.certificate.suite import Asked
+
+COLOURS = {"passed": "green", "these checks passed": "green", "failed": "bold red", "impossible": "yellow"}
+
+
+def drafts_of(engine: EngineChoice) -> list[tuple[str, SpecConfig]]:
+    """Every way to guess for a model: the embedded pair's, or those without a model, and the one that --draft names."""
+    from sameseed.study.certificate import every
+
+    own: SpecConfig | None = engine.settings["draft"]
+    embedded = engine.model in EMBEDDED
+    found = {}
+    for name in every.EMBEDDED if embedded else every.MODELLESS:
+        spec = draft_choice(name, engine.model)
+        assert spec is not None
+        found[name] = spec
+    made = list(found.items())
+    return made if embedded or own is None or own in found.values() else [("--draft", own), *made]
+
+
+def run(
+    engine: EngineChoice, asked: Asked, config: EngineConfig, params: SamplingParams, out: Path | None, as_json: bool
+) -> tuple[list[Outcome], str]:
+    """Make the certificates and append each to `out` as it is made; returns them, and the verdict of all."""
+    from sameseed.cli.console import progress
+    from sameseed.study import record
+    from sameseed.study.certificate import every
+
+    outcomes: list[Outcome] = []
+    with progress("certificates", as_json) as bar:
+        task = bar.tasks[0].id
+
+        def tick(cell: every.Cell, done: int, total: int) -> None:
+            name = f"{cell.name}, {cell.format}, {cell.kv_format}, batch {cell.batch}"
+            bar.update(task, description=name, completed=done, total=total)
+
+        for outcome in every.run(every.cells(drafts_of(engine)), asked, config, params, tick):
+            outcomes.append(outcome)
+            if outcome.record is None:
+                continue
+            if out is not None:
+                record.append(out, outcome.record)
+            if as_json:
+                print(json.dumps(outcome.record), flush=True)
+    found = every.verdict(outcomes)
+    if not as_json:
+        _show(outcomes, found)
+    return outcomes, found
+
+
+def _show(outcomes: Seq[Outcome], verdict: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console, table = Console(highlight=False), Table(box=None, pad_edge=False)
+    for head in ("draft", "weights", "cache", "batch", "checks", "", "s"):
+        table.add_column(head)
+    for o in outcomes:
+        cell, found = o.cell, o.record
+        table.add_row(
+            *(cell.name, cell.format, cell.kv_format, str(cell.batch)),
+            *("" if found is None else str(len(found["checks"])), Text(o.verdict, style=COLOURS[o.verdict])),
+            "" if found is None else f"{found['seconds']:.0f}",
+        )
+    console.print(table)
+    for o in outcomes:
+        for text in wrong_in(o):
+            console.print(Text(f"{o.cell.name}, {o.cell.format}, batch {o.cell.batch}: {text}", style="red"))
+    style = COLOURS[verdict]
+    console.print(Text(f"\nall {len(outcomes)} configurations: {verdict}", style=style))
+
+
+def wrong_in(outcome: Outcome) -> list[str]:
+    """What a cell's certificate found wrong, or why there is none."""
+    if outcome.record is None:
+        return [outcome.failure]
+    failed = [c for c in outcome.record["checks"] if c["status"] == "failed"]
+    return [
+        f"{c['id']} {c['name']}: {f['where']}: expected {f['expected']}, found {f['found']}"
+        for c in failed
+        for f in c["findings"][:1]
+    ]

@@ -1,0 +1,170 @@
+"""`sameseed verify-lossless`: prove, or disprove, that speculation changes nothing in this configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from sameseed.cli.options import EngineChoice, option, parse
+from sameseed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sameseed.study.certificate.suite import Certificate
+
+LEFT_OUT = ("n", "logprobs")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Certify that texts with speculation are those without: tokens, log-probabilities, the law of sampling, the cache.
+
+    The engine's flags are generate's; the sampling flags are those of sampled texts, beside which greedy ones are
+    always checked. Exit code 0: all that ran passed; 1: something failed; 2: bad usage.
+    """
+
+    effort: str = "quick"  # quick, normal, full, or a number: the share of the full sizes (full is 1)
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
+    num_prompts: Annotated[int | None, option("N")] = None  # take so many, spread over the file; unset: all
+    batch: int = 8  # sequences that run together
+    every: Annotated[bool, option()] = False  # one certificate for each way to guess, in 8 formats, batches of 1 to 16
+    only: Annotated[tuple[str, ...], option("ID")] = ()  # run these checks alone, e.g. L3 L6; unset: all
+    mutants: Annotated[bool, option()] = False  # also put wrong versions in place; each must be rejected by a check
+    html: Annotated[Path | None, option("FILE")] = None  # write the certificate as one page
+    out: Annotated[Path | None, option("FILE")] = None  # append the record (one JSON line) to a file
+    json: Annotated[bool, option()] = False  # the record to stdout instead of tables
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Check the arguments, run, show, write; exit code 1 if anything failed."""
+    defaults = {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32}
+    parsed = parse(Args, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=LEFT_OUT)
+    args = parsed.args
+    from sameseed.study.certificate.check import Effort
+
+    effort = Effort.parse(args.effort)
+    if args.num_prompts is not None and args.num_prompts < 1:
+        raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
+    from sameseed.cli.console import stderr_console
+    from sameseed.engine.settings import make_config
+    from sameseed.study import record
+    from sameseed.study.certificate import mutants, suite
+    from sameseed.study.workload import DEFAULT_PROMPTS
+
+    if args.every and (args.only or args.mutants):
+        raise ConfigError("--every chooses its checks itself; leave --only and --mutants out, or run them without it")
+    checks = suite.chosen(args.only)
+    for path, flag in ((args.out, "--out"), (args.html, "--html")):
+        if path is not None:
+            record.prepare(path, flag)
+    asked = suite.Asked(
+        parsed.engine.model,
+        args.prompts or DEFAULT_PROMPTS,
+        args.num_prompts,
+        parsed.params.max_tokens,
+        args.batch,
+        effort,
+    )
+    config = make_config(**parsed.engine.settings)
+    if args.every:
+        from sameseed.cli import verify_every
+        from sameseed.ops import resolve
+
+        resolve(config.backend, config.device)  # what is not here is said once, not by every certificate
+        outcomes, verdict = verify_every.run(parsed.engine, asked, config, parsed.params, args.out, args.json)
+        if args.html is not None:
+            from sameseed.study.certificate.pages import render_every
+
+            args.html.write_text(render_every(outcomes, verdict), encoding="utf-8")
+        return 1 if verdict == "failed" else 0
+    with _loading(parsed.engine, args.json) as progress:
+        subject = suite.load_subject(asked, config, parsed.params, progress)
+    with _checking(args.json) as tick:
+        certificate = suite.certify(subject, asked, checks, tick)
+        if args.mutants:
+            certificate.mutants = mutants.try_all(
+                subject.loaded.tokenizer, tick=tick, backend=config.backend, device=config.device
+            )
+    found = certificate.as_dict()
+    if args.out is not None:
+        record.append(args.out, found)
+    if args.html is not None:
+        from sameseed.study.certificate.page import render
+
+        args.html.write_text(render(found), encoding="utf-8")
+    if args.json:
+        print(json.dumps(found), flush=True)
+    else:
+        _show(certificate)
+        for written in (args.out, args.html):
+            if written is not None:
+                stderr_console().print(f"written: {written}", style="dim")
+    return 0 if certificate.passed else 1
+
+
+@contextmanager
+def _loading(engine: EngineChoice, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    from sameseed.cli.console import progress
+
+    with progress(f"loading {engine.model}", quiet) as bar:
+        task = bar.tasks[0].id
+        yield lambda done, total: bar.update(
+            task, completed=done // 10**6, total=total // 10**6, note="million weights"
+        )
+
+
+@contextmanager
+def _checking(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    from sameseed.cli.console import progress
+
+    with progress("checking", quiet) as bar:
+        task = bar.tasks[0].id
+        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+
+
+def _show(certificate: Certificate) -> None:
+    """A table of the checks, what is wrong in detail, the verdict last."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from sameseed.study.certificate.page import sizes_text, statistic_text
+    from sameseed.study.certificate.statistics import bound_text
+
+    console = Console(highlight=False)
+    colours = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "dim"}
+    table = Table("", "check", "looked at", "found", "s", box=None, pad_edge=False)
+    for r in certificate.results:
+        table.add_row(
+            Text(r.status, style=colours[r.status]),
+            f"{r.check.id} {r.check.name}",
+            sizes_text(r.found.sizes),
+            statistic_text(r.found.statistic),
+            f"{r.seconds:.1f}",
+        )
+    console.print(table)
+    for r in certificate.results:
+        if r.status in ("failed", "warning"):
+            console.print(Text(f"\n{r.check.id} {r.check.name}: {r.status}", style=colours[r.status]))
+            for note in r.found.notes:
+                console.print(Text(f"  {note}"))
+            for f in r.found.findings:
+                console.print(Text(f"  {f.where}\n    expected {f.expected}\n    found    {f.found}"))
+    if certificate.mutants is not None:
+        m = certificate.mutants
+        console.print(f"\nmutants: {m['caught']} of {m['total']} rejected")
+        for trial in m["trials"]:
+            if trial["caught_by"] is None:
+                console.print(Text(f"  not noticed: {trial['name']}", style="bold red"))
+    label = certificate.config["label"]
+    words = {"passed": ("lossless", "bold green"), "failed": ("NOT lossless, or not provable", "bold red")}
+    verdict, style = words.get(certificate.verdict, (certificate.verdict, "bold yellow"))
+    if certificate.left_out:
+        console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style="yellow"))
+    console.print(Text(f"\n{verdict}: {label}", style=style))
+    alarm = sum(r.found.false_alarm for r in certificate.results)
+    chance = f"below {bound_text(alarm)}" if alarm else "0 (bits were compared)"
+    console.print(f"probability that a right engine fails: {chance}", style="dim")

@@ -1,0 +1,60 @@
+"""`sameseed vocabulary`: the tokens that a text has most often, for drafts that guess only these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from sameseed.cli.options import option, parse
+from sameseed.errors import ConfigError, RequestError
+
+OUT_ALIAS = arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Count tokens in a text like those to be written, and list the most frequent: for the option `vocabulary` of
+    drafters, e.g. --draft-options '{"vocabulary": "ids.json"}'.
+    """
+
+    text: Annotated[Path | None, Positional, option("[TEXT]")] = None  # a UTF-8 text, much of it (required)
+    model: str = "embedded"  # whose tokenizer: a folder, a hub id or "embedded"
+    size: int = 8192  # tokens in the list
+    out: Annotated[Path | None, OUT_ALIAS] = None  # where the list goes; unset: to stdout
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Count, write, say what share of the text the list covers."""
+    args = parse(Args, argv, prog).args
+    if args.text is None:
+        raise RequestError("a text is missing; e.g. sameseed vocabulary chats.txt --size 8192 -o ids.json")
+    from sameseed.models.config import read_config
+    from sameseed.models.loader import load_tokenizer, resolve_model
+    from sameseed.spec.vocabulary import frequent_tokens
+
+    try:
+        lines = args.text.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"cannot read {args.text} ({why}); give a UTF-8 text file") from None
+    folder = resolve_model(args.model)
+    tokenizer = load_tokenizer(folder)
+    encoded = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
+    ids = frequent_tokens(encoded, args.size, read_config(folder).eos_token_ids)
+    if args.out is None:
+        print(json.dumps(ids))
+        return 0
+    try:
+        args.out.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.out} ({error.strerror}); choose another with -o") from None
+    known = set(ids)
+    total = sum(map(len, encoded))
+    share = sum(t in known for line in encoded for t in line) / total
+    print(f"{args.out}: {len(ids)} tokens, {share:.1%} of the {total} in {args.text}")
+    return 0

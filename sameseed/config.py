@@ -1,0 +1,187 @@
+"""Settings of an engine as frozen dataclasses: each knob is a field, its flag, JSON key and docs row derive."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from sameseed import registry
+from sameseed.errors import ConfigError
+
+MAX_DRAFT_TOKENS = 64
+POLICIES = ("fixed", "history", "goodput")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache: tokens per block, blocks in all (None: what the longest requests need), storage format.
+
+    `prefix_cache`: rows of earlier texts of the same tenant serve a text that begins alike.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    format: str = "auto"  # auto: bf16 or fp16 where the weights (or the checkpoint's) are, else fp32
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 1024:
+            raise ConfigError(f"block_size must lie in 1..1024, got {self.block_size}; 16 or 32 are usual")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """How to speculate. `method` is a name on the drafters' shelf, or "none"; `model` is for drafters that own one.
+
+    `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
+    of its last token falls below it. `policy`: "fixed" lengths; "history": by what was right before; or "goodput": as
+    many as pay, none included. `options` go to the drafter's own Options. `below`: the drafters that this one works
+    with (a cascade's, or those that `first` asks in turn), each with settings of its own. `overlap`: cores on which the
+    draft model guesses on while the target checks on the others; 0: it waits.
+    """
+
+    method: str = "none"
+    model: str | None = None
+    format: str = "auto"  # weights of the draft model
+    num_draft_tokens: int = 4
+    confidence: float | None = None
+    policy: str = "fixed"
+    options: Mapping[str, object] = field(default_factory=dict)
+    below: tuple[SpecConfig, ...] = ()
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        k = self.num_draft_tokens
+        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFT_TOKENS:
+            raise ConfigError(f"num_draft_tokens (k) must be a whole number in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or self.overlap < 0:
+            raise ConfigError(f"overlap is a number of cores, 0 (none) or more, got {self.overlap!r}")
+        if self.confidence is not None and not 0.0 <= self.confidence <= 1.0:
+            raise ConfigError(f"confidence must lie in 0..1, got {self.confidence!r}")
+
+    def _check_types(self) -> None:
+        """Plain data may hold anything. Raises ConfigError."""
+        number = isinstance(self.confidence, int | float) and not isinstance(self.confidence, bool)
+        for name, fits, wanted in (
+            ("method", isinstance(self.method, str), "a drafter's name"),
+            ("model", self.model is None or isinstance(self.model, str), "a folder or a hub id"),
+            ("format", isinstance(self.format, str), "a format's name, e.g. 'w4a8'"),
+            ("confidence", self.confidence is None or number, "a number in 0..1"),
+            ("options", isinstance(self.options, Mapping), "an object, e.g. {'max_ngram': 4}"),
+        ):
+            if not fits:
+                raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+
+def draft_text(spec: SpecConfig) -> str:
+    """The text that `parse_draft` reads, without settings: "ngram", "draft_model", "ngram > cascade"."""
+    if spec.method == "first":
+        return " + ".join(f"({draft_text(b)})" if b.method == "cascade" else draft_text(b) for b in spec.below)
+    return " > ".join([*(draft_text(b) for b in spec.below), spec.method])
+
+
+def parse_draft(text: str) -> SpecConfig:
+    """How to speculate, from text: a drafter's name, or a model (a folder, a hub id, "embedded-draft").
+
+    `a + b`: a cache first, and where it has no guess the next one (drafter `first`). `a > m`: model m writes the draft,
+    helped by a (drafter `cascade`). `+` binds more than `>`; brackets group. Raises ConfigError with the place.
+    """
+    if text in registry.names("drafters") or os.path.exists(os.path.expanduser(text)):
+        return _atom(text)
+    tokens = [t.strip() for t in re.split(r"([()+>])", text) if t.strip()]
+    spec, rest = _levels(tokens, text)
+    if rest:
+        raise ConfigError(f"--draft {text!r}: {rest[0]!r} has no place there; write e.g. 'suffix + embedded-draft'")
+    return spec
+
+
+def _levels(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
+    spec, tokens = _turns(tokens, text)
+    while tokens and tokens[0] == ">":
+        upper, tokens = _turns(tokens[1:], text)
+        if upper.method != "draft_model":
+            raise ConfigError(f"--draft {text!r}: right of '>' stands a model, not {upper.method!r}")
+        spec = replace(upper, method="cascade", below=(spec,))
+    return spec, tokens
+
+
+def _turns(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
+    turns: list[SpecConfig] = []
+    while True:
+        if not tokens or tokens[0] in ")+>":
+            raise ConfigError(f"--draft {text!r}: a drafter or a model is missing; write e.g. 'ngram > embedded-draft'")
+        if tokens[0] == "(":
+            spec, tokens = _levels(tokens[1:], text)
+            if not tokens or tokens[0] != ")":
+                raise ConfigError(f"--draft {text!r}: a bracket is not closed")
+            tokens = tokens[1:]
+        else:
+            spec, tokens = _atom(tokens[0]), tokens[1:]
+        turns.append(spec)
+        if not tokens or tokens[0] != "+":
+            break
+        tokens = tokens[1:]
+    if len(turns) == 1:
+        return turns[0], tokens
+    # Each may guess as much as the whole is asked for.
+    return SpecConfig("first", below=tuple(replace(t, num_draft_tokens=MAX_DRAFT_TOKENS) for t in turns)), tokens
+
+
+def _atom(name: str) -> SpecConfig:
+    return SpecConfig(name) if name in registry.names("drafters") else SpecConfig("draft_model", name)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of one engine: rows of a pass, sequences at once, longest request, backend, device, number of threads.
+
+    `gpu_memory_utilization`: the share of a GPU's memory, all of it, that the engine may take (as vLLM's).
+    """
+
+    max_num_rows: int = 512
+    max_num_seqs: int = 32
+    max_model_len: int | None = None  # None: the model's own context
+    format: str = "auto"  # weights: auto keeps what the checkpoint stores
+    backend: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    spec: SpecConfig = field(default_factory=SpecConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_num_rows < 1:
+            raise ConfigError(f"max_num_rows must be at least 1, got {self.max_num_rows}")
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_num_rows < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_rows ({self.max_num_rows}) is below max_num_seqs ({self.max_num_seqs}): every running "
+                "sequence needs a row a pass; raise the first or lower the second"
+            )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2 (a prompt and a token), got {self.max_model_len}")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is a share of the GPU's memory, above 0 to 1, got {share!r}")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {self.threads}")
+
+
+def parse_options(text: str) -> dict[str, object]:
+    """Drafter options from a JSON object on the command line. Raises ConfigError with the place of the fault."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"options are no JSON object ({error}); write e.g. '{{\"max_ngram\": 4}}'") from None
+    if not isinstance(value, dict):
+        raise ConfigError("options must be a JSON object, e.g. '{\"max_ngram\": 4}'")
+    return value

@@ -1,0 +1,220 @@
+"""What an EAGLE head knows of each sequence: its own cached rows, and the target's hidden states to make more of.
+
+Row t pairs the target's hidden states at position t with token t + 1. The head may begin in the middle of a text: where
+hidden states are missing before a position, it starts there, for its attention knows distances only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from sameseed.models.eagle_runner import HeadRunner
+from sameseed.request import Sequence
+from sameseed.spec.drafter import Span
+
+KEEP = 64  # hidden states kept behind the last cached row: so far tokens can be taken back
+WAIT_BYTES = 64 << 20  # of hidden states, of all sequences, that may wait until something is drafted
+
+
+class Context:
+    """One sequence. `holder` owns the blocks; its row 0 is position `start`; `hidden[0]` is of position `first`."""
+
+    def __init__(self, seq: Sequence, position: int) -> None:
+        self.holder = Sequence(seq.seq_id, (), seq.params, seq.seed, seq.tenant)
+        self.start = self.first = position
+        self._room: Tensor | None = None  # float32 [m, F]: of it, rows _begin.._begin + num_hidden - 1 are the states
+        self._begin = self.num_hidden = 0
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Hidden states float32 [n, F] of the positions from `first` on."""
+        return None if self._room is None else self._room[self._begin : self._begin + self.num_hidden]
+
+    @property
+    def end(self) -> int:
+        """The position after the last one whose hidden states are known."""
+        return self.first + self.num_hidden
+
+    @property
+    def next(self) -> int:
+        """The position of the next row."""
+        return self.start + self.holder.num_cached
+
+    @property
+    def num_pending(self) -> int:
+        """Rows that can be made now."""
+        return self.end - self.next
+
+    @property
+    def can_go_on(self) -> bool:
+        """Are the hidden states for the next row here, or those for the last row again?"""
+        return self.first <= self.next and self.first < self.end
+
+    def restart(self, position: int | None = None) -> None:
+        """Forget the cached rows; begin with the hidden states that are here, or anew at a position without any."""
+        if position is not None:
+            self.forget(position)
+        self.start, self.holder.num_cached = self.first, 0
+
+    def forget(self, position: int) -> None:
+        """Let go of all hidden states; the next ones are of `position`."""
+        self.first, self._room, self._begin, self.num_hidden = position, None, 0, 0
+
+    def add(self, span: Span, hidden: Tensor) -> None:
+        """Take over the hidden states [span, F] of positions that became certain."""
+        if not self.start <= span.start <= self.end:  # a hole, or a chance to begin earlier
+            self.restart(span.start)
+        new = hidden[self.end - span.start :] if span.end > self.end else hidden[:0]
+        if len(new):
+            self._append(new)
+
+    def _append(self, new: Tensor) -> None:
+        """Rows are copied once, not with all others in each round: those of a large target are long."""
+        end = self._begin + self.num_hidden
+        if self._room is None or end + len(new) > len(self._room):
+            known = self.hidden
+            self._room = new.new_empty(self.num_hidden + len(new) + KEEP, new.shape[1])
+            if known is not None:
+                self._room[: self.num_hidden] = known
+            self._begin, end = 0, self.num_hidden
+        self._room[end : end + len(new)] = new
+        self.num_hidden += len(new)
+
+    def take(self, count: int) -> Tensor:
+        """Hidden states [count, F] of the next rows."""
+        assert self._room is not None
+        at = self._begin + self.next - self.first
+        return self._room[at : at + count]
+
+    def trim(self) -> None:
+        """Let go of hidden states that no row will be made of."""
+        surplus = self.next - KEEP - self.first
+        if surplus > 0:
+            self._begin, self.num_hidden, self.first = (
+                self._begin + surplus,
+                self.num_hidden - surplus,
+                self.first + surplus,
+            )
+        if self._room is not None and len(self._room) > 4 * (self.num_hidden + KEEP):  # a prompt's have been used
+            self._room, self._begin = self._room[self._begin : self._begin + self.num_hidden].clone(), 0
+
+    def rewind(self, length: int) -> None:
+        """Tokens from `length` on are taken back: with them rows that hold them, and hidden states there."""
+        if self._room is None or length < self.first:
+            self.restart(min(length, self.first))
+            return
+        self.num_hidden = min(self.num_hidden, length - self.first)
+        if length <= self.start:
+            self.restart()
+        self.holder.num_cached = max(0, min(self.holder.num_cached, length - 1 - self.start))
+        if self.next < self.first:
+            self.restart()
+
+
+class Contexts:
+    """Contexts by sequence, in the cache of one runner."""
+
+    def __init__(self, runner: HeadRunner, prefill_rows: int, limit: int) -> None:
+        """`prefill_rows`: the most rows of one pass over known positions; `limit`: the most rows of one sequence."""
+        self.runner = runner
+        self.prefill_rows = prefill_rows
+        self.limit = limit
+        self._contexts: dict[int, Context] = {}
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def __getitem__(self, seq: Sequence) -> Context:
+        return self._contexts[seq.seq_id]
+
+    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor) -> None:
+        """Keep what became certain: hidden float32 [sum of spans, F].
+
+        A prompt's wait for the first draft, so that the first token need not wait for them; what does not fit into
+        WAIT_BYTES, and later long stretches, become rows at once.
+        """
+        parts = torch.split_with_sizes(hidden, [s.end - s.start for s in spans])
+        for seq, span, rows in zip(seqs, spans, parts, strict=True):
+            context = self._contexts.get(seq.seq_id)
+            if context is None:
+                context = self._contexts[seq.seq_id] = Context(seq, span.start)
+            context.add(span, rows)
+            if context.end - context.start > self.limit:  # it will not draft any more
+                context.forget(context.end)
+            while context.can_go_on and context.num_pending >= self.prefill_rows and context.end < len(seq):
+                if context.holder.num_cached == 0 and self._num_bytes(hidden.shape[1]) <= WAIT_BYTES:
+                    break
+                if not self._reserve(context, self.prefill_rows):
+                    context.restart(context.end)
+                    break
+                self._extend([(seq, context, self.prefill_rows)], False)
+
+    def _num_bytes(self, width: int) -> int:
+        """Bytes of the hidden states [n, F] of all sequences."""
+        return 4 * width * sum(c.num_hidden for c in self._contexts.values())
+
+    def _reserve(self, context: Context, num_rows: int) -> bool:
+        return self.runner.blocks.reserve(context.holder, context.holder.num_cached + num_rows)
+
+    def _extend(self, work: Seq[tuple[Sequence, Context, int]], wants_logits: bool) -> tuple[Tensor, Tensor]:
+        tokens = [seq.token_ids[c.next + 1 : c.next + 1 + n] for seq, c, n in work]
+        hidden = [c.take(n) for _, c, n in work]
+        out = self.runner.extend([c.holder for _, c, _ in work], tokens, hidden, wants_logits)
+        for _, context, _ in work:
+            context.trim()
+        return out
+
+    def make_room(self, seqs: Seq[Sequence]) -> None:
+        """If blocks run short, sequences that do not run now give theirs back; they will start anew."""
+        if self.runner.blocks.num_free * 4 >= self.runner.blocks.num_blocks:
+            return
+        running = {seq.seq_id for seq in seqs}
+        for seq_id, context in self._contexts.items():
+            if seq_id not in running:
+                self.runner.blocks.release(context.holder)
+                context.restart()
+
+    def room(self, seq: Sequence, wanted: int) -> int:
+        """Positions after the last known one that the head can guess, `wanted` at most; 0 where it cannot go on."""
+        context = self._contexts.get(seq.seq_id)
+        if context is None or context.end != len(seq) - 1 or not context.can_go_on:
+            return 0
+        return max(0, min(wanted, self.limit - (context.end - 1 - context.start)))
+
+    def reserve(self, seq: Sequence, num_nodes: int) -> bool:
+        """Blocks for all certain rows and so many nodes. The last row will be made again: its logits are asked for."""
+        context = self[seq]
+        context.holder.num_cached = min(context.holder.num_cached, context.end - 1 - context.start)
+        return self._reserve(context, context.num_pending + num_nodes)
+
+    def catch_up(self, seqs: Seq[Sequence]) -> tuple[Tensor, Tensor]:
+        """Make the rows that are pending; logits [B, Vd] and feature [B, C] after each sequence's last one."""
+        contexts = [self[seq] for seq in seqs]
+        while sum(c.num_pending for c in contexts) > max(self.prefill_rows, 2 * len(contexts)):
+            left, work = self.prefill_rows, []
+            for seq, context in zip(seqs, contexts, strict=True):
+                size = min(context.num_pending - 1, left)
+                if size > 0:
+                    work.append((seq, context, size))
+                    left -= size
+            self._extend(work, False)
+        return self._extend([(s, c, c.num_pending) for s, c in zip(seqs, contexts, strict=True)], True)
+
+    def settle(self, seq: Sequence) -> None:
+        """Give back the blocks of guessed rows."""
+        self.runner.blocks.trim(self[seq].holder, self[seq].holder.num_cached)
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """Tokens of `seq` from `length` on are about to be taken back."""
+        context = self._contexts.get(seq.seq_id)
+        if context is not None:
+            context.rewind(length)
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence is gone."""
+        context = self._contexts.pop(seq.seq_id, None)
+        if context is not None:
+            self.runner.blocks.release(context.holder)

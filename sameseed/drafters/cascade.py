@@ -1,0 +1,134 @@
+"""cascade drafter: a model writes the draft, itself helped by a drafter below it (hierarchical speculation).
+
+After SpecMQuant (Zhang et al., 2025): a tree or chain from below, which a middle model turns into a sequence, which the
+target checks. The middle model is a drafter whose text is exact for it, so levels stack to any depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from sameseed.errors import ConfigError
+from sameseed.models.runner import ModelRunner
+from sameseed.models.vocabulary import with_tokens
+from sameseed.request import Sequence, SpecMetrics, TimeSplit
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, Parts
+from sameseed.spec.followers import Followers
+from sameseed.spec.length import Round
+from sameseed.spec.step import decode_step
+from sameseed.spec.vocabulary import read_vocabulary
+
+
+class CascadeDrafter(Drafter):
+    """Runs `decode_step` on a model of its own until a sequence of at least `min_length` tokens is drafted."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`min_length`: the model goes on until it has so many tokens (or the round's limit). `prefill_rows`: the most
+        rows of one pass while it catches up with a prompt. `vocabulary`: the tokens that the model may write, where not
+        all: a number (the first so many), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes.
+        """
+
+        min_length: int = 4
+        prefill_rows: int = 512
+        vocabulary: str = ""
+
+        def __post_init__(self) -> None:
+            if self.min_length < 1 or self.prefill_rows < 1:
+                raise ConfigError(
+                    f"min_length and prefill_rows must be at least 1, got {self.min_length} and {self.prefill_rows}"
+                )
+
+    needs_model = True
+    num_below = 1
+
+    def __init__(self, options: Options, runner: ModelRunner, below: Drafter, vocab_size: int) -> None:
+        self.options = options
+        self.runner = runner
+        self.below = below
+        self.metrics = SpecMetrics()  # what this level's model made of the guesses from below
+        self.followers = Followers(runner, options.prefill_rows, vocab_size, below)
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> CascadeDrafter:
+        assert isinstance(options, cls.Options) and parts.runner is not None
+        if options.vocabulary:
+            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
+        return cls(options, parts.runner, parts.below[0], parts.vocab_size)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        """Chains: what the model writes after each sequence, cut at num_draft[b], never padded."""
+        limit = self.followers.limit
+        active = self.followers.follow(seqs, num_draft)
+        drafting = list(active)
+        levels: list[list[int]] = [[] for _ in seqs]
+        while active:
+            shadows = [self.followers[seqs[b]] for b in active]
+            failed = self._advance(shadows, [levels[b] for b in active])
+            active = [
+                b
+                for b, shadow, stopped in zip(active, shadows, failed, strict=True)
+                if not stopped and len(shadow) - len(seqs[b]) < min(self.options.min_length, num_draft[b])
+                if len(shadow) < limit and self.runner.blocks.reserve(shadow, len(shadow))
+            ]
+        chains: list[list[int]] = [[] for _ in seqs]
+        for b in drafting:
+            written = self.followers[seqs[b]].token_ids[len(seqs[b]) : len(seqs[b]) + num_draft[b]]
+            known = next((i for i, t in enumerate(written) if t >= self.followers.vocab_limit), len(written))
+            chains[b] = written[:known]
+            del levels[b][known:]
+        return Draft.chains(chains, levels=levels)
+
+    def _advance(self, shadows: list[Sequence], levels: list[list[int]]) -> list[bool]:
+        """One pass of the model over a guess from below: each shadow grows by a token or more, unless it failed.
+
+        levels[b] grows likewise: who guessed each of its tokens first.
+        """
+        self.followers.catch_up(shadows)
+        pending = [s.num_pending for s in shadows]
+        asked = self.below.policy.lengths(shadows, sum(pending))
+        room = [self._room(s, k) for s, k in zip(shadows, asked, strict=True)]
+        times = TimeSplit()
+        policy = self.below.policy
+        draft, result = decode_step(self.runner, self.below, shadows, pending, room, times, policy)
+        counts = [draft.count(b) for b in range(len(shadows))]
+        accepted = [len(nodes) for nodes in result.nodes]
+        num_rows = sum(pending) + sum(counts)
+        policy.update(Round(shadows, room, counts, accepted, num_rows, times, result.nodes))
+        own = len(self.below.level_names)
+        for b, (guessed, right) in enumerate(zip(counts, accepted, strict=True)):
+            self.metrics.update(guessed, right)
+            by = draft.node_levels(b)
+            levels[b] += [by[node] for node in result.nodes[b]]
+            levels[b] += [own] * (len(result.tokens[b]) - right)
+        return [bool(f) for f in result.failed]
+
+    def _room(self, shadow: Sequence, wanted: int) -> int:
+        """Nodes that the text and free blocks leave for a guess, reserved."""
+        blocks = self.runner.blocks
+        useful = wanted if self.below.branches else min(wanted, shadow.draft_depth)
+        room = max(0, min(useful, blocks.reservable(shadow) - len(shadow))) if shadow.draft_depth else 0
+        blocks.reserve(shadow, len(shadow) + room)
+        return room
+
+    @property
+    def limit(self) -> int:
+        return self.followers.limit
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self.followers.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self.followers.release(seq)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        return (*self.below.level_names, self.name)
+
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        return [*self.below.counted(), (self.below, self.metrics)]
+
+
+DRAFTER = CascadeDrafter

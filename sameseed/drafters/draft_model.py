@@ -1,0 +1,121 @@
+"""draft_model drafter (Leviathan et al., 2023; Chen et al., 2023): a smaller model guesses a chain of tokens.
+
+It draws with the target's own noise (coupled sampling), so a sampled guess agrees as often as a greedy one would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+
+from sameseed.errors import ConfigError
+from sameseed.models.runner import ModelRunner
+from sameseed.models.vocabulary import with_tokens
+from sameseed.request import Sequence
+from sameseed.spec.chains import Chain, extend_chains
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, Parts
+from sameseed.spec.followers import Followers
+from sameseed.spec.vocabulary import read_vocabulary
+
+
+class DraftModelDrafter(Drafter):
+    """A second model with its own format and cache; a Shadow follows each sequence."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
+        tokens that it may guess, where not all: a number (the first so many), or a file with their ids (JSON or lines),
+        as `sameseed vocabulary` makes; fewer cost less.
+        """
+
+        prefill_rows: int = 512
+        vocabulary: str = ""
+
+        def __post_init__(self) -> None:
+            if self.prefill_rows < 1:
+                raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
+
+    needs_model = True
+    judges = True
+    goes_ahead = True
+
+    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int) -> None:
+        self.options = options
+        self.runner = runner
+        self.followers = Followers(runner, options.prefill_rows, vocab_size)
+        # What was guessed ahead, by sequence: from which length of the text on, and the chain, which the shadow holds.
+        self._ready: dict[int, tuple[int, Chain]] = {}
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> DraftModelDrafter:
+        assert isinstance(options, cls.Options) and parts.runner is not None
+        if options.vocabulary:
+            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
+        return cls(options, parts.runner, parts.vocab_size)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        """Chains for all sequences together: one pass of the draft model a token."""
+        followers = self.followers
+        chains = [self._take_ready(seq, k) for seq, k in zip(seqs, num_draft, strict=True)]
+        active = followers.follow(seqs, num_draft, [len(c.tokens) for c in chains])
+        for b in active:
+            chains[b].cut(len(followers[seqs[b]]) - len(seqs[b]))  # to none where the shadow had to be taken back
+        self._extend(seqs, active, [chains[b] for b in active], num_draft)
+        drafted = [c if b in active else Chain() for b, c in enumerate(chains)]
+        sure = [c.sure for c in drafted] if self.policy.uses_confidence else None
+        return Draft.chains([c.tokens for c in drafted], sure)
+
+    def _take_ready(self, seq: Sequence, num_draft: int) -> Chain:
+        """What is there already of a draft of `num_draft` tokens, if the text came as supposed."""
+        start, chain = self._ready.pop(seq.seq_id, (0, Chain()))
+        chain.cut(num_draft if start == len(seq) else 0)
+        return chain
+
+    def _extend(
+        self,
+        seqs: Seq[Sequence],
+        active: Seq[int],
+        chains: Seq[Chain],
+        num_draft: Seq[int],
+        going: Callable[[], bool] = lambda: True,
+    ) -> None:
+        shadows, lengths = [self.followers[seqs[b]] for b in active], [num_draft[b] for b in active]
+        limit, catch_up = self.followers.vocab_limit, self.followers.catch_up
+        extend_chains(self.runner, shadows, chains, lengths, self.policy, limit, catch_up, going)
+
+    def ahead(
+        self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
+    ) -> list[list[int]]:
+        """After a whole draft: the next token, which the target will choose if all is right, and a chain after it."""
+        blocks, guesses = self.runner.blocks, [Chain() for _ in seqs]
+        # A draft that ended before its time will hardly be right to its end. Blocks are taken only where many are free.
+        whole = [b for b, k in enumerate(num_draft) if 0 < k == draft.count(b)]
+        shadows = {b: self.followers[seqs[b]] for b in whole}
+        active = [
+            b
+            for b in whole
+            if blocks.num_free * 4 >= blocks.num_blocks
+            and blocks.reserve(shadows[b], min(len(shadows[b]) + num_draft[b] + 1, self.followers.limit))
+        ]
+        self._extend(seqs, active, [guesses[b] for b in active], [1] * len(seqs), going)
+        active = [b for b in active if guesses[b].tokens]
+        ready = {b: (len(shadows[b]), Chain()) for b in active}
+        self._extend(seqs, active, [ready[b][1] for b in active], num_draft, going)
+        self._ready = {seqs[b].seq_id: r for b, r in ready.items()}
+        return [c.tokens + (ready[b][1].tokens if b in ready else []) for b, c in enumerate(guesses)]
+
+    @property
+    def limit(self) -> int:
+        return self.followers.limit
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self._ready.pop(seq.seq_id, None)
+        self.followers.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self._ready.pop(seq.seq_id, None)
+        self.followers.release(seq)
+
+
+DRAFTER = DraftModelDrafter

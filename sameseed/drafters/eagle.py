@@ -1,0 +1,230 @@
+"""eagle drafter: a head reads the target's own hidden states and guesses a tree (EAGLE-2 and 3: Li et al., 2024, 2025).
+
+The tree is dynamic: level by level the likeliest paths are expanded, all nodes of a level in one pass of the head, and
+the likeliest nodes of all are kept. With sampling, paths are ranked by what the target's own noise makes of the head's
+probabilities: that noise is known before the target's choice is (coupled sampling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sameseed.batch import MAX_NODES
+from sameseed.drafters._eagle_context import Contexts
+from sameseed.drafters._eagle_guesses import CANDIDATES, Guesses, Ints, Rows
+from sameseed.errors import ConfigError
+from sameseed.models.eagle_loader import with_vocabulary
+from sameseed.models.eagle_runner import HeadRunner, Level
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, Parts, Span
+from sameseed.spec.sampling import needs_adjusting
+from sameseed.spec.tree import Tree
+from sameseed.spec.vocabulary import read_vocabulary
+
+
+class EagleDrafter(Drafter):
+    """An EAGLE head with its own format and cache, which follows each sequence by the target's hidden states."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`depth`: the longest path of a tree; `top_k`: nodes that are expanded a level, and children of each (1: a
+        chain). How many nodes are kept, `--k` says. `vocabulary`: the tokens that the head may guess, where not all
+        that it has: a number (the first so many), or a file with their ids (JSON or lines); fewer cost less.
+        `beyond`: past the head's own context its window "slide"s, or it "stop"s. `window`: tokens that it sees at most
+        (0: its own context). `prefill_rows`: the most rows of one pass while it catches up.
+        """
+
+        depth: int = 5
+        top_k: int = 8
+        vocabulary: str = ""
+        beyond: str = "slide"
+        window: int = 0
+        prefill_rows: int = 512
+
+        def __post_init__(self) -> None:
+            if not (1 <= self.depth <= MAX_NODES and 1 <= self.top_k <= MAX_NODES):
+                raise ConfigError(f"depth and top_k must lie in 1..{MAX_NODES}, got {self.depth} and {self.top_k}")
+            if self.beyond not in ("slide", "stop"):
+                raise ConfigError(f"beyond must be 'slide' or 'stop', got {self.beyond!r}")
+            if self.prefill_rows < 1 or self.window < 0:
+                raise ConfigError("prefill_rows must be at least 1, window at least 0")
+
+    needs_model = True
+    judges = True
+    of_head = True
+    branches = True
+
+    def __init__(
+        self, options: Options, runner: HeadRunner, captures: tuple[int, ...], eos_token_ids: Seq[int] = ()
+    ) -> None:
+        """`captures`: the target's layers that the head reads; `eos_token_ids`: the target's."""
+        head = runner.model
+        own = min(options.window or head.config.layer.max_model_len, head.config.layer.max_model_len)
+        if options.beyond == "slide":
+            runner.window = own if own < head.max_model_len else None
+        limit = head.max_model_len if options.beyond == "slide" else min(own, head.max_model_len)
+        self.options = options
+        self.runner = runner
+        self.captures = captures
+        self.followers = Contexts(runner, options.prefill_rows, limit)
+        ids = head.weights.target_ids
+        own_ids = None if ids is None else ids.cpu().numpy().astype(np.int64)  # [Vd]
+        self.guesses = Guesses(own_ids, head.config.layer.vocab_size, eos_token_ids)
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> EagleDrafter:
+        assert isinstance(options, cls.Options) and parts.head is not None
+        target, head = parts.target.model.config, parts.head.model
+        head.config.check_target(target)
+        if options.vocabulary:
+            parts.head.model = with_vocabulary(head, read_vocabulary(options.vocabulary, target.vocab_size))
+        return cls(options, parts.head, head.config.captures(target.num_layers), target.eos_token_ids)
+
+    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        if hidden is not None:
+            self.followers.observe(seqs, spans, hidden)
+
+    @property
+    def limit(self) -> int | None:
+        # Its row t holds token t + 1, and the last known token's guess needs no row.
+        return self.followers.limit + 2 if self.options.beyond == "stop" else None
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        self.followers.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self.followers.release(seq)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        """Trees for all sequences together, of at most num_draft[b] nodes; confidence: probabilities of the paths."""
+        self.followers.make_room(seqs)
+        chains = self.options.top_k == 1
+        growing: dict[int, _Growing] = {}
+        for b, (seq, k) in enumerate(zip(seqs, num_draft, strict=True)):
+            depth = self.followers.room(seq, min(self.options.depth, k, seq.draft_depth))
+            width = min(self.options.top_k, k)
+            if depth > 0 and self.followers.reserve(seq, min(width * (depth - 1), MAX_NODES)):
+                growing[b] = _Growing(seq, Tree(min(k, MAX_NODES)), depth, width)
+        if growing:
+            (self._lengthen if chains else self._grow)(list(growing.values()))
+        trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
+        sure: list[list[float]] = [[] for _ in seqs]
+        for b, g in growing.items():
+            if chains:
+                trees[b], sure[b] = (g.tokens, list(range(-1, len(g.tokens) - 1))), g.sure
+            else:
+                tokens, parents, sure[b] = g.tree.best()
+                trees[b] = tokens, parents
+            self.followers.settle(seqs[b])
+        return Draft.trees(trees, sure)
+
+    def _grow(self, growing: Seq[_Growing]) -> None:
+        """The first level from the last known positions, then a pass of the head for each further one."""
+        logits, features = self.followers.catch_up([g.seq for g in growing])
+        num = _num_candidates(growing)
+        known = self.guesses.rows(logits, num)
+        for i, g in enumerate(growing):
+            g.first = i
+            self._children(g, [-1], known, 0)
+        for depth in range(1, max(g.depth for g in growing)):
+            levels: list[Level] = []
+            parents: list[Ints] = []  # rows of `features`
+            running: list[tuple[_Growing, list[int]]] = []
+            num_rows = 0
+            for g in growing:
+                tree, place = g.tree, g.tree.num_places
+                nodes = tree.expand(g.width if depth < g.depth else 0)
+                if not len(nodes):
+                    continue
+                chosen = nodes.tolist()
+                masks = [tree.masks[n] for n in chosen]
+                levels.append(Level(self.followers[g.seq].holder, tree.tokens[nodes].tolist(), masks, place))
+                parents.append(tree.rows[nodes] + g.first)
+                running.append((g, chosen))
+                g.first, num_rows = num_rows, num_rows + len(chosen)
+            if not running:
+                return
+            logits, features = self.runner.expand(levels, _taken(features, parents))
+            known = self.guesses.rows(logits, num)
+            for g, chosen in running:
+                self._children(g, chosen, known, depth)
+
+    def _children(self, g: _Growing, nodes: list[int], known: Rows, depth: int) -> None:
+        """Grow the tree by the likeliest tokens after nodes of one depth."""
+        tree = g.tree
+        part = slice(g.first, g.first + len(nodes))
+        if needs_adjusting(g.seq, depth):
+            paths = [tree.tokens[tree.path(n)].tolist() for n in nodes]
+            tokens, log_probs = self.guesses.adjusted(known, part, g.seq, paths, g.width)
+        else:
+            tokens, log_probs = self.guesses.likeliest(known, part, g.seq, depth, g.width)
+        ended = None
+        if self.policy.uses_confidence:
+            ended = [[self.policy.stop(p) for p in row] for row in np.exp(log_probs).tolist()]
+        tree.grow(nodes, tokens, log_probs, ended)
+
+    def _lengthen(self, growing: Seq[_Growing]) -> None:
+        """`_grow` where each level is a single node: no choice among candidates, and the pass is all the work."""
+        logits, features = self.followers.catch_up([g.seq for g in growing])
+        num = _num_candidates(growing)
+        active, depth = list(growing), 0
+        while active:
+            known = self.guesses.rows(logits, num)
+            going: list[int] = []
+            for i, g in enumerate(active):
+                chain, part = g.tokens, slice(i, i + 1)
+                if needs_adjusting(g.seq, depth):
+                    token, log_prob = self.guesses.adjusted(known, part, g.seq, [chain], 1)
+                else:
+                    token, log_prob = self.guesses.likeliest(known, part, g.seq, depth, 1)
+                sure = float(np.exp(log_prob[0, 0]))
+                if sure == 0.0:
+                    continue
+                chain.append(int(token[0, 0]))
+                g.sure.append(sure * (g.sure[-1] if g.sure else 1.0))
+                if depth + 1 < g.depth and not self.policy.stop(sure):
+                    going.append(i)
+            depth += 1
+            if not going or self.policy.ends([active[i].sure for i in going]):
+                return
+            if len(going) < len(active):
+                features = features[torch.tensor(going, device=features.device)]
+                active = [active[i] for i in going]
+            sees = (1 << depth) - 1  # all nodes so far
+            levels = [Level(self.followers[g.seq].holder, g.tokens[-1:], [sees], depth - 1) for g in active]
+            logits, features = self.runner.expand(levels, features)
+
+
+@dataclass
+class _Growing:
+    """One sequence's tree in the making, or its chain: `tokens`, and `sure`, the probability of each path.
+
+    `first`: of the nodes of the tree's last level, the first one's row in the pass.
+    """
+
+    seq: Sequence
+    tree: Tree
+    depth: int
+    width: int
+    first: int = 0
+    tokens: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
+
+
+def _num_candidates(growing: Seq[_Growing]) -> int:
+    return max(g.width if g.seq.params.greedy else max(CANDIDATES, g.width) for g in growing)
+
+
+def _taken(features: Tensor, rows: Seq[Ints]) -> Tensor:
+    """Rows of features [T, C], those of each sequence after those of the one before it."""
+    index = rows[0] if len(rows) == 1 else np.concatenate(rows)
+    return features.index_select(0, torch.from_numpy(index).to(features.device))
+
+
+DRAFTER = EagleDrafter

@@ -1,0 +1,142 @@
+"""first drafter: several drafters in turn, for each sequence the first that has a guess (a cache, then a model).
+
+Looking something up costs nothing beside a pass of a model, so it is tried first (as SAM-Decoding: Hu et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.models.runner import ModelRunner
+from sameseed.request import Sequence, SpecMetrics
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, Parts, Span
+from sameseed.spec.length import CappedLength, FixedLength
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A draft that was handed on: whose, after how many known tokens."""
+
+    which: int
+    num_known: int
+
+
+class FirstDrafter(Drafter):
+    """Asks each drafter for the sequences that those before it had no guess for, or one that is too weak."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`min_tokens`: a guess must have so many nodes (or all that were asked for) to be taken. `min_expected`: where
+        the drafter says how likely its nodes are, their sum must be at least this.
+        """
+
+        min_tokens: int = 2
+        min_expected: float = 1.0
+
+        def __post_init__(self) -> None:
+            if self.min_tokens < 1 or self.min_expected < 0:
+                raise ConfigError("min_tokens must be at least 1, min_expected at least 0")
+
+    num_below = -1
+
+    def __init__(self, options: Options, below: Seq[Drafter]) -> None:
+        self.options = options
+        self.below = tuple(below)
+        self.metrics = tuple(SpecMetrics() for _ in below)  # what was made of each one's guesses
+        widths = [len(d.level_names) for d in self.below]
+        self._starts = [0, *accumulate(widths)]  # of each one's levels among all of them
+        self._taken: dict[int, _Taken] = {}  # by sequence, of the round that runs
+        self.branches = any(d.branches for d in self.below)
+        self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> FirstDrafter:
+        assert isinstance(options, cls.Options)
+        return cls(options, parts.below)
+
+    def attach(self, target: ModelRunner) -> None:
+        for d in self.below:
+            d.attach(target)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
+        sure: list[list[float]] = [[] for _ in seqs]
+        levels: list[list[int]] = [[] for _ in seqs]
+        open_ = [b for b, k in enumerate(num_draft) if k > 0]
+        self._taken.clear()
+        for which, d in enumerate(self.below):
+            if not open_:
+                break
+            self._share_policy(d)
+            limits = d.policy.lengths([seqs[b] for b in open_])
+            asked = [min(num_draft[b], k) for b, k in zip(open_, limits, strict=True)]
+            if not d.branches:
+                asked = [min(k, seqs[b].draft_depth) for b, k in zip(open_, asked, strict=True)]
+            draft = d.propose([seqs[b] for b in open_], asked)
+            taken = []
+            for i, b in enumerate(open_):
+                begin, end = int(draft.offsets[i]), int(draft.offsets[i + 1])
+                likely = np.full(end - begin, np.nan) if draft.confidence is None else draft.confidence[begin:end]
+                enough = end - begin >= min(self.options.min_tokens, asked[i]) and begin < end
+                expected = float(np.where(np.isnan(likely), 1.0, likely).sum())
+                enough = enough and expected >= min(self.options.min_expected, asked[i])
+                if enough or (begin < end and d is self.below[-1]):  # after the last one there is nobody left to ask
+                    trees[b], sure[b] = draft.nodes(i), likely.tolist()
+                    levels[b] = [self._starts[which] + level for level in draft.node_levels(i)]
+                    taken.append(b)
+                    self._taken[seqs[b].seq_id] = _Taken(which, len(seqs[b]))
+            open_ = [b for b in open_ if b not in taken]
+        return Draft.trees(trees, sure, levels)
+
+    def _share_policy(self, drafter: Drafter) -> None:
+        """Let a drafter below that has but a fixed length give, and heed, what this one's policy works with."""
+        policy = drafter.policy
+        if isinstance(policy, FixedLength) and type(policy) in (FixedLength, CappedLength):
+            drafter.policy = CappedLength(policy.num_draft_tokens, self.policy)
+
+    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        for seq, span in zip(seqs, spans, strict=True):
+            draft = self._taken.pop(seq.seq_id, None)
+            if draft is not None:
+                self.metrics[draft.which].update(span.num_draft, span.end - draft.num_known)
+        for d in self.below:
+            d.observe(seqs, spans, self._columns(hidden, d.captures) if d.captures and hidden is not None else None)
+
+    def _columns(self, hidden: Tensor, layers: tuple[int, ...]) -> Tensor:
+        """The hidden states of some of the captured layers."""
+        by_layer = hidden.chunk(len(self.captures), dim=1)
+        return torch.cat([by_layer[self.captures.index(layer)] for layer in layers], dim=1)
+
+    @property
+    def limit(self) -> int | None:
+        """The largest of those below: as long as one of them drafts, this one does."""
+        limits = [d.limit for d in self.below]
+        return None if None in limits else max(limit for limit in limits if limit is not None)
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        for d in self.below:
+            d.rewind(seq, length)
+
+    def release(self, seq: Sequence) -> None:
+        self._taken.pop(seq.seq_id, None)
+        for d in self.below:
+            d.release(seq)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        return tuple(name for d in self.below for name in d.level_names)
+
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        own = zip(self.below, self.metrics, strict=True)
+        return [level for d, metrics in own for level in (*d.counted(), (d, metrics))]
+
+
+DRAFTER = FirstDrafter

@@ -1,0 +1,101 @@
+"""n-gram drafter (prompt lookup decoding: Saxena, 2023): what followed the last tokens when they occurred before?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from sameseed.errors import ConfigError
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter
+
+
+class NgramDrafter(Drafter):
+    """Looks for the latest earlier occurrence of the longest suffix of prompt and output, and copies what followed."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`max_ngram` and `min_ngram`: longest and shortest suffix that is looked up, in tokens."""
+
+        max_ngram: int = 4
+        min_ngram: int = 2
+
+        def __post_init__(self) -> None:
+            if not 1 <= self.min_ngram <= self.max_ngram <= 32:
+                raise ConfigError(
+                    f"n-gram sizes must satisfy 1 <= min_ngram <= max_ngram <= 32, got {self.min_ngram} and "
+                    f"{self.max_ngram}"
+                )
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or self.Options()
+        self._indexes: dict[int, _Index] = {}
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        return Draft.chains([self._lookup(seq, k) if k else [] for seq, k in zip(seqs, num_draft, strict=True)])
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        index = self._indexes.get(seq.seq_id)
+        if index is not None:
+            index.rewind(length)
+
+    def release(self, seq: Sequence) -> None:
+        self._indexes.pop(seq.seq_id, None)
+
+    def _lookup(self, seq: Sequence, num_draft: int) -> list[int]:
+        index = self._indexes.setdefault(seq.seq_id, _Index(self.options.min_ngram, self.options.max_ngram))
+        start = index.find(seq.token_ids)
+        if start is None:
+            return []
+        chain = seq.token_ids[start : start + num_draft]
+        for i in range(num_draft - len(chain)):  # past the end of the text, a repetition goes on with what was copied
+            chain.append(chain[i])
+        return chain
+
+
+class _Index:
+    """For each n-gram of a growing list of tokens, where its latest occurrence ended; a token is indexed once."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self._sizes = range(low, high + 1)
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._entered: deque[tuple[int, tuple[int, ...], int | None]] = deque(
+            maxlen=1024
+        )  # end, n-gram, what it replaced
+        self._num_indexed = 0
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Index after the latest earlier occurrence of the longest suffix that has one."""
+        # The n-grams that end with the last token are looked up, not yet entered: they would find themselves.
+        for end in range(self._num_indexed + 1, len(tokens)):
+            for n in self._sizes:
+                if n <= end:
+                    gram = tuple(tokens[end - n : end])
+                    self._entered.append((end, gram, self._ends.get(gram)))
+                    self._ends[gram] = end
+        self._num_indexed = max(self._num_indexed, len(tokens) - 1)
+        for n in reversed(self._sizes):
+            found = self._ends.get(tuple(tokens[-n:])) if n <= len(tokens) else None
+            if found is not None:
+                return found
+        return None
+
+    def rewind(self, length: int) -> None:
+        """Take back what was entered from the text's place `length` on; all of it, where that is too long ago."""
+        if self._num_indexed < length:
+            return
+        while self._entered and self._entered[-1][0] >= length:
+            _, gram, before = self._entered.pop()
+            if before is None:
+                del self._ends[gram]
+            else:
+                self._ends[gram] = before
+        self._num_indexed = max(0, length - 1)
+        if not self._entered and self._ends:
+            self._ends.clear()
+            self._num_indexed = 0
+
+
+DRAFTER = NgramDrafter

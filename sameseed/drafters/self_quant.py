@@ -1,0 +1,94 @@
+"""self_quant drafter: the target's own weights in a lower precision guess a chain (QSpec: Zhao et al., 2024).
+
+It reads the target's own cache, so it needs no second cache and no pass over the prompt: of the rows that the target
+has not checked yet it writes its own, into places that the target's pass writes again before it reads them. At long
+contexts it may read a part of that cache: the first tokens and the latest (StreamingLLM: Xiao et al., 2024; as a view
+for drafting, MagicDec: Chen et al., 2024, and TriForce: Sun et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from sameseed.errors import ConfigError
+from sameseed.models.runner import ModelRunner
+from sameseed.models.vocabulary import with_tokens
+from sameseed.request import Sequence
+from sameseed.spec.chains import write_chains
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, Parts
+from sameseed.spec.vocabulary import read_vocabulary
+
+
+class SelfQuantDrafter(Drafter):
+    """The target in a lower format (`--draft-format`): `nested`, the lower weights inside its own, or a low-bit copy.
+
+    If none is said: nested where the target's format has it (w8a8n), else 4-bit weights.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`kv_window`: a draft attends to so many of the context's last tokens (0: all) and to the first `kv_sink`,
+        both rounded up to blocks of the cache; the text is the same, guesses may be worse, and at long contexts a
+        draft's pass is shorter. `vocabulary`: the tokens that may be guessed, where not all: a number (the first so
+        many), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes; fewer cost less.
+        """
+
+        kv_window: int = 0
+        kv_sink: int = 16
+        vocabulary: str = ""
+
+        def __post_init__(self) -> None:
+            for name in ("kv_window", "kv_sink"):
+                if getattr(self, name) < 0:
+                    raise ConfigError(f"{name} must be a number of tokens, 0 or more, got {getattr(self, name)}")
+
+    needs_model = True
+    judges = True
+    of_target = True
+
+    def __init__(self, options: Options, runner: ModelRunner) -> None:
+        self.options = options
+        self.runner = runner
+        runner.unseen = self._unseen
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:
+        assert isinstance(options, cls.Options) and parts.runner is not None
+        if options.vocabulary:
+            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
+        return cls(options, parts.runner)
+
+    def attach(self, target: ModelRunner) -> None:
+        self.runner = ModelRunner(self.runner.model, target.cache, blocks=target.blocks)
+        self.runner.unseen = self._unseen
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        """Chains for all sequences together: one pass of the copy a token."""
+        counts = [min(k, self._room(seq)) for seq, k in zip(seqs, num_draft, strict=True)]
+        copies = [self._copy(seq) if k > 0 else seq for seq, k in zip(seqs, counts, strict=True)]
+        vocab_size = self.runner.model.config.vocab_size
+        chains, confidence = write_chains(self.runner, copies, counts, self.policy, vocab_size)
+        return Draft.chains(chains, confidence if self.policy.uses_confidence else None)
+
+    def _room(self, seq: Sequence) -> int:
+        """Tokens that may be guessed: the rows of all but the last are stored, in blocks of the sequence."""
+        return len(seq.blocks) * self.runner.cache.block_size - len(seq) + 1
+
+    def _unseen(self, seq: Sequence) -> tuple[int, int]:
+        """Blocks between the first tokens and the latest: drafts do not attend to them."""
+        if self.options.kv_window == 0:
+            return 0, 0
+        size = self.runner.cache.block_size
+        first, end = -(-self.options.kv_sink // size), (seq.num_cached - self.options.kv_window) // size
+        return (first, end) if first < end else (0, 0)
+
+    def _copy(self, seq: Sequence) -> Sequence:
+        """A sequence in the same cache blocks, which the target's pass has reserved for as many drafted tokens."""
+        copy = Sequence(seq.seq_id, seq.token_ids, seq.params, seq.seed, seq.tenant)
+        copy.num_prompt, copy.num_cached, copy.blocks = seq.num_prompt, seq.num_cached, seq.blocks
+        return copy
+
+
+DRAFTER = SelfQuantDrafter

@@ -1,0 +1,192 @@
+"""suffix drafter (SuffixDecoding: Oliaro et al., 2024): what followed the last tokens here and in past requests?
+
+Where they were followed by different tokens, the draft is a tree, by how often; the longer the match, the longer it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from sameseed.errors import ConfigError
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, Parts
+from sameseed.spec.history import History, Place
+from sameseed.spec.store import TextStore
+
+PAST = ("tenant", "all", "none")
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A tree: tokens, parents, and how likely each node is by the counts that led to it."""
+
+    tokens: list[int]
+    parents: list[int]
+    likely: list[float]
+
+    @property
+    def score(self) -> float:
+        """Tokens that it may be expected to get right."""
+        return sum(self.likely)
+
+
+class SuffixDrafter(Drafter):
+    """Frequency-scored trees from each sequence's own text and from the texts of requests that have ended."""
+
+    branches = True
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        """`min_match` and `max_match`: tokens of a match. `length_factor`: a path has at most so many tokens for each
+        of the match. `min_probability`: of a node, by the counts that led to it. `max_places`: of an n-gram that are
+        remembered, the latest. `past`: which past requests are looked at: those of the same `tenant`, `all`, or
+        `none`. `max_tokens`: of past requests, in memory and in the store; the oldest are dropped. `store`: a file
+        that keeps them between runs.
+        """
+
+        min_match: int = 2
+        max_match: int = 24
+        length_factor: float = 2.0
+        min_probability: float = 0.1
+        max_places: int = 32
+        past: str = "tenant"
+        max_tokens: int = 1_000_000
+        store: str = ""
+
+        def __post_init__(self) -> None:
+            if not 1 <= self.min_match <= self.max_match <= 1024:
+                raise ConfigError(
+                    f"matches must satisfy 1 <= min_match <= max_match <= 1024, got {self.min_match}, {self.max_match}"
+                )
+            if not self.length_factor > 0 or not 0 <= self.min_probability <= 1:
+                raise ConfigError("length_factor must be above 0, and min_probability lie in 0..1")
+            if self.max_places < 1 or self.max_tokens < 1:
+                raise ConfigError("max_places and max_tokens must be at least 1")
+            if self.past not in PAST:
+                raise ConfigError(f"past must be one of {', '.join(PAST)}, got {self.past!r}")
+            if self.store and self.past != "all":
+                raise ConfigError("a store holds the texts of all requests together: it needs past = 'all'")
+
+    def __init__(self, options: Options | None = None, vocab_size: int | None = None) -> None:
+        self.options = o = options or self.Options()
+        self._own: dict[int, History] = {}  # by sequence
+        self._past: dict[str, History] = {}  # by tenant, the last one used last; "" where all share one
+        self._num_past = 0  # tokens in all of them
+        self._keys = count()
+        self._store = TextStore(Path(o.store), o.max_tokens, vocab_size) if o.store else None
+        for text in self._store.read() if self._store else []:
+            self._remember("", text)
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> SuffixDrafter:
+        assert isinstance(options, cls.Options)
+        return cls(options, parts.vocab_size)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        guesses = [
+            self._guess(seq, k) if k and seq.draft_depth else Guess([], [], [])
+            for seq, k in zip(seqs, num_draft, strict=True)
+        ]
+        return Draft.trees([(g.tokens, g.parents) for g in guesses], [g.likely for g in guesses])
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        own = self._own.get(seq.seq_id)
+        if own is not None:
+            own.rewind(0, length)
+
+    def release(self, seq: Sequence) -> None:
+        if self._own.pop(seq.seq_id, None) is None or self.options.past == "none":
+            return
+        text = list(seq.token_ids)
+        self._remember(seq.tenant, text)
+        if self._store is not None:
+            self._store.append(text)
+
+    def _past_of(self, tenant: str) -> History | None:
+        """What is remembered for a tenant, who has used it now."""
+        key = tenant if self.options.past == "tenant" else ""
+        found = self._past.pop(key, None)
+        if found is not None:
+            self._past[key] = found
+        return found
+
+    def _remember(self, tenant: str, text: list[int]) -> None:
+        """Add a text; of tenants who have not been here for longest, forget all, where it becomes too much."""
+        o = self.options
+        key = tenant if o.past == "tenant" else ""
+        past = self._past.pop(key, None) or History(o.min_match, o.max_places, o.max_tokens)
+        self._past[key] = past
+        before = past.num_tokens
+        past.add(next(self._keys), text)
+        self._num_past += past.num_tokens - before
+        while len(self._past) > 1 and self._num_past > o.max_tokens:
+            self._num_past -= self._past.pop(next(iter(self._past))).num_tokens
+
+    def _guess(self, seq: Sequence, num_draft: int) -> Guess:
+        """The tree that promises most, of those that each length of match gives."""
+        o, tokens = self.options, seq.token_ids
+        own = self._own.get(seq.seq_id)
+        if own is None:
+            own = self._own[seq.seq_id] = History(o.min_match, o.max_places)
+        own.add(0, tokens)
+        best = Guess([], [], [])
+        if len(tokens) < o.min_match:
+            return best
+        suffix = tokens[-o.max_match :]
+        found = [own.find(suffix, o.max_match)]
+        past = self._past_of(seq.tenant) if o.past != "none" else None
+        if past is not None:
+            found.append(past.find(suffix, o.max_match))
+        for places in found:
+            for length in sorted({p.length for p in places}, reverse=True):
+                depth = min(max(1, int(o.length_factor * length)), seq.draft_depth)
+                tree = self._tree([p for p in places if p.length >= length], num_draft, depth)
+                if tree.score > best.score:
+                    best = tree
+        return best
+
+    def _tree(self, places: list[Place], num_draft: int, depth: int) -> Guess:
+        """The `num_draft` likeliest continuations of the places, parents first."""
+        guess = Guess([], [], [])
+        order = count()
+        waiting: list[
+            tuple[float, int, int, int, int, list[Place]]
+        ] = []  # -likely, order, token, parent, steps, places
+
+        def branch(parent: int, steps: int, likely: float, there: list[Place]) -> None:
+            by_token: dict[int, list[Place]] = {}
+            for place in there:
+                by_token.setdefault(_after(place, steps), []).append(place)
+            total = sum(len(p) for token, p in by_token.items() if token >= 0)
+            for token, those in by_token.items():
+                share = likely * len(those) / total if token >= 0 else 0.0
+                if share >= max(self.options.min_probability, 1e-9):
+                    heapq.heappush(waiting, (-share, next(order), token, parent, steps, those))
+
+        branch(-1, 0, 1.0, places)
+        while waiting and len(guess.tokens) < num_draft:
+            minus, _, token, parent, steps, those = heapq.heappop(waiting)
+            node = len(guess.tokens)
+            guess.tokens.append(token)
+            guess.parents.append(parent)
+            guess.likely.append(-minus)
+            if steps + 1 < depth:
+                branch(node, steps + 1, -minus, those)
+        return guess
+
+
+def _after(place: Place, steps: int) -> int:
+    """The token `steps` after the place; past the end of a text, a repetition goes on. -1: none."""
+    text, at = place.text, place.end + steps
+    if at < len(text):
+        return text[at]
+    period = len(text) - place.end
+    return text[place.end + steps % period] if period else -1
+
+
+DRAFTER = SuffixDrafter

@@ -1,0 +1,260 @@
+"""build_engine: from names and settings to a running Engine, with everything checked before memory is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from sameseed import ops
+from sameseed.config import EngineConfig, SpecConfig
+from sameseed.engine.calibrate import measure_curve
+from sameseed.engine.engine import Engine
+from sameseed.engine.levels import (
+    NESTED,
+    check_below,
+    check_options,
+    check_overlap,
+    check_policies,
+    drafter_class,
+    with_heads,
+)
+from sameseed.engine.memory import Demand, demand, head_demand, kv_format, plan_blocks
+from sameseed.engine.scheduler import Scheduler
+from sameseed.errors import ConfigError, VocabularyError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.eagle import EagleHead
+from sameseed.models.eagle_config import is_head
+from sameseed.models.eagle_loader import load_head
+from sameseed.models.eagle_runner import HeadRunner
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model, load_tokenizer, resolve_model
+from sameseed.models.nested import is_nested, is_smaller, nested_view
+from sameseed.models.runner import ModelRunner
+from sameseed.models.weights import Progress
+from sameseed.spec.ahead import make_ahead
+from sameseed.spec.drafter import Drafter, Parts, parse_options
+from sameseed.spec.policies import make_policy
+from sameseed.tokenizer import Tokenizer
+
+SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said and none is nested in its own
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What engines are made of: settings with every draft head named as one, models, and room for caches."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+    num_blocks: int
+    target: Llama
+    drafts: tuple[Llama | EagleHead, ...]
+
+
+def build_engine(
+    model: str, config: EngineConfig, progress: Progress | None = None, target: Llama | None = None
+) -> Engine:
+    """Load the target, and the draft where `config.spec` names one, and put an Engine together.
+
+    `target`: the model itself where it is loaded already, in the same format. Raises ModelLoadError, ConfigError,
+    VocabularyError or RegistryError, each with its remedy.
+    """
+    got = load_parts(model, config, progress, target)
+    return assemble(got.config, got.tokenizer, got.num_blocks, got.target, got.drafts)
+
+
+def load_parts(
+    model: str, config: EngineConfig, progress: Progress | None = None, target: Llama | None = None
+) -> Loaded:
+    """Load target (unless it is given) and drafts, for `assemble` to make engines of; raises as `build_engine`."""
+    if config.threads is not None:
+        ops.set_num_threads(config.threads)
+    backend = ops.resolve(config.backend, config.device)
+    config = replace(config, spec=with_heads(config.spec))
+    quant = QuantScheme.parse(config.format)
+    folder = resolve_model(model)
+    if is_head(folder):
+        raise ConfigError(f"{model} is a draft head, not a model; name its target as the model, and it with --draft")
+    shape = read_config(folder)
+    max_len = config.max_model_len or shape.max_model_len
+    if max_len > shape.max_model_len:
+        raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
+    tokenizer = load_tokenizer(folder)
+    check_options(config.spec)
+    check_overlap(config.spec)
+    check_policies(config.spec)
+    models = _models(config.spec, folder, quant)
+    for m in models:
+        if not m.is_head or (m.folder / "tokenizer.json").exists():
+            check_vocabulary(tokenizer, load_tokenizer(m.folder))
+    own = demand(folder, quant, config)
+    own = own if target is None else replace(own, weights=0)  # they are in memory
+    num_blocks = plan_blocks(config, max_len, [own, *(_demand(m, config) for m in models if not m.is_view)])
+    if target is None:
+        target = load_model(folder, backend, quant, max_len, config.device, progress)
+    drafts: list[Llama | EagleHead] = []
+    for m in models:
+        if m.is_head or m.is_view:
+            owner = target if m.owner is None else drafts[m.owner]
+            assert isinstance(owner, Llama)
+            head = None if m.is_view else load_head(m.folder, owner, backend, m.quant, config.device, progress)
+            drafts.append(head or nested_view(owner))
+            continue
+        draft_len = min(max_len, read_config(m.folder).max_model_len)
+        drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
+    return Loaded(config, tokenizer, num_blocks, target, tuple(drafts))
+
+
+def _demand(m: _Model, config: EngineConfig) -> Demand:
+    if m.is_head:
+        return head_demand(m.folder, m.quant, config, m.target)
+    own = demand(m.folder, m.quant, config)
+    return replace(own, block=0) if m.shares_cache else own
+
+
+def assemble(
+    config: EngineConfig, tokenizer: Tokenizer, num_blocks: int, target: Llama, drafts: Seq[Llama | EagleHead] = ()
+) -> Engine:
+    """An Engine of models that are loaded already: caches of `num_blocks` blocks, drafter, length policy, scheduler.
+
+    `drafts` are those of `config.spec`'s levels that need one: a level's own before those of the levels below it.
+    """
+    runner = _runner(target, config, num_blocks)
+    drafter = _build_drafter(config.spec, config, num_blocks, runner, iter(drafts))
+    max_len = config.max_model_len or target.max_model_len
+    scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
+    return Engine(runner, drafter, drafter.policy, tokenizer, scheduler, make_ahead(config.spec))
+
+
+def _build_drafter(
+    spec: SpecConfig, config: EngineConfig, num_blocks: int, target: ModelRunner, models: Iterator[Llama | EagleHead]
+) -> Drafter:
+    """The drafter of one level for `target`, whose captured layers it then decides, and those below it."""
+    cls = drafter_class(spec)
+    own: ModelRunner | None = None
+    head: HeadRunner | None = None
+    if cls.needs_model:
+        model = next(models)
+        if isinstance(model, EagleHead):
+            head = HeadRunner(model, _cache(model.config.layer, model.weights.dense, config, num_blocks))
+        elif cls.of_target:
+            own = ModelRunner(model, target.cache, blocks=target.blocks)
+        else:
+            own = _runner(model, config, num_blocks)
+    check_below(cls, spec)
+    below = tuple(_build_drafter(b, config, num_blocks, own or target, models) for b in spec.below)
+    drafter = cls.build(parse_options(cls, spec.options), Parts(target, own, below, head))
+    drafter.policy = make_policy(spec, partial(measure_curve, target))
+    target.captures = drafter.captures
+    return drafter
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model that a level of drafting needs. Heads and views are `owner`'s: an index, or None for the target."""
+
+    folder: Path
+    quant: QuantScheme
+    shares_cache: bool
+    is_head: bool
+    is_view: bool  # the lower weights inside the owner's: nothing is loaded
+    target: Path  # the model that it drafts for
+    owner: int | None
+
+
+def _models(spec: SpecConfig, folder: Path, quant: QuantScheme) -> list[_Model]:
+    """The models of all levels, in the order in which drafters are built; `folder`, `quant`: what they draft for.
+
+    Raises ConfigError where a model is to draft for itself: it would cost what it saves.
+    """
+    found: list[_Model] = []
+    _add_models(found, spec, folder, quant, None)
+    return found
+
+
+def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: QuantScheme, owner: int | None) -> None:
+    if spec.method == "none":
+        return
+    cls, name = drafter_class(spec), spec.model
+    if cls.needs_model:
+        if name is None and not cls.of_target:
+            one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.of_head else ""
+            one = one or "model; name one, e.g. --draft embedded-draft"
+            raise ConfigError(f"drafter {spec.method!r} needs a draft {one}")
+        own = folder if cls.of_target or name is None else resolve_model(name)
+        if is_head(own) != cls.of_head:
+            what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
+            raise ConfigError(
+                f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
+            )
+        is_view = _drafts_with_view(spec, cls, folder, quant)
+        text = SELF_FORMAT if cls.of_target and spec.format == "auto" else spec.format
+        own_quant = quant if is_view else QuantScheme.parse(text)
+        if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant, quant):
+            raise ConfigError(
+                f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
+                "take a smaller model, or a lower format for the draft (--draft-format)"
+            )
+        found.append(_Model(own, own_quant, cls.of_target, cls.of_head, is_view, folder, owner))
+        folder, quant, owner = own, own_quant, len(found) - 1
+    for below in spec.below:
+        _add_models(found, below, folder, quant, owner)
+
+
+def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:
+    """Whether a level drafts with the weights nested in those of the model in `folder`.
+
+    Raises ConfigError where that is asked for, and there are none.
+    """
+    if spec.format == NESTED and not cls.of_target:
+        raise ConfigError(
+            f"draft format {NESTED!r} is a view of the target's own weights, which drafter {spec.method!r} does not "
+            "draft with; take --draft self_quant, or another --draft-format"
+        )
+    if not cls.of_target or spec.format not in (NESTED, "auto"):
+        return False
+    found = is_nested(folder, quant)
+    if spec.format == NESTED and not found:
+        raise ConfigError(
+            f"no lower weights are nested in the target's ({quant}); load it with --format w8a8n, or take a copy in "
+            "another --draft-format, e.g. w4a8"
+        )
+    return found
+
+
+def _runner(model: Llama, config: EngineConfig, num_blocks: int) -> ModelRunner:
+    blocks = BlockManager(num_blocks, config.cache.block_size, config.cache.prefix_cache)
+    return ModelRunner(model, _cache(model.config, model.weights.dense, config, num_blocks), blocks=blocks)
+
+
+def _cache(c: ModelConfig, dense: str, config: EngineConfig, num_blocks: int) -> KVCache:
+    return KVCache(
+        c.num_layers,
+        num_blocks,
+        config.cache.block_size,
+        c.num_kv_heads,
+        c.head_dim,
+        kv_format(dense, config),
+        config.device,
+    )
+
+
+def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise VocabularyError unless both tokenizers spell every token of the smaller one alike (padding is no token)."""
+    mine, its = target.vocabulary(), draft.vocabulary()
+    for piece, token in sorted(its.items(), key=lambda item: item[1]):
+        if mine.get(piece) != token:
+            other = target.token(token)
+            raise VocabularyError(
+                f"the draft model has another vocabulary: its token {token} is {piece!r}, the target's is {other!r}; "
+                "use a draft of the target's own family"
+            )
+    if len(its) < len(mine):
+        piece, token = next((p, t) for p, t in sorted(mine.items(), key=lambda item: item[1]) if p not in its)
+        raise VocabularyError(
+            f"the draft model lacks the target's token {token} ({piece!r}); use a draft with the target's own tokenizer"
+        )

@@ -1,0 +1,253 @@
+"""Engine: the loop. Takes requests, runs one pass a step, gives out what was decided."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+from sameseed.batch import MAX_NODES
+from sameseed.engine.alarm import Alarm
+from sameseed.engine.output import OutputText
+from sameseed.engine.running import Running
+from sameseed.engine.scheduler import Plan, Scheduler
+from sameseed.errors import RequestError
+from sameseed.models.runner import ModelRunner
+from sameseed.request import (
+    Delta,
+    FinishReason,
+    Request,
+    Sequence,
+    SpecMetrics,
+    TimeSplit,
+)
+from sameseed.spec.ahead import NOT_AHEAD, NotAhead
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, NoDrafter
+from sameseed.spec.length import LengthPolicy, Round
+from sameseed.spec.policies import ByRequest
+from sameseed.spec.step import decode_step
+from sameseed.spec.verify import Verified
+from sameseed.tokenizer import Tokenizer
+
+
+class Engine:
+    """One target with its drafter. Not thread-safe: one thread calls it (AsyncLLM gives it one of its own)."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter,
+        policy: LengthPolicy,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        ahead: NotAhead = NOT_AHEAD,
+    ) -> None:
+        self.runner = runner
+        self.ahead = ahead  # what the drafter does while the target checks
+        self.drafter = drafter
+        self.policy = policy
+        self._wanted: dict[int, int] = {}  # draft tokens that the policy wants, by sequence, of the round that runs
+        self._crowded = False  # did it want all that there was room for?
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.max_model_len = scheduler.max_model_len
+        self.times = TimeSplit()  # of all steps so far
+        self.metrics = SpecMetrics()
+        self.num_rows = 0  # tokens that the last pass computed, drafted ones included
+        self.alarm = Alarm()
+        self._eos = frozenset(runner.model.config.eos_token_ids)
+        self._live: dict[int, Running] = {}
+        self._pass: list[Sequence] = []  # sequences of the step that runs
+        self._num_added = 0
+
+    def check(self, prompt_token_ids: tuple[int, ...]) -> None:
+        """Raise RequestError if such a prompt cannot be served."""
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty; give at least one token of text")
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt_token_ids)} tokens and the context holds {self.max_model_len}, one of "
+                "them at least for the answer; shorten the prompt"
+            )
+        width = self.runner.model.config.vocab_size
+        if not all(0 <= t < width for t in prompt_token_ids):
+            raise RequestError(f"the prompt holds token ids outside 0..{width - 1}, the model's vocabulary")
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it cannot be served."""
+        self.check(request.prompt_token_ids)
+        seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
+        seq.speculation, seq.grammar = request.speculation, request.grammar
+        seq.priority, seq.owner = request.priority, request.owner
+        seq.metrics.rounds = [] if request.detailed else None
+        if request.score_prompt:  # scoring is speculation that is never wrong: the rest of the prompt is the draft
+            seq.script = request.prompt_token_ids
+            del seq.token_ids[1:]
+        self._num_added += 1
+        output = OutputText(self.tokenizer, request.params.stop)
+        self._live[seq.seq_id] = Running(request, seq, output, self._eos, time.perf_counter())
+        self.scheduler.add(seq)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """The drafter's levels, the lowest first, each by a name of its own: a second "cascade" is "cascade 2"."""
+        names = self.drafter.level_names
+        counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+        return tuple(name if n == 1 else f"{name} {n}" for name, n in zip(names, counts, strict=True))
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def abort(self, request_id: str) -> list[Delta]:
+        """End every sequence of a request now; its blocks are free when this returns. Unknown ids do nothing."""
+        live = [r for r in self._live.values() if r.request.request_id == request_id]
+        for r in live:
+            if r.seq in self._pass:  # a step that raised
+                self.scheduler.blocks.forget(r.seq)
+        return [self._finish(r, FinishReason.ABORT) for r in live]
+
+    def step(self) -> list[Delta]:
+        """Run one pass; returns what it decided for each sequence that got tokens."""
+        start = time.perf_counter()
+        self.num_rows = 0
+        plan = self.scheduler.schedule(self._lengths)
+        if not plan.seqs:
+            return []
+        self._pass = plan.seqs
+        for seq in plan.seqs:
+            live = self._live[seq.seq_id]
+            live.started = start if live.started is None else live.started
+        times = TimeSplit(schedule=time.perf_counter() - start)
+        scripted = [seq.num_scripted > 0 for seq in plan.seqs]
+        draft, result = decode_step(
+            self.runner,
+            self.drafter,
+            plan.seqs,
+            plan.num_pending,
+            plan.num_draft,
+            times,
+            self._policies,
+            self.ahead,
+        )
+        decided = time.perf_counter()
+        self.num_rows = sum(plan.num_pending) + len(draft.tokens)
+        counts = [draft.count(b) for b in range(len(plan.seqs))]
+        accepted = [len(n) for n in result.nodes]
+        free = [b for b, known in enumerate(scripted) if not known]
+        self._policies.update(
+            Round(
+                [plan.seqs[b] for b in free],
+                [plan.num_draft[b] for b in free],
+                [counts[b] for b in free],
+                [accepted[b] for b in free],
+                sum(plan.num_pending) + sum(counts),
+                times,
+                [result.nodes[b] for b in free],
+            )
+        )
+        deltas = self._deliver(plan, draft, result, decided, scripted)
+        self.alarm.update(self.drafter, [counts[b] for b in free], [accepted[b] for b in free])
+        times.schedule += time.perf_counter() - decided
+        self.times.add(times)
+        for seq in plan.seqs:
+            seq.times.add(times, 1.0 / len(plan.seqs))
+        self._pass = []
+        return deltas
+
+    def fail_step(self) -> list[Delta]:
+        """After a step that raised: end the sequences that were in it, with an error; the others go on."""
+        failed, self._pass = self._pass, []
+        live = [self._live[seq.seq_id] for seq in failed if seq.seq_id in self._live]
+        return [self._finish(r, FinishReason.ERROR) for r in live]
+
+    @property
+    def policy(self) -> LengthPolicy:
+        """Decides draft lengths, where a request has no wish of its own."""
+        return self._policies.default
+
+    @policy.setter
+    def policy(self, policy: LengthPolicy) -> None:
+        self._policies = ByRequest(policy)
+
+    def _lengths(self, seqs: Seq[Sequence], num_rows: int, budget: int) -> list[int]:
+        scripted = [seq for seq in seqs if seq.num_scripted]
+        if scripted:
+            free = [seq for seq in seqs if not seq.num_scripted]
+            chosen = dict(zip(free, self._policies.lengths(free, num_rows, budget), strict=True))
+            # One less than are left: the pass itself decides the last, so that no choice of its own shares a path.
+            chosen |= {seq: min(seq.num_scripted - 1, MAX_NODES) for seq in scripted}
+            lengths = [chosen[seq] for seq in seqs]
+        else:
+            lengths = self._policies.lengths(seqs, num_rows, budget)
+        self._wanted = {seq.seq_id: k for seq, k in zip(seqs, lengths, strict=True)}
+        self._crowded = sum(lengths) >= budget
+        if not self.drafter.branches:
+            lengths = [min(k, seq.draft_depth) for seq, k in zip(seqs, lengths, strict=True)]
+        return lengths
+
+    def _why_undrafted(self, seq: Sequence, asked: int, num_known: int) -> str:
+        """Why a sequence had no draft in the round that it has just been through, for which so many were asked.
+
+        `num_known`: tokens of the sequence when the round began.
+        """
+        if asked and self.drafter.limit is not None and num_known >= self.drafter.limit:
+            return "draft context"
+        wanted = self._wanted.get(seq.seq_id)
+        if wanted is None:
+            return "prompt"
+        if isinstance(self.drafter, NoDrafter):
+            return "no drafter"
+        if wanted and not asked:
+            return "last token" if len(seq) >= seq.max_len else "no room"
+        why = self._policies.why_none(seq, asked)
+        return "no room" if why == "cost" and not asked and self._crowded else why
+
+    def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
+        """Hand the decided tokens out, one by one up to the first that ends the sequence."""
+        deltas: list[Delta] = []
+        names = self.level_names
+        for b, seq in enumerate(plan.seqs):
+            live, tokens, num_accepted = self._live[seq.seq_id], result.tokens[b], len(result.nodes[b])
+            if not result.failed[b]:
+                self.scheduler.blocks.enter(seq, seq.num_cached)
+            if not tokens and not result.failed[b]:
+                continue  # a chunk of a prompt
+            if scripted[b]:
+                seq.prompt_logprobs += result.logprobs[b]
+                if result.failed[b]:
+                    deltas.append(self._finish(live, FinishReason.ERROR))
+                continue
+            held = self.ahead.outcome(b, draft, result)
+            for metrics in (seq.metrics, self.metrics):
+                metrics.update(draft.count(b), num_accepted, held)
+            if not draft.count(b):
+                why = self._why_undrafted(seq, plan.num_draft[b], len(seq) - len(tokens))
+                for metrics in (seq.metrics, self.metrics):
+                    metrics.undrafted[why] = metrics.undrafted.get(why, 0) + 1
+            if live.first_token is None:
+                live.first_token = now
+            taken, reason = live.take(tokens)
+            if reason is None and result.failed[b]:
+                reason = FinishReason.ERROR
+            by = draft.node_levels(b)
+            live.levels += [*(names[by[node]] for node in result.nodes[b]), None][:taken]
+            seq.logprobs += result.logprobs[b][:taken]
+            if reason is not None:
+                deltas.append(self._finish(live, reason, taken))
+                continue
+            self.scheduler.blocks.trim(seq, len(seq))
+            deltas.append(live.delta(taken))
+        return deltas
+
+    def _finish(self, live: Running, reason: FinishReason, num_tokens: int = 0) -> Delta:
+        """End a sequence, of whose tokens so many have not been given out."""
+        seq = live.seq
+        if reason is FinishReason.ERROR:
+            self.scheduler.blocks.forget(seq)
+        self.scheduler.finish(seq)
+        self.drafter.release(seq)
+        self._policies.release(seq)
+        del self._live[seq.seq_id]
+        completion = live.complete(reason)
+        return live.delta(num_tokens, completion)

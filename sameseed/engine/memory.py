@@ -1,0 +1,141 @@
+"""Memory before it is spent: what weights and cache will take, and whether it is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sameseed.config import EngineConfig
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.eagle_loader import head_bytes
+from sameseed.models.loader import open_checkpoint
+from sameseed.models.weights import weight_bytes
+from sameseed.ops import devices
+
+GIB = 2**30
+CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes on the CPU
+PARTS = 512 << 20  # bytes of a GPU for parts of products and of attention, and for what its allocator cannot use
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one model will take: bytes of its weights as `quant` stores them, of one block of its cache, of a pass."""
+
+    quant: QuantScheme
+    weights: int
+    block: int
+    passing: int = 0
+
+
+def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
+    """Read the headers of a checkpoint: sound, and what it will take.
+
+    Raises ModelLoadError for tensors that do not fit config.json, ConfigError for groups that do not divide them.
+    """
+    shape = read_config(folder)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(shape)
+        weights = weight_bytes(shape, checkpoint, quant)
+        dense = quant.dense_for(checkpoint.dtype("model.embed_tokens.weight"))
+    block = block_bytes(shape, kv_format(dense, config), config.cache.block_size)
+    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows))
+
+
+def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
+    """The same of a draft head for the model in `target`. Raises also where the two do not fit together."""
+    layer, weights, dense = head_bytes(folder, quant, read_config(target))
+    return Demand(quant, weights, block_bytes(layer, kv_format(dense, config), config.cache.block_size))
+
+
+def kv_format(dense: str, config: EngineConfig) -> str:
+    """Storage format of the cache: as asked, or half precision where weights (`ModelWeights.dense`) are, or fp32."""
+    if config.cache.format != "auto":
+        return config.cache.format
+    return dense if dense in ("bf16", "fp16") else "fp32"
+
+
+def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
+    """Bytes of one block of keys and values of all layers, scales included."""
+    codes, scales = scheme.kv_format(name).encode_kv(torch.zeros(1, 1, shape.head_dim))
+    row = codes.nbytes + (0 if scales is None else scales.nbytes)
+    return 2 * shape.num_layers * block_size * shape.num_kv_heads * row
+
+
+def pass_bytes(shape: ModelConfig, num_rows: int) -> int:
+    """Bytes that a pass of so many rows holds at one time, about: float32 rows of a layer and all logits, twice."""
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return 4 * num_rows * 2 * (2 * shape.hidden_size + heads + 2 * shape.intermediate_size + shape.vocab_size)
+
+
+def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> int:
+    """Blocks of each model's cache: as asked, else what `max_num_seqs` longest requests need, within a share.
+
+    Raises ConfigError where a longest request, or the weights beside it, find no room.
+    """
+    size, count = config.cache.block_size, config.cache.num_blocks
+    longest = -(-max_len // size)
+    if count is not None and count < longest:
+        raise ConfigError(
+            f"num_blocks {count} of {size} tokens cannot hold one request of {max_len} tokens: "
+            f"raise it to {longest}, or lower max_model_len to {count * size}"
+        )
+    if config.device != "cpu":
+        return _plan_device(config, max_len, longest, demands)
+    weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
+    free = available_memory()
+    cache = (longest if count is None else count) * block
+    if weights + cache > free:
+        remedies = ["a smaller --format (w4a8 takes a quarter of bf16)"] if weights > cache else []
+        remedies += ["lower max_model_len" if count is None else "lower num_blocks"]
+        raise ConfigError(
+            f"{_asked(config, max_len, demands, cache)}, and {free / GIB:.1f} GiB are free: {', or '.join(remedies)}"
+        )
+    if count is not None:
+        return count
+    return max(longest, min(longest * config.max_num_seqs, int((free - weights) * CACHE_SHARE / block)))
+
+
+def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list[Demand]) -> int:
+    """The same on a GPU, of which the engine may take a share: what weights and a pass leave of it is the cache's."""
+    count, size = config.cache.num_blocks, config.cache.block_size
+    share = config.gpu_memory_utilization
+    room, free, total = devices.memory_room(config.device, share)
+    weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
+    passing = PARTS + max(d.passing for d in demands)
+    most = (room - weights - passing) // block if block else longest * config.max_num_seqs
+    if most >= (longest if count is None else count):
+        return count if count is not None else min(longest * config.max_num_seqs, most)
+    asked = _asked(config, max_len, demands, (longest if count is None else count) * block)
+    said = f"{asked}, a pass {passing / GIB:.1f} GiB, and {room / GIB:.1f} GiB may be taken: {share:g} of the "
+    said += f"{total / GIB:.1f} GiB of {config.device} (--gpu-memory-utilization), {free / GIB:.1f} of them free. "
+    if most < 1:
+        raise ConfigError(f"{said}No context fits: take a smaller --format (w4a16 takes a quarter of bf16)")
+    tokens, seqs = most * size, config.max_num_seqs
+    fits = f"{most} blocks" if count is not None else f"one request of {tokens} tokens"
+    fits += f", or {seqs} at once of {most // seqs * size} tokens each" if most >= seqs > 1 else ""
+    remedy = "num_blocks" if count is not None else "max_model_len"
+    raise ConfigError(f"{said}The most that fits is {fits}: lower {remedy}, or take a smaller --format")
+
+
+def _asked(config: EngineConfig, max_len: int, demands: list[Demand], cache: int) -> str:
+    """What weights and a cache of so many bytes take, in words."""
+    formats, count = " and ".join(str(d.quant) for d in demands), config.cache.num_blocks
+    what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
+    weights = sum(d.weights for d in demands)
+    return f"weights in {formats} take {weights / GIB:.1f} GiB, {what} {cache / GIB:.1f} GiB"
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be taken without swapping (Linux), or a careful guess elsewhere."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 * 2**30

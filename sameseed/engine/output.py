@@ -1,0 +1,51 @@
+"""OutputText: the text of one running sequence, token by token, with stop strings found across token boundaries."""
+
+from __future__ import annotations
+
+from sameseed.tokenizer import Tokenizer
+
+
+class OutputText:
+    """Collects text; `push` says whether a stop string is complete, `delta` gives out what is certain to stay."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self.text = ""
+        self._decoder = tokenizer.stream()
+        self._stop = stop
+        self._longest = max((len(s) for s in stop), default=0)
+        self._num_sent = 0
+        self._stopped = False
+
+    def push(self, token_id: int, may_stop: bool = True) -> bool:
+        """Add a token; True if it completes a stop string, before which the text then ends.
+
+        With `may_stop` false (the minimum length is not reached) a stop string is text like any other.
+        """
+        known = len(self.text)
+        self.text += self._decoder.push(token_id)
+        # Only occurrences that end in the new piece: older ones were allowed to stand.
+        found = [at for s in self._stop if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
+        if found and may_stop:
+            self.text = self.text[: min(found)]
+            self._stopped = True
+        return self._stopped
+
+    def finish(self) -> None:
+        """No token follows: what the decoder still holds (an incomplete character) becomes text."""
+        if not self._stopped:
+            self.text += self._decoder.flush()
+        self._stopped = True
+
+    def delta(self) -> str:
+        """Text not given out before. A tail that may become a stop string is held back until it is decided."""
+        end = len(self.text) if self._stopped else len(self.text) - self._undecided()
+        new = self.text[self._num_sent : end]
+        self._num_sent = max(self._num_sent, end)
+        return new
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-length:]) for s in self._stop):
+                return length
+        return 0

@@ -1,0 +1,108 @@
+"""Running: one request inside the engine, what it has written so far and how that is given out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from sameseed.engine.output import OutputText
+from sameseed.request import Completion, Delta, FinishReason, Metrics, Request, Sequence
+
+
+@dataclass
+class Running:
+    """A request, its sequence and its text. Moments are those of `time.perf_counter`."""
+
+    request: Request
+    seq: Sequence
+    output: OutputText
+    eos: frozenset[int]
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+    levels: list[str | None] = field(default_factory=list)  # who guessed each token, None: nobody
+    offsets: list[int] = field(default_factory=list)  # where in the text each token begins
+    num_scored: int = 0  # log-probabilities of the prompt that were given out
+
+    def take(self, tokens: Seq[int]) -> tuple[int, FinishReason | None]:
+        """How many of its sequence's last tokens belong to the text, and why it ends, if it does.
+
+        Up to the first that ends it, that is; the sequence drops the others.
+        """
+        base, taken = len(self.seq) - len(tokens), 0
+        reason: FinishReason | None = None
+        for taken, token in enumerate(tokens, 1):
+            self.offsets.append(len(self.output.text))
+            reason = self._end(token, base + taken)
+            if reason is not None:
+                break
+        del self.seq.token_ids[base + taken :]
+        return taken, reason
+
+    def _end(self, token: int, length: int) -> FinishReason | None:
+        """Does this token end the sequence, which it brings to `length` tokens?"""
+        params = self.request.params
+        if token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
+            return FinishReason.STOP
+        num_output = length - self.seq.num_prompt
+        if self.output.push(token, may_stop=num_output >= params.min_tokens):
+            return FinishReason.STOP
+        if num_output >= params.max_tokens or length >= self.seq.context:
+            return FinishReason.LENGTH
+        return None
+
+    def delta(self, num_tokens: int, completion: Completion | None = None) -> Delta:
+        """What is to be given out: the last tokens, so many, their text, and scores of the prompt that are new."""
+        r, seq = self.request, self.seq
+        new, logprobs = len(self.levels) - num_tokens, seq.logprobs if r.params.logprobs is not None else []
+        start, self.num_scored = self.num_scored, len(seq.prompt_logprobs)
+        return Delta(
+            r.request_id,
+            r.index,
+            self.output.delta(),
+            tuple(seq.token_ids[len(seq) - num_tokens :]),
+            tuple(self.levels[new:]),
+            completion,
+            tuple(logprobs[max(0, len(logprobs) - num_tokens) :]),
+            tuple(seq.prompt_logprobs[start:]),
+            tuple(self.offsets[new:]),
+        )
+
+    def complete(self, reason: FinishReason) -> Completion:
+        """The end: all that it has written."""
+        seq, r = self.seq, self.request
+        seq.finish_reason = reason
+        self.output.finish()
+        return Completion(
+            request_id=r.request_id,
+            index=r.index,
+            prompt=r.prompt,
+            prompt_token_ids=r.prompt_token_ids,
+            text=self.output.text,
+            token_ids=tuple(seq.output_token_ids),
+            finish_reason=reason,
+            seed=r.seed,
+            metrics=self._metrics(),
+            levels=tuple(self.levels),
+            logprobs=tuple(seq.logprobs) if r.params.logprobs is not None else None,
+            prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
+            text_offset=tuple(self.offsets),
+            ruled_out=seq.ruled_out,
+        )
+
+    def _metrics(self) -> Metrics:
+        now, seq = time.perf_counter(), self.seq
+        first = self.first_token if self.first_token is not None else now
+        return Metrics(
+            num_prompt_tokens=seq.num_prompt,
+            num_output_tokens=max(0, seq.num_output),
+            spec=seq.metrics,
+            time_split=seq.times,
+            time_to_first_token=first - self.arrived,
+            time_per_output_token=(now - first) / (seq.num_output - 1) if seq.num_output > 1 else 0.0,
+            total_time=now - self.arrived,
+            num_preemptions=seq.num_preemptions,
+            num_cached_tokens=seq.num_shared,
+            queue_time=(self.started if self.started is not None else now) - self.arrived,
+        )

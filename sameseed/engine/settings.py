@@ -1,0 +1,69 @@
+"""Settings: from keyword arguments, as LLM and the command line take them, to an EngineConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
+from sameseed.errors import ConfigError
+
+
+def make_config(
+    draft: str | SpecConfig | None = None,
+    *,
+    num_draft_tokens: int | None = None,
+    confidence: float | None = None,
+    draft_options: dict[str, object] | None = None,
+    draft_format: str | None = None,
+    policy: str | None = None,
+    overlap: int | None = None,
+    **settings: Any,
+) -> EngineConfig:
+    """An EngineConfig from keyword arguments, as LLM and the CLI take them.
+
+    `draft`: None for plain decoding, or text as `parse_draft` reads it: "ngram", a model, "suffix + embedded-draft".
+    `draft_options` are those of its top level; under "below" a list has those of the levels below, each an object with
+    fields of SpecConfig. `settings` are fields of EngineConfig and CacheConfig
+    (`block_size`, `num_blocks`, `kv_format`, `prefix_cache`). Raises ConfigError for unknown settings.
+    """
+    if isinstance(draft, SpecConfig):
+        spec = draft
+    elif draft is None or draft == "none":
+        spec = SpecConfig()
+    else:
+        spec = parse_draft(draft)
+    changes: dict[str, Any] = {
+        "num_draft_tokens": num_draft_tokens,
+        "confidence": confidence,
+        "options": draft_options,
+        "format": draft_format,
+        "policy": policy,
+        "overlap": overlap,
+    }
+    below = _levels_below(spec, (draft_options or {}).get("below"))
+    changes["options"] = {k: v for k, v in (draft_options or {}).items() if k != "below"} or None
+    spec = dataclasses.replace(spec, below=below, **{k: v for k, v in changes.items() if v is not None})
+    cache_names = {"kv_format": "format", **{k: k for k in ("block_size", "num_blocks", "prefix_cache")}}
+    cache = {cache_names[k]: settings.pop(k) for k in list(settings) if k in cache_names}
+    known = {f.name for f in dataclasses.fields(EngineConfig)} - {"cache", "spec"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r} (there are: {', '.join(sorted(known | set(cache_names)))})")
+    return EngineConfig(spec=spec, cache=CacheConfig(**cache), **settings)
+
+
+def _levels_below(spec: SpecConfig, settings: object) -> tuple[SpecConfig, ...]:
+    """The levels below a drafter with settings from plain data: a list of objects, one for each, in their order."""
+    if settings is None:
+        return spec.below
+    if not isinstance(settings, list) or len(settings) != len(spec.below):
+        raise ConfigError(f"option 'below' must list {len(spec.below)} objects, one for each drafter below")
+    made = []
+    known = {f.name for f in dataclasses.fields(SpecConfig)} - {"method", "model"}
+    for level, values in zip(spec.below, settings, strict=True):
+        if not isinstance(values, dict) or values.keys() - known:
+            raise ConfigError(f"option 'below': {values!r} must be an object with some of {', '.join(sorted(known))}")
+        lower = _levels_below(level, values.get("below"))
+        made.append(dataclasses.replace(level, **{**values, "below": lower}))
+    return tuple(made)

@@ -1,0 +1,73 @@
+"""The dense formats written once: a stored number is a float of some width, without scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats._coded import part, plain
+from sameseed.formats.scheme import QuantArgs, QuantTensor
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A format whose codes are floats of `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+    options: frozenset[str] = frozenset()
+    groups: tuple[int, ...] = ()
+    nests: str | None = None
+    weights: bool = True
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        return self.dtype
+
+    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
+        return self.dtype.itemsize * 8
+
+    def rows_together(self, args: QuantArgs) -> int:
+        return 1
+
+    def lower(self, q: QuantTensor) -> QuantTensor | None:
+        return None
+
+    def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
+        stored = weight.to(self.dtype).contiguous()
+        if self.dtype == torch.float16 and weight.dtype != torch.float16 and not stored.isfinite().all():
+            largest = weight.abs().max().item()
+            raise ConfigError(f"a weight of size {largest:g} does not fit {self.name} (at most 65504); use bf16")
+        return QuantTensor(self.name, (weight.shape[0], weight.shape[1]), {"weight": stored})
+
+    def decode(self, q: QuantTensor) -> Tensor:
+        return plain(q).parts["weight"].float()
+
+    def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
+        return plain(q).parts["weight"].index_select(0, index).float()
+
+    def concat(self, parts: list[QuantTensor]) -> QuantTensor:
+        weight = torch.cat([plain(q).parts["weight"] for q in parts])
+        return QuantTensor(self.name, (weight.shape[0], weight.shape[1]), {"weight": weight})
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x.to(self.dtype), None
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return codes.float()
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        return {f"{name}.weight": plain(q).parts["weight"]}
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        weight = part(name, "weight", tensors)
+        if weight.dim() != 2 or not weight.dtype.is_floating_point:
+            raise ConfigError(f"tensor {name}.weight {list(weight.shape)} in {weight.dtype} is no matrix of floats")
+        return self.encode(weight)
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        return {}  # a dense checkpoint has no quantization_config

@@ -1,0 +1,113 @@
+"""Format int4_sparse: the KV cache dense and sparse: a row's largest values kept apart, the rest in 4 bits (KVQuant).
+
+After Hooper et al., 2024 (KVQuant), with scales per token and head: what a token stores depends on it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats import _kv4
+from sameseed.formats.scheme import QuantArgs, QuantTensor
+
+NAME = "int4_sparse"
+LARGEST = torch.finfo(torch.bfloat16).max
+
+
+def num_outliers(dim: int) -> int:
+    """Values of a row of `dim` that are kept apart: one of 32, at least one."""
+    return max(1, dim // 32)
+
+
+def _index_bytes(dim: int) -> int:
+    return 1 if dim <= 256 else 2
+
+
+@cache
+def _dim(width: int) -> int:
+    """D of rows that take `width` bytes: the inverse of D / 2 + 2 + n (2 + bytes of an index), which grows with D."""
+    dim = 2
+    while (found := dim // 2 + _kv4.LOWEST_BYTES + num_outliers(dim) * (2 + _index_bytes(dim))) < width:
+        dim += 2
+    if found != width:
+        raise ConfigError(f"rows of {width} bytes hold no row of a cache in {NAME!r}; it was made by another version")
+    return dim
+
+
+class Int4Sparse:
+    """For the cache only. Rows of even D: bytes as `_kv4` has them for the values that stay, then the n outliers.
+
+    The n largest of a row by size (of two as large, the first) follow as bfloat16 (2 n bytes), then their indices,
+    ascending (n bytes, or 2 n little-endian where D > 256). |error| <= scale / 2 of values that stay, 2^-8 of a value
+    of the others.
+    """
+
+    name = NAME
+    weights = False
+    kv_dtype: torch.dtype | None = torch.uint8
+    options: frozenset[str] = frozenset()
+    groups: tuple[int, ...] = ()
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Bytes uint8 [T, Hk, W] and scales float32 [T, Hk] of x [T, Hk, D]. Raises ConfigError for an odd D."""
+        dim = _kv4.even(NAME, x.shape[-1])
+        x = x.float()
+        # Stable, so that equal values are kept in one order, whatever else is sorted with them.
+        order = x.abs().sort(dim=-1, descending=True, stable=True).indices
+        index = order[..., : num_outliers(dim)].sort(-1).values  # [T, Hk, n]
+        kept = torch.zeros_like(x, dtype=torch.bool).scatter_(-1, index, True)
+        data, scales = _kv4.encode_rows(x, kept)
+        outliers = x.gather(-1, index).clamp(-LARGEST, LARGEST).to(torch.bfloat16)
+        places = [index & 255] if _index_bytes(dim) == 1 else [torch.stack([index & 255, index >> 8], -1).flatten(-2)]
+        return torch.cat([data, _kv4.as_bytes(outliers), *(p.to(torch.uint8) for p in places)], -1), scales
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """The stored values, float32 [T, Hk, D]."""
+        assert scales is not None
+        dim = _dim(codes.shape[-1])
+        count, start = num_outliers(dim), dim // 2 + _kv4.LOWEST_BYTES
+        outliers = _kv4.as_bf16(codes[..., start : start + 2 * count]).float()
+        places = codes[..., start + 2 * count :].long()
+        if _index_bytes(dim) == 2:
+            places = places[..., ::2] | places[..., 1::2] << 8
+        places = places.clamp_(max=dim - 1)  # rows that were never written may hold anything
+        return _kv4.decode_rows(codes, scales, dim).scatter_(-1, places, outliers)
+
+    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
+        self._refuse()
+
+    def rows_together(self, args: QuantArgs) -> int:
+        self._refuse()
+
+    def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
+        self._refuse()
+
+    def decode(self, q: QuantTensor) -> Tensor:
+        self._refuse()
+
+    def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
+        self._refuse()
+
+    def concat(self, parts: list[QuantTensor]) -> QuantTensor:
+        self._refuse()
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        self._refuse()
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        self._refuse()
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(f"format {NAME!r} serves the KV cache only; store weights as e.g. 'w4a16'")
+
+
+FORMAT = Int4Sparse()

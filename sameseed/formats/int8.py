@@ -1,0 +1,80 @@
+"""Format int8: symmetric 8-bit integers; weights with a scale per channel or group, KV rows one per token and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats._coded import (
+    Coded,
+    bf16_scales,
+    compressed_tensors,
+    divided,
+    fitting,
+    grouped,
+    plain,
+    scales_part,
+    shape_part,
+)
+from sameseed.formats.int4 import pack_int32, unpack_int32
+from sameseed.formats.scheme import QuantArgs, QuantTensor, quantize_rows
+
+
+class Int8(Coded):
+    """Codes in -127..127; scales are absmax / 127 of a row (float32), or of a group (bfloat16)."""
+
+    name = "int8"
+    bits = 8
+    kv_dtype = torch.int8
+    options = frozenset({"group", "activations"})
+
+    def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
+        if args.group is None:
+            return self.stored(*quantize_rows(weight))
+        x = grouped(weight, args.group)
+        scales = bf16_scales(x.abs().amax(-1), 127.0)
+        codes = divided(x, scales).round_().clamp_(-127, 127).to(torch.int8)
+        return self.stored(codes, scales)
+
+    def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
+        return codes.float()
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        codes, scales = quantize_rows(x)  # the scale is per row: a rejected draft must leave no trace
+        return codes, scales.squeeze(-1)
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        assert scales is not None
+        return codes.float() * scales[..., None]
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """Tensors in compressed-tensors' int-quantized layout; with float activations in its packed one."""
+        codes, scales = plain(q).parts["codes"], q.parts["scales"]
+        if q.activations is not None:
+            return {f"{name}.weight": codes, f"{name}.weight_scale": scales}
+        return {
+            f"{name}.weight_packed": pack_int32(codes.view(torch.uint8) ^ 128, 8),  # value + 128
+            f"{name}.weight_scale": scales,
+            f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
+        }
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        """Of either layout. Raises ConfigError where the tensors do not fit each other, or have zero points."""
+        if f"{name}.weight_zero_point" in tensors:
+            raise ConfigError(f"{name} has 8-bit codes with zero points, which int8 has not; store it symmetrically")
+        if f"{name}.weight_packed" in tensors:
+            height, width = shape_part(name, tensors)
+            packed = fitting(name, "weight_packed", tensors, (torch.int32,), height, -(-width // 4))
+            codes = (unpack_int32(packed, width, 8) ^ 128).view(torch.int8)
+        else:
+            codes = fitting(name, "weight", tensors, (torch.int8,), -1, -1)
+        return self.stored(codes, scales_part(name, tensors, *codes.shape))
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        return compressed_tensors("int-quantized" if q.activations else "pack-quantized", q, 8, "int")
+
+
+FORMAT = Int8()

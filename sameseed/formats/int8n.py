@@ -1,0 +1,86 @@
+"""Format int8n: 8-bit integers that hold a 4-bit weight of the same groups in their upper halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sameseed.formats._coded import (
+    Coded,
+    bf16_scales,
+    compressed_tensors,
+    divided,
+    fitting,
+    grouped,
+    plain,
+    scales_part,
+)
+from sameseed.formats.scheme import QuantArgs, QuantTensor
+
+LOWEST, HIGHEST = -128, 119
+
+
+class Int8n(Coded):
+    """Codes q in -128..119; the scale of a group is the larger of max / 119 and -min / 128, bfloat16.
+
+    q = 16 high + low, both in -8..7, for every such code: high = round(q / 16). So `high` under the scale 16 s is a
+    symmetric int4 weight of the same groups, at most half a step (and half a step of q) off: see `lower`. A backend
+    may keep the halves apart; then one that drafts reads the first plane only, and one that checks reads both.
+
+    Parts: "codes" int8, "scales"; of a view "high" (codes of which the upper half counts) for "codes".
+    """
+
+    name = "int8n"
+    bits = 8
+    codes = range(LOWEST, HIGHEST + 1)
+    options = frozenset({"group", "activations"})
+    groups = (128, 64, 32)
+    nests = "int8"
+
+    def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
+        x = grouped(weight, args.group)
+        low, high = x.aminmax(dim=-1)  # [O, K / G]
+        scales = bf16_scales(torch.maximum(high / HIGHEST, low / LOWEST), 1.0)
+        return self.stored(divided(x, scales).round_().clamp_(LOWEST, HIGHEST).to(torch.int8), scales)
+
+    def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
+        return codes.float()
+
+    def lower(self, q: QuantTensor) -> QuantTensor | None:
+        """The 4-bit weight of the upper halves. None where a backend has packed whole bytes (for float activations)."""
+        name = "codes" if q.layout == "plain" and "codes" in q.parts else "high"
+        if name not in q.parts:
+            return None
+        return replace(q, parts={"high": q.parts[name], "scales": q.parts["scales"]})
+
+    def decode(self, q: QuantTensor) -> Tensor:
+        """The stored values, float32 [O, K]; of a view, those of the upper halves."""
+        parts = plain(q).parts
+        if "high" not in parts:
+            return super().decode(q)
+        return super().decode(replace(q, parts={"codes": 16 * high(parts["high"]), "scales": parts["scales"]}))
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """Our own layout: the codes as whole bytes, scales by group."""
+        parts = plain(q).parts
+        return {f"{name}.weight": parts["codes"], f"{name}.weight_scale": parts["scales"]}
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        """Raises ConfigError where the tensors do not fit each other; codes above 119 count as that."""
+        codes = fitting(name, "weight", tensors, (torch.int8,), -1, -1).clamp(max=HIGHEST)
+        return self.stored(codes, scales_part(name, tensors, *codes.shape))
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        """Marked as ours: no other engine reads it."""
+        return compressed_tensors("int8n", q, 8, "int", "sameseed")
+
+
+def high(codes: Tensor) -> Tensor:
+    """The upper halves of codes int8, rounded: round(q / 16), in -8..7."""
+    return (codes.to(torch.int16) + 8 >> 4).to(torch.int8)
+
+
+FORMAT = Int8n()

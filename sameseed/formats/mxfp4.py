@@ -1,0 +1,114 @@
+"""Format mxfp4: 4-bit floats e2m1 under a power of two for each 32 weights (OCP Microscaling Formats 1.0, 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats._coded import Coded, compressed_tensors, fitting, grouped, plain
+from sameseed.formats.scheme import SMALLEST, QuantArgs, QuantTensor
+
+# e2m1: sign, two bits of exponent, one of mantissa.
+TABLE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+# Halfway between the values; ties go to the even code, so every second border lies just below.
+_HALFWAY = (TABLE[1:8] + TABLE[:7]) / 2
+BORDERS = torch.where(torch.arange(7) % 2 == 0, _HALFWAY, _HALFWAY.nextafter(torch.zeros(())))
+BLOCK = 32
+SMALLEST_SCALE = 2.0**-127  # e8m0 knows no zero: blocks of zeros have this one
+
+
+class MXFP4(Coded):
+    """Codes 0..15 in the order of their bits; value = TABLE[code] * scale, the scale a power of two as bfloat16.
+
+    scale = 2^(floor(log2 absmax) - 2), as the specification says: a value beyond 6 of the block's 8 steps becomes 6, so
+    the error is half a step, or two at the top. `-mse` takes twice that scale where the block's squared error is less.
+    NaN in a block makes its scale NaN (e8m0 255).
+    """
+
+    name = "mxfp4"
+    bits = 4
+    options = frozenset({"mse"})
+    groups = (BLOCK,)
+
+    def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
+        x = grouped(weight, args.group)
+        a = x.abs().amax(-1)
+        usable = a.isfinite() & (a >= SMALLEST)
+        exponents = torch.frexp(torch.where(usable, a, 1.0)).exponent - 3  # frexp: a = m * 2^e, m in [0.5, 1)
+        scales = torch.ldexp(torch.ones_like(a), exponents)  # [O, K / G]
+        codes, error = _round(x, scales)
+        if args.variant == "mse":
+            wider, wider_error = _round(x, scales * 2)
+            better = wider_error < error
+            codes = torch.where(better[..., None], wider, codes)
+            scales = torch.where(better, scales * 2, scales)
+        codes.masked_fill_(~usable[..., None], 0)
+        scales = torch.where(usable, scales, torch.where(a.isfinite(), SMALLEST_SCALE, torch.nan))
+        return self.stored(codes, scales.to(torch.bfloat16))
+
+    def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
+        return TABLE.to(codes.device)[codes.long()]
+
+    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
+        """Scales lie as bfloat16 in memory; a checkpoint has a byte for each (4.25 bits in blocks of 32)."""
+        return self.bits + 16 / (args.group or width)
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """Tensors in compressed-tensors' mxfp4-pack-quantized layout: two codes a byte, the first in its low half.
+
+        Raises ConfigError for rows that blocks of 32 do not divide: no reader takes them.
+        """
+        codes = plain(q).parts["codes"]
+        if q.group != BLOCK:
+            raise ConfigError(
+                f"tensor {name} has rows of {q.shape[1]}, no multiple of 32: mxfp4 is stored in blocks of 32"
+            )
+        return {
+            f"{name}.weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
+            f"{name}.weight_scale": to_e8m0(q.parts["scales"]),
+        }
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        """Bytes of two codes, and a byte of scale for 32 of them. Raises ConfigError otherwise."""
+        packed = fitting(name, "weight_packed", tensors, (torch.uint8,), -1, -1)
+        e8m0 = (torch.uint8, torch.float8_e8m0fnu)
+        scales = fitting(name, "weight_scale", tensors, e8m0, packed.shape[0], -1)
+        if packed.shape[1] * 2 != scales.shape[1] * BLOCK:
+            raise ConfigError(
+                f"tensors {name}.weight_packed {list(packed.shape)} and .weight_scale {list(scales.shape)} "
+                "are no mxfp4: a byte of scale goes with 16 of codes"
+            )
+        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+        return self.stored(codes, from_e8m0(scales.view(torch.uint8)))
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        return compressed_tensors(
+            "mxfp4-pack-quantized", q, 4, "float", scale_dtype="torch.uint8", zp_dtype="torch.uint8"
+        )
+
+
+def _round(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of x [O, K / G, G] under scales [O, K / G], ties to even, and the squared error of each block."""
+    steps = x / scales[..., None]  # exact: a power of two
+    size = torch.bucketize(steps.abs(), BORDERS.to(x.device)).to(torch.uint8)
+    codes = size | ((steps < 0) & (size > 0)).to(torch.uint8) << 3
+    return codes, (TABLE.to(x.device)[codes.long()] - steps).mul_(scales[..., None]).square_().sum(-1)
+
+
+def to_e8m0(scales: Tensor) -> Tensor:
+    """Powers of two in bfloat16 (2^-127 to 2^127, or NaN) as their exponents + 127; NaN is 255."""
+    bits = scales.contiguous().view(torch.int16).int()
+    return torch.where(scales.isnan(), 255, bits >> 7).to(torch.uint8)
+
+
+def from_e8m0(codes: Tensor) -> Tensor:
+    """The inverse: bfloat16."""
+    bits = codes.int() << 7
+    bits = torch.where(codes == 0, 0x0040, torch.where(codes == 255, 0x7FC0, bits))  # 2^-127 is subnormal
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+FORMAT = MXFP4()

@@ -1,0 +1,183 @@
+"""Format nf4: 16 quantiles of the normal distribution, scaled by the absmax of 64 weights (Dettmers et al., 2023)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats import _dynamic8
+from sameseed.formats._coded import FLOATS, Coded, bf16_scales, divided, grouped, part, plain
+from sameseed.formats.scheme import SMALLEST, QuantArgs, QuantTensor
+
+# Appendix E of the paper, as float32.
+TABLE = torch.tensor(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ]
+)  # fmt: skip
+BORDERS = (TABLE[1:] + TABLE[:-1]) / 2
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+class NF4(Coded):
+    """Codes 0..15 into TABLE; value = TABLE[code] * scale, the scale bfloat16 in what `encode` stores.
+
+    `-dq`: double quantization (QLoRA, section 3), as bitsandbytes has it. Parts "scales" are uint8 codes of the absmax
+    less "offset" [1], their mean; "sizes" [O K / G / 256] are the scales of these codes, in blocks of 256 along all
+    rows. Kernels and `concat` take the scales as float32 (`single`). Codes are the nearest under the scales that are
+    stored (bitsandbytes takes those under the exact ones). The error is at most half the gap between two values.
+    """
+
+    name = "nf4"
+    bits = 4
+    options = frozenset({"dq"})
+    groups = (64,)
+
+    def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
+        x = grouped(weight, args.group)
+        a = x.abs().amax(-1)
+        if args.variant != "dq":
+            scales = bf16_scales(a, 1.0)
+            return self.stored(nearest(divided(x, scales)), scales)
+        a = torch.where(a < SMALLEST, 0.0, a)
+        offset = a.flatten().mean().view(1)
+        codes, sizes = _dynamic8.encode(a.flatten() - offset)
+        q = self.stored(weight, codes.view(a.shape))
+        q = replace(q, parts={**q.parts, "sizes": sizes, "offset": offset})
+        return replace(q, parts={**q.parts, "codes": nearest(divided(x, single(q).parts["scales"])).flatten(1)})
+
+    def rows_together(self, args: QuantArgs) -> int:
+        return 0 if args.variant == "dq" else 1  # the offset is the mean of all scales
+
+    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
+        """Of -dq as it is stored (and not the offset, 32 bits a matrix); kernels take 4 + 32 / 64."""
+        group = args.group or width
+        return 4 + (8 + 32 / _dynamic8.BLOCK if args.variant == "dq" else 16) / group
+
+    def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
+        return TABLE.to(codes.device)[codes.long()]
+
+    def decode(self, q: QuantTensor) -> Tensor:
+        return super().decode(single(q))
+
+    def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
+        return super().decode_rows(single(q), index)
+
+    def concat(self, parts: list[QuantTensor]) -> QuantTensor:
+        return super().concat([single(q) for q in parts])
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """Tensors as bitsandbytes stores them: two codes a byte, the first in the upper half."""
+        codes, scales = plain(q).parts["codes"].flatten(), q.parts["scales"].flatten()
+        if codes.numel() % 2:
+            codes = torch.nn.functional.pad(codes, (0, 1))
+        state = {"quant_type": "nf4", "blocksize": q.group, "dtype": "bfloat16", "shape": list(q.shape)}
+        tensors = {
+            f"{name}.weight": (codes[::2] << 4 | codes[1::2])[:, None],
+            f"{name}.weight.absmax": scales if "sizes" in q.parts else scales.float(),
+            f"{name}.weight.quant_map": TABLE.clone(),
+        }
+        if "sizes" in q.parts:
+            state |= {"nested_blocksize": _dynamic8.BLOCK, "nested_dtype": "float32"}
+            state["nested_offset"] = q.parts["offset"].item()
+            tensors[f"{name}.weight.nested_absmax"] = q.parts["sizes"]
+            tensors[f"{name}.weight.nested_quant_map"] = _dynamic8.TABLE.clone()
+        return tensors | {f"{name}.{STATE}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        """Raises ConfigError for states that do not fit the tensors."""
+        state = read_state(name, tensors)
+        (height, width), nested = state["shape"], "nested_offset" in state
+        packed, scales = part(name, "weight", tensors).flatten(), part(name, "weight.absmax", tensors)
+        if packed.dtype != torch.uint8 or (scales.dtype != torch.uint8 if nested else scales.dtype not in FLOATS):
+            raise ConfigError(f"tensors {name}.weight and its absmax are {packed.dtype} and {scales.dtype}: no nf4's")
+        count = height * width // state["blocksize"]
+        if width % state["blocksize"] or scales.numel() != count or packed.numel() != -(-height * width // 2):
+            raise ConfigError(
+                f"tensor {name}.weight [{height}, {width}] in blocks of {state['blocksize']} does not fit "
+                f"{packed.numel()} bytes and {scales.numel()} scales, or its blocks cross rows; store it otherwise"
+            )
+        codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: height * width].view(height, width)
+        q = self.stored(codes, scales.view(height, -1))
+        if nested:
+            return _nested(name, q, state, tensors)
+        short = q.parts["scales"].to(torch.bfloat16)
+        return self.stored(codes, short) if short.float().equal(q.parts["scales"]) else q
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_use_double_quant": "sizes" in q.parts,
+        }
+
+
+def single(q: QuantTensor) -> QuantTensor:
+    """`q` with float32 scales [O, K / G] where it has double ones; itself otherwise."""
+    if "sizes" not in q.parts:
+        return q
+    codes = plain(q).parts["scales"]
+    scales = _dynamic8.decode(codes.flatten(), q.parts["sizes"]) + q.parts["offset"]
+    return replace(q, parts={"codes": q.parts["codes"], "scales": scales.view(codes.shape)})
+
+
+def read_state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What bitsandbytes notes of weight `name`. Raises ConfigError unless it has a shape and blocks."""
+    given = part(name, STATE, tensors)
+    try:
+        state = json.loads(bytes(given.flatten().tolist()))
+        height, width = state["shape"]
+        sizes = [height, width, state["blocksize"], state.get("nested_blocksize", 1)]
+        offset = float(state.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"tensor {name}.{STATE} is no state of bitsandbytes ({error}); the file is damaged") from None
+    if any(not isinstance(n, int) or n < 1 for n in sizes) or not math.isfinite(offset):
+        raise ConfigError(f"tensor {name}.{STATE} says {state}, which no weight has; the file is damaged")
+    return dict(state)
+
+
+def _nested(name: str, q: QuantTensor, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> QuantTensor:
+    """`q` with the double scales of the state; with float32 ones where these are not laid out as ours."""
+    sizes, table = part(name, "weight.nested_absmax", tensors).float(), tensors.get(f"{name}.weight.nested_quant_map")
+    codes, block = q.parts["scales"], state["nested_blocksize"]
+    if sizes.shape != (-(-codes.numel() // block),):
+        raise ConfigError(f"tensors {name}.weight.absmax and nested_absmax do not fit each other; the file is damaged")
+    if table is not None and (table.shape != (256,) or table.dtype != torch.float32):
+        raise ConfigError(f"tensor {name}.weight.nested_quant_map {list(table.shape)} has no 256 values; it is damaged")
+    offset = torch.tensor([state["nested_offset"]], dtype=torch.float32)
+    if block == _dynamic8.BLOCK and (table is None or table.equal(_dynamic8.TABLE)):
+        return replace(q, parts={**q.parts, "sizes": sizes, "offset": offset})
+    scales = _dynamic8.decode(codes.flatten(), sizes, block, table) + offset
+    return replace(q, parts={**q.parts, "scales": scales.view(codes.shape)})
+
+
+def nearest(x: Tensor) -> Tensor:
+    """Codes uint8 of the table's nearest value (of two as near, the lower).
+
+    A bucket is far narrower than the gaps between borders: x can only lie on either side of the one nearest to its
+    bucket, even where rounding put it into the next bucket.
+    """
+    bucket = (x + 1).mul_(_BUCKETS / 2).long().clamp_(0, _BUCKETS - 1)
+    near = _NEAR_BORDER.to(x.device).take(bucket)
+    return (x > BORDERS.to(x.device).take(near)).view(torch.uint8) + near.to(torch.uint8)
+
+
+_BUCKETS = 1024  # of equal width, from -1 to 1
+_CENTRES = (torch.arange(_BUCKETS) + 0.5) / (_BUCKETS / 2) - 1
+_NEAR_BORDER = (_CENTRES[:, None] - BORDERS[None, :]).abs().argmin(1)
+
+
+FORMAT = NF4()

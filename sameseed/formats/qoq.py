@@ -1,0 +1,120 @@
+"""Format qoq: int4 codes under int8 group scales inside one scale per channel (QoQ and QServe: Lin et al., 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats._coded import (
+    Coded,
+    bf16_scales,
+    compressed_tensors,
+    divided,
+    fitting,
+    grouped,
+    plain,
+    shape_part,
+)
+from sameseed.formats.int4 import pack_int32, unpack_int32
+from sameseed.formats.scheme import QuantArgs, QuantTensor
+
+# Codes of the first level reach 119, not 127: rounding to steps of up to 16 (238 / 15, rounded up) moves them by 8 at
+# most, so that (code - zero) * step never leaves int8 (the paper's protective range).
+PROTECTED = 119
+
+
+class QoQ(Coded):
+    """Two levels: an int8 weight w8 = round(w / channel), and of it by group 4-bit codes: w8 ~ (code - zero) * step.
+
+    channel = absmax / 119 of the row, bfloat16; step = the group's range of w8, stretched to contain 0, over 15 and
+    rounded up, an integer in 1..16 (0 for a group of zeros); zero in 0..15. The product of the integers lies in
+    -127..127 for every weight, so a kernel may multiply in int8.
+
+    Parts: codes, "scales" float32 [O, K / G] = step * channel, exact (8 bits times 5), "zeros", and "channel" [O, 1].
+    The value is (code - zero) * scale: what the int4 kernels multiply, in float rows fma by fma, in int8 rows as the
+    exact sum of (code - zero) * x over a group times scale. |error| <= (step + 1) / 2 * channel.
+
+    `-mse` takes the next smaller step where the group's squared error is less, though its ends are cut off.
+    """
+
+    name = "qoq"
+    bits = 4
+    options = frozenset({"group", "activations", "mse"})
+    groups = (128, 64, 32)
+
+    def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
+        x = grouped(weight, args.group)
+        channel = bf16_scales(x.abs().amax((1, 2)), PROTECTED)[:, None]  # [O, 1]
+        w8 = divided(x, channel.expand(-1, x.shape[1])).round_().clamp_(-PROTECTED, PROTECTED)  # [O, K / G, G]
+        low, high = w8.aminmax(dim=-1)
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        steps = ((high - low) / 15).ceil_()  # rounded up: no value is cut off
+        codes, zeros, error = _second(w8, low, steps)
+        if args.variant == "mse":
+            smaller = (steps - 1).clamp_(min=1.0)
+            other_codes, other_zeros, other_error = _second(w8, low, smaller)
+            better = other_error < error
+            codes, zeros = torch.where(better, other_codes, codes), torch.where(better, other_zeros, zeros)
+            steps = torch.where(better.squeeze(-1), smaller, steps)
+        return self.leveled(codes.to(torch.uint8), steps, zeros.squeeze(-1).to(torch.uint8), channel)
+
+    def leveled(self, codes: Tensor, steps: Tensor, zeros: Tensor, channel: Tensor) -> QuantTensor:
+        """A weight of codes [O, K] (or in groups), steps and zero points [O, K / G], and channel scales [O, 1]."""
+        q = self.stored(codes, steps.float() * channel.float(), zeros.contiguous())
+        return replace(q, parts={**q.parts, "channel": channel.contiguous()})
+
+    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
+        """As in memory, where a group has its float32 product; a checkpoint has a byte for it."""
+        return 4 + (32 + 8) / (args.group or width) + 16 / width
+
+    def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
+        assert zeros is not None
+        return codes.float() - zeros.float()
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """Our own layout: codes as pack-quantized has them, channel scales, group scales and zero points in bytes."""
+        parts = plain(q).parts
+        return {
+            f"{name}.weight_packed": pack_int32(parts["codes"]),
+            f"{name}.weight_scale": parts["channel"],
+            f"{name}.weight_group_scale": steps(q),
+            f"{name}.weight_zero_point": parts["zeros"],
+            f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
+        }
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        """Raises ConfigError where the tensors do not fit each other, or are out of qoq's range."""
+        height, width = shape_part(name, tensors)
+        packed = fitting(name, "weight_packed", tensors, (torch.int32,), height, -(-width // 8))
+        channel = fitting(name, "weight_scale", tensors, (torch.bfloat16,), height, 1)
+        group_scales = fitting(name, "weight_group_scale", tensors, (torch.uint8,), height, -1)
+        zeros = fitting(name, "weight_zero_point", tensors, (torch.uint8,), *group_scales.shape)
+        if width % group_scales.shape[1]:
+            raise ConfigError(f"{name} has {group_scales.shape[1]} groups, which do not divide {width} columns")
+        if (group_scales > 16).any() or (zeros > 15).any():
+            raise ConfigError(f"group scales of {name} exceed 16, or zero points 15: this is no qoq, or a damaged file")
+        return self.leveled(unpack_int32(packed, width), group_scales, zeros, channel)
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        """Marked as ours: no other engine reads it."""
+        return compressed_tensors("qoq", q, 4, "int", "sameseed")
+
+
+def _second(w8: Tensor, low: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of w8 [O, K / G, G] in integer steps [O, K / G] from low, zero points and squared error [O, K / G, 1]."""
+    zeros = divided(-low[..., None], steps).round_().clamp_(0, 15)
+    codes = divided(w8, steps).round_().add_(zeros).clamp_(0, 15)
+    return codes, zeros, ((codes - zeros) * steps[..., None] - w8).square_().sum(-1, keepdim=True)
+
+
+def steps(q: QuantTensor) -> Tensor:
+    """The group scales uint8 [O, K / G] inside the channel's: scales / channel, exactly."""
+    scales = plain(q).parts["scales"]
+    return divided(scales[..., None], q.parts["channel"].expand_as(scales)).squeeze(-1).to(torch.uint8)
+
+
+FORMAT = QoQ()

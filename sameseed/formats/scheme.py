@@ -1,0 +1,340 @@
+"""How numbers are stored: QuantTensor (a weight), KVLayer (a layer of the cache), QuantScheme (a choice for a model).
+
+A module on this shelf holds one `FORMAT`, an object that has what `Format` below lists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from sameseed import registry
+from sameseed.errors import ConfigError, RegistryError
+
+DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+GROUPS = (32, 64, 128)  # values of a row that may share a scale, besides the whole row
+SMALLEST = 2.0**-100  # rows whose absmax is below are zeros: 127 / absmax would near the end of float32
+
+
+@dataclass(frozen=True)
+class QuantArgs:
+    """How a format is to store a weight: `group` values along K share a scale (None: a row has one); zero points?
+
+    `variant`: one of the format's own ways, by the name that follows its own (nf4-dq, fp8-b128); None: the plain one.
+    """
+
+    group: int | None = None
+    symmetric: bool = True
+    variant: str | None = None
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """A weight [O, K] as one format stores it; `parts` are its tensors by name (dense formats: one, "weight").
+
+    `activations` "int8": rows of x are quantized before the product (`quantize_rows`, in the weight's groups); "fp8":
+    rounded to e4m3 (`round_rows`); None: x stays float32. `layout` "plain" is the format's own, any other one a
+    backend's (`ops.pack`, `ops.unpack`).
+    """
+
+    format: str
+    shape: tuple[int, int]
+    parts: Mapping[str, Tensor]
+    activations: str | None = None
+    layout: str = "plain"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the stored tensors take."""
+        return sum(t.numel() * t.element_size() for t in self.parts.values())
+
+    @property
+    def group(self) -> int:
+        """Values of a row that share a scale: K over the number of scales (K for dense formats)."""
+        scales = self.parts.get("scales")
+        return self.shape[1] if scales is None else self.shape[1] // scales.shape[1]
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """Keys and values of one layer: k, v [num_blocks, block_size, Hk, W] in the format's storage type.
+
+    W is D, or where formats pack rows, the bytes of one (the last dimension of what `encode_kv` gives). Scales are
+    float32 [num_blocks, block_size, Hk], one per token and head, or None for formats without.
+    """
+
+    format: str
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+class Format(Protocol):
+    """A number format, for weights and, where `kv_dtype` is not None, for the cache. Parts of a weight lead with O."""
+
+    @property
+    def weights(self) -> bool:
+        """Whether it serves weights; if not, all that concerns them raises ConfigError."""
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """Storage type of cached rows; None if the format does not serve the cache."""
+
+    @property
+    def options(self) -> frozenset[str]:
+        """What a scheme may ask of it: "group", "asymmetric", "activations", "activations-fp8", names of variants."""
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Groups that are tried in turn where a scheme asks for none; where none divides K, a row has one scale."""
+
+    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
+        """Bits that a weight takes, scales and zero points included, in rows of `width`; a kernel's packing pads."""
+
+    def rows_together(self, args: QuantArgs) -> int:
+        """Rows of a weight that share something: encoded in chunks, these begin at multiples of it; 0: all rows do."""
+
+    @property
+    def nests(self) -> str | None:
+        """The activations for which a backend keeps a weight of fewer bits apart inside one of these; None: no such."""
+
+    def lower(self, q: QuantTensor) -> QuantTensor | None:
+        """The weight of fewer bits inside `q`, on the same memory; None where none is kept apart."""
+
+    def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
+        """Store weight [O, K], rounded to nearest; args None: `own_args`. Raises ConfigError where it cannot."""
+
+    def decode(self, q: QuantTensor) -> Tensor:
+        """The stored values, float32 [O, K]."""
+
+    def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
+        """Rows `index` [n] of the stored values, float32 [n, K]."""
+
+    def concat(self, parts: list[QuantTensor]) -> QuantTensor:
+        """Several weights as one, along O: each row keeps its values."""
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Codes [T, Hk, W] and scales float32 [T, Hk] (or None) of cache rows x [T, Hk, D]."""
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """The inverse of encode_kv, float32."""
+
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """The tensors of layer `name` as a checkpoint stores them."""
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        """The inverse of checkpoint (a checkpoint says nothing of activations: they are None)."""
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        """The `quantization_config` that vLLM reads, for a model of weights like `q`; empty for dense formats."""
+
+
+def get(name: str) -> Format:
+    """The format of that name. Raises RegistryError with the nearest name."""
+    return cast(Format, registry.load("formats", name).FORMAT)
+
+
+def own_args(groups: tuple[int, ...], width: int) -> QuantArgs:
+    """What a format with these `groups` takes for rows of `width` values when nothing is asked of it."""
+    return QuantArgs(next((g for g in groups if width % g == 0), None))
+
+
+def weight_format(name: str) -> Format:
+    """The format of that name if it can store weights. Raises ConfigError otherwise."""
+    found = get(name)
+    if not found.weights:
+        raise ConfigError(
+            f"format {name!r} serves the KV cache only; store weights as e.g. 'w4a16' (see sameseed info)"
+        )
+    return found
+
+
+def kv_format(name: str) -> Format:
+    """The format of that name if a cache can use it. Raises ConfigError otherwise."""
+    found = get(name)
+    if found.kv_dtype is None:
+        raise ConfigError(f"format {name!r} does not serve the KV cache; use e.g. 'bf16' or 'int8'")
+    return found
+
+
+def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """Codes int8 [..., K] and scales float32 [..., K / G] of rows x [..., K]: what int8 is for activations and cache.
+
+    Of each row and group (None: the row): a = max |x|; scale = a / 127, code = x * (127 / a) rounded to nearest even.
+    Below 2^-100, a counts as 0 (scale 0, codes 0); NaN or infinity make the scale NaN and the codes 0.
+    """
+    # Not `127.0 / a`: PyTorch computes that as 127 * (1 / a), which rounds twice.
+    size = group or x.shape[-1]
+    x = x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    a = x.abs().amax(-1, keepdim=True)
+    usable = a.isfinite() & (a >= SMALLEST)
+    codes = torch.where(usable, (x * (torch.full_like(a, 127.0) / a)).round_().clamp_(-127, 127), 0.0).to(torch.int8)
+    scales = torch.where(usable, a / 127.0, torch.where(a.isfinite(), 0.0, torch.nan))
+    return codes.flatten(-2), scales.squeeze(-1)
+
+
+def round_rows(x: Tensor, group: int | None = None) -> Tensor:
+    """Rows x [..., K] rounded to e4m3 by row and group (None: the row), float32: what fp8 is for activations.
+
+    Of each group: a = max |x|; value = e4m3(x * (448 / a)) * (a / 448), to nearest even. Below 2^-100, a counts as 0
+    (values 0); NaN or infinity make the whole group NaN.
+    """
+    size = group or x.shape[-1]
+    groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    a = groups.abs().amax(-1, keepdim=True)
+    usable = a.isfinite() & (a >= SMALLEST)
+    largest = torch.full_like(a, 448.0)
+    codes = torch.where(usable, (groups * (largest / a)).clamp_(-448.0, 448.0), 0.0).to(torch.float8_e4m3fn)
+    scales = torch.where(usable, a / largest, torch.where(a.isfinite(), 0.0, torch.nan))
+    return (codes.float() * scales).reshape(x.shape)
+
+
+# Names for what is asked for most: bits of weights and activations (16: activations stay float32).
+PRESETS: dict[str, tuple[str, str | None]] = {
+    "w8a8": ("int8", "int8"),
+    "w8a16": ("int8", None),
+    "w8a8n": ("int8n", "int8"),
+    "w4a8": ("int4", "int8"),
+    "w4a16": ("int4", None),
+    "w4a8-qoq": ("qoq", "int8"),
+    "fp8": ("fp8_e4m3", None),
+    "fp8-a8": ("fp8_e4m3", "fp8"),
+    "fp8_e5m2-a8": ("fp8_e5m2", "fp8"),
+    "auto-a8": ("auto", "int8"),
+}
+VARIANTS = ("auto", "b128", "dq", "mse")
+_NAME = re.compile(rf"(?P<base>.+?)(?:-(?P<variant>{'|'.join(VARIANTS)}))?(?:-g(?P<group>\d+))?(?P<asymmetric>-asym)?")
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """How a model's matrices are stored and multiplied; norms and biases stay float32.
+
+    `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
+    (None: the format's choice for each K). `activations`: "int8", "fp8" or None (see QuantTensor); of "auto": for what
+    can take them. `variant`: see QuantArgs. `rules`: schemes of their own for modules whose names fit a glob
+    (`lm_head`, `model.layers.0.*`); the first that fits counts (`at`). Raises ConfigError for what the format has not,
+    RegistryError for an unknown one.
+    """
+
+    weights: str = "auto"
+    group: int | None = None
+    symmetric: bool = True
+    activations: str | None = None
+    rules: tuple[tuple[str, QuantScheme], ...] = ()
+    variant: str | None = None
+
+    def __post_init__(self) -> None:
+        options = frozenset({"activations"}) if self.weights == "auto" else weight_format(self.weights).options
+        if self.group is not None and ("group" not in options or self.group not in GROUPS):
+            allowed = f"of {', '.join(map(str, GROUPS))}" if "group" in options else "at all"
+            raise ConfigError(f"format {self.weights!r} has no groups {allowed} like {self.group}; leave out the group")
+        if not self.symmetric and "asymmetric" not in options:
+            raise ConfigError(f"format {self.weights!r} has no zero points; leave out -asym, or take w4a8 or w4a16")
+        if self.variant is not None and self.variant not in options:
+            own = ", ".join(f"-{v}" for v in VARIANTS if v in options) or "none"
+            raise ConfigError(f"format {self.weights!r} has no variant -{self.variant}; it has {own}")
+        needed = {None: None, "int8": "activations", "fp8": "activations-fp8"}.get(self.activations, "")
+        if needed is not None and needed not in options:
+            raise ConfigError(
+                f"weights in {self.weights!r} take no activations in {self.activations!r}: only integer weights take "
+                "int8 activations (w8a8, w8a8n, w4a8, w4a8-qoq), only fp8 weights fp8 ones (fp8-a8)"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> QuantScheme:
+        """The scheme of that name: a format's or one of PRESETS, with a variant, then -g32|-g64|-g128 and -asym.
+
+        Rules follow, by commas: `w4a8,lm_head=bf16,model.layers.0.*=w8a8`. Raises RegistryError with the nearest name,
+        ConfigError for what the format has not.
+        """
+        text, *rest = text.split(",")
+        own = cls._parse_one(text)
+        rules = []
+        for rule in rest:
+            glob, equals, name = (x.strip() for x in rule.partition("="))
+            if not glob or not equals:
+                raise ConfigError(f"no rule {rule!r}; write MODULES=FORMAT, e.g. 'w4a8,lm_head=bf16'")
+            rules.append((glob, cls._parse_one(name)))
+        return replace(own, rules=tuple(rules))
+
+    @classmethod
+    def _parse_one(cls, text: str) -> QuantScheme:
+        found = _NAME.fullmatch(text.strip().lower())
+        base = found["base"] if found else text
+        known = [*PRESETS, *registry.names("formats"), "auto"]
+        if found is None or base not in known:
+            near = difflib.get_close_matches(base, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise RegistryError(
+                f"no format {text!r}{hint} (there are: {', '.join(known)}; int4, int8, int8n and qoq also with -g32, "
+                "-g64, -g128, int4 with -asym; fp8-b128, fp8-auto, nf4-dq, mxfp4-mse)"
+            )
+        weights, activations = PRESETS.get(base, (base, None))
+        group = None if found["group"] is None else int(found["group"])
+        return cls(weights, group, found["asymmetric"] is None, activations, variant=found["variant"])
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        return ",".join([self.name, *(f"{glob}={scheme}" for glob, scheme in self.rules)])
+
+    @property
+    def name(self) -> str:
+        """The name of the scheme itself, without its rules."""
+        names = {value: name for name, value in PRESETS.items() if name != "fp8"}
+        base = names.get((self.weights, self.activations), self.weights)
+        own = [f"-{self.variant}"] if self.variant else []
+        own += [f"-g{self.group}"] if self.group else []
+        return "".join([base, *own, *([] if self.symmetric else ["-asym"])])
+
+    def at(self, *names: str) -> QuantScheme:
+        """The scheme of a module that goes by these names (more than one: tied weights), its rules applied."""
+        for glob, scheme in self.rules:
+            if any(fnmatchcase(name, glob) for name in names):
+                return scheme
+        return replace(self, rules=()) if self.rules else self
+
+    def format_for(self, dtype: torch.dtype) -> str:
+        """Name of the format that a matrix of that stored type takes."""
+        return DENSE.get(dtype, "fp32") if self.weights == "auto" else self.weights
+
+    def dense_for(self, dtype: torch.dtype) -> str:
+        """Dense format nearest to it: its own, or where it quantizes, that of the stored type."""
+        name = self.format_for(dtype)
+        return name if name in DENSE.values() else DENSE.get(dtype, "fp32")
+
+    def args(self, width: int) -> QuantArgs:
+        """How rows of `width` values are stored. Raises ConfigError where the group does not divide them."""
+        if self.weights == "auto":
+            return QuantArgs()
+        if self.group is not None and width % self.group:
+            fitting = [str(g) for g in GROUPS if width % g == 0]
+            other = f"take -g{fitting[-1]}, or leave the group out" if fitting else "leave the group out"
+            raise ConfigError(f"groups of {self.group} do not divide its rows of {width} values; {other}")
+        return QuantArgs(self.group or own_args(get(self.weights).groups, width).group, self.symmetric, self.variant)
+
+    def bits_per_weight(self, width: int, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Bits that a weight of a matrix with rows of `width` takes, stored as `dtype` in the checkpoint."""
+        return get(self.format_for(dtype)).bits_per_weight(width, self.args(width))
+
+    def encode(self, weight: Tensor) -> QuantTensor:
+        """Store a dense weight [O, K] by this scheme. Raises ConfigError as `args` does."""
+        q = get(self.format_for(weight.dtype)).encode(weight, self.args(weight.shape[1]))
+        return replace(q, activations=self.activations)
+
+    def settled(self, weight: Tensor) -> QuantScheme:
+        """The scheme that a choice of format comes to for weight [O, K]: fp8-auto is fp8_e4m3 or fp8_e5m2."""
+        return replace(self, weights=self.encode(weight).format, variant=None) if self.variant == "auto" else self
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a weight that share something (Format.rows_together): 1 for most schemes, 0: all of them."""
+        return 1 if self.weights == "auto" else get(self.weights).rows_together(QuantArgs(variant=self.variant))

@@ -1,0 +1,54 @@
+"""KVCache: the keys and values of every layer on the device, in blocks, in any format that serves the cache."""
+
+from __future__ import annotations
+
+import torch
+
+from sameseed.formats import scheme
+from sameseed.formats.scheme import KVLayer
+
+
+class KVCache:
+    """Storage for `num_blocks` blocks of `block_size` rows in each of `num_layers` layers.
+
+    A layer holds k, v [num_blocks, block_size, Hk, W] in the format's storage type (W: D, or the bytes of a packed
+    row), and scales float32 [num_blocks, block_size, Hk] for formats that have them. Rows are addressed by
+    slot = block * block_size + offset.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        format: str = "fp32",
+        device: str = "cpu",
+    ) -> None:
+        self.format = format
+        self.head_dim = head_dim
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        fmt = scheme.kv_format(format)
+        codes, scales = fmt.encode_kv(torch.zeros(1, num_kv_heads, head_dim))
+        shape = (num_blocks, block_size, *codes.shape[1:])
+
+        def layer() -> KVLayer:
+            k, v = (torch.zeros(shape, dtype=fmt.kv_dtype, device=device) for _ in range(2))
+            if scales is None:
+                return KVLayer(format, k, v, None, None)
+            k_scale, v_scale = (torch.zeros(shape[:3], dtype=torch.float32, device=device) for _ in range(2))
+            return KVLayer(format, k, v, k_scale, v_scale)
+
+        self.layers = [layer() for _ in range(num_layers)]
+
+    def layer(self, i: int) -> KVLayer:
+        """Layer i's storage."""
+        return self.layers[i]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache takes."""
+        tensors = [t for x in self.layers for t in (x.k, x.v, x.k_scale, x.v_scale) if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)

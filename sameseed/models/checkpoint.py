@@ -1,0 +1,342 @@
+"""Checkpoint: the tensors of a folder's safetensors files, read in rows, so that a large one is never whole in memory.
+
+Dense tensors, and quantized matrices in the layouts of `models/layouts`.
+
+Files are read with pread, not mapped: pages of a map count as the process's own memory for as long as it lasts. The
+header is checked here (https://huggingface.co/docs/safetensors: an 8-byte length, JSON, then the data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ModelLoadError
+from sameseed.formats.scheme import QuantScheme, QuantTensor, get
+from sameseed.models._file import TensorFile
+from sameseed.models.config import ModelConfig, read_json
+from sameseed.models.layouts import make_layout
+from sameseed.models.layouts.base import Layout, Stored, say_once
+from sameseed.models.layouts.finite import finite
+from sameseed.models.weights import Shapes, expected_shapes
+
+# Tensors of older checkpoints that can be computed from the config.
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
+MAX_HEADER = 1 << 24  # bytes; 100 000 tensors need less, and parsed JSON takes up to thirty times its length
+MAX_DIMENSIONS = 8
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what weights may be
+RAW = {
+    **DTYPES, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.uint8, "F8_E5M2": torch.uint8, "F8_E8M0": torch.uint8,
+}  # fmt: skip
+# what the tensors of quantized matrices are read as: 8-bit floats as their bits
+_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: type and shape as its header has them, and its bytes' place in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Checkpoint:
+    """The tensors of a folder by name. A context: its files are open inside. A `Source` of weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, SafetensorsFile] = {}  # by tensor name
+        self._stored: dict[str, Stored] = {}  # quantized matrices by the name of the dense one, once `check` has run
+        self._recent: tuple[str, QuantTensor | Tensor] | None = None  # the quantized matrix that was read last
+        self._layout: Layout | None = None
+
+    def __enter__(self) -> Checkpoint:
+        try:
+            names, places = self._file_names()
+            for file in names:
+                path = self.folder / file
+                if not path.exists():
+                    raise ModelLoadError(f"{path} is missing, though the index names it; download it again")
+                opened = SafetensorsFile(path)
+                self._stack.callback(opened.close)
+                self._take(opened, places)
+            astray = next((n for n in places if n not in self._files and not n.endswith(IGNORED_SUFFIXES)), None)
+            if astray is not None:
+                raise ModelLoadError(
+                    f"tensor {astray[:80]} is missing from {self.folder / places[astray]}, where the index has it; "
+                    "download both again"
+                )
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _take(self, opened: SafetensorsFile, places: dict[str, str]) -> None:
+        """A file's tensors, but those that the index (name -> file) has elsewhere."""
+        for name in opened.entries:
+            if places.get(name, opened.path.name) != opened.path.name:
+                continue
+            if name in self._files:
+                raise ModelLoadError(
+                    f"tensor {name[:80]} is in both {self._files[name].path.name} and {opened.path.name} of "
+                    f"{self.folder}; take the file away that is not the model's, or add an index"
+                )
+            self._files[name] = opened
+
+    def _file_names(self) -> tuple[list[str], dict[str, str]]:
+        """Files to open, and where the index, if there is one, has each tensor."""
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                names = sorted(set(weight_map.values()))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ModelLoadError(f"{index} is no valid index ({error!r}); download it again") from None
+            if any(not isinstance(n, str) or Path(n).name != n for n in names):
+                raise ModelLoadError(f"{index} names files outside its folder; that is not a sound checkpoint")
+            return names, weight_map
+        if (self.folder / "model.safetensors").exists():  # others beside it are other forms of the same weights
+            return ["model.safetensors"], {}
+        names = sorted(p.name for p in self.folder.glob("*.safetensors"))
+        if not names:
+            other = [p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+            hint = f"; {other[0]} is a pickle, which is never opened: convert it with safetensors" if other else ""
+            raise ModelLoadError(f"{self.folder} holds no *.safetensors file{hint}")
+        return names, {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    # --- what weights are read from; of a checkpoint that `check` has passed ---
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor; float32 of a quantized matrix, since its decoded values need that."""
+        return torch.float32 if name in self._stored else DTYPES[self._files[name].entries[name].dtype]
+
+    def scheme(self, name: str) -> QuantScheme | None:
+        """How a matrix is stored, None where it is dense, or in codes that no format of ours has."""
+        stored = self._stored.get(name)
+        return None if stored is None else stored.scheme
+
+    def stored(self, name: str) -> QuantTensor:
+        """The codes of a matrix that has a `scheme`."""
+        value = self._read(name)
+        assert isinstance(value, QuantTensor)
+        self._recent = None  # the caller has it: not twice in memory
+        return value
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, checked to be finite."""
+        if name in self._stored:
+            value = self._read(name)
+            return get(value.format).decode(value) if isinstance(value, QuantTensor) else value
+        entry = self._files[name].entries[name]
+        return self._finite(name, entry.begin, entry.end).view(entry.shape)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of a matrix, checked to be finite; fresh memory."""
+        if name in self._stored:
+            value = self._read(name)
+            if stop == value.shape[0]:
+                self._recent = None
+            if isinstance(value, QuantTensor):
+                return get(value.format).decode_rows(value, torch.arange(start, stop))
+            return value[start:stop].clone()
+        entry = self._files[name].entries[name]
+        width = entry.shape[1] * _BITS[entry.dtype] // 8  # bytes
+        begin = entry.begin + start * width
+        return self._finite(name, begin, begin + (stop - start) * width).view(stop - start, entry.shape[1])
+
+    def _read(self, name: str) -> QuantTensor | Tensor:
+        if self._recent is None or self._recent[0] != name:
+            self._recent = None  # the last one goes before the next one comes
+            value = self._stored[name].read()
+            if not finite(value):
+                raise ModelLoadError(
+                    f"tensor {name} in {self.folder} means NaN or infinity by its codes and scales; the file is damaged"
+                )
+            self._recent = name, value
+        return self._recent[1]
+
+    def _finite(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
+        file = self._files[name]
+        value = file.read(begin, end).view(dtype or self.dtype(name))
+        if not torch.isfinite(value.sum()) and not torch.isfinite(value).all():  # the sum is the fast check
+            raise ModelLoadError(f"tensor {name} in {file.path.name} holds NaN or infinity; the file is damaged")
+        return value
+
+    # --- what layouts look at ---
+
+    def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Type, as safetensors names it, and shape of a tensor."""
+        entry = self._files[name].entries[name]
+        return entry.dtype, entry.shape
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor as it is stored, finite where it is a float of 16 or 32 bits."""
+        entry = self._files[name].entries[name]
+        dtype = RAW.get(entry.dtype)
+        if dtype is None:
+            raise ModelLoadError(f"{self.folder}: tensor {name} is {entry.dtype}, which no layout has")
+        if entry.dtype in DTYPES:
+            return self._finite(name, entry.begin, entry.end, dtype).view(entry.shape)
+        return self._files[name].read(entry.begin, entry.end).view(dtype).view(entry.shape)
+
+    def expect(self, name: str, dtypes: Seq[str], *shapes: tuple[int, ...]) -> str:
+        """The name itself. Raises ModelLoadError unless it is there in one of the types and one of the shapes."""
+        if name not in self._files:
+            raise ModelLoadError(
+                f"{self.folder}: tensor {name} is missing, which quantization_config and the tensors beside it ask for"
+            )
+        dtype, shape = self.kind(name)
+        if dtype not in dtypes or shape not in shapes:
+            raise ModelLoadError(
+                f"{self.folder}: tensor {name} is {dtype} {list(shape)}; quantization_config and config.json ask for "
+                f"{' or '.join(dtypes)} {' or '.join(str(list(s)) for s in shapes)}"
+            )
+        return name
+
+    def names(self) -> Iterator[str]:
+        """All tensors, as the files name them."""
+        return iter(self._files)
+
+    def check(self, config: ModelConfig, shapes: Shapes | None = None, spare: Seq[str] = ()) -> None:
+        """Names, shapes and types against the config, before any weight is read.
+
+        `shapes`: of the tensors, where they are not a whole model's (a draft head's); `spare`: others that may be.
+        """
+        expected = dict(shapes or expected_shapes(config))
+        taken = self._find_stored(expected)
+        missing = [n for n in expected if n not in self._files and n not in self._stored]
+        if missing:
+            raise ModelLoadError(
+                f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); is it the model that "
+                "config.json describes?"
+            )
+        known = {*expected, *taken, *spare}
+        extra = [n for n in self._files if n not in known and not n.endswith(IGNORED_SUFFIXES)]
+        if config.tied_embeddings:  # a stored copy of the head, however it is stored
+            extra = [n for n in extra if not n.startswith("lm_head.")]
+        if self._layout is not None:
+            extra = [n for n in extra if not self._layout.spare(n, self)]
+        if extra:
+            raise ModelLoadError(
+                f"{self.folder}: unexpected tensor {sorted(extra)[0]} ({len(extra)} in all); a {config.architecture} "
+                "with this config.json has none of that name"
+            )
+        for name, shape in expected.items():
+            if name in self._stored:
+                continue
+            entry = self._files[name].entries[name]
+            if entry.shape != shape:
+                raise ModelLoadError(
+                    f"{self.folder}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+                )
+            if entry.dtype not in DTYPES:
+                raise ModelLoadError(
+                    f"{self.folder}: tensor {name} is {entry.dtype}; only F32, BF16 and F16 can be read"
+                )
+
+    def _find_stored(self, expected: dict[str, tuple[int, ...]]) -> set[str]:
+        """Fill `_stored`; the names of all tensors that its matrices consist of."""
+        raw = read_json(self.folder / "config.json") if (self.folder / "config.json").exists() else {}
+        self._layout = make_layout(raw, str(self.folder / "config.json"))
+        self._stored = {}
+        if self._layout is None:
+            return set()
+        for name, shape in expected.items():
+            if len(shape) == 2:
+                found = self._layout.find(name.removesuffix(".weight"), (shape[0], shape[1]), self)
+                if found is not None:
+                    self._stored[name] = found
+        decoded = {n: s.why for n, s in self._stored.items() if s.scheme is None}
+        notice_decoded(self.folder, decoded, sum(math.prod(expected[n]) for n in decoded))
+        return {t for s in self._stored.values() for t in s.tensors}
+
+
+def notice_decoded(path: Path, decoded: dict[str, str], values: int) -> None:
+    """Say once which matrices (name -> what it is stored in) no format holds, and what that costs."""
+    if decoded:
+        say_once(
+            f"{path.name}: {len(decoded)} matrices are stored in {', '.join(sorted(set(decoded.values())))}, which no "
+            f"kernel has; unless --format says otherwise they are decoded once, exactly, to float32: "
+            f"{values * 4 / 2**30:.2f} GiB (bf16 takes half of it, w8a16 a quarter, w4a16 an eighth)"
+        )
+
+
+class SafetensorsFile(TensorFile):
+    """One open file and its checked header. Raises ModelLoadError if it is unsound."""
+
+    kind = "safetensors"
+
+    def read_header(self) -> None:
+        self.entries = self._header()
+
+    def _header(self) -> dict[str, Entry]:
+        size = self.size
+        if size < 8:
+            raise self.unsound(f"{size} bytes are too few")
+        length = struct.unpack("<Q", os.pread(self._file, 8, 0))[0]
+        if length > min(MAX_HEADER, size - 8):
+            raise self.unsound(f"a header of {length} bytes in a file of {size}")
+        text = bytes(self.read(8, 8 + length).numpy()).decode("utf-8")
+        raw = json.loads(text, object_pairs_hook=_no_duplicates)
+        if not isinstance(raw, dict):
+            raise self.unsound("its header is no JSON object")
+        raw.pop("__metadata__", None)
+        entries = {name: self._entry(name, value, 8 + length) for name, value in raw.items()}
+        at = 8 + length  # each byte belongs to one tensor: no overlap, no hole, no end beyond the file's
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin != at:
+                raise self.unsound(f"tensor {name[:80]} begins at byte {entry.begin}, not at {at}")
+            at = entry.end
+        if at != size:
+            raise self.unsound(f"its tensors end at byte {at}, the file at {size}")
+        return entries
+
+    def _entry(self, name: str, value: Any, data: int) -> Entry:
+        fields = value if isinstance(value, dict) else {}
+        dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+        bits = _BITS.get(dtype) if isinstance(dtype, str) else None
+        # The number of sizes is checked before their product is taken: that of many would be without end.
+        if bits is None or not _naturals(shape, MAX_DIMENSIONS) or not _naturals(offsets, 2) or len(offsets) != 2:
+            raise self.unsound(f"the header says of tensor {name[:80]}: {str(value)[:80]}")
+        begin, end = offsets
+        if begin > end or (end - begin) * 8 != math.prod(shape) * bits:
+            raise self.unsound(f"tensor {name[:80]}, {dtype} {shape}, cannot take bytes {begin} to {end}")
+        return Entry(str(dtype), tuple(shape), data + begin, data + end)
+
+
+def _naturals(value: object, most: int) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and len(value) <= most and all(type(v) is int and 0 <= v < 2**62 for v in value)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("its header names a tensor twice")
+    return found

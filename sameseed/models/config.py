@@ -1,0 +1,218 @@
+"""ModelConfig: one Llama-family model as flags, read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ModelLoadError
+
+log = logging.getLogger("sameseed.models")
+
+# Architecture -> what is always true of it: biases on q, k, v; normalized q and k.
+ARCHITECTURES = {
+    "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False},
+    "MistralForCausalLM": {"qkv_bias": False, "qk_norm": False},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False},
+    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
+}
+
+GGUF = ".gguf"  # suffix of a model that is one file
+MAX_LAYERS = 10_000  # names and shapes of all layers are listed before any file is read
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, and the scaling of frequencies.
+
+    `kind`: "default" (none), "linear", "llama3" (Llama 3.1's bands), or "factors" (each is divided by its own).
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192
+    factors: tuple[float, ...] = ()  # [D/2]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and flags of a model. `windows[i]` is layer i's sliding window in tokens, None for full attention."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    rms_eps: float
+    rope: RopeConfig
+    tied_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of embedding, layers and head (norms and biases left out)."""
+        width = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * width + 3 * self.hidden_size * self.intermediate_size
+        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.num_layers * layer
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read `config.json` (and eos ids of `generation_config.json`), or the keys of a GGUF file.
+
+    Raises ModelLoadError that names the field.
+    """
+    if folder.suffix == GGUF:
+        from sameseed.models.gguf.config import read_gguf_config
+
+        return read_gguf_config(folder)
+    raw = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    return parse_config(raw, where=str(folder / "config.json"), eos=eos)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ModelLoadError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(
+            f"{path} is missing; a model folder holds config.json, *.safetensors and tokenizer.json"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds no JSON object; download it again")
+    return value
+
+
+def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object = None) -> ModelConfig:
+    """ModelConfig of a parsed config.json. `eos` (of generation_config.json) overrides its end tokens."""
+    names = raw.get("architectures") or ["?"]
+    architecture = names[0] if isinstance(names, list) else "?"
+    flags = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+    if flags is None:
+        raise ModelLoadError(
+            f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}"
+        )
+
+    def whole(name: str, default: int | None = None, most: int = 2**31) -> int:
+        value = raw.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ModelLoadError(f"{where}: {name} must be a whole number in 1..{most}, got {value!r}")
+        return value
+
+    hidden, heads, vocab_size = whole("hidden_size"), whole("num_attention_heads"), whole("vocab_size")
+    kv_heads = whole("num_key_value_heads", heads)
+    head_dim = whole("head_dim", hidden // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise ModelLoadError(
+            f"{where}: {heads} heads must be a multiple of {kv_heads} KV heads, and head_dim {head_dim} must be even"
+        )
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelLoadError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
+    layers = whole("num_hidden_layers", most=MAX_LAYERS)
+    max_len = whole("max_position_embeddings", 2048)
+    bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=whole("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_model_len=max_len,
+        rms_eps=_number(raw, "rms_norm_eps", 1e-6, where),
+        rope=_rope(raw, max_len, where),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=flags["qkv_bias"] or bias,
+        o_bias=bias and not flags["qkv_bias"],
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=flags["qk_norm"],
+        windows=_windows(raw, layers, architecture, where),
+        eos_token_ids=_token_ids(eos, "generation_config.json: eos_token_id", vocab_size)
+        or _token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id", vocab_size),
+        bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id", vocab_size)), None),
+    )
+
+
+def _number(raw: Mapping[str, Any], name: str, default: float, where: str) -> float:
+    value = raw.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ModelLoadError(f"{where}: {name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _token_ids(value: object, name: str, vocab_size: int) -> tuple[int, ...]:
+    """Those that the model has: what it can never write ends no text, and has no row in a table."""
+    given = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
+    known = tuple(v for v in given if not isinstance(v, bool) and 0 <= v < vocab_size)
+    if len(known) < len(given):
+        left_out = [v for v in given if v not in known]
+        log.warning("%s: left out %s, beyond the model's %d tokens", name, left_out, vocab_size)
+    return known
+
+
+def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
+    # Older files: rope_theta beside rope_scaling {"type" | "rope_type"}; newer ones: rope_parameters holds both.
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelLoadError(f"{where}: rope settings must be an object, got {scaling!r}")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "factors":  # of a GGUF file, which checks them
+        theta = _number(scaling, "rope_theta", 10000.0, where)
+        return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
+    if kind not in ("default", "linear", "llama3"):
+        raise ModelLoadError(f"{where}: rope scaling {kind!r} is not supported; these are: default, linear, llama3")
+    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
+        raise ModelLoadError(f"{where}: partial_rotary_factor is not supported; the whole head must rotate")
+    theta = _number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
+    low, high = _number(scaling, "low_freq_factor", 1.0, where), _number(scaling, "high_freq_factor", 4.0, where)
+    if low >= high:
+        raise ModelLoadError(f"{where}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=_number(scaling, "factor", 1.0, where),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_len=int(_number(scaling, "original_max_position_embeddings", max_len, where)),
+    )
+
+
+def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str) -> tuple[int | None, ...]:
+    qwen = architecture.startswith("Qwen")
+    # 4096 and 28 are what Hugging Face takes where the key is absent; null means no window.
+    window, first = raw.get("sliding_window", 4096), raw.get("max_window_layers", 28) if qwen else 0
+    if architecture == "LlamaForCausalLM" or window is None or (qwen and not raw.get("use_sliding_window", False)):
+        return (None,) * layers
+    for name, value, least in (("sliding_window", window, 1), ("max_window_layers", first, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ModelLoadError(f"{where}: {name} must be a whole number, at least {least}, got {value!r}")
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        if any(k not in ("sliding_attention", "full_attention") for k in kinds):
+            raise ModelLoadError(f"{where}: layer_types knows sliding_attention and full_attention only, got {kinds!r}")
+        return tuple(window if k == "sliding_attention" else None for k in kinds)
+    return tuple(window if i >= first else None for i in range(layers))

@@ -1,0 +1,122 @@
+"""EAGLE heads: one decoder layer that guesses on from the target's own hidden states.
+
+EAGLE-1 and 2 (Li et al., 2024): fc of [embedding; feature], then a layer without its first norm, then the target's
+head; a feature is what enters the target's head. EAGLE-3 (Li et al., 2025): fc of three of the target's layers makes
+the feature, and q, k, v read [norm(embedding); norm(feature)]. The feature at position t goes with token t + 1.
+
+Letters as in `ops`; F: width of the hidden states that the head takes from the target, Vd: its own vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sameseed.batch import Batch
+from sameseed.formats.scheme import QuantTensor
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle_config import HeadConfig, expected_tensors
+from sameseed.models.layers import LayerWeights, rope_table
+from sameseed.ops import Ops
+
+__all__ = ["EagleHead", "HeadWeights", "expected_tensors"]
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of a head. Norms are float32; those of the other kind of head are None.
+
+    `target_ids` int32 [Vd]: the target's token of each of the head's own, None where they are the same.
+    """
+
+    embedding: QuantTensor  # [V, C]
+    fc: QuantTensor  # EAGLE-3: [C, F], else [C, 2 C]
+    fc_bias: Tensor | None
+    fc_norms: tuple[Tensor, ...]  # EAGLE-3: one [F], one [F / n] for each captured layer, or none
+    layer: LayerWeights  # EAGLE-3: its qkv is [(H + 2 Hk) D, 2 C], its input_norm the embedding's
+    feature_norm: Tensor | None  # [C], EAGLE-3's hidden_norm
+    norm: Tensor | None  # [C], EAGLE-3
+    target_norm: Tensor | None  # [C], EAGLE-1: what the target does before its head
+    lm_head: QuantTensor  # [Vd, C]
+    target_ids: Tensor | None
+    dense: str = "fp32"
+
+
+class EagleHead:
+    """A head with its weights and the ops that run it; the batch, the features and the cache arrive as arguments."""
+
+    def __init__(
+        self, config: HeadConfig, weights: HeadWeights, ops: Ops, target_eps: float, max_model_len: int
+    ) -> None:
+        """`target_eps`: of the target's norm; `max_model_len`: positions that the rotary table holds."""
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.target_eps = target_eps
+        self.device = weights.layer.post_norm.device
+        self.max_model_len = max_model_len
+        self.rope = rope_table(config.layer.rope, config.layer.head_dim, max_model_len).to(self.device)
+        # Weakly: a cycle would keep the weights alive until the garbage collector comes by.
+        forward = weakref.WeakMethod(self._forward)
+        self._run = ops.replayer(lambda *args: cast(Any, forward())(*args))
+
+    @torch.inference_mode()
+    def forward(
+        self, x: Tensor, batch: Batch, cache: KVCache, window: int | None = None, *, captured: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Run the rows of `batch`, each a token with the feature x [T, C] of the position before it.
+
+        `captured`: x [T, F] are the target's captured hidden states, of which features are to be made. `window`: tokens
+        that a row sees, itself among them. Returns logits float32 [R, Vd] of `batch.logit_rows`, and the head's own
+        features [T, C], which stand for the target's where it goes on by itself.
+        """
+        logits, features = self._run(batch, cache, (int(captured), window or 0), x)
+        assert features is not None
+        return logits, features
+
+    def _features(self, ops: Ops, hidden: Tensor) -> Tensor:
+        """Features [T, C] of the target's captured hidden states [T, F]."""
+        w, eps = self.weights, self.config.layer.rms_eps
+        if w.target_norm is not None:
+            return ops.rms_norm(hidden, w.target_norm, self.target_eps)
+        if len(w.fc_norms) == 1 and self.config.norm_before_fc:
+            hidden = ops.rms_norm(hidden, w.fc_norms[0], eps)
+        elif w.fc_norms:
+            parts = hidden.chunk(len(w.fc_norms), dim=1)
+            hidden = ops.beside([ops.rms_norm(x, n, eps) for x, n in zip(parts, w.fc_norms, strict=True)])
+        return ops.linear(hidden, w.fc)
+
+    def _forward(
+        self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`forward`; `how`: captured or not, and the window (0: none)."""
+        w, eps = self.weights, self.config.layer.rms_eps
+        captured, window = how
+        features = self._features(ops, x) if captured else x
+        embedding = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
+        if w.norm is None or w.feature_norm is None:
+            residual = ops.linear(ops.beside([embedding, features]), w.fc, w.fc_bias)  # [T, C]
+            x = self._layer(ops, residual, residual, batch, cache, window)
+            return ops.linear(x, w.lm_head, rows=batch.logit_rows), ops.capture([x])
+        normed = ops.rms_norm(features, w.feature_norm, eps)
+        entering = ops.beside([ops.rms_norm(embedding, w.layer.input_norm, eps), normed])  # [T, 2 C]
+        x = self._layer(ops, entering, normed if self.config.norm_before_residual else features, batch, cache, window)
+        logits = ops.norm_linear(x, w.norm, eps, w.lm_head, rows=batch.logit_rows)
+        return logits, ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x])
+
+    def _layer(self, ops: Ops, entering: Tensor, residual: Tensor, batch: Batch, cache: KVCache, window: int) -> Tensor:
+        """The decoder layer: its attention reads `entering`, [T, C] or [T, 2 C], and adds to `residual` [T, C]."""
+        c, w = self.config.layer, self.weights.layer
+        kv = cache.layer(0)
+        qkv = ops.linear(entering, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
+        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+        q = ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, c.rms_eps)  # [T, H, D]
+        seen = min((n for n in (window, c.windows[0]) if n), default=None)
+        out = ops.attention(q, kv, batch, c.head_dim**-0.5, seen)  # [T, H, D]
+        x = ops.linear(out.view(-1, c.num_heads * c.head_dim), w.o, w.o_bias, residual=residual)
+        gate_up = ops.norm_linear(x, w.post_norm, c.rms_eps, w.gate_up, w.gate_up_bias)  # [T, 2 I]
+        return ops.silu_linear(gate_up, w.down, w.down_bias, residual=x)

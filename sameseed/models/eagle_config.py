@@ -1,0 +1,190 @@
+"""HeadConfig: an EAGLE head as flags, read from its config.json, and the tensors that its checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
+from sameseed.models.config import GGUF, ModelConfig, parse_config, read_json
+
+# Architecture (or speculators_model_type) -> which of the two kinds of head it is.
+HEADS = {
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+}
+_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type of a speculator's layer
+OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # without them: the target's, none, no offsets
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Shape and flags of a draft head.
+
+    `kind`: "eagle" (EAGLE-1 and 2) or "eagle3". `layer`: its one decoder layer, as of a model of one layer; of it come
+    hidden size H, vocabulary and context. `aux_layers`: the target's layers whose inputs it reads (n: what leaves the
+    last of n); None: the published choice. `norm_before_residual`: the normed feature goes on beside the attention.
+    `norm_before_fc`: one norm over all captured states; `fc_norm`: one for each. `norm_output`: the head's own feature
+    is its normed output.
+    """
+
+    kind: str
+    layer: ModelConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def captures(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of a target of `num_layers` whose outputs the head reads. Raises ConfigError for ones it has not."""
+        if self.kind == "eagle":
+            return (num_layers - 1,)
+        inputs = self.aux_layers or (2, num_layers // 2, num_layers - 3)
+        if any(not 1 <= i <= num_layers for i in inputs):
+            raise ConfigError(
+                f"the head reads what enters the target's layers {list(inputs)}, and the target has layers 1 to "
+                f"{num_layers - 1}; use a head that was trained for this target"
+            )
+        return tuple(i - 1 for i in inputs)
+
+    @property
+    def num_captures(self) -> int:
+        """How many of the target's layers it reads."""
+        return 1 if self.kind == "eagle" else len(self.aux_layers or (0, 0, 0))
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Raises ConfigError or VocabularyError unless the head can draft for such a target."""
+        if self.target_hidden_size != target.hidden_size:
+            raise ConfigError(
+                f"the head reads hidden states of {self.target_hidden_size} values, the target's have "
+                f"{target.hidden_size}; use a head that was trained for this target"
+            )
+        if self.layer.vocab_size != target.vocab_size:
+            raise VocabularyError(
+                f"the head's vocabulary has {self.layer.vocab_size} tokens, the target's {target.vocab_size}; use a "
+                "head that was trained for this target"
+            )
+        self.captures(target.num_layers)
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a draft head rather than a model; by its config.json, and for the oldest by a tensor."""
+    if folder.suffix == GGUF or not (folder / "config.json").exists():
+        return False
+    raw = read_json(folder / "config.json")
+    if raw.get("speculators_model_type") is not None or _architecture(raw) in HEADS:
+        return True
+    if raw.get("num_hidden_layers") != 1 or not any(folder.glob("*.safetensors")):
+        return False
+    from sameseed.models.checkpoint import Checkpoint
+
+    with Checkpoint(folder) as files:
+        return "fc.weight" in files
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "?"
+
+
+def read_head_config(folder: Path) -> HeadConfig:
+    """HeadConfig of a folder. Raises ModelLoadError that names the field."""
+    return parse_head_config(read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> HeadConfig:
+    """HeadConfig of a parsed config.json: a plain one, or a speculator's (its layer under transformer_layer_config)."""
+    algorithm = raw.get("speculators_model_type")
+    name = _architecture(raw)
+    kind = HEADS.get(name, "eagle" if name in _LAYERS.values() else None)
+    if kind is None or algorithm not in (None, "eagle3"):
+        raise ModelLoadError(
+            f"{where}: a draft head of kind {algorithm or name!r} is not supported; these are: {', '.join(HEADS)}"
+        )
+    inner = raw if algorithm is None else raw.get("transformer_layer_config")
+    if not isinstance(inner, dict):
+        raise ModelLoadError(f"{where}: transformer_layer_config must be an object, got {str(inner)[:80]}")
+    if inner.get("num_hidden_layers", 1) != 1:
+        raise ModelLoadError(f"{where}: a head of {inner['num_hidden_layers']} layers; only heads of one are supported")
+    architecture = _LAYERS.get(str(inner.get("model_type", "llama")))
+    if architecture is None:
+        raise ModelLoadError(f"{where}: a head of model_type {inner['model_type']!r}; these are: {', '.join(_LAYERS)}")
+    layer = parse_config({**inner, "architectures": [architecture], "num_hidden_layers": 1}, where)
+    window = inner.get("sliding_window") if inner.get("use_sliding_window") else None
+    layer = replace(layer, tied_embeddings=False, windows=(window if isinstance(window, int) else None,))
+    settings = {**(raw.get("eagle_config") or {}), **raw}
+    if settings.get("use_aux_hidden_state") is False:
+        raise ModelLoadError(f"{where}: use_aux_hidden_state false is not supported; the head must read three layers")
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return HeadConfig(
+        kind,
+        layer,
+        _whole(settings, "draft_vocab_size", layer.vocab_size, where),
+        _whole(settings, "target_hidden_size", layer.hidden_size, where),
+        _layers(settings.get("eagle_aux_hidden_state_layer_ids"), where),
+        *(bool(settings.get(flag, False)) for flag in flags),
+    )
+
+
+def _whole(raw: Mapping[str, Any], name: str, default: int, where: str) -> int:
+    value = raw.get(name)
+    value = default if value is None else value
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise ModelLoadError(f"{where}: {name} must be a whole number, at least 1, got {str(value)[:80]}")
+    return value
+
+
+def _layers(value: object, where: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or any(type(v) is not int for v in value):
+        raise ModelLoadError(f"{where}: eagle_aux_hidden_state_layer_ids must list layers, got {str(value)[:80]}")
+    return tuple(value)
+
+
+def expected_tensors(config: HeadConfig, layer: str = "midlayer") -> dict[str, tuple[int, ...]]:
+    """Every tensor of a head's checkpoint by its published name, with its shape; those of OPTIONAL may be missing.
+
+    `layer`: what the decoder layer is called: "midlayer" (EAGLE-3) or "layers.0" (EAGLE-1, speculators).
+    """
+    c, third = config.layer, config.kind == "eagle3"
+    hidden, dim, inner = c.hidden_size, c.head_dim, c.intermediate_size
+    width = 2 * hidden if third else hidden  # of what enters q, k and v
+    wide = config.num_captures * config.target_hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}
+    shapes["fc.weight"] = (hidden, wide if third else 2 * hidden)
+    if not third:
+        shapes["fc.bias"] = (hidden,)
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (wide,)
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(config.num_captures)}
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", c.num_heads * dim, width, c.qkv_bias),
+        ("self_attn.k_proj", c.num_kv_heads * dim, width, c.qkv_bias),
+        ("self_attn.v_proj", c.num_kv_heads * dim, width, c.qkv_bias),
+        ("self_attn.o_proj", hidden, c.num_heads * dim, c.o_bias),
+        ("mlp.gate_proj", inner, hidden, c.mlp_bias),
+        ("mlp.up_proj", inner, hidden, c.mlp_bias),
+        ("mlp.down_proj", hidden, inner, c.mlp_bias),
+    ):
+        shapes[f"{layer}.{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{layer}.{name}.bias"] = (rows,)
+    if c.qk_norm:
+        shapes |= {f"{layer}.self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm") if third else ("post_attention_layernorm",)
+    shapes |= {f"{layer}.{n}.weight": (hidden,) for n in norms}
+    if third:
+        shapes["norm.weight"] = (hidden,)
+        shapes["d2t"] = (config.draft_vocab_size,)
+    shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
+    return shapes

@@ -1,0 +1,163 @@
+"""Load an EAGLE head: a folder with config.json and safetensors, checked against its config and its target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.models.checkpoint import Checkpoint
+from sameseed.models.config import ModelConfig
+from sameseed.models.eagle import EagleHead, HeadWeights
+from sameseed.models.eagle_config import OPTIONAL, HeadConfig, expected_tensors, read_head_config
+from sameseed.models.llama import Llama
+from sameseed.models.vocabulary import take_rows
+from sameseed.models.weights import Progress, WeightReader, weight_bytes
+from sameseed.ops import Ops
+
+SPARE = ("d2t", "t2d")  # whole numbers; what the second says, the first does too
+CHUNK = 4096  # rows that are floats at one time
+
+
+@contextmanager
+def open_head(folder: Path) -> Iterator[tuple[HeadConfig, Checkpoint, dict[str, tuple[int, ...]], str]]:
+    """Config, tensors, shapes of those that are there, and the name of the layer. Raises ModelLoadError."""
+    config = read_head_config(folder)
+    with Checkpoint(folder) as files:
+        layer = "layers.0" if any(n.startswith("layers.0.") for n in files.names()) else "midlayer"
+        shapes = expected_tensors(config, layer)
+        present = {n.rsplit(".", 1)[0] if n not in SPARE else n for n in files.names()}  # codes, too, of a matrix
+        for name in OPTIONAL:
+            module = name.removesuffix(".weight")
+            if name in shapes and name not in files and (name.endswith(".bias") or module not in present):
+                del shapes[name]
+        shapes.pop("d2t", None)
+        files.check(config.layer, shapes, SPARE)
+        yield config, files, shapes, layer
+
+
+def head_bytes(folder: Path, quant: QuantScheme, target: ModelConfig) -> tuple[ModelConfig, int, str]:
+    """The head's layer, bytes of its weights as `quant` stores them, and its dense format; no weight is read.
+
+    Raises ModelLoadError, ConfigError or VocabularyError where the head is unsound or not for this target.
+    """
+    with open_head(folder) as (config, files, shapes, layer):
+        config.check_target(target)
+        _check_borrowed(folder, config, shapes)
+        target_ids(folder, config, files)
+        dense = quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight"))
+        return config.layer, weight_bytes(config.layer, files, quant, shapes), dense
+
+
+def load_head(
+    folder: Path,
+    target: Llama,
+    ops: Ops,
+    quant: QuantScheme | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> EagleHead:
+    """The head in `folder` for `target`, its weights stored by `quant` (default: as the checkpoint has them).
+
+    What it lacks (embedding, LM head) it shares with the target; the LM head in the format that `quant` names.
+    """
+    quant = quant or QuantScheme()
+    with open_head(folder) as (config, files, shapes, layer):
+        config.check_target(target.config)
+        _check_borrowed(folder, config, shapes)
+        weight_bytes(config.layer, files, quant, shapes)
+        reader = WeightReader(config.layer, files, quant, ops, device, progress, shapes)
+        return read_head(config, reader, layer, target_ids(folder, config, files), target, ops)
+
+
+def read_head(
+    config: HeadConfig, reader: WeightReader, layer: str, ids: Tensor | None, target: Llama, ops: Ops
+) -> EagleHead:
+    """A head of the tensors that `reader` reads, whose decoder layer is called `layer`; `ids`: as `target_ids`."""
+    shapes, source, quant = reader.shapes, reader.source, reader.quant
+    own = "embed_tokens.weight" in shapes
+    embedding = reader.matrix("embed_tokens") if own else target.weights.embedding
+    if "lm_head.weight" in shapes:
+        lm_head = reader.matrix("lm_head")
+    else:
+        lm_head = _in_format(ops, target.weights.lm_head, quant.at("lm_head"))
+    third = config.kind == "eagle3"
+    names = ["input_norm"] if config.norm_before_fc else []
+    names += [f"fc_norm.{i}" for i in range(config.num_captures)] if config.fc_norm else []
+    weights = HeadWeights(
+        embedding=embedding,
+        fc=reader.matrix("fc"),
+        fc_bias=reader.vector("fc.bias") if "fc.bias" in shapes else None,
+        fc_norms=tuple(reader.vector(f"{n}.weight") for n in names),
+        layer=reader.layer(layer, first_norm=third),  # in EAGLE-1 nothing is normed before the attention
+        feature_norm=reader.vector(f"{layer}.hidden_norm.weight") if third else None,
+        norm=reader.vector("norm.weight") if third else None,
+        target_norm=None if third else target.weights.norm,
+        lm_head=lm_head,
+        target_ids=ids,
+        dense=quant.dense_for(source.dtype(f"{layer}.post_attention_layernorm.weight")),
+    )
+    return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
+
+
+def _check_borrowed(folder: Path, config: HeadConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises ModelLoadError where the head lacks what the target's tensors cannot stand for."""
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        fits = config.layer.hidden_size == config.target_hidden_size
+        fits = fits and (name.startswith("embed") or config.draft_vocab_size == config.layer.vocab_size)
+        if name not in shapes and not fits:
+            raise ModelLoadError(
+                f"{folder}: tensor {name} is missing, and the target's has another shape; download the head again"
+            )
+
+
+def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
+    """The target's token of each of the head's: i + d2t[i]. Raises ModelLoadError."""
+    size, full = config.draft_vocab_size, config.layer.vocab_size
+    if "d2t" not in files:
+        if size != full:
+            raise ModelLoadError(f"{folder}: tensor d2t is missing, and the head has {size} of the {full} tokens")
+        return None
+    files.expect("d2t", ("I64", "I32"), (size,))
+    ids = torch.arange(size) + files.raw("d2t").long()
+    if int(ids.min()) < 0 or int(ids.max()) >= full or len(set(ids.tolist())) != size:
+        raise ModelLoadError(f"{folder}: d2t names tokens outside 0..{full - 1}, or one twice; download the head again")
+    return None if size == full and bool((ids == torch.arange(size)).all()) else ids.int()
+
+
+def _in_format(ops: Ops, w: QuantTensor, quant: QuantScheme) -> QuantTensor:
+    """The target's LM head, as it is or in a format of the head's own."""
+    if quant.weights == "auto" or (quant.weights == w.format and quant.activations == w.activations):
+        return w
+    plain = ops.unpack(w)
+    device = next(iter(plain.parts.values())).device
+    if quant.rows_together != 1:
+        return ops.pack(quant.encode(scheme.get(plain.format).decode(plain)))
+    parts = [
+        quant.encode(
+            scheme.get(plain.format).decode_rows(plain, torch.arange(i, min(i + CHUNK, w.shape[0]), device=device))
+        )
+        for i in range(0, w.shape[0], CHUNK)
+    ]
+    return ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))
+
+
+def with_vocabulary(head: EagleHead, ids: Tensor) -> EagleHead:
+    """The head over some of its tokens only (FR-Spec: Zhao et al., 2025): `ids` [n] of the target, each once.
+
+    Those that the head has not are left out. Raises ConfigError where none is left.
+    """
+    w = head.weights
+    own = torch.arange(w.lm_head.shape[0], dtype=torch.int32) if w.target_ids is None else w.target_ids
+    kept = torch.isin(own, ids.to(own.dtype)).nonzero().flatten()
+    if not len(kept):
+        raise ConfigError("the head has none of the tokens of `vocabulary`; name others, or leave the option out")
+    weights = replace(w, lm_head=take_rows(head.ops, w.lm_head, kept), target_ids=own[kept].int())
+    return EagleHead(head.config, weights, head.ops, head.target_eps, head.max_model_len)

@@ -1,0 +1,98 @@
+"""HeadRunner: an EAGLE head with its cache. It runs known positions, and levels of trees that it guesses itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sameseed.batch import Batch, Rows, build_batch, int_tensors
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle import EagleHead
+from sameseed.request import Sequence
+
+
+@dataclass(frozen=True)
+class Level:
+    """Nodes of one depth of a sequence's tree: tokens [n], masks of cache places (their own and ancestors').
+
+    Their places in the cache are `first`, `first` + 1, and so on.
+    """
+
+    holder: Sequence  # owns the blocks; all its rows are in the cache
+    tokens: Seq[int]
+    masks: Seq[int]
+    first: int
+
+
+class HeadRunner:
+    """Runs a head over sequences that own blocks of its cache, `window` tokens in sight (None: all)."""
+
+    def __init__(self, head: EagleHead, cache: KVCache, window: int | None = None) -> None:
+        self.model = head
+        self.cache = cache
+        self.blocks = BlockManager(cache.num_blocks, cache.block_size)
+        self.window = window
+
+    def extend(
+        self, holders: Seq[Sequence], tokens: Seq[Seq[int]], hidden: Seq[Tensor], wants_logits: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Add rows to the cache: of holder b the tokens, each with the target's hidden states [n, F] a position before.
+
+        Returns logits [B, Vd] after each one's last row (none unless `wants_logits`) and its feature [B, C].
+        """
+        rows = [Rows(t, s.num_cached, [], [], s.blocks, wants_logits) for s, t in zip(holders, tokens, strict=True)]
+        batch = build_batch(rows, self.cache.block_size, self.model.device)
+        states = hidden[0] if len(hidden) == 1 else torch.cat(list(hidden))
+        logits, own = self.model.forward(states, batch, self.cache, self.window, captured=True)
+        for s, t in zip(holders, tokens, strict=True):
+            s.num_cached += len(t)
+        return logits, own[-1:] if len(holders) == 1 else own.index_select(0, batch.row_offsets[1:] - 1)
+
+    def expand(self, levels: Seq[Level], features: Tensor) -> tuple[Tensor, Tensor]:
+        """Run one level of several trees; features [T, C] are those of the nodes' parents.
+
+        Returns logits [T, Vd] and the nodes' own features [T, C]. The rows lie in the cache behind the holder's
+        own, by place, until they are written over.
+        """
+        batch = self._batch(levels)
+        return self.model.forward(features, batch, self.cache, self.window)
+
+    def _batch(self, levels: Seq[Level]) -> Batch:
+        size = self.cache.block_size
+        width = max(len(level.holder.blocks) for level in levels)
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        masks: list[int] = []
+        tables: list[int] = []
+        offsets = [0]
+        for level in levels:
+            known, blocks = level.holder.num_cached, level.holder.blocks
+            first, count = known + level.first, len(level.masks)
+            tokens += level.tokens
+            positions += [known + level.masks[0].bit_count() - 1] * count
+            slots += [blocks[i // size] * size + i % size for i in range(first, first + count)]
+            masks += level.masks
+            offsets.append(len(tokens))
+            tables += blocks
+            tables += [0] * (width - len(blocks))
+        known_lengths = [level.holder.num_cached for level in levels]
+        rows = list(range(len(tokens)))
+        parts = (tokens, positions, slots, offsets, [0] * len(levels), known_lengths, tables, rows)
+        ints = int_tensors(parts, self.model.device)
+        return Batch(
+            token_ids=ints[0],
+            positions=ints[1],
+            slots=ints[2],
+            row_offsets=ints[3],
+            num_pending=ints[4],
+            kv_lens=ints[5],
+            block_tables=ints[6].view(len(levels), width),
+            tree_mask=torch.from_numpy(np.array(masks, np.uint64).view(np.int64)).to(self.model.device),
+            logit_rows=ints[7],
+        )

@@ -1,0 +1,150 @@
+"""The shape of a GGUF's model, as the config.json that Hugging Face would have for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sameseed.errors import ModelLoadError
+from sameseed.models.config import ModelConfig, RopeConfig, parse_config
+from sameseed.models.gguf.header import GGUFFile, opened
+from sameseed.models.layers import inverse_frequencies
+
+# GGUF's architecture -> ours, and its model_type.
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+FACTORS = "rope_freqs.weight"  # what frequencies are divided by
+# Tokens that end an answer, though the file may name only one of them.
+ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+)
+
+
+def read_gguf_config(path: Path) -> ModelConfig:
+    """The ModelConfig of a GGUF file. Raises ModelLoadError that names the key."""
+    with opened(path) as file:
+        return parse_config(raw_config(file), where=str(path))
+
+
+def raw_config(file: GGUFFile) -> dict[str, Any]:
+    """config.json for the file's model. Raises ModelLoadError for what this family does not have."""
+    meta, where = file.metadata, file.path
+    arch = meta.get("general.architecture")
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{where}: architecture {str(arch)[:80]!r} cannot be read; these can: {', '.join(ARCHITECTURES)}"
+        )
+    if isinstance(meta.get("split.count"), int) and meta["split.count"] > 1:
+        raise ModelLoadError(f"{where} is one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
+
+    def get(name: str, default: Any = None) -> Any:
+        value = meta.get(f"{arch}.{name}", default)
+        if isinstance(value, np.ndarray):  # one for each layer
+            if not len(value) or (value != value[0]).any():
+                raise ModelLoadError(f"{where}: {arch}.{name} differs from layer to layer, which is not supported")
+            value = value[0].item()
+        if not isinstance(value, int | float):
+            raise ModelLoadError(f"{where}: the key {arch}.{name} must be a number, got {str(value)[:80]}")
+        return value
+
+    if get("expert_count", 0):
+        raise ModelLoadError(f"{where}: mixtures of experts are not supported")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelLoadError(f"{where}: tensor token_embd.weight is missing; does the file hold the whole model?")
+    hidden, heads = get("embedding_length"), get("attention.head_count")
+    if type(hidden) is not int or type(heads) is not int or heads < 1:
+        raise ModelLoadError(f"{where}: {hidden!r} values and {heads!r} heads are no model")
+    dim = get("attention.key_length", hidden // heads)
+    if get("attention.value_length", dim) != dim or get("rope.dimension_count", dim) != dim:
+        raise ModelLoadError(f"{where}: keys, values and rotation must all have {dim} dimensions a head")
+    qkv_bias, o_bias = ("blk.0.attn_q.bias" in file.tensors), ("blk.0.attn_output.bias" in file.tensors)
+    name, kind = ARCHITECTURES[arch]
+    if kind == "llama" and qkv_bias and not o_bias:
+        name, kind = ARCHITECTURES["qwen2"]  # which is what a Llama with these biases is
+    rope = {"rope_theta": float(get("rope.freq_base", 10000.0)), **_scaling(file, arch)}
+    raw: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": kind,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": dim,
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+        "eos_token_id": end_tokens(file),
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+    }
+    if name != "Qwen2ForCausalLM":
+        raw |= {"attention_bias": qkv_bias}
+    if "blk.0.ffn_up.bias" in file.tensors:
+        raw |= {"mlp_bias": True}
+    rope |= _factors(file, parse_config(raw, where=str(where)))
+    return raw
+
+
+def end_tokens(file: GGUFFile) -> list[int]:
+    """Tokens that end a text: those of the keys, and control tokens spelled like one."""
+    meta = file.metadata
+    keys = [meta.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
+    found = [k for k in keys if type(k) is int]
+    tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
+        found += [i for i in np.flatnonzero(types == 3).tolist() if tokens[i] in ENDS]
+    return list(dict.fromkeys(found))
+
+
+def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
+    meta = file.metadata
+    # As llama.cpp: without a type it is linear, and the older key for the factor is read where there is no newer one.
+    kind = meta.get(f"{arch}.rope.scaling.type", "linear")
+    factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0))
+    if not isinstance(kind, str) or kind not in ("none", "linear"):
+        raise ModelLoadError(f"{file.path}: rope scaling {str(kind)[:80]!r} is not supported; none and linear are")
+    if kind == "none" or factor in (0.0, 1.0):
+        return {"rope_type": "default"}
+    return {"rope_type": "linear", "factor": factor}
+
+
+def _factors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
+    """Llama 3's scaling, which the file has as the factor of each frequency."""
+    if FACTORS not in file.tensors:
+        return {}
+    info = file.tensors[FACTORS]
+    if info.type != "F32" or info.shape != (config.head_dim // 2,) or config.rope.kind != "default":
+        raise ModelLoadError(f"{file.path}: tensor {FACTORS} {info.type} {list(info.shape)} does not fit the model")
+    factors = file.read(info.begin, info.end).view(torch.float32)
+    if not (factors.isfinite().all() and (factors > 0).all()):
+        raise ModelLoadError(f"{file.path}: tensor {FACTORS} holds values that are no factors")
+    plain = inverse_frequencies(config.rope, config.head_dim)
+    factor = float(factors.max())
+    for original in (8192, config.max_model_len, max(1, round(config.max_model_len / factor))):
+        rope = RopeConfig(config.rope.theta, "llama3", factor, 1.0, 4.0, original)
+        if torch.allclose(plain / inverse_frequencies(rope, config.head_dim), factors, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": original,
+            }
+    return {"rope_type": "factors", "factors": factors.tolist()}

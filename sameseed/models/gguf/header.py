@@ -1,0 +1,176 @@
+"""The header of a GGUF file (version 2 or 3, little endian), walked with bounds before anything of it is believed.
+
+Layout (ggml's docs/gguf.md): magic, version, number of tensors, number of key-values; the key-values; for each tensor
+name, dimensions (the fastest first), type, offset; padding; the data. Every count and length is checked against what
+the file can still hold, so that a malicious one costs no more memory than its own size allows.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sameseed.models._file import TensorFile
+
+MAGIC = b"GGUF"
+MAX_HEADER = 1 << 28  # bytes
+MAX_TENSORS = 1 << 16
+MAX_KEYS = 1 << 16
+MAX_ITEMS = 1 << 22  # strings of all arrays together: a short one in the file is a larger object in memory
+MAX_TEXT = 1 << 22  # bytes of one string
+WINDOW = 1 << 20  # bytes of the header read at a time
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the file: ggml's type, its blocks (values, bytes), shape with rows first, place of its bytes."""
+
+    type: str
+    block: tuple[int, int]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class GGUFFile(TensorFile):
+    """One open file with its checked header: `metadata` and `tensors` by name. Raises ModelLoadError if unsound."""
+
+    kind = "GGUF"
+
+    def read_header(self) -> None:
+        self.metadata, self.tensors = self._header()
+
+    def _header(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        walk = _Walk(self)
+        if walk.take(4) != MAGIC:
+            raise self.unsound("it does not begin with GGUF")
+        version = walk.number("<I")
+        if version not in (2, 3):
+            kind = "big-endian, or " if version & 0xFFFF == 0 else ""
+            raise self.unsound(f"{kind}of version {version}; versions 2 and 3 can be read")
+        num_tensors, num_keys = walk.number("<Q"), walk.number("<Q")
+        if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
+            raise self.unsound(f"{num_tensors} tensors and {num_keys} keys")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = walk.text()
+            if key in metadata:
+                raise self.unsound(f"it has the key {key[:80]!r} twice")
+            metadata[key] = walk.value(walk.number("<I"))
+        found: dict[str, TensorInfo] = {}
+        for _ in range(num_tensors):
+            name = walk.text()
+            if name in found:
+                raise self.unsound(f"it has the tensor {name[:80]!r} twice")
+            found[name] = self._tensor(name, walk)
+        return metadata, self._placed(found, walk.at, metadata.get("general.alignment", 32))
+
+    def _tensor(self, name: str, walk: _Walk) -> TensorInfo:
+        """With offsets still relative to the data."""
+        dims = walk.number("<I")
+        if not 1 <= dims <= 4:
+            raise self.unsound(f"tensor {name[:80]!r} has {dims} dimensions")
+        shape = tuple(reversed([walk.number("<Q") for _ in range(dims)]))
+        kind, offset = walk.number("<I"), walk.number("<Q")
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            type_ = GGMLQuantizationType(kind)
+            block = GGML_QUANT_SIZES[type_]
+        except (ValueError, KeyError):
+            raise self.unsound(f"tensor {name[:80]!r} is of the unknown type {kind}") from None
+        values = math.prod(shape)
+        if (
+            not 0 < values < 2**62
+            or shape[-1] % block[0]
+            or values // block[0] * block[1] > self.size - min(offset, self.size)
+        ):
+            raise self.unsound(f"tensor {name[:80]!r}, {type_.name} {list(shape)} at {offset}, does not fit the file")
+        return TensorInfo(type_.name, (block[0], block[1]), shape, offset, offset + values // block[0] * block[1])
+
+    def _placed(self, found: dict[str, TensorInfo], header: int, alignment: object) -> dict[str, TensorInfo]:
+        """Offsets from the file's start; aligned, inside the file, and no byte of two tensors."""
+        if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise self.unsound(f"an alignment of {str(alignment)[:80]}")
+        data, last = -(-header // alignment) * alignment, 0
+        placed = {}
+        for name, t in sorted(found.items(), key=lambda item: item[1].begin):
+            if t.begin % alignment or t.begin < last or data + t.end > self.size:
+                raise self.unsound(
+                    f"tensor {name[:80]!r} at bytes {t.begin} to {t.end} of the data is unaligned, overlaps another, "
+                    "or ends behind the file"
+                )
+            last = t.end
+            placed[name] = TensorInfo(t.type, t.block, t.shape, data + t.begin, data + t.end)
+        return placed
+
+
+class _Walk:
+    """Reads a header forward, window by window."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.at = 0  # of the file
+        self.items = 0
+        self._window, self._start = b"", 0
+
+    def take(self, count: int) -> bytes:
+        """The next bytes. Raises ModelLoadError where the header or the file ends before."""
+        end = self.at + count
+        if count < 0 or end > min(self.file.size, MAX_HEADER):
+            raise self.file.unsound(f"its header wants {count} bytes at {self.at} of {self.file.size}")
+        if end > self._start + len(self._window):
+            stop = min(self.file.size, MAX_HEADER, max(end, self.at + WINDOW))
+            self._window, self._start = self.file.read(self.at, stop).numpy().tobytes(), self.at
+        out = self._window[self.at - self._start : end - self._start]
+        self.at = end
+        return out
+
+    def number(self, kind: str) -> Any:
+        """A scalar of struct's type `kind`."""
+        return struct.unpack(kind, self.take(struct.calcsize(kind)))[0]
+
+    def text(self) -> str:
+        """A string; bytes that are no UTF-8 become the replacement character, as other readers have it."""
+        length = self.number("<Q")
+        if length > MAX_TEXT:
+            raise self.file.unsound(f"a text of {length} bytes at {self.at}")
+        return self.take(length).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """A value of a key: a scalar, a text, a list of texts, or a numpy array."""
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            raise self.file.unsound(f"a value of the unknown type {kind} at {self.at}")
+        item, length = self.number("<I"), self.number("<Q")
+        if item in _SCALARS:
+            dtype = np.dtype(_SCALARS[item])
+            if length > self.file.size:
+                raise self.file.unsound(f"an array of {length} numbers at {self.at}")
+            return np.frombuffer(self.take(length * dtype.itemsize), dtype)
+        self.items += length
+        if item != _STRING or self.items > MAX_ITEMS or length * 8 > self.file.size:
+            raise self.file.unsound(f"an array of {length} values of type {item} at {self.at}")
+        return [self.text() for _ in range(length)]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[GGUFFile]:
+    """The file at `path`, closed afterwards."""
+    file = GGUFFile(path)
+    try:
+        yield file
+    finally:
+        file.close()

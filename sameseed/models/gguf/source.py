@@ -1,0 +1,188 @@
+"""The weights of a GGUF file as a `Source`: under Hugging Face's names, in codes where a format of ours has them.
+
+Q4_0, Q5_0 and Q8_0 are int4 and int8 in groups of 32 with fp16 scales, code for code. The other types of blocks are
+decoded by the gguf package, exactly, which needs float32 (a K-quant's scale alone is a product of two numbers).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sameseed.errors import ModelLoadError
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.models.checkpoint import notice_decoded
+from sameseed.models.config import ModelConfig
+from sameseed.models.gguf.config import FACTORS
+from sameseed.models.gguf.header import GGUFFile, TensorInfo
+from sameseed.models.weights import expected_shapes
+
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+KEPT = {"Q4_0": ("int4", 32), "Q5_0": ("int8", 32), "Q8_0": ("int8", 32)}
+DECODED = frozenset(
+    {"Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S"}
+    | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"}
+)
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor that Hugging Face calls `name`."""
+    stem, _, kind = name.rpartition(".")
+    if stem in OUTSIDE:
+        return f"{OUTSIDE[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{kind}"
+
+
+class GGUFCheckpoint:
+    """The tensors of a GGUF file. A context: the file is open inside. A `Source`, once `check` has passed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._heads: dict[str, int] = {}  # rows of q and k that rotate together lie side by side: heads of those
+
+    def __enter__(self) -> GGUFCheckpoint:
+        self._file = GGUFFile(self.path)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and gguf_name(name) in self._file.tensors
+
+    def check(self, config: ModelConfig) -> None:
+        """Names, shapes and types against the config, before any weight is read."""
+        expected, tensors = expected_shapes(config), self._file.tensors
+        wanted = {gguf_name(n): n for n in expected}
+        missing = [n for n in wanted if n not in tensors]
+        if missing:
+            raise ModelLoadError(f"{self.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+        extra = sorted(tensors.keys() - wanted.keys() - {FACTORS})
+        if extra:
+            raise ModelLoadError(
+                f"{self.path}: unexpected tensor {extra[0][:80]} ({len(extra)} in all); {config.architecture} has none"
+            )
+        decoded = {}
+        for name, shape in expected.items():
+            info = tensors[gguf_name(name)]
+            if info.shape != shape:
+                raise ModelLoadError(
+                    f"{self.path}: tensor {gguf_name(name)} has shape {list(info.shape)}, its keys say {list(shape)}"
+                )
+            readable = DENSE.keys() if len(shape) == 1 else DENSE.keys() | KEPT.keys() | DECODED
+            if info.type not in readable:
+                raise ModelLoadError(
+                    f"{self.path}: tensor {gguf_name(name)} is {info.type}, which cannot be read; these can: "
+                    f"{', '.join(sorted(readable))}"
+                )
+            if info.type in DECODED:
+                decoded[name] = info.type
+        self._heads = {}
+        if self._file.metadata.get("general.architecture") == "llama":
+            for name in expected:
+                if ".self_attn.q_proj." in name:
+                    self._heads[name] = config.num_heads
+                if ".self_attn.k_proj." in name:
+                    self._heads[name] = config.num_kv_heads
+        notice_decoded(self.path, decoded, sum(math.prod(expected[n]) for n in decoded))
+
+    # --- Source ---
+
+    def _info(self, name: str) -> TensorInfo:
+        return self._file.tensors[gguf_name(name)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor; float32 of one in blocks, since its decoded values need that."""
+        return DENSE.get(self._info(name).type, torch.float32)
+
+    def scheme(self, name: str) -> QuantScheme | None:
+        """How a matrix is stored, None where it is dense or in blocks that no format of ours has."""
+        kept = KEPT.get(self._info(name).type)
+        return None if kept is None else QuantScheme(*kept)
+
+    def stored(self, name: str) -> QuantTensor:
+        """The codes of a matrix that has a `scheme`."""
+        q = self._codes(name, 0, self._info(name).shape[0])
+        heads = self._heads.get(name)
+        if heads is None:
+            return q
+        order = rotated(torch.arange(q.shape[0]), heads)
+        return replace(q, parts={p: t.index_select(0, order) for p, t in q.parts.items()})
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, checked to be finite."""
+        info = self._info(name)
+        value = self.rows(name, 0, info.shape[0]) if len(info.shape) == 2 else self._values(name, 0, 1).view(info.shape)
+        return rotated(value, self._heads[name]) if name in self._heads and len(info.shape) == 1 else value
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of a matrix, decoded, checked to be finite; fresh memory."""
+        heads = self._heads.get(name)
+        if heads is None:
+            return self._values(name, start, stop)
+        dim = self._info(name).shape[0] // heads
+        first, last = start // dim, -(-stop // dim)  # whole heads: their rows are in another order
+        value = rotated(self._values(name, first * dim, last * dim), last - first)
+        return value[start - first * dim : stop - first * dim].clone()
+
+    def _bytes(self, info: TensorInfo, start: int, stop: int) -> Tensor:
+        """Rows of a tensor as blocks, uint8 [rows * K / values, bytes]; one of a single dimension is one row."""
+        width = info.shape[-1] // info.block[0] * info.block[1]
+        return self._file.read(info.begin + start * width, info.begin + stop * width).view(-1, info.block[1])
+
+    def _values(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of a tensor in the file's order."""
+        info = self._info(name)
+        data = self._bytes(info, start, stop)
+        if info.type in DENSE:
+            value = data.view(-1).view(DENSE[info.type])
+        else:
+            from gguf import GGMLQuantizationType, quants
+
+            with np.errstate(all="ignore"):  # numbers that are none are met below
+                value = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[info.type]))
+        if not torch.isfinite(value.sum()) and not torch.isfinite(value).all():
+            raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
+        return value.reshape(stop - start, info.shape[-1])
+
+    def _codes(self, name: str, start: int, stop: int) -> QuantTensor:
+        """Rows of a matrix as codes and scales, in the file's order."""
+        info = self._info(name)
+        data, shape = self._bytes(info, start, stop), (stop - start, info.shape[1])
+        scales = data[:, :2].contiguous().view(torch.float16).view(shape[0], -1)
+        if not scales.isfinite().all():
+            raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
+        if info.type == "Q8_0":
+            codes = data[:, 2:].contiguous().view(torch.int8)
+        else:  # the first 16 codes of a block in the low halves
+            low = data[:, -16:]
+            codes = torch.cat([low & 15, low >> 4], dim=1)
+            if info.type == "Q5_0":  # fifth bits of all 32 in an int32
+                bits = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+                codes = (codes | bits.flatten(1) << 4).view(torch.int8) - 16
+        return QuantTensor(KEPT[info.type][0], shape, {"codes": codes.reshape(shape), "scales": scales})
+
+
+def rotated(x: Tensor, heads: int) -> Tensor:
+    """Rows of q or k [H D, ...] from GGUF's order (pairs that rotate together side by side) to halves."""
+    return x.view(heads, -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)

@@ -1,0 +1,197 @@
+"""The tokenizer that a GGUF file holds, rebuilt for the tokenizers library.
+
+Two models of them: "gpt2" (byte-level BPE; `pre` names the expressions that cut a text into words) and "llama"
+(sentencepiece's BPE: a pair may merge where the vocabulary has the result, the best score first; bytes as a fallback).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer as HFTokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from sameseed.errors import ModelLoadError
+from sameseed.models.gguf.header import GGUFFile, opened
+from sameseed.tokenizer import Tokenizer
+
+# How a text is cut before merging: expressions, each applied to the pieces of the one before.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2.removesuffix(r"|\s+"), r"\p{N}+", r"[0-9][0-9][0-9]")
+PRE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+    "tekken": (_TEKKEN,),
+    "default": _DEFAULT,
+}
+NO_MERGES = frozenset(
+    {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+)  # a word that is a token is it
+BEGINS = NO_MERGES  # a text begins with bos where the file does not say
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
+SPACE = "\u2581"
+MOST_SPLITS = 10_000_000  # of all tokens into two halves: above any real vocabulary
+
+
+def read_gguf_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a GGUF file. Raises ModelLoadError for one that cannot be rebuilt."""
+    with opened(path) as file:
+        return make_tokenizer(file)
+
+
+def make_tokenizer(file: GGUFFile) -> Tokenizer:
+    """The same of an open file."""
+    meta = file.metadata
+    model = meta.get("tokenizer.ggml.model")
+    tokens = meta.get("tokenizer.ggml.tokens")
+    if not isinstance(model, str) or model not in ("gpt2", "llama"):
+        raise ModelLoadError(
+            f"{file.path}: a tokenizer of the model {str(model)[:80]!r} cannot be read; gpt2 and llama can"
+        )
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelLoadError(f"{file.path} holds no tokens; convert the model with its tokenizer")
+    kinds = _array(file, "token_type", len(tokens), NORMAL)
+    names = _names(tokens)
+    try:
+        backend = _byte_level(file, names) if model == "gpt2" else _sentencepiece(file, names, kinds)
+        backend.add_tokens(
+            [
+                AddedToken(names[i], special=bool(kinds[i] == CONTROL), normalized=False)
+                for i in np.flatnonzero((kinds == CONTROL) | (kinds == USER)).tolist()
+                if names[i]
+            ]
+        )
+    except (ModelLoadError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and where it panics not even that
+        raise ModelLoadError(f"{file.path}: its tokenizer cannot be rebuilt ({error})") from None
+    special = _special(file, names)
+    _add_ends(file, backend, names, model)
+    template = meta.get("tokenizer.chat_template")
+    return Tokenizer(backend, template if isinstance(template, str) else None, special)
+
+
+def _array(file: GGUFFile, key: str, length: int, default: int) -> np.ndarray[Any, np.dtype[Any]]:
+    found = file.metadata.get(f"tokenizer.ggml.{key}")
+    if found is None:
+        return np.full(length, default)
+    if not isinstance(found, np.ndarray) or len(found) != length:
+        raise ModelLoadError(f"{file.path}: tokenizer.ggml.{key} does not fit the {length} tokens")
+    return found
+
+
+def _names(tokens: list[str]) -> list[str]:
+    """The tokens' spellings, each once: of those alike (padding, mostly) only the first can be met in a text."""
+    seen: set[str] = set()
+    names = []
+    for i, token in enumerate(tokens):
+        name = token if token not in seen else f"<duplicate of a token, {i}>"
+        seen.add(name)
+        names.append(name)
+    return names
+
+
+def _byte_level(file: GGUFFile, names: list[str]) -> HFTokenizer:
+    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(pre, str) or pre not in PRE:
+        raise ModelLoadError(
+            f"{file.path}: its texts are cut into words as {str(pre)[:80]!r} does, which is not known here (these are: "
+            f"{', '.join(PRE)}); use the model's Hugging Face folder"
+        )
+    merges = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise ModelLoadError(f"{file.path}: a gpt2 tokenizer needs merges, and the file has none; convert it again")
+    pairs = [(m[:at], m[at + 1 :]) for m in merges if (at := m.find(" ", 1)) > 0]  # a piece may begin with a space
+    if len(pairs) != len(merges):
+        raise ModelLoadError(f"{file.path}: one of its merges is not two pieces with a space between; convert it again")
+    vocabulary = {name: i for i, name in enumerate(names)}
+    backend = HFTokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in NO_MERGES))
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(e), "isolated") for e in PRE[pre]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.dtype[Any]]) -> HFTokenizer:
+    scores = _array(file, "scores", len(names), 0)
+    vocabulary = {name: i for i, name in enumerate(names)}
+    mergeable = [i for i, kind in enumerate(kinds.tolist()) if kind in (NORMAL, UNUSED)]
+    if sum(len(names[i]) for i in mergeable) > MOST_SPLITS or max((len(names[i]) for i in mergeable), default=0) > 4096:
+        raise ModelLoadError(f"{file.path}: its tokens are longer than those of any vocabulary; is it one?")
+    found = []
+    for i in mergeable:
+        name = names[i]
+        for at in range(1, len(name)):
+            left, right = vocabulary.get(name[:at]), vocabulary.get(name[at:])
+            if left is not None and right is not None:
+                found.append((-float(scores[i]), left, right))
+    found.sort()
+    merges = [(names[left], names[right]) for _, left, right in found]
+    unknown = next((names[i] for i in np.flatnonzero(kinds == UNKNOWN).tolist()), None)
+    has_bytes = bool((kinds == BYTE).any())
+    backend = HFTokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
+    )
+    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix") is not False
+    spaces = [normalizers.Replace(" ", SPACE)]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefix else spaces)
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _special(file: GGUFFile, names: list[str]) -> dict[str, str]:
+    """bos_token, eos_token and so on, as chat templates know them."""
+    found = {}
+    keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "separator": "sep", "mask": "mask"}
+    for key, name in keys.items():
+        token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if type(token) is int and 0 <= token < len(names):
+            found[f"{name}_token"] = names[token]
+    return found
+
+
+def _add_ends(file: GGUFFile, backend: HFTokenizer, names: list[str], model: str) -> None:
+    """What encoding puts before and behind a text."""
+    meta = file.metadata
+    begins = model == "llama" or meta.get("tokenizer.ggml.pre") in BEGINS
+    single, special = ["$A"], []
+    for key, wanted in (
+        ("bos", meta.get("tokenizer.ggml.add_bos_token", begins)),
+        ("eos", meta.get("tokenizer.ggml.add_eos_token")),
+    ):
+        token = meta.get(f"tokenizer.ggml.{key}_token_id")
+        if wanted is not True or type(token) is not int:
+            continue
+        if not 0 <= token < len(names):
+            raise ModelLoadError(f"{file.path}: its {key} token {token} is none of the {len(names)} tokens")
+        special.append({"id": key, "ids": [token], "tokens": [names[token]]})
+        single = [key, *single] if key == "bos" else [*single, key]
+    if special:
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)

@@ -1,0 +1,85 @@
+"""Pieces of a decoder layer: its weights, and the rotary table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sameseed.formats.scheme import QuantTensor
+from sameseed.models.config import RopeConfig
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of one decoder layer; q, k, v and gate, up are stacked along O. Norms and biases are float32.
+
+    Where the stacked ones differ in their formats, a stack is several weights, in order.
+    """
+
+    input_norm: Tensor  # [C]
+    qkv: QuantTensor | tuple[QuantTensor, ...]  # [(H + 2 Hk) D, C]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    o: QuantTensor  # [C, H D]
+    o_bias: Tensor | None
+    post_norm: Tensor  # [C]
+    gate_up: QuantTensor | tuple[QuantTensor, ...]  # [2 I, C]
+    gate_up_bias: Tensor | None
+    down: QuantTensor  # [C, I]
+    down_bias: Tensor | None
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        """All of the layer's matrices."""
+        stacks = (self.qkv, (self.o,), self.gate_up, (self.down,))
+        return tuple(m for stack in stacks for m in (stack if isinstance(stack, tuple) else (stack,)))
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All weights of a model; with tied embeddings `lm_head` is `embedding`.
+
+    `dense` is the weights' format, or, where they are quantized, the checkpoint's: what an unstated cache follows.
+    """
+
+    embedding: QuantTensor  # [V, C]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [C]
+    lm_head: QuantTensor  # [V, C]
+    dense: str = "fp32"
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        """All matrices of the model, each once."""
+        ends = (self.embedding,) if self.lm_head is self.embedding else (self.embedding, self.lm_head)
+        return (*(m for layer in self.layers for m in layer.matrices), *ends)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Frequencies float32 [D/2] of the rotary embedding, scaled as the model asks (llama3: Llama 3.1's bands)."""
+    inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    if rope.kind == "linear":
+        return inverse / rope.factor
+    if rope.kind == "factors":
+        return inverse / torch.tensor(rope.factors)
+    if rope.kind != "llama3":
+        return inverse
+    wavelength = 2 * math.pi / inverse
+    low = rope.original_max_len / rope.low_freq_factor
+    high = rope.original_max_len / rope.high_freq_factor
+    smooth = (rope.original_max_len / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    scaled = torch.where(wavelength > low, inverse / rope.factor, inverse)
+    return torch.where((wavelength <= low) & (wavelength >= high), blended, scaled)
+
+
+def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+    """Cosines, then sines, of every position: float32 [P, D]."""
+    angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, head_dim)[None, :]  # [P, D/2]
+    return torch.cat([angles.cos(), angles.sin()], dim=1)

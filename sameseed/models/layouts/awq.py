@@ -1,0 +1,83 @@
+"""AWQ checkpoints (Lin et al., 2023) in AutoAWQ's "gemm" layout: 4 bits along O, interleaved, with zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ModelLoadError
+from sameseed.formats.scheme import QuantTensor
+from sameseed.models.layouts.base import FLOATS, Files, Stored, by_group, keep, nibbles, spread, whole
+
+ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where outputs 0..7 lie among the eight codes of an int32
+
+
+def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Awq:
+    """The layout of a `quantization_config`."""
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise ModelLoadError(f"{where}: AWQ in the layout {version[:80]!r} cannot be read; the layout gemm can")
+    bits = whole(config, "bits", whole(config, "w_bit", 4, where), where)
+    if bits != 4:
+        raise ModelLoadError(f"{where}: AWQ with {bits} bits cannot be read; 4 can")
+    if config.get("zero_point", True) is False:
+        raise ModelLoadError(f"{where}: AWQ without zero points cannot be read; store it with zero_point true")
+    group = whole(config, "group_size", whole(config, "q_group_size", 128, where), where)
+    if group == 0:
+        raise ModelLoadError(f"{where}: group_size 0 is none")
+    return Awq(None if group == -1 else group)
+
+
+class Awq:
+    """The layout of one quantization_config."""
+
+    def __init__(self, group: int | None) -> None:
+        self.group = group
+
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+        """See Layout."""
+        if f"{name}.qweight" not in files:
+            return None
+        height, width = shape
+        size = self.group or width
+        if height % 8 or width % size:
+            raise ModelLoadError(
+                f"tensor {name} {list(shape)} cannot be AWQ: 8 must divide its height and {size} its width"
+            )
+        tensors = (
+            files.expect(f"{name}.qweight", ["I32"], (width, height // 8)),
+            files.expect(f"{name}.qzeros", ["I32"], (width // size, height // 8)),
+            files.expect(f"{name}.scales", FLOATS, (width // size, height)),
+        )
+        held = keep("int4", width, self.group, symmetric=False)
+        parts = partial(_codes, name, files)
+        if held is None:
+            order = torch.arange(width) // size
+            return Stored(tensors, None, lambda: by_group(*parts(), order), f"AWQ in groups of {size}")
+        return Stored(tensors, held[0], partial(_kept, held[1], parts))
+
+    def spare(self, name: str, files: Files) -> bool:
+        """None."""
+        return False
+
+
+def _codes(name: str, files: Files) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [O, K], scales [O, n], zero points [O, n]."""
+    codes, zeros = _ordered(files.raw(f"{name}.qweight")), _ordered(files.raw(f"{name}.qzeros"))
+    return codes, files.raw(f"{name}.scales").T.contiguous(), zeros
+
+
+def _ordered(packed: Tensor) -> Tensor:
+    """int32 [N, O / 8] as codes uint8 [O, N]."""
+    codes = nibbles(packed).view(packed.shape[0], -1, 8)[..., ORDER]
+    return codes.flatten(1).T.contiguous()
+
+
+def _kept(times: int, parts: Any) -> QuantTensor:
+    codes, scales, zeros = parts()
+    found = {"codes": codes, "scales": spread(scales, times).contiguous(), "zeros": spread(zeros, times).contiguous()}
+    return QuantTensor("int4", (codes.shape[0], codes.shape[1]), found)

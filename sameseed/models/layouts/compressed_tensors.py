@@ -1,0 +1,231 @@
+"""compressed-tensors: config_groups with targets, and its integer and float layouts (as version 0.20 has them)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ModelLoadError
+from sameseed.formats.scheme import QuantTensor
+from sameseed.models.layouts.base import (
+    FLOATS,
+    Files,
+    Stored,
+    by_group,
+    cache_scales_left_out,
+    keep,
+    listed,
+    spread,
+    two_sizes,
+    unpacked,
+    whole,
+)
+from sameseed.models.layouts.patterns import fits
+from sameseed.models.layouts.scaled import float8, mxfp4
+
+SPARE = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_global_scale")
+CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One entry of config_groups."""
+
+    targets: tuple[str, ...]
+    layout: str
+    bits: int
+    kind: str  # int, float
+    symmetric: bool
+    strategy: str
+    group: int | None  # values along K with one scale, where the strategy has such
+    block: tuple[int, int] | None
+    activations: str | None
+
+
+def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> CompressedTensors:
+    """The layout of a `quantization_config`."""
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") not in ("dense", None):
+        raise ModelLoadError(f"{where}: sparse checkpoints ({sparsity['format']}) cannot be read; use the dense one")
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ModelLoadError(
+            f"{where}: quantization_config has no config_groups; was it written by compressed-tensors?"
+        )
+    found = [_group(value, config, f"{where}: config_groups {name}") for name, value in groups.items()]
+    ignore = listed(config.get("ignore"), f"{where}: ignore")
+    for target in [*ignore, *(t for g in found for t in g.targets)]:
+        fits(target, "")  # an unsound expression should not wait for the first name
+    return CompressedTensors(found, ignore, where)
+
+
+def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
+    weights = value.get("weights") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(weights, dict):
+        raise ModelLoadError(f"{where} says nothing of weights; such checkpoints cannot be read")
+    layout = value.get("format") or config.get("format")
+    kind, strategy = str(weights.get("type", "int")), weights.get("strategy")
+    bits, size = whole(weights, "num_bits", 8, where), whole(weights, "group_size", -1, where)
+    block = weights.get("block_structure")
+    if strategy is None and block is not None:
+        strategy = "block"
+    if strategy is None:
+        strategy = "group" if size > 0 else "channel" if size == -1 and "group_size" in weights else "tensor"
+    if strategy in ("group", "tensor_group") and size < 1:
+        raise ModelLoadError(f"{where}: groups of {size} values are none")
+    sizes = two_sizes(block, f"{where}: block_structure") if strategy == "block" else None
+    if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
+        raise ModelLoadError(f"{where}: strategy {str(strategy)[:80]!r} cannot be read")
+    readable = {
+        "pack-quantized": kind == "int" and bits in (4, 8),
+        "int-quantized": kind == "int" and bits == 8,
+        "float-quantized": kind == "float" and bits == 8,
+        "naive-quantized": bits == 8 and kind in ("int", "float"),
+        "mxfp4-pack-quantized": kind == "float" and bits == 4 and size == 32,
+    }
+    if not (isinstance(layout, str) and readable.get(layout, False)):
+        raise ModelLoadError(
+            f"{where}: {bits}-bit {kind} weights in format {str(layout)[:80]!r} cannot be read; these can: "
+            "pack-quantized (int, 4 or 8 bits), int-quantized (8), float-quantized (8), mxfp4-pack-quantized"
+        )
+    targets = tuple(listed(value.get("targets"), f"{where}: targets"))
+    symmetric = weights.get("symmetric", True) is not False
+    activations = _activations(value, kind)
+    return Group(targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, sizes, activations)
+
+
+def _activations(group: Mapping[str, Any], kind: str) -> str | None:
+    """What of `input_activations` our kernels do: 8 bits, dynamic, by token. Others run on float activations."""
+    inputs = group.get("input_activations")
+    if not isinstance(inputs, dict) or inputs.get("num_bits") != 8 or inputs.get("type", "int") != kind:
+        return None
+    dynamic = inputs.get("dynamic") in (True, "local") and inputs.get("strategy") in ("token", "group", None)
+    return {"int": "int8", "float": "fp8"}[kind] if dynamic else None
+
+
+class CompressedTensors:
+    """The layout of one quantization_config."""
+
+    def __init__(self, groups: list[Group], ignore: list[str], where: str) -> None:
+        self.groups = groups
+        self.ignore = ignore
+        self.where = where
+
+    def _group(self, name: str) -> Group | None:
+        kind = "Embedding" if name.endswith("embed_tokens") else "Linear"
+        if any(fits(t, name, kind) for t in self.ignore):
+            return None
+        # A name goes before an expression, and an expression before a class.
+        for rank in (lambda t: t == name, lambda t: t.startswith("re:"), lambda t: True):
+            for group in self.groups:
+                if any(rank(t) and fits(t, name, kind) for t in group.targets):
+                    return group
+        return None
+
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+        """See Layout."""
+        group = self._group(name)
+        weight = f"{name}.weight"
+        if group is None or (weight in files and files.kind(weight)[0] in FLOATS):
+            return None
+        if group.layout == "mxfp4-pack-quantized":
+            return mxfp4(name, shape, files)
+        if group.kind == "float":
+            return float8(name, shape, files, group.block, f"{name}.weight_scale", group.activations)
+        return self._integers(name, shape, files, group)
+
+    def spare(self, name: str, files: Files) -> bool:
+        """Static scales of activations and of the cache: ours are per row (of a token, of a head), so none is read."""
+        if name.endswith(CACHE):
+            cache_scales_left_out(self.where)
+        return name.endswith((*SPARE, *CACHE))
+
+    def _integers(self, name: str, shape: tuple[int, int], files: Files, g: Group) -> Stored:
+        height, width = shape
+        size = {"tensor": None, "channel": None}.get(g.strategy, g.group)
+        count = 1 if size is None else -(-width // size)
+        scales = [(height, count)] + ([(height,), (1,), (1, 1), ()] if count == 1 else [])
+        packed = g.layout == "pack-quantized"
+        if packed:
+            per = 32 // g.bits
+            tensors = [files.expect(f"{name}.weight_packed", ["I32"], (height, -(-width // per)))]
+            if f"{name}.weight_shape" in files:
+                tensors.append(files.expect(f"{name}.weight_shape", ["I64", "I32"], (2,)))
+        else:
+            tensors = [files.expect(f"{name}.weight", ["I8"], shape)]
+        tensors.append(files.expect(f"{name}.weight_scale", FLOATS, *scales))
+        zeros = f"{name}.weight_zero_point"
+        if not g.symmetric:
+            if packed:
+                files.expect(zeros, ["I32"], (-(-height // per), count))
+            else:
+                files.expect(zeros, ["I8"], *scales)
+        tensors += [zeros] if zeros in files else []
+        index = f"{name}.weight_g_idx"
+        if index in files:
+            tensors.append(files.expect(index, ["I32", "I64"], (width,)))
+        order = _order(files.raw(index), size, width, count, name) if index in files else None
+        name_ = "int4" if g.bits == 4 else "int8"
+        held = None
+        if order is None and (g.symmetric or g.bits == 4):
+            held = keep(name_, width, size, g.symmetric, g.activations)
+        # An int8 group that no kernel has is decoded; so are 8-bit codes with zero points.
+        why = (
+            "act-order groups"
+            if order is not None
+            else f"{g.bits}-bit groups of {size}"
+            if g.symmetric
+            else (f"{g.bits}-bit codes with zero points in groups of {size}")
+        )
+        parts = partial(_codes, name, shape, files, g, count)
+        if held is not None:
+            return Stored(tuple(tensors), held[0], partial(_kept, name_, held[1], g.activations, parts))
+        if order is None:
+            order = torch.arange(width) // (size or width)
+        return Stored(tuple(tensors), None, lambda: by_group(*parts(), order), why)
+
+
+def _codes(
+    name: str, shape: tuple[int, int], files: Files, g: Group, count: int
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Codes [O, K], scales [O, n], zero points [O, n] or the number that they all are."""
+    height, width = shape
+    scales = files.raw(f"{name}.weight_scale").reshape(-1, count).expand(height, count).contiguous()
+    packed = g.layout == "pack-quantized"
+    if not packed:
+        codes = files.raw(f"{name}.weight")
+        zeros: Tensor | float = 0.0
+        if not g.symmetric:
+            zeros = files.raw(f"{name}.weight_zero_point").reshape(-1, count).expand(height, count)
+        return codes, scales, zeros
+    codes = unpacked(files.raw(f"{name}.weight_packed"), g.bits)[:, :width]
+    zeros = float(1 << (g.bits - 1))
+    if not g.symmetric:
+        zeros = unpacked(files.raw(f"{name}.weight_zero_point").T, g.bits)[:, :height].T
+    if g.bits == 8 and g.symmetric:  # stored with 128 added
+        return (codes ^ 128).view(torch.int8), scales, 0.0
+    return codes.contiguous(), scales, zeros
+
+
+def _kept(name: str, times: int, activations: str | None, parts: Any) -> QuantTensor:
+    codes, scales, zeros = parts()
+    found = {"codes": codes, "scales": spread(scales, times).contiguous()}
+    if name == "int8" and found["scales"].shape[1] == 1:
+        found["scales"] = found["scales"].float()
+    if isinstance(zeros, Tensor):
+        found["zeros"] = spread(zeros, times).contiguous()
+    return QuantTensor(name, (codes.shape[0], codes.shape[1]), found, activations)
+
+
+def _order(index: Tensor, size: int | None, width: int, count: int, name: str) -> Tensor | None:
+    """Each column's group, None where they lie in order. Raises ModelLoadError for a group that is none."""
+    if (index == -1).all() or index.equal(torch.arange(width, dtype=index.dtype) // (size or width)):
+        return None
+    if index.min() < 0 or index.max() >= count:
+        raise ModelLoadError(f"tensor {name}.weight_g_idx names groups outside 0..{count - 1}; the file is damaged")
+    return index

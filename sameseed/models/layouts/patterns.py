@@ -1,0 +1,88 @@
+"""Names and patterns of modules, as quantization_configs have them: "re:" expressions are a stranger's, so bounded."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from sameseed.errors import ModelLoadError
+
+LONGEST = 400  # characters of an expression
+MOST = 99  # of a count: a{99}
+FEW = 4  # times a part may come that itself repeats or branches: beyond, matching is exponential
+TIMES = 1000  # of a part in all, counting what it lies in; without bound counts as MOST
+WAYS = 23  # bits: the logarithm of the ways to match that may be tried
+FREE, DIGITS = (
+    4.5,
+    2,
+)  # bits of a part that repeats without bound: names have tens of characters, but few digits in a row
+_PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+_REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
+
+
+@cache
+def expression(text: str) -> re.Pattern[str]:
+    """A compiled expression. Raises ModelLoadError for one that is unsound, or might take for ever."""
+    try:
+        if len(text) <= LONGEST and _bits(_PARSER.parse(text), 1) <= WAYS:
+            return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        reason = str(error)[:80]
+        raise ModelLoadError(f"{text[:80]!r} in quantization_config is no regular expression ({reason})") from None
+    raise ModelLoadError(
+        f"the expression {text[:80]!r} in quantization_config is too involved to be matched safely; "
+        "name the modules instead"
+    )
+
+
+def _bits(parsed: Iterable[tuple[Any, Any]], times: int) -> float:
+    """Logarithm of the ways to match a parsed expression that comes up to `times` times; inf: exponentially many."""
+    total = 0.0
+    for kind, value in parsed:
+        name = str(kind)
+        if name in _REPEATS:
+            low, high, body = value
+            total += _repeat(low, high, body, times)
+        elif name == "BRANCH":
+            alternatives = [_bits(a, times) for a in value[1]]
+            total += math.inf if times > FEW else times * math.log2(sum(2.0 ** min(b, 2 * WAYS) for b in alternatives))
+        elif name.startswith("GROUPREF"):  # what a reference takes is not bounded by counting
+            return math.inf
+        elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
+            total += _bits(value[-1], times)
+        elif name == "ATOMIC_GROUP":
+            total += _bits(value, times)
+    return total
+
+
+def _repeat(low: int, high: int, body: Any, times: int) -> float:
+    unbounded = high == _PARSER.MAXREPEAT
+    most = MOST if unbounded else int(high)
+    exact = low == high
+    if most > MOST or low > MOST or times * most > TIMES or (times > FEW and not exact):
+        return math.inf
+    ways = 0.0 if exact else (DIGITS if _digits(body) else FREE) if unbounded else math.log2(high - low + 1)
+    return times * ways + _bits(body, times * max(most, 1))
+
+
+def _digits(body: Any) -> bool:
+    return [(str(k), [str(x) for _, x in v]) for k, v in body if str(k) == "IN"] == [("IN", ["CATEGORY_DIGIT"])]
+
+
+def fits(target: str, name: str, kind: str = "Linear") -> bool:
+    """Whether a target (a name, "re:...", or a class of modules) means module `name` of class `kind`."""
+    if target.startswith("re:"):
+        return expression(target[3:]).match(name) is not None
+    return target in (name, kind)
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Whether one of the "modules not to convert" means module `name`: its name, a part of it, or an expression."""
+    if pattern.startswith("re:"):
+        return fits(pattern, name)
+    return pattern == name or name.startswith(f"{pattern}.") or f".{pattern}." in f".{name}."

@@ -1,0 +1,139 @@
+"""Our own layout, for what no other tool's can say: the parts of each QuantTensor by name, a scheme's text a module.
+
+`quantization_config`: {"quant_method": "sameseed", "version": 1, "modules": {"model.layers.0.mlp.up_proj": "qoq"}}.
+Tensors `<module>.<part>`; 4-bit codes [O, K] lie two a byte, the first in the low half: `<module>.codes4` [O, K / 2].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError, ModelLoadError, RegistryError
+from sameseed.formats.scheme import QuantScheme, QuantTensor, get
+from sameseed.models.layouts.base import FLOATS, Files, Stored, nibbles
+
+VERSION = 1
+WIDEST = 1 << 18  # columns
+COLUMNS = 1024  # of a sample; a power of two that all groups and blocks divide
+ROWS = 256  # of the sample that a module's parts are compared with
+TYPES = {
+    torch.uint8: ("U8",), torch.int8: ("I8",), torch.int16: ("I16",), torch.int32: ("I32",), torch.int64: ("I64",),
+    torch.float32: FLOATS, torch.bfloat16: FLOATS, torch.float16: FLOATS,
+}  # fmt: skip
+
+
+def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Own:
+    """The layout of a `quantization_config`."""
+    modules = config.get("modules")
+    if config.get("version") != VERSION or not isinstance(modules, dict):
+        raise ModelLoadError(f"{where}: this sameseed reads version {VERSION} of its own layout; update it")
+    schemes = {}
+    for name, text in modules.items():
+        try:
+            schemes[name] = QuantScheme.parse(str(text))
+        except (ConfigError, RegistryError) as error:
+            raise ModelLoadError(f"{where}: module {name[:80]!r}: {error}") from None
+    return Own(schemes)
+
+
+class Own:
+    """The layout of one quantization_config."""
+
+    def __init__(self, schemes: Mapping[str, QuantScheme]) -> None:
+        self.schemes = schemes
+
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+        """See Layout."""
+        scheme = self.schemes.get(name)
+        if scheme is None or scheme.weights == "auto":
+            return None
+        if shape[1] > WIDEST:
+            raise ModelLoadError(f"tensor {name} {list(shape)} is too wide for any format")
+        try:
+            like = _parts(scheme, shape[1])
+        except ConfigError as error:
+            raise ModelLoadError(f"tensor {name} {list(shape)} cannot be stored as {scheme}: {error}") from None
+        tensors = {}
+        for part, (dtype, scaled, fixed) in like.items():
+            want = (-(-scaled * shape[0] // ROWS), *fixed) if scaled else fixed
+            if _packs(scheme.weights, part):
+                tensors[part] = files.expect(f"{name}.{part}4", ["U8"], (shape[0], -(-shape[1] // 2)))
+            else:
+                tensors[part] = files.expect(f"{name}.{part}", TYPES[dtype], want)
+
+        def read() -> QuantTensor:
+            parts = {part: files.raw(at) for part, at in tensors.items()}
+            for part in parts:
+                if _packs(scheme.weights, part):
+                    parts[part] = nibbles(parts[part])[:, : shape[1]].contiguous()
+            return QuantTensor(scheme.weights, shape, parts, scheme.activations)
+
+        return Stored(tuple(tensors.values()), scheme, read)
+
+    def spare(self, name: str, files: Files) -> bool:
+        """None."""
+        return False
+
+
+@cache
+def _parts(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, int, tuple[int, ...]]]:
+    """Of each part: type, first dimension for ROWS rows (0: it is the same for any), the other dimensions.
+
+    Samples are encoded, of few columns: a file that only names wide matrices must not take memory. Dimensions are
+    constant, or grow evenly with the columns where these have the same divisors, up to COLUMNS.
+    """
+    scheme.args(width)
+    if width <= 4 * COLUMNS:
+        return _sampled(scheme, width)
+    step = math.gcd(width, COLUMNS)
+    least = (COLUMNS // step | 1) * step  # odd times the step, as the next: neither has other powers of two
+    few, more = (_sampled(scheme, k) for k in (least, least + 2 * step))
+    steps = (width - least) // step  # of which `more` is two
+
+    def at_width(a: int, b: int) -> int:
+        return a + (b - a) * steps // 2
+
+    return {
+        part: (dtype, at_width(first, then[0]), tuple(at_width(a, b) for a, b in zip(rest, then[1], strict=True)))
+        for (part, (dtype, first, rest)), then in zip(few.items(), (p[1:] for p in more.values()), strict=True)
+    }
+
+
+def _sampled(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, int, tuple[int, ...]]]:
+    few, more = (scheme.encode(torch.zeros(rows, width)).parts for rows in (ROWS, 2 * ROWS))
+    return {
+        part: (t.dtype, 0 if t.shape == more[part].shape else t.shape[0], tuple(t.shape[t.shape != more[part].shape :]))
+        for part, t in few.items()
+    }
+
+
+def _packs(name: str, part: str) -> bool:
+    """Whether a part is 4-bit codes in bytes."""
+    return part == "codes" and getattr(get(name), "bits", 8) == 4
+
+
+def tensors_of(name: str, q: QuantTensor) -> dict[str, Tensor]:
+    """The tensors of module `name`: what `find` reads."""
+    found = {}
+    for part, value in q.parts.items():
+        if _packs(q.format, part):
+            codes = torch.nn.functional.pad(value, (0, value.shape[1] % 2))
+            found[f"{name}.{part}4"] = codes[:, ::2] | codes[:, 1::2] << 4
+        else:
+            found[f"{name}.{part}"] = value
+    return found
+
+
+def config_of(schemes: Mapping[str, QuantScheme]) -> dict[str, Any]:
+    """The `quantization_config`."""
+    return {
+        "quant_method": "sameseed",
+        "version": VERSION,
+        "modules": {name: str(scheme) for name, scheme in schemes.items()},
+    }

@@ -1,0 +1,70 @@
+"""8-bit floats and mxfp4 as checkpoints store them: scales of a tensor, of rows, of blocks, of 32 values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ModelLoadError
+from sameseed.formats import _fp8
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.models.layouts.base import FLOATS, Files, Stored
+
+FORMATS = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
+TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+
+
+def float8(
+    name: str,
+    shape: tuple[int, int],
+    files: Files,
+    block: tuple[int, int] | None,
+    scale: str,
+    activations: str | None = None,
+) -> Stored:
+    """fp8 codes `name.weight`; scales of the tensor or the rows, or with `block` of [O / b0, K / b1] blocks."""
+    (height, width), weight = shape, f"{name}.weight"
+    files.expect(weight, list(TYPES), shape)
+    dtype = files.kind(weight)[0]
+    ours = block in (None, (_fp8.BLOCK, _fp8.BLOCK))
+    if block is None:
+        files.expect(scale, FLOATS, (), (1,), (1, 1), (height,), (height, 1))
+    else:
+        files.expect(scale, [*FLOATS, "F8_E8M0"], (-(-height // block[0]), -(-width // block[1])))
+
+    def read() -> QuantTensor | Tensor:
+        scales = files.raw(scale)
+        if scales.dtype == torch.uint8:  # e8m0: powers of two
+            scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+        scales, codes = scales.float(), files.raw(weight)
+        if not ours:
+            assert block is not None
+            scales = scales.repeat_interleave(min(block[0], height), 0)[:height]
+            scales = scales.repeat_interleave(min(block[1], width), 1)[:, :width]
+            return codes.view(TYPES[dtype]).float() * scales
+        rows = scales.reshape(-1, 1).expand(height, 1) if block is None else _fp8.spread(scales, height, width)
+        parts = {"codes": codes, "scales": rows.contiguous()}
+        return QuantTensor(FORMATS[dtype], shape, parts, activations)
+
+    variant = None if block is None else "b128"
+    scheme = QuantScheme(FORMATS[dtype], activations=activations, variant=variant) if ours else None
+    return Stored((weight, scale), scheme, read, f"fp8 in blocks of {block}")
+
+
+def mxfp4(name: str, shape: tuple[int, int], files: Files) -> Stored:
+    """Two e2m1 codes a byte (the first in the low half), a power of two as e8m0 for 32 of them."""
+    height, width = shape
+    if width % 32:
+        raise ModelLoadError(f"tensor {name} {list(shape)} cannot be mxfp4: its rows are no multiple of 32")
+    codes_at = files.expect(f"{name}.weight_packed", ["U8"], (height, width // 2))
+    scale_at = files.expect(f"{name}.weight_scale", ["U8", "F8_E8M0"], (height, width // 32))
+
+    def read() -> QuantTensor:
+        packed, exponents = files.raw(codes_at), files.raw(scale_at)
+        if (exponents == 255).any():
+            raise ModelLoadError(f"tensor {scale_at} holds NaN; the file is damaged")
+        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+        return QuantTensor("mxfp4", shape, {"codes": codes, "scales": scales.to(torch.bfloat16)})
+
+    return Stored((codes_at, scale_at), QuantScheme("mxfp4"), read)

@@ -1,0 +1,114 @@
+"""Load a Hugging Face folder (config.json, safetensors, sharded or not) or a GGUF file, checking everything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sameseed.errors import ModelLoadError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.checkpoint import Checkpoint
+from sameseed.models.config import GGUF, read_config
+from sameseed.models.llama import Llama
+from sameseed.models.weights import Progress, read_weights
+from sameseed.ops import Ops
+from sameseed.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sameseed.models.gguf.source import GGUFCheckpoint
+
+EMBEDDED = {
+    "embedded": "target",
+    "embedded-target": "target",
+    "embedded-draft": "draft",
+    "embedded-head": "head",
+}
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_IGNORED = ["*/*", "consolidated*"]  # other layouts of the same weights: a second download of gigabytes
+
+
+def resolve_model(name: str) -> Path:
+    """Folder or GGUF file of a model: one of EMBEDDED, a local one, or a hub id (then it is downloaded).
+
+    A folder without config.json that holds one GGUF file is that file; `org/name/file.gguf` is a file on the hub.
+    Raises ModelLoadError where there is none.
+    """
+    if name in EMBEDDED:
+        return Path(__file__).parent.parent / "assets" / EMBEDDED[name]
+    path = Path(os.path.expanduser(name))  # unlike Path.expanduser, it leaves an unknown user as it is
+    if name and path.is_dir():  # "" would be the working directory
+        return _in_folder(path)
+    if name and path.exists():
+        if path.suffix == GGUF:
+            return path
+        raise ModelLoadError(f"{name} is a file; give the folder that holds config.json and *.safetensors, or a .gguf")
+    if name.count("/") == 2 and name.endswith(GGUF) and not name.startswith((".", "/", "~")):
+        from huggingface_hub import hf_hub_download
+
+        repository, _, file = name.rpartition("/")
+        return _from_hub(name, lambda: hf_hub_download(repository, file))
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelLoadError(f"no model at {name!r}: give a folder, a hub id like 'org/name', or 'embedded'")
+    from huggingface_hub import snapshot_download
+
+    return _in_folder(
+        _from_hub(name, lambda: snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+    )
+
+
+def _from_hub(name: str, download: Callable[[], str]) -> Path:
+    try:
+        return Path(download())
+    except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelLoadError(f"no folder {name!r} here, and the hub did not give it: {first}") from None
+
+
+def _in_folder(folder: Path) -> Path:
+    """The folder itself, or the one GGUF file in it where there is no config.json."""
+    if (folder / "config.json").exists():
+        return folder
+    files = sorted(folder.glob(f"*{GGUF}"))
+    if len(files) > 1:
+        raise ModelLoadError(f"{folder} holds {len(files)} GGUF files; name one of them, e.g. {files[0]}")
+    return files[0] if files else folder
+
+
+def open_checkpoint(path: Path) -> Checkpoint | GGUFCheckpoint:
+    """The tensors of a folder or a GGUF file that `resolve_model` found: a context, and a `Source` once checked."""
+    if path.suffix != GGUF:
+        return Checkpoint(path)
+    from sameseed.models.gguf.source import GGUFCheckpoint
+
+    return GGUFCheckpoint(path)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a folder or a GGUF file. Raises ModelLoadError."""
+    if path.suffix != GGUF:
+        return Tokenizer.from_folder(path)
+    from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
+
+    return read_gguf_tokenizer(path)
+
+
+def load_model(
+    folder: Path,
+    ops: Ops,
+    quant: QuantScheme | None = None,
+    max_model_len: int | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Llama:
+    """The model in `folder` (or of a GGUF file), its weights stored by `quant` (default: as the checkpoint has them).
+
+    Raises ModelLoadError naming the tensor that is missing, extra, of the wrong shape or not finite.
+    `progress(done, total)` counts values.
+    """
+    config = read_config(folder)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(config)
+        weights = read_weights(config, checkpoint, quant or QuantScheme(), ops, device, progress)
+    return Llama(config, weights, ops, max_model_len)

@@ -1,0 +1,72 @@
+"""The 4-bit model inside an 8-bit one: a Llama on the same memory (any-precision nesting: Park et al., 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.models.config import read_config
+from sameseed.models.layers import LayerWeights
+from sameseed.models.llama import Llama
+from sameseed.models.loader import open_checkpoint
+from sameseed.models.weights import check_rules, expected_shapes, matrix_bits, resolve_scheme
+
+Stack = QuantTensor | tuple[QuantTensor, ...]
+
+
+def is_nested(folder: Path, quant: QuantScheme) -> bool:
+    """Whether the model in `folder`, stored by `quant`, has matrices that hold lower ones. Reads headers."""
+    config = read_config(folder)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(config)
+        modules = [n.removesuffix(".weight") for n, shape in expected_shapes(config).items() if len(shape) == 2]
+        found = (resolve_scheme(config, checkpoint, quant, module) for module in modules)
+        # "auto" is left where the checkpoint's own numbers stay: dense ones, which hold no others
+        nesting = ((scheme.get(s.weights).nests, s.activations) for s in found if s.weights != "auto")
+        return any(rows is not None and rows == activations for rows, activations in nesting)
+
+
+def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
+    """Whether the model in `folder`, stored by `quant`, has a matrix of fewer bits a weight than stored by `than`.
+
+    However the two are spelled: what counts is what the checkpoint makes of them. Reads headers. Raises ConfigError.
+    """
+    config = read_config(folder)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(config)
+        for each in (quant, than):
+            check_rules(config, each)
+        shapes = [(name, shape) for name, shape in expected_shapes(config).items() if len(shape) == 2]
+        bits = ([matrix_bits(config, checkpoint, s, *matrix) for s in (quant, than)] for matrix in shapes)
+        return any(mine < its for mine, its in bits)
+
+
+def nested_view(model: Llama) -> Llama:
+    """The same model with the lower weights of matrices that hold some; all other weights are its own.
+
+    Nothing is copied. The embedding stays whole: a pass reads only some rows of it. Raises ConfigError where the model
+    has no such matrices.
+    """
+    w = model.weights
+    weights = replace(w, layers=tuple(_layer(layer) for layer in w.layers), lm_head=_lower(w.lm_head))
+    mine, its = ([m for layer in x.layers for m in layer.matrices] + [x.lm_head] for x in (weights, w))
+    if all(a is b for a, b in zip(mine, its, strict=True)):
+        formats = ", ".join(sorted({m.format for m in w.matrices}))
+        raise ConfigError(f"weights in {formats} hold no 4-bit ones; load the target with --format w8a8n")
+    return Llama(model.config, weights, model.ops, model.max_model_len)
+
+
+def _layer(w: LayerWeights) -> LayerWeights:
+    return replace(w, qkv=_each(w.qkv), o=_lower(w.o), gate_up=_each(w.gate_up), down=_lower(w.down))
+
+
+def _each(w: Stack) -> Stack:
+    return tuple(map(_lower, w)) if isinstance(w, tuple) else _lower(w)
+
+
+def _lower(w: QuantTensor) -> QuantTensor:
+    """The weight inside `w`, or `w` itself."""
+    return scheme.get(w.format).lower(w) or w

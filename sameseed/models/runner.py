@@ -1,0 +1,112 @@
+"""ModelRunner: a model with its cache. Target, draft and middle model are all one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sameseed.batch import Rows, build_batch, int_tensors
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.llama import Llama
+from sameseed.ops import devices
+from sameseed.request import Sequence
+
+
+class Nodes(Protocol):
+    """What a pass needs of a draft: tokens and parents of the nodes of each sequence."""
+
+    def nodes(self, b: int) -> tuple[list[int], list[int]]: ...
+
+
+@dataclass(frozen=True)
+class Output:
+    """logits float32 [R, V]; hidden float32 [T, ...] of the captured layers; row_offsets[b]: sequence b's first row."""
+
+    logits: Tensor
+    hidden: Tensor | None
+    row_offsets: list[int]
+    wants_logits: list[bool]
+
+
+def _nothing(seq: Sequence) -> tuple[int, int]:
+    return 0, 0
+
+
+class ModelRunner:
+    """Runs the rows of sequences through a model. `captures`: layers whose hidden states `forward` keeps.
+
+    `unseen(seq)`: blocks first .. end of a sequence, all cached, that its rows do not attend to; none for a model whose
+    text counts.
+    """
+
+    def __init__(
+        self, model: Llama, cache: KVCache, captures: tuple[int, ...] = (), blocks: BlockManager | None = None
+    ) -> None:
+        """`blocks`: who gives out the cache's blocks, where another runner shares it."""
+        self.model = model
+        self.cache = cache
+        self.blocks = blocks or BlockManager(cache.num_blocks, cache.block_size)
+        self.captures = captures
+        self.unseen: Callable[[Sequence], tuple[int, int]] = _nothing
+
+    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int]) -> Output:
+        """One pass: the first num_pending[b] pending tokens of each sequence, then its draft nodes.
+
+        Logits come for sequences whose pending tokens are all in the pass; only these may have nodes. Blocks for the
+        rows must be reserved already.
+        """
+        rows: list[Rows] = []
+        offsets = [0]
+        for b, seq in enumerate(seqs):
+            nodes, parents = draft.nodes(b)
+            end = seq.num_cached + num_pending[b]
+            complete = end == len(seq)
+            assert complete or not nodes, "a draft needs all pending tokens in the pass"
+            pending, unseen = seq.token_ids[seq.num_cached : end], self.unseen(seq)
+            rows.append(Rows(pending, seq.num_cached, nodes, parents, seq.blocks, complete, unseen))
+            offsets.append(offsets[-1] + num_pending[b] + len(nodes))
+        batch = build_batch(rows, self.cache.block_size, self.model.device)
+        logits, hidden = self.model.forward(batch, self.cache, self.captures)
+        devices.wait(self.model.device)  # who times a pass times all of it; the verdict needs its logits at once
+        return Output(logits, hidden, offsets, [r.wants_logits for r in rows])
+
+    def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
+        """Keep the pending rows and the accepted nodes' rows of each sequence, drop the other nodes'.
+
+        Returns the hidden states of the kept rows, sequence after sequence, or None if nothing is captured.
+        """
+        src: list[int] = []
+        dst: list[int] = []
+        kept: list[int] = []
+        for b, seq in enumerate(seqs):
+            known = seq.num_cached + num_pending[b]
+            for place, node in enumerate(nodes[b]):
+                if node != place:  # a node's place is after its ancestors', so rows only move down
+                    src.append(self._slot(seq, known + node))
+                    dst.append(self._slot(seq, known + place))
+            seq.num_cached = known + len(nodes[b])
+            if output.hidden is not None:
+                first = output.row_offsets[b]
+                kept += range(first, first + num_pending[b])
+                kept += [first + num_pending[b] + n for n in nodes[b]]
+        if src:
+            self._move(src, dst)
+        return None if output.hidden is None else output.hidden[torch.tensor(kept, device=output.hidden.device)]
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Forget cached rows from position `length` on."""
+        self.blocks.rewind(seq, length)
+
+    def _slot(self, seq: Sequence, index: int) -> int:
+        size = self.cache.block_size
+        return seq.blocks[index // size] * size + index % size
+
+    def _move(self, src: list[int], dst: list[int]) -> None:
+        s, d = int_tensors((src, dst), self.model.device)
+        for layer in self.cache.layers:
+            self.model.ops.move_kv(layer, s, d)

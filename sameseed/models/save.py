@@ -1,0 +1,335 @@
+"""Write a quantized checkpoint: a folder that appears under its name only once it is whole and on the disk.
+
+The layout is compressed-tensors' where that can say every scheme (`config_groups`), bitsandbytes' where all is nf4, and
+otherwise our own (`models/layouts/sameseed.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError, ModelSaveError
+from sameseed.formats.scheme import QuantScheme, QuantTensor, get
+from sameseed.models.checkpoint import RAW
+from sameseed.models.config import GGUF, parse_config, read_json
+from sameseed.models.layouts import sameseed as own
+from sameseed.models.weights import expected_shapes
+
+SHARD = 1 << 30  # bytes; what is gathered in memory before a file is written
+COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.jinja", "LICENSE", "NOTICE",
+)  # fmt: skip
+_NAMES = {v: k for k, v in RAW.items() if not k.startswith("F8")} | {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.bool: "BOOL",
+}
+
+
+def save_quantized(
+    out: Path,
+    source: Path,
+    tensors: Iterable[tuple[str, Tensor | QuantTensor]],
+    schemes: Mapping[str, QuantScheme],
+    *,
+    config: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
+    card: str = "",
+    overwrite: bool = False,
+    shard_bytes: int = SHARD,
+) -> Path:
+    """Write the model of `source` (a folder or a GGUF file) with other weights to the folder `out`, all or nothing.
+
+    `tensors`: every tensor that the model has, by its dense name (`model.norm.weight`), dense or, for the modules that
+    `schemes` names, stored in that scheme (plain layout); taken one at a time. `config`: changes to config.json;
+    `files`: more text files by name; `card`: a line for the model card. At most `shard_bytes` (or one tensor, if that
+    is larger) are held at a time. An existing `out` is replaced with `overwrite` only, once the new one is complete.
+
+    Raises ModelSaveError where `out` is taken or cannot be written, ConfigError for tensors that contradict `schemes`.
+    """
+    out = Path(os.path.abspath(out))  # once: `out` may be the folder that one is in
+    raw = {**source_config(source), **(config or {})}
+    raw.pop("quantization_config", None)
+    raw.pop("compression_config", None)
+    with new_folder(out, overwrite, source) as partial:
+        copy_files(source, partial)
+        writer = _Writer(partial, schemes, raw, shard_bytes)
+        for name, value in tensors:
+            writer.add(name, value)
+        writer.finish()
+        raw["quantization_config"] = writer.quantization_config()
+        texts = {"config.json": json.dumps(raw, indent=2), "README.md": _card(source, schemes, card), **(files or {})}
+        for name, text in texts.items():
+            write_file(partial / name, [text.encode()])
+    return out
+
+
+@contextmanager
+def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
+    """A folder to write files into, which gets the name `out` when the block ends well, and is gone otherwise.
+
+    An existing checkpoint `out` is replaced with `overwrite` only, and at the end, and never `source`.
+    Raises ModelSaveError where `out` is taken, and for what the system refuses inside the block.
+    """
+    out = Path(os.path.abspath(out))
+    check_destination(out, overwrite, source)
+    partial = out.parent / f".{out.name}.unfinished-{secrets.token_hex(4)}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        yield partial
+        _sync_folder(partial)
+        _put(partial, out)
+    except OSError as error:
+        raise ModelSaveError(
+            f"{out} cannot be written ({error.strerror or error}), and nothing is left there; make room or go elsewhere"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # there is none where all went well
+
+
+OURS = (".safetensors", ".json", ".jinja", ".md", ".model", ".txt")  # what a folder may hold that is replaced
+
+
+def check_destination(out: Path, overwrite: bool, source: Path) -> None:
+    """Raises ModelSaveError unless a checkpoint can be put there, without loss of anything but an older checkpoint."""
+    if out.is_symlink():
+        raise ModelSaveError(f"{out} is a link; name the place itself")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise ModelSaveError(f"{out} exists already; choose another place, or overwrite it (--overwrite)")
+    if source.resolve().is_relative_to(out.resolve()):
+        raise ModelSaveError(f"{out} holds the model itself, and would be lost; choose another place")
+    if not out.is_dir() or not (out / "config.json").exists():
+        raise ModelSaveError(
+            f"{out} is no checkpoint (it has no config.json), and is not overwritten; choose another place"
+        )
+    strange = next((p.name for p in sorted(out.iterdir()) if not p.is_file() or p.suffix not in OURS), None)
+    if strange is not None:
+        raise ModelSaveError(f"{out} holds {strange}, which is not of a checkpoint; move it, or choose another place")
+
+
+def _put(partial: Path, out: Path) -> None:
+    """Give the finished folder its name; what had it goes only then."""
+    old = None
+    if out.is_dir() and any(out.iterdir()):
+        old = partial.with_name(partial.name.replace("unfinished", "old"))
+        out.rename(old)
+    try:
+        partial.rename(out)
+    except BaseException:
+        if old is not None:
+            old.rename(out)
+        raise
+    _sync_folder(out.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def source_config(source: Path) -> dict[str, Any]:
+    """config.json of a folder, or what says the same of a GGUF file."""
+    if source.suffix != GGUF:
+        return read_json(source / "config.json")
+    from sameseed.models.gguf.config import raw_config
+    from sameseed.models.gguf.header import opened
+
+    with opened(source) as file:
+        raw = raw_config(file)
+    if raw["rope_parameters"]["rope_type"] == "factors":
+        raise ConfigError(
+            f"{source}: its rope factors are of no kind that config.json can name; start from the original"
+        )
+    return raw
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template, generation settings and licence."""
+    if source.suffix == GGUF:
+        from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
+
+        for name, text in read_gguf_tokenizer(source).as_files().items():
+            write_file(folder / name, [text.encode()])
+    for name in COPIED if source.suffix != GGUF else ():
+        if (source / name).is_file():
+            write_file(folder / name, [(source / name).read_bytes()])
+
+
+def _card(source: Path, schemes: Mapping[str, QuantScheme], card: str) -> str:
+    texts = ", ".join(sorted({str(s) for s in schemes.values()}))
+    lines = [
+        f"# {source.stem if source.suffix == GGUF else source.name}, quantized",
+        "",
+        f"Written by sameseed from {source.name}: {len(schemes)} matrices in {texts}.",
+    ]
+    return "\n".join([*lines, *(["", card] if card else []), ""])
+
+
+class _Writer:
+    """Gathers tensors into files, and what their schemes come to as a quantization_config."""
+
+    def __init__(self, folder: Path, schemes: Mapping[str, QuantScheme], raw: Mapping[str, Any], shard: int) -> None:
+        self.folder = folder
+        self.schemes = schemes
+        self.expected = expected_shapes(parse_config(raw))
+        self.method = method_for(schemes.values())
+        self.shard = shard
+        self.groups: dict[str, tuple[dict[str, Any], list[str]]] = {}  # by content: the group, its modules
+        self.files: list[tuple[Path, list[str]]] = []
+        self._waiting: dict[str, Tensor] = {}
+        self._size = self._total = 0
+        self._seen: set[str] = set()
+
+    def add(self, name: str, value: Tensor | QuantTensor) -> None:
+        module = name.removesuffix(".weight")
+        shape = self.expected.get(name)
+        if shape is None or name in self._seen:
+            raise ConfigError(f"tensor {name} is given twice, or is none of this model's")
+        if tuple(value.shape) != shape or isinstance(value, QuantTensor) != (module in self.schemes):
+            raise ConfigError(
+                f"tensor {name} {list(value.shape)} should be {list(shape)}, {self.schemes.get(module, 'dense')}"
+            )
+        self._seen.add(name)
+        found = {name: value} if isinstance(value, Tensor) else self._stored(module, value)
+        for key, tensor in found.items():
+            size = tensor.numel() * tensor.element_size()
+            if self._waiting and self._size + size > self.shard:
+                self._flush()
+            self._waiting[key] = tensor
+            self._size += size
+
+    def _stored(self, module: str, q: QuantTensor) -> dict[str, Tensor]:
+        scheme = self.schemes[module]
+        if q.format != scheme.weights or q.activations != scheme.activations:
+            raise ConfigError(f"module {module} comes in {q.format} (activations {q.activations}), not in {scheme}")
+        if self.method == "sameseed":
+            return own.tensors_of(module, q)
+        config = get(q.format).config(q)
+        group = config["config_groups"]["group_0"] if self.method == "compressed-tensors" else config  # type: ignore[index]
+        self.groups.setdefault(json.dumps(group, sort_keys=True), (group, []))[1].append(module)
+        return get(q.format).checkpoint(module, q)
+
+    def _flush(self) -> None:
+        path = self.folder / f"part-{len(self.files)}"
+        write_safetensors(path, self._waiting)
+        self.files.append((path, list(self._waiting)))
+        self._total += self._size
+        self._waiting, self._size = {}, 0
+
+    def finish(self) -> None:
+        """Write what is left, the files' names and the index. Raises ConfigError if a tensor never came."""
+        missing = self.expected.keys() - self._seen
+        if missing:
+            raise ConfigError(f"tensor {sorted(missing)[0]} is missing ({len(missing)} in all)")
+        self._flush()
+        name_files(self.folder, self.files, self._total)
+
+    def quantization_config(self) -> dict[str, Any]:
+        """What config.json says of the tensors."""
+        dense = [n.removesuffix(".weight") for n, shape in self.expected.items() if len(shape) == 2]
+        dense = [m for m in [*dense, "lm_head"] if m not in self.schemes and m != "model.embed_tokens"]
+        dense = list(dict.fromkeys(dense))
+        if self.method == "sameseed":
+            return own.config_of(self.schemes)
+        groups = list(self.groups.values())
+        if self.method == "bitsandbytes":
+            return {**groups[0][0], "llm_int8_skip_modules": dense}
+        layouts = {g["format"] for g, _ in groups}
+        made = {}
+        for i, (group, modules) in enumerate(groups):
+            # One group takes all linear layers but those of `ignore`; several name theirs.
+            targets = ["Linear", *(m for m in modules if m == "model.embed_tokens")] if len(groups) == 1 else modules
+            made[f"group_{i}"] = {**group, "targets": targets}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": made,
+            "ignore": dense,
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
+
+
+def name_files(folder: Path, files: Sequence[tuple[Path, Sequence[str]]], total: int) -> None:
+    """Give the parts of a checkpoint (path, names of tensors) their final names, and write the index of several.
+
+    `total`: bytes of all tensors.
+    """
+    if len(files) == 1:
+        files[0][0].rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, (path, names) in enumerate(files):
+        name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / name)
+        weight_map |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_file(folder / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
+
+
+def method_for(schemes: Iterable[QuantScheme]) -> str:
+    """The quant_method that can say all of these schemes: "compressed-tensors", "bitsandbytes" or "sameseed"."""
+    methods = set()
+    for scheme in set(schemes):
+        try:
+            said = get(scheme.weights).config(scheme.encode(torch.zeros(128, 128)))
+        except ConfigError:  # no engine reads it
+            said = {}
+        methods.add(str(said.get("quant_method", "sameseed")))
+    known = methods & {"compressed-tensors", "bitsandbytes"}
+    return known.pop() if len(methods) == 1 and known else "sameseed"
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file, on the disk when this returns. Wide types come first, so that all lie aligned."""
+    order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    head = safetensors_head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in order)
+    data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in order)
+    write_file(path, [head], data)
+
+
+def safetensors_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """What a safetensors file begins with; the bytes of its tensors follow in this order, wide types first."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in tensors:
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header
+
+
+def write_file(path: Path, head: Iterable[bytes], data: Iterable[memoryview] = ()) -> None:
+    """A file of pieces, one after the other, on the disk when this returns."""
+    with path.open("wb") as file:
+        for piece in head:
+            file.write(piece)
+        for view in data:
+            file.write(view)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,93 @@
+"""Write a dense checkpoint of any source of weights, row by row: no tensor is ever whole in memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ModelSaveError
+from sameseed.models.config import ModelConfig
+from sameseed.models.save import SHARD, name_files, safetensors_head, write_file
+from sameseed.models.weights import Progress, Shapes, Source, expected_shapes
+
+CHUNK = 1 << 20  # values that are in memory at one time
+SPARE = 64 << 20  # bytes that a disk must have beyond the tensors: tokenizer, indices, and the file system's own
+
+
+def stream_weights(
+    folder: Path,
+    config: ModelConfig,
+    source: Source,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD,
+    shapes: Shapes | None = None,
+) -> None:
+    """Write every tensor of a model to safetensors files of at most `shard_bytes` (or one tensor, if that is larger).
+
+    `progress(done, total)` counts values. `shapes`: of the tensors, where they are not a whole model's (but a head's).
+    """
+    shapes = shapes or expected_shapes(config)
+    total, done = sum(math.prod(s) for s in shapes.values()), 0
+
+    def pieces(names: list[str]) -> Iterator[memoryview]:
+        nonlocal done
+        for name in names:
+            for rows in _rows(name, shapes[name], source):
+                yield rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                done += rows.numel()
+                if progress is not None:
+                    progress(done, total)
+
+    files: list[tuple[Path, list[str]]] = []
+    for names in _shards(shapes, source, shard_bytes):
+        path = folder / f"part-{len(files)}"
+        names.sort(key=lambda n: -source.dtype(n).itemsize)  # wide types first, so that all lie aligned
+        write_file(path, [safetensors_head((n, source.dtype(n), shapes[n]) for n in names)], pieces(names))
+        files.append((path, names))
+    name_files(folder, files, num_bytes(config, source, shapes))
+
+
+def _rows(name: str, shape: tuple[int, ...], source: Source) -> Iterator[Tensor]:
+    if len(shape) == 1:
+        yield source.tensor(name)
+        return
+    step = max(1, CHUNK // shape[1])
+    for start in range(0, shape[0], step):
+        yield source.rows(name, start, min(start + step, shape[0]))
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], source: Source, most: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        own = math.prod(shape) * source.dtype(name).itemsize
+        if names and size + own > most:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += own
+    yield names
+
+
+def num_bytes(config: ModelConfig, source: Source, shapes: Shapes | None = None) -> int:
+    """What the tensors of a model take in a file; `shapes` as above."""
+    return sum(math.prod(s) * source.dtype(n).itemsize for n, s in (shapes or expected_shapes(config)).items())
+
+
+def check_room(out: Path, needed: int) -> None:
+    """Raises ModelSaveError where the disk of `out` has no room for so many bytes."""
+    place = Path(os.path.abspath(out)).parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed + SPARE:
+        raise ModelSaveError(
+            f"{out} needs {needed / 1e9:.1f} GB and {place} has {max(0, free - SPARE) / 1e9:.1f} GB left; make room, "
+            "go elsewhere, or take a smaller shape"
+        )

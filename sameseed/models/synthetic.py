@@ -1,0 +1,93 @@
+"""Models of true shapes with random weights, without any file: for measuring, where what they say does not matter."""
+
+from __future__ import annotations
+
+import zlib
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.models.config import ModelConfig
+from sameseed.models.llama import Llama
+from sameseed.models.weights import Progress, Shapes, expected_shapes, read_weights
+from sameseed.ops import Ops
+
+NOISE = 4_194_301  # values of the one block that all weights are cut from; a prime: rows repeat after that many only
+
+
+class RandomCheckpoint:
+    """A `Source` that gives each matrix of a config as normal noise of variance 1/K, norms as ones, biases as zeros."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        shapes: Shapes | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """`shapes`: of the tensors, where they are not a whole model's (a draft head's); `device`: of its matrices,
+        whose bits are the same on all.
+        """
+        self._shapes = expected_shapes(config) if shapes is None else shapes
+        self._seed = seed
+        self._dtype = dtype
+        self._device = device
+        self._scaled: dict[int, Tensor] = {}  # by K
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        return torch.randn(NOISE, generator=torch.Generator().manual_seed(self._seed)).to(self._device)
+
+    def scheme(self, name: str) -> QuantScheme | None:
+        """None: nothing is quantized."""
+        return None
+
+    def stored(self, name: str) -> QuantTensor:
+        """Nothing is stored in a scheme."""
+        raise NotImplementedError
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor."""
+        shape = self._shapes[name]
+        if len(shape) == 2:
+            return self.rows(name, 0, shape[0])
+        return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, dtype=self._dtype)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of a matrix."""
+        width = self._shapes[name][1]
+        noise = self._scaled.get(width)
+        if noise is None:
+            noise = self._scaled[width] = (self._noise * width**-0.5).to(self._dtype)
+        at = (zlib.crc32(f"{name}:{self._seed}".encode()) + start * width) % NOISE
+        out = torch.empty((stop - start) * width, dtype=self._dtype, device=self._device)
+        done = 0
+        while done < len(out):
+            count = min(len(out) - done, NOISE - at)
+            out[done : done + count] = noise[at : at + count]
+            done, at = done + count, (at + count) % NOISE
+        return out.view(stop - start, width)
+
+
+def random_model(
+    config: ModelConfig,
+    ops: Ops,
+    quant: QuantScheme | None = None,
+    max_model_len: int | None = None,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Llama:
+    """A model of that shape with random weights, stored by `quant` (default: bf16) as a loaded one would be."""
+    source = RandomCheckpoint(config, seed)
+    return Llama(
+        config, read_weights(config, source, quant or QuantScheme(), ops, device, progress), ops, max_model_len
+    )

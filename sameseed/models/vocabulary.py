@@ -1,0 +1,41 @@
+"""An LM head over some of the tokens only (FR-Spec: Zhao et al., 2025): with many, it is most of what a draft costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantTensor
+from sameseed.models.llama import Llama
+from sameseed.ops import Ops
+
+
+def take_rows(ops: Ops, w: QuantTensor, rows: Tensor) -> QuantTensor:
+    """Rows [n] of a weight [O, K] as a weight [n, K]: the same values, in the same format where rows share nothing."""
+    plain = ops.unpack(w)
+    rows = rows.to(next(iter(plain.parts.values())).device)
+    if all(part.shape[0] == w.shape[0] for part in plain.parts.values()):
+        parts = {name: part.index_select(0, rows) for name, part in plain.parts.items()}
+        taken = replace(plain, shape=(len(rows), w.shape[1]), parts=parts)
+    else:
+        dense = scheme.get(plain.format).decode_rows(plain, rows).bfloat16()
+        taken = scheme.get("bf16").encode(dense)
+    return ops.pack(taken)
+
+
+def with_tokens(model: Llama, ids: Tensor) -> Llama:
+    """The model with an LM head over the tokens `ids` [n] only; logits of the others are -inf. The rest is shared.
+
+    Ids that the model has not are left out. Raises ConfigError where none is left.
+    """
+    kept = torch.tensor(sorted({t for t in ids.tolist() if t < model.config.vocab_size}), device=model.device)
+    if not len(kept):
+        raise ConfigError(
+            "the draft model has none of the tokens of `vocabulary`; name others, or leave the option out"
+        )
+    weights = replace(model.weights, lm_head=take_rows(model.ops, model.weights.lm_head, kept))
+    return Llama(model.config, weights, model.ops, model.max_model_len, token_ids=kept)

@@ -1,0 +1,312 @@
+"""From a source of tensors to a model's weights: names and shapes, and the stream that stores them in a format.
+
+A matrix is read, encoded and packed in chunks of rows, straight into its final memory: neither its float copy nor its
+plain codes are ever whole in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme
+from sameseed.formats._memory import roomy
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.models.config import ModelConfig
+from sameseed.models.layers import LayerWeights, ModelWeights
+from sameseed.ops import Ops
+
+log = logging.getLogger("sameseed.models")
+
+
+@cache
+def _say_once(text: str) -> None:
+    log.warning(text)
+
+
+Progress = Callable[[int, int], None]
+CHUNK = 1 << 20  # values of a matrix that are floats at one time: few, so that they stay in the processor's cache
+WIDER = 16  # times as many on a GPU, where each call costs more than the values of a chunk
+ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of so many rows
+
+
+class Source(Protocol):
+    """Where weights come from: a checkpoint, or noise. Names are those of `expected_shapes`."""
+
+    def scheme(self, name: str) -> QuantScheme | None:
+        """How a matrix is stored; None: as the numbers themselves."""
+
+    def stored(self, name: str) -> QuantTensor:
+        """A matrix that has a scheme, as it is stored, in its format's own layout."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor; of a matrix that has a scheme, the type that `rows` gives its values in."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, finite."""
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of a matrix, finite, decoded where it has a scheme, in memory of their own."""
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this config must hold, by Hugging Face name, with its shape."""
+    hidden, dim, inter = config.hidden_size, config.head_dim, config.intermediate_size
+    q_width, kv_width = config.num_heads * dim, config.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for i in range(config.num_layers):
+        attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        linears = {
+            f"{attn}.q_proj": (q_width, hidden, config.qkv_bias),
+            f"{attn}.k_proj": (kv_width, hidden, config.qkv_bias),
+            f"{attn}.v_proj": (kv_width, hidden, config.qkv_bias),
+            f"{attn}.o_proj": (hidden, q_width, config.o_bias),
+            f"{mlp}.gate_proj": (inter, hidden, config.mlp_bias),
+            f"{mlp}.up_proj": (inter, hidden, config.mlp_bias),
+            f"{mlp}.down_proj": (hidden, inter, config.mlp_bias),
+        }
+        for name, (out, width, bias) in linears.items():
+            shapes[f"{name}.weight"] = (out, width)
+            if bias:
+                shapes[f"{name}.bias"] = (out,)
+        if config.qk_norm:
+            shapes[f"{attn}.q_norm.weight"] = shapes[f"{attn}.k_norm.weight"] = (dim,)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{i}.{norm}.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def resolve_scheme(config: ModelConfig, source: Source, quant: QuantScheme, module: str) -> QuantScheme:
+    """The scheme that a module's matrix will be stored in.
+
+    "auto" is what the source stores; so is its format's name: `w4a8` of 4-bit codes keeps them, whatever their groups.
+    """
+    tied = config.tied_embeddings and module == "model.embed_tokens"
+    asked = quant.at(module, "lm_head") if tied else quant.at(module)
+    own = source.scheme(f"{module}.weight")
+    if own is None:
+        return asked if asked.weights != "auto" else replace(asked, activations=None)
+    if asked.weights == "auto":
+        integer = asked.activations == "int8" and "activations" in scheme.get(own.weights).options
+        return replace(own, activations="int8") if integer else own
+    kept = asked.weights == own.weights and asked.group in (None, own.group) and asked.variant in (None, own.variant)
+    return replace(own, activations=asked.activations) if kept else asked
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_rules(config: ModelConfig, quant: QuantScheme, shapes: Shapes | None = None) -> None:
+    """Raises ConfigError for a rule that fits none of the model's modules: a slip of the pen would pass in silence."""
+    modules = [n.removesuffix(".weight") for n, shape in (shapes or expected_shapes(config)).items() if len(shape) == 2]
+    modules += ["lm_head"] if config.tied_embeddings or shapes is not None else []  # a head may borrow its target's
+    for glob, _ in quant.rules:
+        if not any(fnmatchcase(m, glob) for m in modules):
+            raise ConfigError(
+                f"no module fits the rule {glob!r}; modules are named like {', '.join(modules[:2])}, lm_head"
+            )
+
+
+def weight_bytes(config: ModelConfig, source: Source, quant: QuantScheme, shapes: Shapes | None = None) -> int:
+    """Bytes that all weights will take, padded as kernels pad them (a little more than what plain codes take).
+
+    `shapes`: of the tensors, where they are not a whole model's (a draft head's). Raises ConfigError naming the first
+    tensor whose rows the scheme's group does not divide, or a rule for none.
+    """
+    check_rules(config, quant, shapes)
+    total = 0
+    for name, shape in (shapes or expected_shapes(config)).items():
+        if len(shape) == 1:
+            total += shape[0] * 4
+            continue
+        bits = matrix_bits(config, source, quant, name, shape)
+        total += int(-(-shape[0] // ROWS) * ROWS * shape[1] * bits / 8)
+    return total
+
+
+def matrix_bits(config: ModelConfig, source: Source, quant: QuantScheme, name: str, shape: Seq[int]) -> float:
+    """Bits that a weight of one matrix will take. Raises ConfigError where its rows cannot be stored so."""
+    chosen = resolve_scheme(config, source, quant, name.removesuffix(".weight"))
+    try:
+        return chosen.bits_per_weight(shape[1], source.dtype(name))
+    except ConfigError as error:
+        raise ConfigError(f"tensor {name} {list(shape)} cannot be stored as {chosen}: {error}") from None
+
+
+def read_weights(
+    config: ModelConfig,
+    source: Source,
+    quant: QuantScheme,
+    ops: Ops,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> ModelWeights:
+    """All weights of a model, matrices stored by `quant` and packed for `ops`, norms and biases float32.
+
+    `progress(done, total)` counts values. Raises ConfigError, before any is read, as `weight_bytes` does.
+    """
+    weight_bytes(config, source, quant)
+    reader = WeightReader(config, source, quant, ops, device, progress)
+    embedding = reader.matrix("model.embed_tokens")
+    layers = tuple(reader.layer(f"model.layers.{i}") for i in range(config.num_layers))
+    norm = reader.vector("model.norm.weight")
+    head = embedding if config.tied_embeddings else reader.matrix("lm_head")
+    return ModelWeights(embedding, layers, norm, head, quant.dense_for(source.dtype("model.embed_tokens.weight")))
+
+
+class WeightReader:
+    """Reads the tensors of one model, or of a draft head where `shapes` lists its tensors."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        quant: QuantScheme,
+        ops: Ops,
+        device: str,
+        progress: Progress | None,
+        shapes: Shapes | None = None,
+    ) -> None:
+        self.config, self.source, self.quant, self.device = config, source, quant, device
+        self.encode, self.pack = ops.encode, ops.pack
+        self.shapes = expected_shapes(config) if shapes is None else shapes
+        self.progress = progress
+        self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
+        self.done = 0
+
+    def _tick(self, values: int) -> None:
+        self.done += values
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    def vector(self, name: str) -> Tensor:
+        value = self.source.tensor(name).to(self.device).float()
+        self._tick(value.numel())
+        return value
+
+    def biases(self, names: Seq[str], present: bool) -> Tensor | None:
+        return torch.cat([self.vector(f"{n}.bias") for n in names]) if present else None
+
+    def layer(self, at: str, first_norm: bool = True) -> LayerWeights:
+        """The decoder layer whose modules' names begin with `at`; without a first norm, that one is empty."""
+        c = self.config
+        qkv = [f"{at}.self_attn.{n}_proj" for n in "qkv"]
+        o, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
+        gate_up = [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]
+        return LayerWeights(
+            input_norm=self.vector(f"{at}.input_layernorm.weight")
+            if first_norm
+            else torch.empty(0, device=self.device),
+            qkv=self.stack(qkv),
+            qkv_bias=self.biases(qkv, c.qkv_bias),
+            q_norm=self.vector(f"{at}.self_attn.q_norm.weight") if c.qk_norm else None,
+            k_norm=self.vector(f"{at}.self_attn.k_norm.weight") if c.qk_norm else None,
+            o=self.matrix(o),
+            o_bias=self.biases([o], c.o_bias),
+            post_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
+            gate_up=self.stack(gate_up),
+            gate_up_bias=self.biases(gate_up, c.mlp_bias),
+            down=self.matrix(down),
+            down_bias=self.biases([down], c.mlp_bias),
+        )
+
+    def matrix(self, module: str) -> QuantTensor:
+        """The weight of one module."""
+        return self._alike([module], self._scheme(module))
+
+    def stack(self, modules: Seq[str]) -> QuantTensor | tuple[QuantTensor, ...]:
+        """The weights of some modules as one, along O; where schemes differ, neighbours with the same one together."""
+        runs = [(key, list(run)) for key, run in groupby(modules, self._scheme)]
+        parts = tuple(self._alike(run, key) for key, run in runs)
+        return parts[0] if len(parts) == 1 else parts
+
+    def _scheme(self, module: str) -> tuple[QuantScheme, bool]:
+        """The scheme that a module's weight takes, and whether the source already has it so."""
+        chosen = resolve_scheme(self.config, self.source, self.quant, module)
+        own = self.source.scheme(f"{module}.weight")
+        if chosen.variant == "auto":
+            name = f"{module}.weight"
+            chosen = chosen.settled(self.source.rows(name, 0, self.shapes[name][0]))
+        if own is None:
+            return chosen, False
+        as_stored = replace(chosen, activations=None) == replace(own, activations=None)
+        if not as_stored:
+            _say_once(f"weights stored as {own} are decoded and stored as {chosen}; --format auto keeps them")
+        return chosen, as_stored
+
+    def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool]) -> QuantTensor:
+        """The weights of modules that share a scheme, as one."""
+        chosen, as_stored = how
+        names = [f"{m}.weight" for m in modules]
+        if not as_stored and chosen.rows_together == 1:
+            return self._encoded(names, chosen)
+        weights = [self._stored(n) if as_stored else self._whole(n, chosen) for n in names]
+        whole = weights[0] if len(weights) == 1 else scheme.get(chosen.weights).concat(weights)
+        self._tick(whole.shape[0] * whole.shape[1])
+        return self.pack(replace(whole, activations=chosen.activations))
+
+    def _stored(self, name: str) -> QuantTensor:
+        """A matrix as the source has it, on the device."""
+        found = self.source.stored(name)
+        return replace(found, parts={n: part.to(self.device) for n, part in found.parts.items()})
+
+    def _whole(self, name: str, chosen: QuantScheme) -> QuantTensor:
+        """A matrix of the source in a scheme whose rows share scales, so that it cannot be encoded in chunks."""
+        return chosen.encode(self.source.rows(name, 0, self.shapes[name][0]).to(self.device))
+
+    def _encoded(self, names: Seq[str], chosen: QuantScheme) -> QuantTensor:
+        """Matrices of the source as one in a scheme, chunk by chunk."""
+        height, width = sum(self.shapes[n][0] for n in names), self.shapes[names[0]][1]
+        dtypes = {self.source.dtype(n) for n in names}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        values = CHUNK * (WIDER if torch.device(self.device).type == "cuda" else 1)
+        step = max(ROWS, values // width // ROWS * ROWS)
+        whole: QuantTensor | None = None
+        for start in range(0, height, step):
+            count = min(step, height - start)
+            rows = [r.to(self.device, dtype) for r in self._rows(names, start, start + count)]
+            chunk = rows[0] if len(rows) == 1 else torch.cat(rows)
+            piece = self.encode(chunk, chosen)
+            self._tick(chunk.numel())
+            if count == height:
+                return piece
+            if whole is None:  # sized by the first chunk, which is full
+                whole = _room(piece, height)
+            for part, tensor in piece.parts.items():
+                first = start * tensor.shape[0] // count if count == step else whole.parts[part].shape[0] - len(tensor)
+                whole.parts[part][first : first + len(tensor)] = tensor
+        assert whole is not None
+        return whole
+
+    def _rows(self, names: Seq[str], start: int, stop: int) -> Iterator[Tensor]:
+        """Rows start..stop-1 of the stacked matrices."""
+        first = 0
+        for name in names:
+            height = self.shapes[name][0]
+            begin, end = max(start - first, 0), min(stop - first, height)
+            if begin < end:
+                yield self.source.rows(name, begin, end)
+            first += height
+
+
+def _room(piece: QuantTensor, height: int) -> QuantTensor:
+    """Memory for a whole weight of `height` rows like `piece`, a chunk of it: a part's first dimension goes with O."""
+
+    def room(part: Tensor) -> Tensor:
+        unit = piece.shape[0] // part.shape[0]  # rows of the weight in one of the part: 1, or a packed tile's
+        return roomy((-(-height // unit), *part.shape[1:]), part.dtype, part.device)
+
+    parts = {name: room(part) for name, part in piece.parts.items()}
+    return replace(piece, shape=(height, piece.shape[1]), parts=parts)

@@ -1,0 +1,296 @@
+"""Shelf of backends, and the table of ops that a model calls.
+
+Letters: T rows of a pass, B sequences, N draft nodes, R rows whose logits are wanted, C hidden, H and Hk heads and KV
+heads, D head dimension, V vocabulary, O x K weight, G group, P positions.
+
+A backend is a module that defines any subset of the ops in `reference.py`, which is the specification, and declares
+`row_invariant`, `LINEAR_FORMATS`, `KV_FORMATS` and `unavailable()`, and `DEVICES` where it runs on some kinds only.
+What it lacks falls through to the reference. Where its kernels want weights in a layout of their own it has `pack`,
+`unpack`, `serves`, and perhaps `encode`, which rounds and packs at once. With `replayer` it may record a forward pass
+and replay it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence as Seq
+from functools import cache, partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sameseed import registry
+from sameseed.batch import Batch
+from sameseed.errors import ConfigError
+from sameseed.formats.scheme import KVLayer, QuantScheme, QuantTensor
+from sameseed.ops import devices, reference
+
+log = logging.getLogger("sameseed.ops")
+
+
+@cache
+def _say_once(text: str) -> None:
+    log.warning(text)
+
+
+SUMS = 2e-6  # of float32 sums in another order, over the size of what is summed
+Forward = Callable[..., tuple[Tensor, Tensor | None]]  # (ops, batch, cache, captures) -> logits, hidden
+Replayed = Callable[..., tuple[Tensor, Tensor | None]]  # (batch, cache, captures) -> logits, hidden
+
+
+def by_part(w: Seq[QuantTensor], bias: Tensor | None) -> list[tuple[QuantTensor, Tensor | None]]:
+    """Each of several weights stacked along O with its piece of the bias."""
+    outputs = [p.shape[0] for p in w]
+    return list(zip(w, [None] * len(w) if bias is None else torch.split(bias, outputs)))
+
+
+class Ops:
+    """The ops of one backend, the reference behind it. Signatures and shapes are those of `ops/reference.py`.
+
+    The fused ops (`norm_linear`, `silu_linear`, `rope_store`) are compositions of the others; a backend may have them
+    as one call, with the same bits.
+    """
+
+    def __init__(self, backend: ModuleType) -> None:
+        self.backend = backend
+        self.name = backend.__name__.rsplit(".", 1)[-1]
+        self.row_invariant: bool = backend.row_invariant and reference.row_invariant
+        self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._pick("rms_norm")
+        self.rope: Callable[[Tensor, Tensor, Tensor], Tensor] = self._pick("rope")
+        self.silu_mul: Callable[[Tensor], Tensor] = self._pick("silu_mul")
+        self._serves: Callable[[QuantTensor], bool] = getattr(
+            backend, "serves", lambda w: w.format in backend.LINEAR_FORMATS
+        )
+        self._linear: Callable[..., Tensor] = self._pick("linear")
+        self._embedding: Callable[..., Tensor] = getattr(backend, "embedding", reference.embedding)
+        self._norm_linear: Callable[..., Tensor] | None = getattr(backend, "norm_linear", None)
+        self._silu_linear: Callable[..., Tensor] | None = getattr(backend, "silu_linear", None)
+        self._rope_store: Callable[..., Tensor] | None = getattr(backend, "rope_store", None)
+
+    def _pick(self, op: str) -> Callable[..., Tensor]:
+        chosen = getattr(self.backend, op, None)
+        if chosen is None:
+            _say_once(f"backend {self.name!r} has no {op}; using the reference (slow; see `sameseed info`)")
+            chosen = getattr(reference, op)
+        picked: Callable[..., Tensor] = chosen
+        return picked
+
+    def replayer(self, forward: Forward) -> Replayed:
+        """`forward(ops, batch, cache, captures)` as this backend runs it best: op by op, or recorded and replayed."""
+        replay: Callable[[Forward, Ops], Replayed] | None = getattr(self.backend, "replayer", None)
+        return partial(forward, self) if replay is None else replay(forward, self)
+
+    def capture(self, hidden: Seq[Tensor]) -> Tensor:
+        """Hidden states [T, C] of several layers side by side: [T, len(hidden) * C]."""
+        return self.beside(hidden)
+
+    def beside(self, parts: Seq[Tensor]) -> Tensor:
+        """x [T, K] of several side by side."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+    # --- weights ---
+
+    def pack(self, w: QuantTensor) -> QuantTensor:
+        """`w` as this backend's kernels want it; itself where they take it as it is, or not at all."""
+        packing: Callable[[QuantTensor], QuantTensor] | None = getattr(self.backend, "pack", None)
+        return w if packing is None else packing(w)
+
+    def encode(self, weight: Tensor, quant: QuantScheme) -> QuantTensor:
+        """A dense weight [O, K] stored by `quant` and packed; a backend may do both in one pass, with the same bits."""
+        encoding: Callable[[Tensor, QuantScheme], QuantTensor | None] | None = getattr(self.backend, "encode", None)
+        done = None if encoding is None else encoding(weight, quant)
+        return self.pack(quant.encode(weight)) if done is None else done
+
+    def unpack(self, w: QuantTensor) -> QuantTensor:
+        """The inverse of pack: the format's own layout."""
+        if w.layout == "plain":
+            return w
+        unpacked: QuantTensor = self.backend.unpack(w)
+        return unpacked
+
+    def rounding(self, w: QuantTensor) -> float:
+        """Law 4: by how much a product with `w` may differ from the reference's, over the sum of |x w|.
+
+        That is what rows lose on their way in (`product_rounding(w)` of a backend), and the order of float32 sums.
+        """
+        extra: Callable[[QuantTensor], float] | None = getattr(self.backend, "product_rounding", None)
+        sums = 2 * SUMS * max(1.0, math.sqrt(w.shape[1] / 1024))  # errors of a long sum add up like steps of a walk
+        return sums + (extra(w) if extra is not None and self._serves(w) else 0.0)
+
+    def kv_rounding(self, name: str) -> float:
+        """Law 4: by how much attention over a cache in a format may differ from the reference's, over its largest.
+
+        `attention_rounding(name)` of a backend, and the order of float32 sums.
+        """
+        extra: Callable[[str], float] | None = getattr(self.backend, "attention_rounding", None)
+        return 2 * SUMS + (extra(name) if extra is not None and name in self.backend.KV_FORMATS else 0.0)
+
+    def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
+        """Rows token_ids [T] of an embedding [V, C]; returns float32 [T, C]."""
+        if self._serves(w):
+            return self._embedding(token_ids, w)
+        return reference.embedding(token_ids, self.unpack(w))
+
+    # --- products ---
+
+    def linear(
+        self,
+        x: Tensor,
+        w: QuantTensor | tuple[QuantTensor, ...],
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+
+        Of the rows `rows` int32 [R] of x alone where given. The products of several w stand side by side; these take
+        no residual.
+        """
+        x = x if rows is None else x.index_select(0, rows)
+        if isinstance(w, tuple):
+            assert residual is None
+            return self.beside([self.linear(x, p, b) for p, b in by_part(w, bias)])
+        if self._serves(w):
+            return self._linear(x, w, bias, residual)
+        _say_once(
+            f"no {self.name!r} kernel for weights in {w.format!r} (group {w.group}); using the reference "
+            "(slow; see `sameseed info`)"
+        )
+        return reference.linear(x, self.unpack(w), bias, residual)
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: QuantTensor | tuple[QuantTensor, ...],
+        bias: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """linear of rms_norm(x), of the rows `rows` int32 [R] of x [T, K] where given; of several w side by side."""
+        if isinstance(w, tuple):
+            return torch.cat([self.norm_linear(x, norm, eps, p, b, rows) for p, b in by_part(w, bias)], dim=1)
+        if self._norm_linear is not None and self._serves(w):
+            return self._norm_linear(x, norm, eps, w, bias, rows)
+        return self.linear(self.rms_norm(x if rows is None else x.index_select(0, rows), norm, eps), w, bias)
+
+    def silu_linear(
+        self, gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """linear of silu_mul(gate_up [T, 2 K])."""
+        if self._silu_linear is not None and self._serves(w):
+            return self._silu_linear(gate_up, w, bias, residual)
+        return self.linear(self.silu_mul(gate_up), w, bias, residual)
+
+    # --- cache ---
+
+    def _kv(self, op: str, layer: KVLayer) -> Callable[..., Tensor]:
+        if layer.format in self.backend.KV_FORMATS:
+            return self._pick(op)
+        _say_once(f"no {self.name!r} kernel for a KV cache in {layer.format!r}; using the reference (slow)")
+        picked: Callable[..., Tensor] = getattr(reference, op)
+        return picked
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        heads: int,
+        layer: KVLayer,
+        batch: Batch,
+        table: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v, return q [T, H, D].
+
+        q and k are normed by head first where `norms` (q's [D], k's [D]) are given.
+        """
+        if self._rope_store is not None and layer.format in self.backend.KV_FORMATS:
+            return self._rope_store(qkv, heads, layer, batch, table, norms, eps)
+        q, k, v = reference.split_heads(qkv, heads, layer.k.shape[2], norms, eps, self.rms_norm)
+        self.store_kv(self.rope(k, batch.positions, table), v, layer, batch.slots)
+        return self.rope(q, batch.positions, table)
+
+    def store_kv(self, k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
+        """Encode k, v [T, Hk, D] into the cache rows slots [T]."""
+        self._kv("store_kv", layer)(k, v, layer, slots)
+
+    def move_kv(self, layer: KVLayer, src: Tensor, dst: Tensor) -> None:
+        """Copy cache rows src [n] to dst [n]."""
+        self._kv("move_kv", layer)(layer, src, dst)
+
+    def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+        """Attention of q [T, H, D] over the paged cache; returns [T, H, D]."""
+        return self._kv("attention", layer)(q, layer, batch, scale, window)
+
+
+_FASTEST = {"cpu": "cpu", "cuda": "triton"}  # by kind of device: what `auto` tries before the reference
+
+
+@cache
+def resolve(name: str = "auto", device: str = "cpu") -> Ops:
+    """The ops of a backend by name; `auto`: the fastest that runs on the device. Raises ConfigError, RegistryError."""
+    kind = device.partition(":")[0]
+    chosen = registry.load("ops", name) if name != "auto" else None
+    devices.check(device)
+    if chosen is not None:
+        reason = _unavailable(chosen, device)
+        if reason is not None:
+            raise ConfigError(f"backend {name!r} cannot run here: {reason}")
+        runs_on: frozenset[str] = getattr(chosen, "DEVICES", frozenset(_FASTEST))
+        if kind not in runs_on:
+            raise ConfigError(
+                f"backend {name!r} does not compute on device {device!r} but on {' or '.join(sorted(runs_on))}; "
+                "leave out --backend, or change --device"
+            )
+        return Ops(chosen)
+    fastest = _FASTEST[kind]
+    if fastest in registry.names("ops"):
+        module = registry.load("ops", fastest)
+        reason = _unavailable(module, device)
+        if reason is None:
+            return Ops(module)
+        _say_once(f"the {fastest} backend cannot run ({reason}); using the reference, which is slow")
+    return Ops(reference)
+
+
+def _unavailable(module: ModuleType, device: str) -> str | None:
+    """Why a backend cannot run: one that computes on GPUs alone is asked about this one, which may be the older."""
+    only_gpus = getattr(module, "DEVICES", None) == frozenset({"cuda"}) and device.partition(":")[0] == "cuda"
+    reason: str | None = module.unavailable(device) if only_gpus else module.unavailable()
+    return reason
+
+
+def set_num_threads(threads: int) -> None:
+    """Threads of every backend that counts them, and of PyTorch."""
+    torch.set_num_threads(threads)
+    if (module := _native()) is not None:
+        module.set_num_threads(threads)
+
+
+def num_threads() -> int:
+    """Threads that a call may use, of the native kernels where they run here, else of PyTorch."""
+    module = _native()
+    return torch.get_num_threads() if module is None else int(module.num_threads())
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use, as far as that is known."""
+    module = _native()
+    return (os.cpu_count() or 1) if module is None else int(module.available_cores())
+
+
+def limit_threads(threads: int) -> None:
+    """Let calls of the thread that calls this use at most so many of the native kernels' threads; 0: no limit."""
+    if (module := _native()) is not None:
+        module.limit_threads(threads)
+
+
+def _native() -> ModuleType | None:
+    if "cpu" not in registry.names("ops"):
+        return None
+    module = registry.load("ops", "cpu")
+    return module if module.unavailable() is None else None

@@ -1,0 +1,300 @@
+"""Weights packed for the native kernels: blocks of 32 outputs, as csrc/pack.h says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sameseed.formats._memory import roomy
+from sameseed.formats.nf4 import single
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+
+with suppress(ImportError):  # cpu.py then says that the module is missing
+    from sameseed import _native
+
+SERVED: dict[tuple[str, str | None], int] = {
+    ("int8", "int8"): 3,
+    ("int4", "int8"): 4,
+    ("bf16", None): 1,
+    ("int8", None): 3,
+    ("int4", None): 4,
+    ("nf4", None): 5,
+    ("fp8_e4m3", None): 6,
+    ("fp8_e5m2", None): 7,
+    ("fp8_e4m3", "fp8"): 6,  # cpu.py rounds the rows before
+    ("fp8_e5m2", "fp8"): 7,
+    ("mxfp4", None): 8,
+    ("qoq", None): 4,  # int4's products, with float32 scales
+    ("qoq", "int8"): 4,
+    ("int8n", "int8"): 9,  # in two planes
+    ("int8n", None): 3,  # in whole bytes, as int8
+}  # (format, activations) that kernels take packed: enum Format
+ROWS_PER_PACK = 32  # block_outputs in csrc/kernels.h
+_NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq"})
+_NESTED = ("int8n", "int8")  # nibbles too: a plane of upper halves, a plane of lower ones
+_PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed by pairs of columns
+_ZEROS = frozenset({"int4", "int8", "qoq"})  # may have zero points
+_ENCODED = ("int4", "int8", "int8n")  # rounded and packed at once, for int8 activations
+_MAX_DEPTH = 1 << 17  # sums of a group's codes stay exact in 32 bits
+_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
+
+
+def _sizes(w: QuantTensor) -> tuple[int, int, int, int]:
+    """Blocks of outputs, padded depth, groups of a row, columns that a step of 128 bytes holds."""
+    return (
+        -(-w.shape[0] // ROWS_PER_PACK),
+        -(-w.shape[1] // 8) * 8,
+        w.shape[1] // w.group,
+        8 if w.format in _NIBBLES or (w.format, w.activations) == _NESTED else 2 if w.format in _PAIRS else 4,
+    )
+
+
+def _codes_shape(w: QuantTensor) -> tuple[int, ...]:
+    blocks, padded, _, columns = _sizes(w)
+    return (blocks, padded // 2, ROWS_PER_PACK, 2) if columns == 2 else (blocks, padded // columns, 2, 16, 4)
+
+
+def _pack_pairs(w: QuantTensor) -> QuantTensor:
+    """fp8 and bf16. Where an output has a NaN among its e4m3 codes, "nans" marks it: the kernel cannot see it."""
+    (name, codes), blocks = _codes(w), _sizes(w)[0]
+    if tuple(codes.shape) != w.shape or not codes.is_cpu or codes.element_size() != (2 if name == "weight" else 1):
+        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
+    codes = codes if codes.stride(1) == 1 and codes.stride(0) > 0 else codes.contiguous()
+    packed = roomy(_codes_shape(w), codes.dtype)
+    _native.pack_pairs(codes.data_ptr(), packed.data_ptr(), *w.shape, codes.stride(0), codes.element_size())
+    parts = {name: packed}
+    if name == "codes":
+        parts["scales"] = _by_block(w.parts["scales"].reshape(w.shape[0], -1), blocks, 0)
+        nans = (codes.view(torch.int8).bitwise_and(127) == 127).any(1) if w.format == "fp8_e4m3" else codes.new_zeros(0)
+        if nans.any():
+            parts["nans"] = _by_block(nans.to(torch.uint8)[:, None].expand(-1, _sizes(w)[2]), blocks, 0)
+    return replace(w, parts=parts, layout="cpu")
+
+
+def _codes(w: QuantTensor) -> tuple[str, Tensor]:
+    """The part with the numbers, and its name; of numbers in two planes, the first."""
+    name = next(n for n in ("codes", "high", "weight") if n in w.parts)
+    return name, w.parts[name]
+
+
+def _pack_planes(w: QuantTensor) -> QuantTensor:
+    """int8n: the nibbles of code + 136, which are both halves plus 8; a view of the upper halves has one plane."""
+    name, codes = _codes(w)
+    if codes.dtype is not torch.int8 or not codes.is_cpu or tuple(codes.shape) != w.shape:
+        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
+    both = codes.contiguous().view(torch.uint8) + 136  # modulo 256
+    parts = {"high": _plane(both >> 4, w)} | ({"low": _plane(both, w)} if name == "codes" else {})
+    scales = _by_block(w.parts["scales"].reshape(w.shape[0], -1), _sizes(w)[0], 0)
+    return replace(w, parts={**parts, "scales": scales}, layout="cpu")
+
+
+def _plane(codes: Tensor, w: QuantTensor) -> Tensor:
+    """The lower halves of codes uint8 [O, K] in blocks."""
+    packed = roomy(_codes_shape(w), torch.uint8)
+    _native.pack_codes(codes.data_ptr(), packed.data_ptr(), 0, *w.shape, _sizes(w)[2], w.shape[1], True)
+    return packed
+
+
+def _by_block(x: Tensor, blocks: int, fill: int) -> Tensor:
+    """x [O, K/G] as [O/32, K/G, 32], filled up with `fill`."""
+    padded = roomy((blocks, x.shape[1], ROWS_PER_PACK), x.dtype).fill_(fill)
+    whole = x.shape[0] // ROWS_PER_PACK
+    padded[:whole] = x[: whole * ROWS_PER_PACK].view(whole, ROWS_PER_PACK, x.shape[1]).transpose(1, 2)
+    padded[whole:, :, : x.shape[0] % ROWS_PER_PACK] = x[whole * ROWS_PER_PACK :].T
+    return padded
+
+
+def pack(w: QuantTensor) -> QuantTensor:
+    """`w` in blocks of 32 outputs as the kernels read it; itself where they take it as it is, or not at all.
+
+    Double scales become single ones: nf4-dq is unpacked as nf4 with float32 scales.
+    """
+    depth = w.shape[1]
+    if w.layout != "plain" or (w.format, w.activations) not in SERVED or depth > _MAX_DEPTH or 0 in w.shape:
+        return w
+    if (w.group != depth and w.group % 32) or depth % w.group:
+        return w
+    if "zeros" in w.parts and w.format not in _ZEROS:
+        return w
+    w = single(w)
+    blocks, _, groups, columns = _sizes(w)
+    if columns == 2:
+        return _pack_pairs(w)
+    if (w.format, w.activations) == _NESTED:
+        return _pack_planes(w)
+    if "codes" not in w.parts:
+        return w
+    codes, zeros = w.parts["codes"].contiguous(), w.parts.get("zeros")
+    if codes.element_size() != 1 or not codes.is_cpu or tuple(codes.shape) != w.shape:
+        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
+    zeros = None if zeros is None else zeros.to(torch.uint8).reshape(-1, groups).contiguous()
+    packed = roomy(_codes_shape(w), torch.uint8)
+    _native.pack_codes(
+        codes.data_ptr(),
+        packed.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        *w.shape,
+        groups,
+        depth,
+        columns == 8,
+    )
+    parts = {"codes": packed, "scales": _by_block(w.parts["scales"].reshape(-1, groups), blocks, 0)}
+    if zeros is not None:
+        parts["zeros"] = _by_block(zeros, blocks, 0)
+    if "channel" in w.parts:  # no kernel reads it, but it tells the levels of scales apart
+        parts["channel"] = _by_block(w.parts["channel"], blocks, 0)
+    return replace(w, parts=parts, layout="cpu")
+
+
+def encode_by(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
+    """weight [O, K] stored by `quant` and packed in one pass; None for what `encode` does not take."""
+    name, depth = quant.format_for(weight.dtype), weight.shape[1]
+    if quant.activations != "int8" or name not in _ENCODED or weight.dtype not in _SCALES:
+        return None
+    if not weight.is_cpu or weight.stride(1) != 1:
+        return None
+    args = quant.args(depth)
+    columns = args.group or depth
+    if 0 in weight.shape or depth > _MAX_DEPTH or (columns != depth and columns % 32):
+        return None
+    return encode(weight, name, args.group, args.symmetric)
+
+
+def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool = True) -> QuantTensor:
+    """weight [O, K] in int8, int4 or int8n with int8 activations, rounded and packed at once; fp32, bf16 or fp16 in.
+
+    Bit for bit pack of the format's own encoding: int8 without a group has float32 scales, all else bfloat16 ones.
+    Raises ValueError for a group that does not divide K or that no kernel takes.
+    """
+    outputs, depth = weight.shape
+    columns = group or depth
+    if weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1 or name not in _ENCODED:
+        raise ValueError(f"a weight {weight.dtype}, {weight.stride()} cannot be stored in {name!r} here")
+    if (
+        depth % columns
+        or (columns != depth and columns % 32)
+        or depth > _MAX_DEPTH
+        or not (symmetric or name == "int4")
+    ):
+        raise ValueError(f"no kernel takes {name} with groups of {group} in rows of {depth}; choose 32, 64 or 128")
+    blocks, groups, wide = -(-outputs // ROWS_PER_PACK), depth // columns, name == "int8" and group is None
+    nested = name == _NESTED[0]
+    step, first = 8 if nested or name in _NIBBLES else 4, "high" if nested else "codes"
+    codes = (blocks, -(-depth // 8) * 8 // step, 2, 16, 4)
+    parts = {
+        first: roomy(codes, torch.uint8),
+        "scales": roomy((blocks, groups, ROWS_PER_PACK), torch.float32 if wide else torch.bfloat16),
+    }
+    if nested:
+        parts["low"] = roomy(codes, torch.uint8)
+    if not symmetric:
+        parts["zeros"] = roomy((blocks, groups, ROWS_PER_PACK), torch.uint8)
+    _native.encode_packed(
+        weight.data_ptr(),
+        _SCALES[weight.dtype],
+        weight.stride(0),
+        outputs,
+        depth,
+        columns,
+        step == 8,
+        not symmetric,
+        wide,
+        parts[first].data_ptr(),
+        parts["scales"].data_ptr(),
+        0 if symmetric else parts["zeros"].data_ptr(),
+        parts["low"].data_ptr() if nested else 0,
+    )
+    return QuantTensor(name, (outputs, depth), parts, "int8", "cpu")
+
+
+def unpack(w: QuantTensor) -> QuantTensor:
+    """The inverse of pack."""
+    describe(w)  # for its checks
+    columns, (key, packed) = _sizes(w)[3], _codes(w)
+    codes = torch.empty(w.shape, dtype=torch.int8 if columns == 4 else packed.dtype)
+    if (w.format, w.activations) == _NESTED:
+        key, codes = _join_planes(w)
+    elif columns == 2:
+        _native.unpack_pairs(packed.data_ptr(), codes.data_ptr(), *w.shape, codes.element_size())
+    else:
+        _native.unpack_codes(packed.data_ptr(), codes.data_ptr(), *w.shape, columns == 8)
+    parts = {key: codes}
+    for name in w.parts.keys() - {key, "high", "low", "nans"}:
+        parts[name] = w.parts[name].transpose(1, 2).flatten(0, 1)[: w.shape[0]].contiguous()
+    return replace(w, parts=parts, layout="plain")
+
+
+def _join_planes(w: QuantTensor) -> tuple[str, Tensor]:
+    """int8n's codes [O, K] from its planes, and their name; of a view, the upper halves with lower ones of 0."""
+    both = torch.full(w.shape, 8, dtype=torch.uint8)
+    if "low" in w.parts:
+        _native.unpack_codes(w.parts["low"].data_ptr(), both.data_ptr(), *w.shape, True)
+    high = torch.empty_like(both)
+    _native.unpack_codes(w.parts["high"].data_ptr(), high.data_ptr(), *w.shape, True)
+    return "codes" if "low" in w.parts else "high", ((high << 4 | both) - 136).view(torch.int8)
+
+
+def _kind(w: QuantTensor) -> tuple[object, ...]:
+    return w.format, w.layout, w.activations, f"K = {w.shape[1]}", f"group {w.group}"
+
+
+def concat(parts: Seq[QuantTensor]) -> QuantTensor:
+    """Packed weights as one, along O. Raises ValueError unless all but the last have a multiple of 32 outputs."""
+    first = parts[0]
+    for w in parts:
+        if _kind(w) != _kind(first):
+            raise ValueError(f"a weight {_kind(w)} does not fit one {_kind(first)}; join weights of one kind")
+    if any(w.shape[0] % ROWS_PER_PACK for w in parts[:-1]):
+        raise ValueError(
+            f"packed weights of {[w.shape[0] for w in parts]} outputs cannot be joined; join them before pack"
+        )
+    joined = {}
+    for name, part in {k: t for w in parts for k, t in w.parts.items()}.items():
+        pieces = [w.parts[name] if name in w.parts else part.new_zeros(_sizes(w)[0], *part.shape[1:]) for w in parts]
+        out = roomy((sum(p.shape[0] for p in pieces), *part.shape[1:]), part.dtype)
+        joined[name] = torch.cat(pieces, out=out)
+    return replace(first, shape=(sum(w.shape[0] for w in parts), first.shape[1]), parts=joined)
+
+
+def describe(w: QuantTensor) -> _native.Weight:
+    """Raises ValueError where the tensors are not those that pack makes: a kernel would read outside them."""
+    if (w.format, w.activations) not in SERVED:
+        raise ValueError(f"no packed weight is in {w.format} with activations {w.activations}; pack it again")
+    (outputs, depth), (name, codes), scales = w.shape, _codes(w), w.parts.get("scales")
+    blocks, _, groups, _ = _sizes(w)
+    wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        name: (_codes_shape(w), (torch.bfloat16 if name == "weight" else torch.uint8,))
+    }
+    if "low" in w.parts:
+        wanted["low"] = wanted[name]
+    if name != "weight":
+        wanted["scales"] = (blocks, groups, ROWS_PER_PACK), tuple(_SCALES)
+    marks = "nans" if w.format == "fp8_e4m3" else "zeros"
+    if marks in w.parts:
+        wanted[marks] = (blocks, groups, ROWS_PER_PACK), (torch.uint8,)
+    for part, (shape, dtypes) in wanted.items():
+        t = w.parts.get(part)
+        if t is None or tuple(t.shape) != shape or not t.is_contiguous() or not t.is_cpu:
+            got = None if t is None else tuple(t.shape)
+            raise ValueError(f"{part} {got} of a packed weight {w.shape} in {w.format} must be {shape}; pack it again")
+        if t.dtype not in dtypes:
+            raise TypeError(f"{part} of a packed weight in {w.format} cannot be {t.dtype}; pack it again")
+    if groups == 0 or depth % groups or depth > _MAX_DEPTH or (groups > 1 and w.group % 32):
+        raise ValueError(f"no kernel takes a packed weight {w.shape} with {groups} groups; pack it again")
+    return _native.Weight(
+        SERVED[w.format, w.activations],
+        w.activations == "int8",
+        outputs,
+        depth,
+        w.group,
+        0,
+        codes.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0 if scales is None else _SCALES[scales.dtype],
+        w.parts[marks].data_ptr() if marks in w.parts else 0,
+        w.parts["low"].data_ptr() if "low" in w.parts else 0,
+    )

@@ -1,0 +1,297 @@
+"""Plan replay on the CPU: record the op calls of a forward pass once, replay them in one native call.
+
+One plan serves passes of any number of rows up to its capacity, because every op takes its rows at run time. A
+larger pass records a larger plan, which replaces the smaller one. What a plan cannot record runs op by op as before.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sameseed.batch import Batch
+from sameseed.formats.scheme import KVLayer, QuantTensor
+from sameseed.ops import by_part, cpu
+
+if TYPE_CHECKING:
+    from sameseed import _native
+    from sameseed.ops import Forward, Ops
+
+log = logging.getLogger("sameseed.ops")
+SMALLEST_CAPACITY = 16  # rows
+
+
+class NotRecordableError(Exception):
+    """An op of the pass has no native kernel; it says which."""
+
+
+class Pool:
+    """Float buffers that return to the pool when the last tensor that uses their memory is gone.
+
+    It keeps `most_free` of them, the latest; without a bound it keeps all: a plan's steps write to them for ever.
+    """
+
+    def __init__(self, most_free: int | None = None) -> None:
+        self._free: list[np.ndarray[Any, Any]] = []
+        self._most_free = most_free
+
+    def take(self, *shape: int) -> Tensor:
+        """A float32 tensor of that shape, its content undefined."""
+        size = math.prod(shape)
+        fitting = [i for i, block in enumerate(self._free) if size <= block.size <= 2 * size + 1024]
+        best = min(fitting, key=lambda i: self._free[i].size, default=None)
+        block = torch.empty(size).numpy() if best is None else self._free.pop(best)
+        lent = block[:size]  # its owner: alive as long as a tensor uses the memory
+        weakref.finalize(lent, self._take_back, block)
+        return torch.from_numpy(lent).view(shape)
+
+    def _take_back(self, block: np.ndarray[Any, Any]) -> None:
+        self._free.append(block)
+        if self._most_free is not None and len(self._free) > self._most_free:
+            del self._free[0]
+
+
+Between = Callable[[int], None]  # runs between two plans of a pass, for so many rows
+
+
+class Recorder:
+    """Has the ops that a model calls; each adds a step to the plan and returns a buffer for its result.
+
+    `parts`: a plan, or several with what no plan has a step for between them.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.parts: list[_native.Plan | Between] = []
+        self._pool = pool
+        self._open()
+
+    def _open(self) -> None:
+        """Record into a new plan from here on."""
+        plan = cpu.native_plan()
+        self.parts.append(plan)
+        self._target = cpu.Target(plan, self._pool.take)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not weight.is_contiguous():
+            raise NotRecordableError("a norm that is no contiguous tensor")
+        out = self._target.empty(x.shape[0], x.shape[1])
+        self.parts.append(cpu.norm_call(x, weight, eps, out))
+        self._open()
+        return out
+
+    def _served(self, w: QuantTensor, *vectors: Tensor | None) -> None:
+        if not cpu.serves(w):
+            raise NotRecordableError(f"weights in {w.format!r} with group {w.group}")
+        if w.activations == "fp8":
+            raise NotRecordableError("fp8 activations")
+        if any(v is not None and not v.is_contiguous() for v in vectors):
+            # A contiguous copy of it would not live long enough.
+            raise NotRecordableError("a bias or norm that is no contiguous tensor")
+
+    def _cached(self, layer: KVLayer) -> None:
+        if layer.format not in cpu.KV_FORMATS:
+            raise NotRecordableError(f"a cache in {layer.format!r}")
+
+    def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
+        self._served(w)
+        return cpu.embedding(token_ids, w, self._target)
+
+    def linear(
+        self,
+        x: Tensor,
+        w: QuantTensor | tuple[QuantTensor, ...],
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(w, tuple):
+            return self.beside([self.linear(x, p, b) for p, b in by_part(w, bias)])
+        self._served(w, bias)
+        return cpu.linear(x, w, bias, residual, self._target, rows)
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: QuantTensor | tuple[QuantTensor, ...],
+        bias: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(w, tuple):
+            return self.beside([self.norm_linear(x, norm, eps, p, b, rows) for p, b in by_part(w, bias)])
+        self._served(w, norm, bias)
+        return cpu.norm_linear(x, norm, eps, w, bias, rows, self._target)
+
+    def silu_linear(
+        self, gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        self._served(w, bias)
+        return cpu.silu_linear(gate_up, w, bias, residual, self._target)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        heads: int,
+        layer: KVLayer,
+        batch: Batch,
+        table: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        self._cached(layer)
+        return cpu.rope_store(qkv, heads, layer, batch, table, norms, eps, self._target)
+
+    def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+        self._cached(layer)
+        return cpu.attention(q, layer, batch, scale, window, self._target)
+
+    def beside(self, parts: Seq[Tensor]) -> Tensor:
+        """Steps that write x [T, O] of several side by side."""
+        out = self._target.empty(parts[0].shape[0], sum(x.shape[1] for x in parts))
+        self._side_by_side(parts, out.shape[1], out.data_ptr())
+        return out
+
+    def capture(self, hidden: Seq[Tensor]) -> Tensor:
+        """Steps that write x [T, C] of each captured layer into its columns of the pass's hidden states."""
+        total = sum(x.shape[1] for x in hidden)
+        self._side_by_side(hidden, total, 0)
+        return torch.empty(1, total)
+
+    def _side_by_side(self, parts: Seq[Tensor], total: int, out: int) -> None:
+        """`out` 0: the hidden states of the pass."""
+        column = 0
+        for x in parts:
+            self._target.calls.columns(x.data_ptr(), x.stride(0), x.shape[1], column, total, out)
+            column += x.shape[1]
+
+
+class Recorded:
+    """A plan with what it needs to live: buffers and the shapes of its results."""
+
+    def __init__(
+        self, forward: Forward, cache: Any, captures: tuple[int, ...], capacity: int, widths: Seq[int] = ()
+    ) -> None:
+        """`widths`: of the inputs [T, width] that a pass has beside its batch; they are copied to where steps read."""
+        self.capacity = capacity
+        self._buffers = Pool()  # the plan's own: steps write here in every pass
+        blank = torch.zeros(capacity, dtype=torch.int32)
+        one = torch.zeros(1, dtype=torch.int32)
+        batch = Batch(blank, blank, blank, torch.zeros(2, dtype=torch.int32), one, one, one[None], None, one)
+        inputs = [self._buffers.take(capacity, width) for width in widths]
+        recorder = Recorder(self._buffers)
+        logits, hidden = forward(recorder, batch, cache, captures, *inputs)
+        self._parts = [part for part in recorder.parts if callable(part) or len(part)]
+        self._inputs = [x.numpy() for x in inputs]
+        self.logit_width = logits.shape[1]
+        self.hidden_width = 0 if hidden is None else hidden.shape[1]
+
+    @property
+    def plan(self) -> _native.Plan:
+        """The last of its plans; mostly there is one."""
+        return next(part for part in reversed(self._parts) if not callable(part))
+
+    def run(self, batch: Batch, results: Pool, inputs: Seq[Tensor] = ()) -> tuple[Tensor, Tensor | None]:
+        """Replay: logits float32 [R, V] and hidden float32 [T, ...] of the captured layers, in buffers of `results`."""
+        rows, num_logit_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
+        logits = results.take(num_logit_rows, self.logit_width)
+        hidden = results.take(rows, self.hidden_width) if self.hidden_width else None
+        mask = batch.tree_mask
+        for buffer, x in zip(self._inputs, inputs, strict=True):
+            buffer[:rows] = x.numpy()
+        values = (
+            rows,
+            batch.num_pending.shape[0],
+            num_logit_rows,
+            batch.block_tables.shape[1],
+            batch.token_ids.data_ptr(),
+            batch.positions.data_ptr(),
+            (batch.positions if batch.key_positions is None else batch.key_positions).data_ptr(),
+            batch.slots.data_ptr(),
+            batch.row_offsets.data_ptr(),
+            batch.kv_lens.data_ptr(),
+            batch.block_tables.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            batch.logit_rows.data_ptr(),
+            logits.data_ptr(),
+            0 if hidden is None else hidden.data_ptr(),
+        )
+        for part in self._parts:
+            if callable(part):
+                part(rows)
+            else:
+                part.run(*values)
+        return logits, hidden
+
+
+class Replay:
+    """A model's forward pass through plans: one for each cache and choice of captured layers.
+
+    `inputs` of a pass, float32 [T, width] each, go to `forward` after its other arguments; widths never change.
+    """
+
+    def __init__(self, forward: Forward, ops: Ops) -> None:
+        self._forward = forward
+        self._ops = ops
+        self._results = Pool(most_free=8)
+        self._busy = threading.Lock()
+        self._plans: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Recorded | None]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __call__(
+        self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        # The buffers serve one pass at a time; whoever comes meanwhile computes op by op.
+        if not _laid_out(batch) or not self._busy.acquire(blocking=False):
+            return self._forward(self._ops, batch, cache, captures, *inputs)
+        try:
+            recorded = self.recorded(batch.num_rows, cache, captures, [x.shape[1] for x in inputs])
+            if recorded is not None:
+                return recorded.run(batch, self._results, inputs)
+        finally:
+            self._busy.release()
+        return self._forward(self._ops, batch, cache, captures, *inputs)
+
+    def recorded(self, rows: int, cache: Any, captures: tuple[int, ...], widths: Seq[int] = ()) -> Recorded | None:
+        """The plan for that many rows, recorded if need be; None if the pass cannot be recorded."""
+        plans = self._plans.setdefault(cache, {})
+        known = plans.get(captures)
+        if captures in plans and (known is None or rows <= known.capacity):
+            return known
+        capacity = max(SMALLEST_CAPACITY, 1 << (rows - 1).bit_length())
+        try:
+            plans[captures] = Recorded(self._forward, cache, captures, capacity, widths)
+        except NotRecordableError as reason:
+            log.info("no plan replay: the pass uses %s", reason)
+            plans[captures] = None
+        return plans[captures]
+
+
+def _laid_out(batch: Batch) -> bool:
+    """Whether the batch is what build_batch makes: contiguous int32 (mask: int64) of matching lengths, on the CPU."""
+    rows = batch.token_ids.shape[0]
+    num_seqs = batch.num_pending.shape[0]
+    at = batch.positions if batch.key_positions is None else batch.key_positions
+    ints = (batch.token_ids, batch.positions, at, batch.slots, batch.row_offsets, batch.kv_lens, batch.logit_rows)
+    if any(x.dtype is not torch.int32 or not x.is_contiguous() for x in (*ints, batch.block_tables)):
+        return False
+    mask = batch.tree_mask
+    if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
+        return False
+    lengths = (
+        batch.positions.shape[0],
+        at.shape[0],
+        batch.slots.shape[0],
+        batch.row_offsets.shape[0],
+        batch.kv_lens.shape[0],
+    )
+    return lengths == (rows, rows, rows, num_seqs + 1, num_seqs) and batch.block_tables.shape[0] == num_seqs

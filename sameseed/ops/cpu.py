@@ -1,0 +1,462 @@
+"""The native CPU backend: C++ kernels for AVX-512, AVX2 and any other processor, chosen when the first one runs.
+
+All instruction sets and all numbers of threads give the same bits (csrc/kernels.h says in which order sums run). The
+environment variable SAMESEED_ISA forces `avx512vnni`, `avx512`, `avx2` or `portable`.
+
+This layer checks shapes and types and passes addresses: a call costs a few microseconds, which small models feel.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sameseed.batch import Batch
+from sameseed.errors import ConfigError
+from sameseed.formats.scheme import KVLayer, QuantTensor, round_rows
+from sameseed.ops import _packed
+
+try:
+    from sameseed import _native
+except ImportError as error:
+    _missing: str | None = (
+        f"the native module is not built ({error}); run `make build`, or `pip install` the package again"
+    )
+else:
+    _missing = None
+
+row_invariant = True
+DEVICES = frozenset({"cpu"})
+_CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Formats whose kernels take float rows; `serves` knows of weights that want their rows quantized as well.
+LINEAR_FORMATS = frozenset(_CODES) | {name for name, rows in _packed.SERVED if rows is None}
+_KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
+    "fp32": (0, torch.float32),
+    "bf16": (1, torch.bfloat16),
+    "fp16": (2, torch.float16),
+    "int8": (3, torch.int8),
+    "fp8_e4m3": (4, torch.uint8),
+    "fp8_e5m2": (5, torch.uint8),
+    "int4": (6, torch.uint8),
+    "int4_sparse": (7, torch.uint8),
+}
+_SCALED = frozenset(_KV) - _CODES.keys()
+KV_FORMATS = frozenset(_KV)
+pack, unpack, concat, encode = _packed.pack, _packed.unpack, _packed.concat, _packed.encode_by
+_F32, _I32 = torch.float32, torch.int32
+_weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
+_MAX_DIM = 512  # max_dim in csrc/kernels.h
+_NO_WINDOW = 1 << 40
+
+
+def unavailable() -> str | None:
+    """Why the native kernels cannot run here, with the remedy; None if they can."""
+    if _missing is not None:
+        return _missing
+    try:
+        _native.isa()
+    except ValueError as error:
+        return f"{error}; mend or unset SAMESEED_ISA"
+    return None
+
+
+def isa() -> str:
+    """The instruction set in use: avx512vnni, avx512, avx2 or portable."""
+    return _native.isa()
+
+
+def set_num_threads(threads: int) -> None:
+    """Let each call use this many threads. Raises ConfigError below 1."""
+    try:
+        _native.set_num_threads(threads)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def num_threads() -> int:
+    """Threads that a call of this thread may use."""
+    return _native.num_threads()
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use: its affinity mask, at most its cgroup's quota."""
+    return _native.available_cores()
+
+
+def limit_threads(threads: int) -> None:
+    """Let calls of this thread use at most so many threads, which then are its own; 0: no limit. Raises ConfigError."""
+    try:
+        _native.limit_threads(threads)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+class Target(NamedTuple):
+    """Where ops go: `calls` has the native functions, or a Plan that records them; `empty` makes room for results."""
+
+    calls: Any
+    empty: Callable[..., Tensor]
+
+
+def native_plan() -> _native.Plan:
+    """An empty plan: a Target's `calls` that records."""
+    return _native.Plan()
+
+
+def replayer(forward: Any, ops: Any) -> Any:
+    """`forward(ops, batch, cache, captures)` through recorded plans (ops/_replay.py); the same bits, less Python."""
+    from sameseed.ops._replay import Replay
+
+    return Replay(forward, ops)
+
+
+_NOW = Target(None if _missing else _native, partial(torch.empty, dtype=torch.float32))
+
+
+def _floats(x: Tensor) -> Tensor:
+    """`x` with its last dimensions packed; rows may be slices of wider ones. Raises TypeError unless float32."""
+    if x.dtype is not _F32:
+        raise TypeError(f"the cpu backend computes in float32, not in {x.dtype}")
+    if x.is_contiguous():
+        return x
+    strides = x.stride()
+    return x if strides[-1] == 1 and (len(strides) == 2 or strides[1] == x.shape[2]) else x.contiguous()
+
+
+def _row_stride(x: Tensor) -> int:
+    """Elements from one row of `x` to the next."""
+    return x.stride()[0]
+
+
+def _ints(x: Tensor) -> Tensor:
+    """`x` as contiguous int32."""
+    return x if x.dtype is _I32 and x.is_contiguous() else x.to(_I32).contiguous()
+
+
+def _fit(what: str, got: object, wanted: object) -> None:
+    if got != wanted:
+        raise ValueError(f"{what}: {got} does not fit {wanted}")
+
+
+def _weight(w: QuantTensor) -> _native.Weight:
+    """The native description of a weight; made once, for its tensors never move."""
+    known = _weights.get(id(w))
+    if known is not None:
+        return known
+    made = _dense_weight(w) if w.layout == "plain" else _packed.describe(w)
+    weakref.finalize(w, _weights.pop, id(w), None)
+    _weights[id(w)] = made
+    return made
+
+
+def serves(w: QuantTensor) -> bool:
+    """Whether a kernel takes this weight as it is stored."""
+    return w.format in _DTYPES if w.layout == "plain" else (w.format, w.activations) in _packed.SERVED
+
+
+def _dense_weight(w: QuantTensor) -> _native.Weight:
+    weight = w.parts["weight"]
+    if weight.dtype is not _DTYPES[w.format] or not weight.is_cpu:
+        raise TypeError(f"a weight in {w.format} cannot be {weight.dtype} on {weight.device} here")
+    if weight.stride(1) != 1 or tuple(weight.shape) != w.shape:
+        raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
+    outputs, depth = w.shape
+    return _native.Weight(
+        _CODES[w.format], False, outputs, depth, depth, weight.stride(0), weight.data_ptr(), 0, 0, 0, 0
+    )
+
+
+def embedding(token_ids: Tensor, w: QuantTensor, on: Target = _NOW) -> Tensor:
+    """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]. Raises IndexError outside 0..V-1."""
+    ids = _ints(token_ids)
+    rows = ids.shape[0]
+    out = on.empty(rows, w.shape[1])
+    on.calls.embedding(ids.data_ptr(), _weight(w), out.data_ptr(), rows)
+    return out
+
+
+_PLAIN, _NORM, _SILU = 0, 1, 2  # RowSource::Kind in csrc/linear.h
+
+
+def _product(
+    kind: int,
+    x: Tensor,
+    w: QuantTensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    index: Tensor | None = None,
+    on: Target = _NOW,
+) -> Tensor:
+    x = _floats(x)
+    handle = _weight(w)
+    outputs, depth = w.shape
+    if x.shape[1] != (2 * depth if kind == _SILU else depth):
+        raise ValueError(f"x {tuple(x.shape)} does not fit a weight {w.shape}")
+    rows = x.shape[0]
+    index_at = norm_at = bias_at = residual_at = 0
+    if index is not None:
+        index = _ints(index)
+        rows, index_at = index.shape[0], index.data_ptr()
+    if norm is not None:
+        norm = _floats(norm)
+        _fit("norm weight", norm.shape[0], depth)
+        norm_at = norm.data_ptr()
+    if bias is not None:
+        bias = _floats(bias)
+        _fit("bias", bias.shape[0], outputs)
+        bias_at = bias.data_ptr()
+    if residual is not None:
+        if residual.dtype is not _F32 or not residual.is_contiguous() or residual.shape != (rows, outputs):
+            raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(rows, outputs)}")
+        residual_at = residual.data_ptr()
+    out = on.empty(rows, outputs)
+    on.calls.linear(
+        kind,
+        x.data_ptr(),
+        _row_stride(x),
+        norm_at,
+        eps,
+        index_at,
+        x.shape[0],
+        handle,
+        bias_at,
+        residual_at,
+        out.data_ptr(),
+        rows,
+    )
+    return out
+
+
+def linear(
+    x: Tensor,
+    w: QuantTensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    on: Target = _NOW,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+
+    Of the rows `rows` [R] of x alone where given. Rows for fp8 activations are rounded here, which no plan can record.
+    """
+    if w.activations == "fp8":
+        x = round_rows(x, w.group)
+    return _product(_PLAIN, x, w, bias, residual, index=rows, on=on)
+
+
+def norm_linear(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    w: QuantTensor,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+    on: Target = _NOW,
+) -> Tensor:
+    """linear(rms_norm(x, norm, eps), w, bias), of the rows `rows` [R] of x [T, K] if given; bit for bit the same."""
+    if w.activations == "fp8":
+        return linear(rms_norm(x if rows is None else x.index_select(0, rows), norm, eps), w, bias)
+    return _product(_NORM, x, w, bias, norm=norm, eps=eps, index=rows, on=on)
+
+
+def silu_linear(
+    gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
+) -> Tensor:
+    """linear(silu_mul(gate_up [T, 2 K]), w, bias, residual); bit for bit the same."""
+    if w.activations == "fp8":
+        return linear(silu_mul(gate_up), w, bias, residual)
+    return _product(_SILU, gate_up, w, bias, residual, on=on)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, C] divided by its root mean square over C, times weight [C] (Zhang and Sennrich, 2019)."""
+    x, weight = _floats(x), _floats(weight)
+    rows, width = x.shape
+    _fit("norm weight", weight.shape[0], width)
+    out = torch.empty(rows, width, dtype=_F32)
+    _native.rms_norm(x.data_ptr(), _row_stride(x), weight.data_ptr(), eps, out.data_ptr(), rows, width)
+    return out
+
+
+def norm_call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callable[[int], None]:
+    """rms_norm of the first rows of x [T, C] into `out`, to be called with their number as often as wanted."""
+    x_at, stride, width = x.data_ptr(), _row_stride(x), x.shape[1]
+    _fit("norm weight", weight.shape[0], width)
+    weight_at, out_at = weight.data_ptr(), out.data_ptr()
+    return lambda rows: _native.rms_norm(x_at, stride, weight_at, eps, out_at, rows, width)
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines. IndexError beyond it."""
+    x, positions, table = _floats(x), _ints(positions), table.contiguous()
+    rows, heads, dim = x.shape
+    _fit("rope table and positions", (table.shape[1], positions.shape[0]), (dim, rows))
+    out = torch.empty(rows, heads, dim, dtype=_F32)
+    _native.rope(
+        x.data_ptr(),
+        _row_stride(x),
+        positions.data_ptr(),
+        table.data_ptr(),
+        table.shape[0],
+        out.data_ptr(),
+        rows,
+        heads,
+        dim,
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+    gate_up = _floats(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=_F32)
+    _native.silu_mul(gate_up.data_ptr(), _row_stride(gate_up), out.data_ptr(), rows, width)
+    return out
+
+
+@cache
+def _head_dim(code: int, width: int) -> int:
+    """Head dimension of rows of `width` elements in a cache of that format code. Raises ValueError where none fits."""
+    if code < _KV["int4"][0]:
+        return width
+    for dim in range(2, _MAX_DIM + 1, 2):
+        if _native.kv_row_bytes(code, dim) == width:
+            return dim
+    raise ValueError(f"no head dimension up to {_MAX_DIM} has rows of {width} bytes in this cache")
+
+
+def _cache(layer: KVLayer) -> tuple[int, int, int, int, int, int, int, int]:
+    """Addresses of k, v and their scales (0 without), number of slots, KV heads, head dim, format code."""
+    k, v, k_scale, v_scale = layer.k, layer.v, layer.k_scale, layer.v_scale
+    code, dtype = _KV[layer.format]
+    if k.dtype is not dtype or v.dtype is not dtype or not k.is_contiguous() or not v.is_contiguous():
+        raise TypeError(f"a KV cache in {layer.format} must be contiguous {dtype} tensors")
+    _fit("v", v.shape, k.shape)
+    num_blocks, block_size, kv_heads, width = k.shape
+    dim = _head_dim(code, width)
+    scales = (0, 0)
+    if layer.format in _SCALED:
+        for scale in (k_scale, v_scale):
+            if scale is None or scale.dtype is not _F32 or not scale.is_contiguous():
+                raise TypeError(f"scales of a KV cache in {layer.format} must be contiguous float32 tensors")
+            _fit("scales", scale.shape, k.shape[:3])
+        assert k_scale is not None and v_scale is not None
+        scales = k_scale.data_ptr(), v_scale.data_ptr()
+    return k.data_ptr(), v.data_ptr(), *scales, num_blocks * block_size, kv_heads, dim, code
+
+
+def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
+    """Encode k, v [T, Hk, D] into the cache rows slots [T], rounding to nearest even. IndexError outside the cache.
+
+    Scales are those of the row and head alone: the formats' `encode_kv` says which.
+    """
+    k, v, slots = _floats(k), _floats(v), _ints(slots)
+    _fit("k", k.shape, (slots.shape[0], layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])))
+    _fit("v", v.shape, k.shape)
+    k_at, v_at, slots_at = k.data_ptr(), v.data_ptr(), slots.data_ptr()
+    _native.store_kv(k_at, _row_stride(k), v_at, _row_stride(v), *_cache(layer), slots_at, k.shape[0])
+
+
+def rope_store(
+    qkv: Tensor,
+    heads: int,
+    layer: KVLayer,
+    batch: Batch,
+    table: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    on: Target = _NOW,
+) -> Tensor:
+    """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
+
+    With `norms` q and k are normed by head first. Bit for bit rms_norm, rope and store_kv. Raises as these do.
+    """
+    qkv, positions, slots = _floats(qkv), _ints(batch.positions), _ints(batch.slots)
+    kv_heads, dim = layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])
+    rows = qkv.shape[0]
+    _fit("qkv", qkv.shape[1], (heads + 2 * kv_heads) * dim)
+    _fit("rope table, positions and slots", (table.shape[1], positions.shape[0], slots.shape[0]), (dim, rows, rows))
+    q_norm_at = k_norm_at = 0
+    if norms is not None:
+        q_norm, k_norm = _floats(norms[0]), _floats(norms[1])
+        _fit("norm weights", (q_norm.shape[0], k_norm.shape[0]), (dim, dim))
+        q_norm_at, k_norm_at = q_norm.data_ptr(), k_norm.data_ptr()
+    table = table.contiguous()
+    out = on.empty(rows, heads, dim)
+    on.calls.rope_store(
+        qkv.data_ptr(),
+        _row_stride(qkv),
+        heads,
+        q_norm_at,
+        k_norm_at,
+        eps,
+        positions.data_ptr(),
+        table.data_ptr(),
+        table.shape[0],
+        slots.data_ptr(),
+        *_cache(layer),
+        out.data_ptr(),
+        rows,
+    )
+    return out
+
+
+def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
+    """Copy cache rows src [n] to dst [n]; all are read before any is written."""
+    src, dst = _ints(src), _ints(dst)
+    _fit("targets", dst.shape, src.shape)
+    _native.move_kv(*_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
+
+
+def attention(
+    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None, on: Target = _NOW
+) -> Tensor:
+    """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
+
+    Raises IndexError or ValueError for offsets, blocks, positions or masks that contradict each other.
+    """
+    q = _floats(q)
+    rows, heads, dim = q.shape
+    _, block_size, kv_heads, width = layer.k.shape
+    depth = _head_dim(_KV[layer.format][0], width)
+    if depth != dim or heads % kv_heads or dim > _MAX_DIM:
+        raise ValueError(
+            f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)} (head dim at most {_MAX_DIM})"
+        )
+    at = batch.positions if batch.key_positions is None else batch.key_positions
+    positions, offsets, kv_lens = _ints(at), _ints(batch.row_offsets), _ints(batch.kv_lens)
+    tables, mask = _ints(batch.block_tables), batch.tree_mask
+    num_seqs, table_width = tables.shape
+    if positions.shape[0] != rows or offsets.shape[0] != num_seqs + 1 or kv_lens.shape[0] != num_seqs:
+        raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
+    if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
+        raise ValueError("tree_mask must be contiguous int64 [T]")
+    out = on.empty(rows, heads, dim)
+    on.calls.attention(
+        q.data_ptr(),
+        _row_stride(q),
+        *_cache(layer),
+        block_size,
+        heads,
+        positions.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        offsets.data_ptr(),
+        kv_lens.data_ptr(),
+        tables.data_ptr(),
+        table_width,
+        num_seqs,
+        rows,
+        scale,
+        _NO_WINDOW if window is None else window,
+        out.data_ptr(),
+    )
+    return out

@@ -1,0 +1,225 @@
+"""The specification of every op, in PyTorch: short, slow and row-invariant.
+
+The rule that makes it so: whatever rounds (sums, exponentials) is computed one row at a time, by the same call on
+tensors of the same shape. A row's bits then cannot depend on its company, because it never meets it. PyTorch's own
+matmul, and even its element-wise exponential (vector body, scalar tail), change bits with the number of rows. Its
+matrix-vector product changes them with the number of threads too, so the reference computes on one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sameseed import registry
+from sameseed.batch import MAX_NODES, Batch
+from sameseed.formats import scheme
+from sameseed.formats.scheme import KVLayer, QuantTensor
+
+row_invariant = True
+LINEAR_FORMATS = frozenset(name for name in registry.names("formats") if scheme.get(name).weights)
+KV_FORMATS = frozenset(name for name in registry.names("formats") if scheme.get(name).kv_dtype is not None)
+
+
+def unavailable() -> str | None:
+    """The reference runs everywhere."""
+    return None
+
+
+_alone = threading.RLock()  # the setting is the process's, and a drafter may compute beside its target
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    with _alone:
+        count = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(count)
+
+
+@_one_thread()
+def _by_row(function: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+    """Apply `function` to each row of x [T, C], each copied to fresh (equally aligned) memory; out [T, width]."""
+    out = torch.empty(x.shape[0], width, dtype=torch.float32, device=x.device)
+    for t in range(x.shape[0]):
+        out[t] = function(x[t].clone())
+    return out
+
+
+def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
+    """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]."""
+    return scheme.get(w.format).decode_rows(w, token_ids)
+
+
+def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+
+    Where the weight asks for int8 activations, the rows of x are quantized first (`scheme.quantize_rows`); for fp8,
+    they are rounded (`scheme.round_rows`): either by row and group of the weight, so that company changes nothing.
+    """
+    if w.activations == "int8":
+        out = _integer_product(x, w)
+    else:
+        rows = x if w.activations is None else scheme.round_rows(x, w.group)
+        weight = scheme.get(w.format).decode(w)
+        out = _by_row(lambda row: torch.mv(weight, row), rows, w.shape[0])
+    if bias is not None:
+        out = out + bias
+    return out if residual is None else residual + out
+
+
+def _integer_product(x: Tensor, w: QuantTensor) -> Tensor:
+    """x [T, K], quantized by row and group, times w [O, K] transposed.
+
+    f = 0; for each group, ascending: f = fma(float(sum of integer products), scale of w * scale of x, f). The sums are
+    exact (float64 holds them) and all else is element by element, so that a row's company cannot change its bits.
+    """
+    assert w.activations == "int8", w.activations
+    num_groups = w.shape[1] // w.group
+    scales = w.parts["scales"].float().T.contiguous()  # [K / G, O]
+    # Under scales of one, the values are the integers themselves.
+    unscaled = replace(w, parts={**w.parts, "scales": torch.ones_like(w.parts["scales"])})
+    codes, row_scales = scheme.quantize_rows(x, w.group)
+    rows = codes.double().view(-1, num_groups, w.group, 1)  # [T, K / G, G, 1]
+    out = torch.zeros(x.shape[0], w.shape[0], device=x.device)
+    for start in range(0, w.shape[0], 4096):  # of the outputs, to bound the memory
+        part = slice(start, min(start + 4096, w.shape[0]))
+        index = torch.arange(part.start, part.stop, device=x.device)
+        integers = scheme.get(w.format).decode_rows(unscaled, index).double().view(-1, num_groups, w.group)
+        integers = integers.transpose(0, 1).contiguous()  # [K / G, O, G]
+        for t in range(x.shape[0]):
+            sums = torch.bmm(integers, rows[t]).squeeze(-1).float()  # [K / G, O]
+            for g in range(num_groups):
+                out[t, part] = _fma(sums[g], scales[g, part] * row_scales[t, g], out[t, part])
+    return out
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32, rounded once.
+
+    In float64 the product is exact and the sum rounded to odd (to the neighbour with the last bit set, where it is not
+    exact), so that rounding it again to float32 is as good as rounding once (Boldo and Melquiond, 2008).
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    up = torch.full_like(total, torch.inf).copysign(error)
+    even = (total.view(torch.int64) & 1) == 0
+    return torch.where((error != 0) & even, torch.nextafter(total, up), total).float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, C] divided by its root mean square over C, times weight [C] (Zhang and Sennrich, 2019)."""
+    return _by_row(lambda row: row * torch.rsqrt(row.square().mean() + eps), x, x.shape[1]) * weight
+
+
+def split_heads(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, H, D], k and v [T, Hk, D] of qkv [T, (H + 2 Hk) D]; views, but where q and k are normed by head.
+
+    `norms`: q's weights [D] and k's; `norm`: the backend's rms_norm.
+    """
+    count = heads + 2 * kv_heads
+    split = qkv.view(-1, count, qkv.shape[1] // count)  # [T, H + 2 Hk, D]
+    q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+    if norms is not None:
+        q, k = (norm(x.flatten(0, 1), weight, eps).view_as(x) for x, weight in zip((q, k), norms, strict=True))
+    return q, k, v
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate x [T, H, D] by position (Su et al., 2021; halves as in Hugging Face). table [P, D]: cosines, sines."""
+    half = x.shape[-1] // 2
+    angles = table[positions.long()][:, None, :]  # [T, 1, D]
+    cos, sin = angles[..., :half], angles[..., half:]
+    x1, x2 = x[..., :half], x[..., half:]
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+    half = gate_up.shape[1] // 2
+    return _by_row(lambda row: torch.nn.functional.silu(row[:half]) * row[half:], gate_up, half)
+
+
+def _flat(layer: KVLayer) -> list[Tensor]:
+    tensors = [layer.k, layer.v, layer.k_scale, layer.v_scale]
+    return [t.view(-1, *t.shape[2:]) for t in tensors if t is not None]
+
+
+def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
+    """Encode k, v [T, Hk, D] into cache rows `slots` [T]. Scales are per row: a rejected draft must leave no trace."""
+    fmt = scheme.kv_format(layer.format)
+    index = slots.long()
+    for x, codes, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
+        new_codes, new_scales = fmt.encode_kv(x)
+        codes.view(-1, *codes.shape[2:])[index] = new_codes
+        if scales is not None and new_scales is not None:
+            scales.view(-1, scales.shape[2])[index] = new_scales
+
+
+def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
+    """Copy cache rows src [n] to dst [n]; all are read before any is written."""
+    for rows in _flat(layer):
+        rows[dst.long()] = rows[src.long()]
+
+
+@_one_thread()
+def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+    """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
+
+    A row at position p attends to p + 1 keys in order of position (fewer under a window): the shapes of its products
+    are a function of p alone, wherever its keys are stored and whatever tree it belongs to.
+    """
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    fmt = scheme.kv_format(layer.format)
+    block_size = layer.k.shape[1]
+    rows = _flat(layer)
+    # As lists, at once: a device is waited for five times, not with every row.
+    positions = (batch.positions if batch.key_positions is None else batch.key_positions).tolist()
+    offsets, kv_lens, pending = (t.tolist() for t in (batch.row_offsets, batch.kv_lens, batch.num_pending))
+    masks = None if batch.tree_mask is None else batch.tree_mask.tolist()
+    k_scales, v_scales = (rows[2], rows[3]) if len(rows) == 4 else (None, None)
+    for b in range(batch.num_seqs):
+        table = batch.block_tables[b].long()
+        begin, end, kv_len, num_pending = offsets[b], offsets[b + 1], kv_lens[b], pending[b]
+        for t in range(begin, end):
+            if t < begin + num_pending:
+                index = torch.arange(positions[t] + 1, device=q.device)
+            else:
+                assert masks is not None
+                # Not only nodes of this pass: a tree may come level by level, its upper nodes stored before.
+                nodes = [kv_len + i for i in range(MAX_NODES) if masks[t] >> i & 1]
+                known = torch.arange(kv_len, device=q.device)
+                index = torch.cat([known, torch.tensor(nodes, dtype=torch.long, device=q.device)])
+            if window is not None:
+                index = index[-window:]
+            slots = table[index // block_size] * block_size + index % block_size
+            k = fmt.decode_kv(rows[0][slots], None if k_scales is None else k_scales[slots])  # [S, Hk, D]
+            v = fmt.decode_kv(rows[1][slots], None if v_scales is None else v_scales[slots])
+            out[t] = _attend(q[t].clone(), k, v, scale)
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One row: q [H, D], k and v [S, Hk, D]; query head h reads KV head h // (H / Hk)."""
+    num_heads, dim = q.shape
+    num_kv = k.shape[1]
+    grouped = q.view(num_kv, num_heads // num_kv, dim)
+    scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H/Hk, S]
+    return torch.bmm(scores.softmax(-1), v.transpose(0, 1)).view(num_heads, dim)

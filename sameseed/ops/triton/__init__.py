@@ -1,0 +1,86 @@
+"""The GPU backend: Triton kernels for one NVIDIA GPU of compute capability 8.0 or newer.
+
+Products multiply on tensor cores: rows enter as float16 under a power of two of their own (bfloat16 for bf16 weights,
+float32 for fp32 ones), or quantized where the weight asks for it; sums are float32 or exact integers. What there is no
+kernel for falls through to the reference, on the same device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from sameseed.ops import devices
+from sameseed.ops.triton import packing
+from sameseed.ops.triton.interpreter import interpreted
+from sameseed.ops.triton.packing import embedding, pack, serves, unpack
+
+_missing: str | None = None
+try:
+    from sameseed.ops.triton.attention import attention, attention_rounding
+    from sameseed.ops.triton.dispatch import (
+        linear,
+        norm_linear,
+        product_rounding,
+        rms_norm,
+        rope,
+        silu_linear,
+        silu_mul,
+    )
+    from sameseed.ops.triton.kv import move_kv, rope_store, store_kv
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "triton":
+        raise
+    _missing = f"Triton is not installed ({error}); `pip install '.[gpu]'` on Linux"
+
+
+row_invariant = True
+LINEAR_FORMATS = packing.DENSE | packing.CODED
+KV_FORMATS = frozenset({"fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"})
+DEVICES = frozenset({"cpu" if interpreted() else "cuda"})
+OLDEST = (8, 0)
+
+
+@cache
+def unavailable(device: str = "cuda") -> str | None:
+    """Why the kernels cannot run here, or not on this one of several GPUs, with the remedy; None if they can."""
+    if _missing is not None:
+        return _missing
+    if interpreted():
+        return None
+    if (reason := devices.no_cuda()) is not None:
+        return reason
+    place = torch.device(device)
+    major, minor = torch.cuda.get_device_capability(place)
+    if (major, minor) < OLDEST:
+        return (
+            f"{torch.cuda.get_device_name(place)} has compute capability {major}.{minor}, the kernels need 8.0; use "
+            "--backend reference"
+        )
+    return None
+
+
+__all__ = [
+    "DEVICES",
+    "KV_FORMATS",
+    "LINEAR_FORMATS",
+    "attention",
+    "attention_rounding",
+    "embedding",
+    "linear",
+    "move_kv",
+    "norm_linear",
+    "pack",
+    "product_rounding",
+    "rms_norm",
+    "rope",
+    "rope_store",
+    "row_invariant",
+    "serves",
+    "silu_linear",
+    "silu_mul",
+    "store_kv",
+    "unavailable",
+    "unpack",
+]

@@ -1,0 +1,218 @@
+"""Kernels of attention over the paged cache.
+
+The law of rows. A row at logical position p sees keys 0..p; a draft node's ancestors stand at the positions after the
+known tokens, wherever they are stored. Keys go in blocks of `KEYS`, spans of `SPAN` and stretches of `STRETCH` logical
+positions. Of a span, its blocks in ascending order give a maximum m, a sum (mass) and values o; the spans of a stretch
+are merged in ascending order, and so are the stretches of a row. Whether a program takes a span, a stretch or all
+changes nothing: `merge` is the same arithmetic, and merging nothing changes no bit.
+
+A program holds 16 queries of one sequence and one KV head: some rows times the query heads that share it. Every product
+is one `tl.dot` of 16 queries, and a row keeps to its own line of it. Blocks of known keys serve all rows of a tile;
+blocks that reach into the draft are gathered for each node alone, since its keys there are its own.
+"""
+
+# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sameseed.ops.triton.rounding import inverse, power_of
+from sameseed.ops.triton.softmax import TILE, merge, step, terms
+
+SEARCHED: tl.constexpr = tl.constexpr(128)  # sequences looked at at once
+
+
+@triton.jit
+def _popcount(x):
+    # Set bits of int64; the shifts of a negative one are made logical by masks.
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x = x + (x >> 8)
+    x = x + (x >> 16)
+    x = x + (x >> 32)
+    return (x & 127).to(tl.int32)
+
+
+@triton.jit
+def _places(mask, rank):
+    # Index of the set bit of `mask` (a scalar) that has `rank` [KEYS] set bits below it; 0 where there is none.
+    found, rest, below = tl.zeros_like(rank), mask.to(tl.uint64, bitcast=True), 0
+    while rest != 0:
+        without = rest & (rest - 1)
+        lowest = (rest ^ without).to(tl.int64, bitcast=True)
+        found = tl.where(rank == below, _popcount(lowest - 1), found)
+        rest, below = without, below + 1
+    return found
+
+
+@triton.jit
+def _sequence_of(slot, offsets_ptr, num_seqs, ROWS: tl.constexpr):
+    # Tiles of sequence b begin at slot offsets[b] // ROWS + b, which leaves room for all: the last b at or before slot.
+    found = -1
+    for base in range(0, num_seqs, SEARCHED):
+        b = base + tl.arange(0, SEARCHED)
+        begin = tl.load(offsets_ptr + b, mask=b < num_seqs, other=0) // ROWS + b
+        found += tl.sum(((b < num_seqs) & (begin <= slot)).to(tl.int32), axis=0)
+    return found
+
+
+@triton.jit
+def _spans(position, window):
+    # First and one past the last key that a row sees.
+    return tl.maximum(position - window + 1, 0), position + 1
+
+
+@triton.jit
+def _nothing(BLOCK: tl.constexpr):
+    # The softmax of no key.
+    m, o = tl.full((TILE,), float("-inf"), tl.float32), tl.zeros((TILE, BLOCK), tl.float32)
+    return m, tl.zeros((TILE,), tl.float32), o, o
+
+
+@triton.jit
+def _fold(m, mass, o0, o1, m_new, l_new, o0_new, o1_new, lines, BLOCK: tl.constexpr):
+    # Of some lines the second softmax into the first; nothing is left of it there.
+    m, mass, o0, o1 = merge(m, mass, o0, o1, m_new, tl.where(lines, l_new, 0.0), o0_new, o1_new)
+    no_m, no_l, no_o, _ = _nothing(BLOCK)
+    kept0, kept1 = tl.where(lines[:, None], no_o, o0_new), tl.where(lines[:, None], no_o, o1_new)
+    return m, mass, o0, o1, tl.where(lines, no_m, m_new), tl.where(lines, no_l, l_new), kept0, kept1
+
+
+@triton.jit
+def _turn(
+    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
+    WALK: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Where a span begins with this block, the one before goes into its stretch, and a stretch into the whole.
+    if WALK != "span":
+        if block % SPAN == 0:
+            st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _fold(
+                st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines, BLOCK
+            )
+    if WALK == "all":
+        if block % STRETCH == 0:
+            m, mass, o0, o1, st_m, st_l, st_o0, st_o1 = _fold(m, mass, o0, o1, st_m, st_l, st_o0, st_o1, lines, BLOCK)
+    return m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "has_tree", "q_stride", "num_parts", "table_width"],
+    do_not_specialize_on_alignment=[
+        "positions_ptr", "offsets_ptr", "num_pending_ptr", "kv_lens_ptr", "table_ptr", "tree_ptr",
+    ],
+)  # fmt: skip
+def attend(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, part_ptr, sums_ptr, bounds_ptr,
+    positions_ptr, offsets_ptr, num_pending_ptr, kv_lens_ptr, table_ptr, tree_ptr,
+    num_seqs, has_tree, q_stride, num_parts, table_width, scale, window, num_heads, kv_heads, group,
+    WALK: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
+    WIDEN: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr,
+):  # fmt: skip
+    # Program (slot, head, part): ROWS rows of a sequence, HEADS query heads; a span, a stretch, or all of them (WALK).
+    ROWS: tl.constexpr = TILE // HEADS
+    slot = tl.program_id(0)
+    b = _sequence_of(slot, offsets_ptr, num_seqs, ROWS)
+    start = tl.load(offsets_ptr + b)
+    first = start + (slot - start // ROWS - b) * ROWS
+    end = tl.load(offsets_ptr + b + 1)
+    if first < end:
+        tiles = tl.cdiv(group, HEADS)  # of query heads that share a KV head
+        kv_head = tl.program_id(1) // tiles
+        kv_len, pending_end = tl.load(kv_lens_ptr + b), start + tl.load(num_pending_ptr + b)
+        table = table_ptr + b.to(tl.int64) * table_width
+        line = tl.arange(0, TILE)
+        t, own = first + line // HEADS, (tl.program_id(1) % tiles) * HEADS + line % HEADS  # row; head in the group
+        real = (t < end) & (own < group)
+        t_safe, head = tl.where(t < end, t, first).to(tl.int64), kv_head * group + tl.where(own < group, own, 0)
+        node = t_safe >= pending_end
+        mask = tl.load(tree_ptr + t_safe, mask=node & (tl.zeros_like(t_safe) + has_tree != 0), other=0)
+        position = tl.where(node, kv_len + _popcount(mask) - 1, tl.load(positions_ptr + t_safe))
+        low, high = _spans(position, window)
+        shared = kv_len // KEYS * KEYS  # blocks before are known keys alone
+        reach = tl.where(node, tl.minimum(high, shared), high)
+        tile_low, tile_high = tl.min(low, axis=0), tl.max(high, axis=0)
+        # The keys of this program: [begin, stop).
+        TAKEN: tl.constexpr = SPAN if WALK == "span" else STRETCH
+        begin, stop = tile_low // KEYS * KEYS, tile_high
+        if WALK != "all":
+            begin = tl.maximum(begin, tl.program_id(2) * TAKEN)
+            stop = tl.minimum(stop, tl.program_id(2) * TAKEN + TAKEN)
+            if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):  # which spans a row has: `combine` reads no others
+                one = (t < end) & (line % HEADS == 0)
+                tl.store(bounds_ptr + t_safe * 2, low // SPAN, mask=one)
+                tl.store(bounds_ptr + t_safe * 2 + 1, (high - 1) // SPAN + 1, mask=one)
+        if begin < stop:
+            HALF: tl.constexpr = (DIM + 1) // 2
+            NEXT: tl.constexpr = HALF if KIND == "float" else 1  # from a part's first dimension to the other part's
+            EACH: tl.constexpr = 1 if KIND == "float" else 2
+            cols = tl.arange(0, BLOCK)
+            ins0 = real[:, None] & (cols < HALF)[None, :]
+            ins1 = real[:, None] & (cols < DIM - HALF)[None, :]
+            q_at = q_ptr + (t_safe[:, None] * q_stride + head[:, None] * DIM + cols[None, :] * EACH)
+            q0 = tl.load(q_at, mask=ins0, other=0.0) * scale
+            q1 = tl.load(q_at + NEXT, mask=ins1, other=0.0) * scale
+            q_power = tl.full((TILE,), 1.0, tl.float32)
+            if SPLIT:
+                bits = power_of(tl.maximum(tl.max(tl.abs(q0), axis=1), tl.max(tl.abs(q1), axis=1)))
+                q0, q1 = q0 * inverse(bits)[:, None], q1 * inverse(bits)[:, None]
+                q_power = bits.to(tl.float32, bitcast=True)
+            NUMBER: tl.constexpr = k_ptr.dtype.element_ty if KIND == "float" else tl.float16
+            q0_high, q0_low = terms(q0, NUMBER, SPLIT, WIDEN)
+            q1_high, q1_low = terms(q1, NUMBER, SPLIT, WIDEN)
+            keys = tl.arange(0, KEYS)
+            all_lines = line >= 0
+            m, mass, o0, o1 = _nothing(BLOCK)
+            st_m, st_l, st_o0, st_o1 = _nothing(BLOCK)
+            sp_m, sp_l, sp_o0, sp_o1 = _nothing(BLOCK)
+            for block in range(begin, tl.minimum(stop, tl.max(reach, axis=0)), KEYS):
+                # Not at a span's end: a node's last span may go on below.
+                m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
+                    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, all_lines,
+                    WALK, SPAN, STRETCH, BLOCK,
+                )  # fmt: skip
+                index = block + keys
+                visible = (index[None, :] >= low[:, None]) & (index[None, :] < reach[:, None])
+                sees = (block + KEYS > low) & (block < reach)
+                sp_m, sp_l, sp_o0, sp_o1 = step(
+                    q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
+                    index, index < kv_len, visible, sees,
+                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
+                    KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
+                )  # fmt: skip
+            for row in range(tl.maximum(first, pending_end), tl.minimum(first + ROWS, end)):
+                tree = tl.load(tree_ptr + row)
+                row_low, row_high = _spans(kv_len + _popcount(tree) - 1, window)
+                row_begin = tl.maximum(tl.maximum(begin, shared), row_low // KEYS * KEYS)
+                lines = t == row
+                for block in range(row_begin, tl.minimum(stop, row_high), KEYS):
+                    m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
+                        block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
+                        WALK, SPAN, STRETCH, BLOCK,
+                    )  # fmt: skip
+                    place = block + keys
+                    index = tl.where(place < kv_len, place, kv_len + _places(tree, place - kv_len))
+                    wanted = (place >= row_low) & (place < row_high)
+                    sp_m, sp_l, sp_o0, sp_o1 = step(
+                        q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
+                        index, wanted, lines[:, None] & wanted[None, :], lines,
+                        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
+                        KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
+                    )  # fmt: skip
+            if WALK != "span":
+                sp_m, sp_l, sp_o0, sp_o1 = merge(st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1)
+            if WALK == "all":
+                m, mass, o0, o1 = merge(m, mass, o0, o1, sp_m, sp_l, sp_o0, sp_o1)
+                out_at = out_ptr + ((t_safe * num_heads + head)[:, None] * DIM + cols[None, :] * EACH)
+                shared_mass = tl.broadcast_to(mass[:, None], (TILE, BLOCK))
+                tl.store(out_at, tl.div_rn(o0, shared_mass), mask=ins0)
+                tl.store(out_at + NEXT, tl.div_rn(o1, shared_mass), mask=ins1)
+            else:
+                where = (t_safe * num_heads + head) * num_parts + tl.program_id(2)
+                part_at = part_ptr + (where[:, None] * DIM + cols[None, :] * EACH)
+                tl.store(part_at, sp_o0, mask=ins0 & (sp_l != 0.0)[:, None])
+                tl.store(part_at + NEXT, sp_o1, mask=ins1 & (sp_l != 0.0)[:, None])
+                tl.store(sums_ptr + where * 2, sp_m, mask=real)
+                tl.store(sums_ptr + where * 2 + 1, sp_l, mask=real)

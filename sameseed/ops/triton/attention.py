@@ -1,0 +1,153 @@
+"""Attention over the paged cache on the GPU (blockwise softmax: Milakov and Gimelshein, 2018; Dao et al., 2022, 2023).
+
+What a program does, and why a row's bits do not depend on its company: attend.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from sameseed.batch import Batch
+from sameseed.formats.scheme import KVLayer
+from sameseed.ops import reference
+from sameseed.ops.triton.attend import attend
+from sameseed.ops.triton.combine import AT_ONCE, combine
+from sameseed.ops.triton.dispatch import converts_fp8
+from sameseed.ops.triton.guard import Launch, guarded, interpreted
+from sameseed.ops.triton.kv import KINDS, LARGEST, heads_packed
+from sameseed.ops.triton.tiling import MULTIPROCESSORS
+
+KEYS = 64  # keys of a block
+STAGES = 3  # of the loop over blocks: where the next keys lie, the next keys, these keys
+SPAN = 2 * KEYS  # keys of a span: the least that a program takes
+STRETCH = AT_ONCE.value * SPAN  # what one takes where contexts are long
+FEW = MULTIPROCESSORS  # programs that give each multiprocessor of a large GPU one, ...
+ENOUGH = 8 * FEW  # ... or eight: then none waits for a last one
+PARTS_BYTES = 256 << 20  # the most that parts may take
+LOG2_E = 1.4426950408889634
+NO_WINDOW = 1 << 30
+
+
+def attention_rounding(name: str) -> float:
+    """What two terms of a cache's type lose of queries and weights, over the largest value: see `Ops.kv_rounding`."""
+    return 1e-4 if name == "bf16" else 0.0  # 16 bits; two of float16 or float32 hold more than the sums
+
+
+@cache
+def _no_tree(device: torch.device) -> Tensor:
+    """What stands for the masks of a pass without a draft: one kernel serves both, so that bits cannot differ."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def walk(num_rows: int, programs: int, num_heads: int, num_keys: int, dim: int) -> str:
+    """What of the keys a program takes: a "span", a "stretch", or "all". Bits are the same; the host may choose freely.
+
+    `programs`: how many there are if they take all; the parts of rows, heads and spans must not take too much memory.
+    """
+    stretches = -(-num_keys // STRETCH)
+
+    def fits(count: int) -> bool:
+        return 4 * num_rows * num_heads * count * (dim + 2) <= PARTS_BYTES
+
+    if programs * stretches < FEW and num_keys > SPAN and fits(-(-num_keys // SPAN)):
+        return "span"
+    return "stretch" if stretches > 1 and programs < ENOUGH and fits(stretches) else "all"
+
+
+def launches(
+    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None, out: Tensor, taken: str | None = None
+) -> list[Launch]:
+    """The launches of attention into `out` [T, H, D]; `taken`: what a program takes (None: `walk` decides)."""
+    num_rows, num_heads, dim = q.shape
+    page, kv_heads, width = layer.k.shape[1:]
+    if width != dim or num_heads % kv_heads:
+        raise ValueError(f"queries {tuple(q.shape)} do not fit a cache {tuple(layer.k.shape)}")
+    coded = layer.format in LARGEST
+    if coded and dim % 2:
+        raise ValueError(f"8-bit codes are read in pairs, and heads of {dim} have none; use a KV cache in bf16")
+    group = num_heads // kv_heads
+    heads = min(16, triton.next_power_of_2(group))
+    table = batch.block_tables.contiguous()
+    num_keys = table.shape[1] * page
+    grid = (num_rows // (16 // heads) + batch.num_seqs, kv_heads * -(-group // heads))
+    taken = walk(num_rows, grid[0] * grid[1], num_heads, num_keys, dim) if taken is None else taken
+    num_parts = max(1, -(-num_keys // {"span": SPAN, "stretch": STRETCH, "all": max(1, num_keys)}[taken]))
+    parts = (num_rows, num_heads, num_parts) if taken != "all" else (1, 1, 1)
+    part, sums = (torch.empty(*parts, n, dtype=torch.float32, device=q.device) for n in (dim, 2))
+    half = max(16, triton.next_power_of_2(-(-dim // 2)))
+    arguments = {
+        "q_ptr": q,
+        "k_ptr": layer.k.view(torch.int16) if coded else layer.k,
+        "v_ptr": layer.v.view(torch.int16) if coded else layer.v,
+        "k_scale_ptr": out if layer.k_scale is None else layer.k_scale,  # not read without scales
+        "v_scale_ptr": out if layer.v_scale is None else layer.v_scale,
+        "out_ptr": out,
+        "part_ptr": part,
+        "sums_ptr": sums,
+        "bounds_ptr": torch.empty(num_rows, 2, dtype=torch.int32, device=q.device),
+        "positions_ptr": batch.positions if batch.key_positions is None else batch.key_positions,
+        "offsets_ptr": batch.row_offsets,
+        "num_pending_ptr": batch.num_pending,
+        "kv_lens_ptr": batch.kv_lens,
+        "table_ptr": table,
+        "tree_ptr": _no_tree(q.device) if batch.tree_mask is None else batch.tree_mask,
+        "num_seqs": batch.num_seqs,
+        "has_tree": int(batch.tree_mask is not None),
+        "q_stride": q.stride(0),
+        "num_parts": num_parts,
+        "table_width": table.shape[1],
+        "scale": scale * LOG2_E,
+        "window": NO_WINDOW if window is None else min(window, NO_WINDOW),
+        "num_heads": num_heads,
+        "kv_heads": kv_heads,
+        "group": group,
+    }
+    constants = {
+        "WALK": taken,
+        "KIND": KINDS[layer.format],
+        "SCALED": coded,
+        "SPLIT": layer.format != "fp32",
+        "HALVES": layer.format == "fp16",
+        "WIDEN": interpreted() and layer.format == "bf16",
+        "MACHINE": not interpreted(),
+        "FLOAT8": converts_fp8(q.device),
+        "PAGE": page,
+        "DIM": dim,
+        "BLOCK": half,
+        "HEADS": heads,
+        "KEYS": KEYS,
+        "SPAN": SPAN,
+        "STRETCH": STRETCH,
+    }
+    free = frozenset({"num_seqs", "has_tree", "q_stride", "num_parts", "table_width"})
+    first = Launch(attend, (*grid, num_parts), arguments, constants, warps=4, stages=STAGES, free=free)
+    if taken == "all":
+        return [first]
+    kept = {
+        name: arguments[name] for name in ("part_ptr", "sums_ptr", "bounds_ptr", "out_ptr", "num_parts", "num_heads")
+    }
+    spans = 1 if taken == "span" else STRETCH // SPAN
+    rest = {"SPANS": spans, "TWICE": spans == 1, "DIM": dim, "BLOCK": max(16, triton.next_power_of_2(dim))}
+    return [first, Launch(combine, (num_rows, num_heads), kept, rest, warps=1, free=free)]
+
+
+def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+    """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
+
+    Queries and weights enter products in two terms of the cache's type (16 bits of them for bf16, 22 else), or as
+    float32 for fp32. Raises ValueError where q does not fit the cache, TypeError unless it is float32.
+    """
+    packed = heads_packed(q)
+
+    def kernel() -> Tensor:
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        for launch in launches(packed, layer, batch, scale, window, out):
+            launch.run()
+        return out
+
+    name = f"attention ({layer.format})"
+    return guarded(name, kernel, lambda: reference.attention(q, layer, batch, scale, window))

@@ -1,0 +1,278 @@
+"""Products on the GPU: rows made ready (rows.prepare), multiplied (product.product), parts added (product.combine)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sameseed.formats.scheme import QuantTensor
+from sameseed.ops import reference
+from sameseed.ops.triton import packing, product, rows as row_kernels
+from sameseed.ops.triton.guard import Launch, guarded, interpreted
+from sameseed.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling
+
+ROWS_AT_ONCE = 256  # of a split product: bounds the memory of its parts
+_FORMS = {  # of prepared rows: how they are stored
+    "single": torch.float32,
+    "bf16": torch.bfloat16,
+    "half": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float16,  # holds every value of e4m3
+}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Rows for a product: values [T, K], and scales [T, K / G], [T] or none."""
+
+    form: str
+    values: Tensor
+    scales: Tensor | None
+
+
+@cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the GPU makes float16 of 8-bit floats by an instruction (8.9 and newer); otherwise several do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def form_for(w: QuantTensor) -> str:
+    """The form of rows that multiply `w`."""
+    return w.activations or {"fp32": "single", "bf16": "bf16"}.get(w.format, "half")
+
+
+# What forms of rows round away: half a step of float16 under a power of two, of bfloat16.
+_LOST = {"half": 2.0**-11, "bf16": 2.0**-8}
+
+
+def product_rounding(w: QuantTensor) -> float:
+    """What rows lose before they meet `w`, over the sum of |x w|: see `Ops.rounding`."""
+    return _LOST.get(form_for(w), 0.0)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x` contiguous and at an address that is a multiple of 16: a kernel's loads, and sums, do not vary with it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def preparation(
+    x: Tensor,
+    form: str,
+    group: int,
+    source: str = "plain",
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    index: Tensor | None = None,
+) -> tuple[Launch, Ready]:
+    """Rows x [T, C] ("silu": [T, 2 C]) in a form, rows `index` alone where given: the launch, and where it writes."""
+    width = x.shape[1] // 2 if source == "silu" else x.shape[1]
+    num_rows = x.shape[0] if index is None else index.shape[0]
+    block = max(16, 1 << (width - 1).bit_length())
+    groups, scales = width // group, None
+    if form == "half":
+        scales = x.new_empty(num_rows)
+    elif form in ("int8", "fp8"):
+        scales = x.new_empty(num_rows, groups)
+    values = torch.empty(num_rows, width, dtype=_FORMS[form], device=x.device)
+    arguments = {
+        "x_ptr": x,
+        "index_ptr": index,
+        "norm_ptr": norm,
+        "out_ptr": values,
+        "scale_ptr": scales,
+        "width": width,
+        "eps": float(eps),
+        "num_groups": groups,
+    }
+    constants = {
+        "SOURCE": source,
+        "FORM": form,
+        "GATHER": index is not None,
+        "GROUP": block if groups == 1 else group,
+        "BLOCK": block,
+    }
+    warps = min(16, max(1, block // 512))
+    launch = Launch(row_kernels.prepare, (num_rows,), arguments, constants, warps)
+    return launch, Ready(form, values, scales)
+
+
+def multiplication(
+    ready: Ready, w: QuantTensor, bias: Tensor | None, residual: Tensor | None, out: Tensor
+) -> list[Launch]:
+    """The launches that write rows [T, K] times w [O, K] transposed, plus bias [O], plus residual, to out [T, O]."""
+    how, (outputs, depth), num_rows = tiling(w), w.shape, ready.values.shape[0]
+    count = tiles(num_rows)
+    extras = {"bias_ptr": bias, "residual_ptr": residual}
+    flags = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "SPLIT": how.split}
+    target = out if how.split == 1 else out.new_empty(how.split, num_rows, outputs)
+    grid = (-(-num_rows // (count * TILE)), -(-outputs // how.outputs), how.split)
+    arguments = {
+        "x_ptr": ready.values,
+        "row_scale_ptr": ready.scales,
+        "w_ptr": next(w.parts[name] for name in packing.PLANES if name in w.parts),
+        "low_ptr": w.parts.get("low"),
+        "scale_ptr": w.parts.get("scales"),
+        "zero_ptr": w.parts.get("zeros"),
+        **extras,
+        "out_ptr": target,
+        "num_rows": num_rows,
+        "depth": depth,
+        "outputs": outputs,
+        "num_groups": depth // w.group,
+        "num_steps": how.steps,
+    }
+    constants = {
+        "WEIGHT": how.kind,
+        "ROWS": ready.form,
+        "GROUPED": w.group != depth,
+        **flags,
+        "WIDTH": how.width,
+        "PARTS": how.parts,
+        "SPAN": min(how.parts, w.group // how.width),
+        "EVEN_K": depth == how.steps * how.parts * how.width,
+        "EVEN_O": outputs % how.outputs == 0,
+        "BLOCK_O": how.outputs,
+        "TILES": count,
+        "MACHINE": not interpreted(),
+        "FLOAT8": converts_fp8(out.device),
+        "WIDEN": interpreted() and ready.form == "bf16",
+    }
+    free = frozenset({"num_rows"})
+    launches = [Launch(product.product, grid, arguments, constants, how.warps, stages(count), free)]
+    if how.split > 1:
+        arguments = {"parts_ptr": target, **extras, "out_ptr": out, "num_rows": num_rows, "outputs": outputs}
+        block = 1024
+        launches.append(
+            Launch(product.combine, (num_rows, -(-outputs // block)), arguments, {**flags, "BLOCK": block}, free=free)
+        )
+    return launches
+
+
+def _slices(num_rows: int, w: QuantTensor) -> Iterator[slice]:
+    """Rows of one launch: all, or of a split product so many that its parts stay small; whole programs each."""
+    step = max(1, num_rows) if tiling(w).split == 1 else max(ROWS_AT_ONCE, MAX_TILES * TILE)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def _run(
+    x: Tensor,
+    w: QuantTensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    source: str = "plain",
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    index: Tensor | None = None,
+) -> Tensor:
+    width = x.shape[1] // 2 if source == "silu" else x.shape[1]
+    if width != w.shape[1] or x.dtype != torch.float32:
+        raise ValueError(f"rows {tuple(x.shape)} in {x.dtype} do not fit a weight {w.shape}; they are to be float32")
+    x, form = aligned(x), form_for(w)
+    if source == "plain" and form == "single" and index is None:
+        ready = Ready(form, x, None)
+    else:
+        launch, ready = preparation(x, form, w.group, source, norm, eps, index)
+        launch.run()
+    out = x.new_empty(ready.values.shape[0], w.shape[0])
+    bias = None if bias is None else aligned(bias)
+    residual = None if residual is None else aligned(residual)
+    for part in _slices(out.shape[0], w):
+        scales = None if ready.scales is None else ready.scales[part]
+        piece = Ready(form, ready.values[part], scales)
+        for launch in multiplication(piece, w, bias, None if residual is None else residual[part], out[part]):
+            launch.run()
+    return out
+
+
+def _name(w: QuantTensor) -> str:
+    return f"linear ({w.format}{'' if w.activations is None else f', {w.activations} rows'})"
+
+
+def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+
+    Raises ValueError where x does not fit.
+    """
+    return guarded(
+        _name(w),
+        lambda: _run(x, w, bias, residual),
+        lambda: reference.linear(x, packing.unpack(w), bias, residual),
+    )
+
+
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, w: QuantTensor, bias: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """linear(rms_norm(x, norm, eps), w, bias), of the rows `rows` [R] of x [T, K] where given; bit for bit the same."""
+    return guarded(
+        _name(w),
+        lambda: _run(x, w, bias, None, "norm", aligned(norm), eps, rows),
+        lambda: reference.linear(
+            reference.rms_norm(x if rows is None else x.index_select(0, rows), norm, eps), packing.unpack(w), bias
+        ),
+    )
+
+
+def silu_linear(gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """linear(silu_mul(gate_up [T, 2 K]), w, bias, residual); bit for bit the same."""
+    return guarded(
+        _name(w),
+        lambda: _run(gate_up, w, bias, residual, "silu"),
+        lambda: reference.linear(reference.silu_mul(gate_up), packing.unpack(w), bias, residual),
+    )
+
+
+def _rows(x: Tensor, source: str, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    launch, ready = preparation(aligned(x), "single", 1, source, norm, eps)
+    launch.run()
+    return ready.values
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, C] divided by its root mean square over C, times weight [C] (Zhang and Sennrich, 2019)."""
+    return guarded(
+        "rms_norm", lambda: _rows(x, "norm", aligned(weight), eps), lambda: reference.rms_norm(x, weight, eps)
+    )
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
+    return guarded("silu_mul", lambda: _rows(gate_up, "silu"), lambda: reference.silu_mul(gate_up))
+
+
+def rotation(x: Tensor, positions: Tensor, table: Tensor) -> tuple[Launch, Tensor]:
+    """The launch of rope, and where it writes."""
+    num_rows, heads, dim = x.shape
+    out = torch.empty(num_rows, heads, dim, dtype=torch.float32, device=x.device)
+    arguments = {
+        "x_ptr": x,
+        "positions_ptr": positions,
+        "table_ptr": table,
+        "out_ptr": out,
+        "row_stride": x.stride(0),
+        "num_heads": heads,
+    }
+    half = dim // 2
+    block = max(16, 1 << (half - 1).bit_length())
+    return Launch(row_kernels.rotate, (num_rows, heads), arguments, {"HALF": half, "BLOCK": block}, 1), out
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines.
+
+    Positions beyond the table are not looked for here: whoever makes a batch bounds them.
+    """
+
+    def kernel() -> Tensor:
+        packed = x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+        launch, out = rotation(packed, positions, table.contiguous())
+        launch.run()
+        return out
+
+    return guarded("rope", kernel, lambda: reference.rope(x, positions, table))

@@ -1,0 +1,187 @@
+"""Weights as the GPU's kernels read them: words of codes in the tiles that a step of a product takes.
+
+A word is 16 bits wide, or a byte where rows of x are int8, and holds a code of each of its parts: part p of word i of a
+step is column (step * parts + p) * width + i. `width` words of 32 outputs lie together, so that a program's step reads
+whole lines of memory; so do the scales and zero points of 32 outputs. Parts lead with blocks of 32 of O, so that a
+weight can be written in chunks of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sameseed.formats import scheme
+from sameseed.formats.nf4 import single
+from sameseed.formats.scheme import QuantTensor
+
+LAYOUT = "triton"
+BLOCK = 32  # outputs that lie together
+PLANES = ("codes", "high", "low", "weight")  # parts that hold words, or dense numbers
+DENSE = frozenset({"bf16", "fp16", "fp32"})
+_MAX_DEPTH = 1 << 17  # sums of products of codes stay exact in 32 bits
+
+
+@dataclass(frozen=True)
+class Words:
+    """How words hold a weight: the kernel's name for them, their type, and how many codes each has."""
+
+    kind: str
+    dtype: torch.dtype
+    parts: int
+
+    @property
+    def bits(self) -> int:
+        return self.dtype.itemsize * 8 // self.parts
+
+
+_WORDS = {  # by format and activations
+    ("int4", None): Words("int4", torch.int16, 4),
+    ("qoq", None): Words("int4", torch.int16, 4),
+    ("nf4", None): Words("nf4", torch.int16, 4),
+    ("mxfp4", None): Words("e2m1", torch.int16, 4),
+    ("int8", None): Words("int8", torch.int16, 2),
+    ("int8n", None): Words("int8", torch.int16, 2),
+    ("fp8_e4m3", None): Words("e4m3", torch.int16, 2),
+    ("fp8_e5m2", None): Words("e5m2", torch.int16, 2),
+    ("fp8_e4m3", "fp8"): Words("e4m3", torch.int16, 2),
+    ("fp8_e5m2", "fp8"): Words("e5m2", torch.int16, 2),
+    ("int4", "int8"): Words("int4_bytes", torch.uint8, 2),
+    ("qoq", "int8"): Words("int4_bytes", torch.uint8, 2),
+    ("int8", "int8"): Words("int8_bytes", torch.uint8, 1),
+    ("int8n", "int8"): Words("both", torch.uint8, 2),
+}
+CODED = frozenset(name for name, _ in _WORDS)
+CODES = {"int8": torch.int8, "int8n": torch.int8}  # as the formats store them; others in uint8
+_ZEROS = frozenset({"int4", "qoq"})
+
+
+def words(w: QuantTensor) -> Words | None:
+    """The words of a weight of this kind; None where it lies in dense numbers, or no kernel reads it."""
+    found = _WORDS.get((w.format, w.activations))
+    if found is not None and found.kind == "both" and not w.parts.keys() & {"codes", "low"}:
+        return replace(found, kind="upper")
+    return found
+
+
+def takes(w: QuantTensor) -> bool:
+    """Whether a kernel is made for a weight of this kind, once it is packed."""
+    if w.format in DENSE:
+        return w.activations is None and 0 not in w.shape
+    found = words(w)
+    if found is None or 0 in w.shape or w.shape[1] > _MAX_DEPTH:
+        return False
+    known = {"codes", "scales"} | ({"zeros", "channel"} if w.format in _ZEROS else set())
+    known |= {"sizes", "offset"} if w.format == "nf4" else {"high"} if found.kind == "upper" else set()
+    return known >= w.parts.keys() and (w.group == w.shape[1] or w.group in scheme.GROUPS)
+
+
+def serves(w: QuantTensor) -> bool:
+    """Whether a kernel takes this weight as it is stored."""
+    return (w.layout == "plain" and w.format in DENSE and takes(w)) or w.layout == LAYOUT
+
+
+def width(w: QuantTensor) -> int:
+    """Words of one step of an output: 128 bytes, or what its groups or its rows have."""
+    if w.format in DENSE:
+        return 32 if w.format == "fp32" else 64
+    found = words(w)
+    assert found is not None
+    widest = 128 // found.dtype.itemsize
+    limit = max(BLOCK, w.shape[1] // found.parts) if w.group == w.shape[1] else w.group
+    return min(widest, 1 << (limit.bit_length() - 1))
+
+
+def by_block(x: Tensor) -> Tensor:
+    """x [O, K / G] as [O / 32, K / G, 32], filled up with zeros."""
+    blocks = -(-x.shape[0] // BLOCK)
+    padded = x.new_zeros(blocks * BLOCK, x.shape[1])
+    padded[: x.shape[0]] = x
+    return padded.view(blocks, BLOCK, x.shape[1]).transpose(1, 2).contiguous()
+
+
+def _fold(codes: Tensor, how: Words, size: int) -> Tensor:
+    """Codes uint8 [O, K] as words [ceil(O / 32), steps, 32, size], filled up with zeros."""
+    outputs, depth = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, -depth % (how.parts * size), 0, -outputs % BLOCK))
+    parts = padded.view(-1, BLOCK, padded.shape[1] // (how.parts * size), how.parts, size).transpose(1, 2)
+    out = parts.new_zeros(*parts.shape[:3], size, dtype=torch.int32 if how.dtype is torch.int16 else torch.uint8)
+    for part in range(how.parts):
+        out |= parts[:, :, :, part].to(out.dtype) << how.bits * part
+    return out.to(how.dtype)
+
+
+def _unfold(folded: Tensor, how: Words, depth: int) -> Tensor:
+    """Words [n, steps, size] of n outputs as codes uint8 [n, depth]."""
+    mask = (1 << how.bits) - 1
+    parts = [(folded >> how.bits * part & mask).to(torch.uint8) for part in range(how.parts)]
+    return torch.stack(parts, dim=2).flatten(1)[:, :depth].contiguous()
+
+
+def _stored(codes: Tensor, how: Words) -> dict[str, Tensor]:
+    """Codes [O, K] of a format as bytes, by the names of the parts that hold them packed."""
+    if how.kind in ("both", "upper"):
+        halves = codes.view(torch.uint8) + 136  # both plus 8, modulo 256
+        return {"high": halves >> 4} | ({"low": halves & 15} if how.kind == "both" else {})
+    codes = codes.view(torch.uint8)
+    return {"codes": codes ^ 0x80 if how.kind == "int8" else codes}
+
+
+def _restored(parts: dict[str, Tensor], how: Words, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inverse."""
+    if how.kind == "upper":  # a view's lower halves do not count
+        return {"high": (parts["high"] << 4 ^ 0x80).view(dtype)}
+    codes = (parts["high"] << 4 | parts["low"]) - 136 if how.kind == "both" else parts["codes"]
+    return {"codes": (codes ^ 0x80 if how.kind == "int8" else codes).view(dtype)}
+
+
+def pack(w: QuantTensor) -> QuantTensor:
+    """`w` as the kernels read it, on its own device; itself where they take it as it is, or not at all.
+
+    Double scales become single ones: nf4-dq is unpacked as nf4 with float32 scales. Raises ValueError where its codes
+    do not fit its shape.
+    """
+    how = words(w)
+    if w.layout != "plain" or how is None or not takes(w):
+        return w
+    w = single(w)
+    codes = w.parts["high" if how.kind == "upper" else "codes"]
+    if codes.element_size() != 1 or tuple(codes.shape) != w.shape:
+        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
+    parts = {name: _fold(part, how, width(w)) for name, part in _stored(codes.contiguous(), how).items()}
+    for name in w.parts.keys() - {"codes", "high"}:
+        part = w.parts[name].reshape(w.shape[0], -1)
+        parts[name] = by_block(part.half() + 1024 if name == "zeros" and how.kind == "int4" else part)
+    return replace(w, parts=parts, layout=LAYOUT)
+
+
+def unpack(w: QuantTensor) -> QuantTensor:
+    """The inverse of pack."""
+    if w.layout == "plain":
+        return w
+    return rows(w, torch.arange(w.shape[0], device=w.parts["scales"].device))
+
+
+def rows(w: QuantTensor, index: Tensor) -> QuantTensor:
+    """Rows `index` [n] of a packed weight, in the format's own layout."""
+    index = index.long()
+    how = words(w)
+    assert how is not None
+    block, place = index // BLOCK, index % BLOCK
+    planes = [name for name in PLANES if name in w.parts]
+    codes = {name: _unfold(w.parts[name][block, :, place], how, w.shape[1]) for name in planes}
+    parts = _restored(codes, how, CODES.get(w.format, torch.uint8))
+    for name in w.parts.keys() - set(planes):
+        part = w.parts[name][block, :, place]
+        parts[name] = (part - 1024).to(torch.uint8) if name == "zeros" and how.kind == "int4" else part
+    return replace(w, shape=(index.shape[0], w.shape[1]), parts=parts, layout="plain")
+
+
+def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
+    """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]: values, no products."""
+    fmt = scheme.get(w.format)
+    if w.layout == "plain":
+        return fmt.decode_rows(w, token_ids)
+    return fmt.decode(rows(w, token_ids))

@@ -1,0 +1,110 @@
+"""Kernels of single rows: norm, SwiGLU, rotation, and rows made ready for a product. One program, one row.
+
+A program sees one row and nothing else, and its shape comes from the row's width alone: company cannot change its bits.
+Every float step is written where it happens (launches forbid the compiler to fuse a product and a sum).
+"""
+
+# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sameseed.ops.triton.rounding import ROUND, SMALLEST, bfloat, inverse, power_of
+
+
+@triton.jit
+def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.constexpr):
+    """The row [BLOCK] as float32: as it lies, normed, or gated; zeros beyond its width."""
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    if SOURCE == "silu":
+        base = x_ptr + row * (2 * width)
+        gate = tl.load(base + cols, mask=inside, other=0.0)
+        up = tl.load(base + width + cols, mask=inside, other=0.0)
+        x = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    else:
+        x = tl.load(x_ptr + row * width + cols, mask=inside, other=0.0)
+        if SOURCE == "norm":
+            # Read once more, in a shape of its own: the layout of x follows the type that is stored at last, and so
+            # would the order of its sum. So all forms of a row, and the norm alone, have one mean.
+            places = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [BLOCK / 4, 4]
+            y = tl.load(x_ptr + row * width + places, mask=places < width, other=0.0)
+            mean = tl.div_rn(tl.sum(tl.sum(y * y, axis=1), axis=0), tl.full((), width, tl.float32))
+            x = x * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+            x = x * tl.load(norm_ptr + cols, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize_on_alignment=["index_ptr"])
+def prepare(
+    x_ptr,
+    index_ptr,
+    norm_ptr,
+    out_ptr,
+    scale_ptr,
+    width,
+    eps,
+    num_groups,
+    SOURCE: tl.constexpr,
+    FORM: tl.constexpr,
+    GATHER: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of `SOURCE` in the `FORM` that a product takes; scales: a power of two per row, or one per group."""
+    t = tl.program_id(0).to(tl.int64)
+    row = t
+    if GATHER:
+        row = tl.load(index_ptr + t).to(tl.int64)
+    x = _source(x_ptr, norm_ptr, row, width, eps, SOURCE, BLOCK)
+    cols = tl.arange(0, BLOCK)
+    if FORM == "single":
+        tl.store(out_ptr + t * width + cols, x, mask=cols < width)
+    elif FORM == "bf16":
+        tl.store(out_ptr + t * width + cols, bfloat(x).to(tl.bfloat16), mask=cols < width)
+    elif FORM == "half":
+        # Divided by the power of two below its largest: float16's eleven bits, and no row overflows.
+        power = power_of(tl.max(tl.abs(x), axis=0))
+        tl.store(out_ptr + t * width + cols, (x * inverse(power)).to(tl.float16), mask=cols < width)
+        tl.store(scale_ptr + t, power.to(tl.float32, bitcast=True))
+    else:
+        GROUPS: tl.constexpr = BLOCK // GROUP
+        groups = tl.reshape(x, (GROUPS, GROUP))
+        finite = tl.min((tl.abs(groups) < float("inf")).to(tl.int32), axis=1) == 1
+        a = tl.max(tl.abs(groups), axis=1)
+        usable = finite & (a >= SMALLEST)
+        a = tl.where(usable, a, 1.0)
+        END: tl.constexpr = 127.0 if FORM == "int8" else 448.0
+        values = groups * tl.div_rn(tl.full((GROUPS,), END, tl.float32), a)[:, None]
+        if FORM == "int8":
+            values = (values + ROUND) - ROUND
+        else:
+            values = tl.minimum(tl.maximum(values, -END), END)
+            # The step of e4m3 at a value: three bits below its first one, 2^-9 at the least.
+            step = tl.maximum((values.to(tl.int32, bitcast=True) & 0x7F800000) - (3 << 23), (127 - 9) << 23)
+            step = step.to(tl.float32, bitcast=True) * ROUND
+            values = (values + step) - step
+        values = tl.minimum(tl.maximum(values, -END), END)
+        values = tl.where(usable[:, None], values, 0.0)
+        flat = tl.reshape(values, (BLOCK,))
+        tl.store(out_ptr + t * width + cols, flat.to(out_ptr.dtype.element_ty), mask=cols < width)
+        scales = tl.div_rn(a, tl.full((GROUPS,), END, tl.float32))
+        scales = tl.where(usable, scales, tl.where(finite, 0.0, float("nan")))
+        g = tl.arange(0, GROUPS)
+        tl.store(scale_ptr + t * num_groups + g, scales, mask=g < num_groups)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
+def rotate(x_ptr, positions_ptr, table_ptr, out_ptr, row_stride, num_heads, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """One head of one row: halves x1, x2 become x1 cos - x2 sin, x2 cos + x1 sin."""
+    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < HALF
+    base = x_ptr + t * row_stride + h * (2 * HALF)
+    angles = table_ptr + tl.load(positions_ptr + t).to(tl.int64) * (2 * HALF)
+    x1, x2 = tl.load(base + cols, mask=inside), tl.load(base + HALF + cols, mask=inside)
+    cos, sin = tl.load(angles + cols, mask=inside), tl.load(angles + HALF + cols, mask=inside)
+    out = out_ptr + (t * num_heads + h) * (2 * HALF)
+    tl.store(out + cols, x1 * cos - x2 * sin, mask=inside)
+    tl.store(out + HALF + cols, x2 * cos + x1 * sin, mask=inside)

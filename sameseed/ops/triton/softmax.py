@@ -1,0 +1,133 @@
+"""One block of keys into the softmax of 16 queries, and two partial softmaxes into one.
+
+A cached row is read as two parts, each a matrix product of its own: 8-bit codes lie two to a word, and a word's codes
+are the even and the odd dimension; of other formats the parts are the halves of the row. So codes become 16-bit numbers
+where the tensor cores' operands lie, without a shuffle. What is multiplied with 16-bit numbers goes in as two terms.
+"""
+
+# Kernels are Triton's language, not Python's: types and docstrings stay outside.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sameseed.ops.triton.decode import e4m3, e5m2, int8
+from sameseed.ops.triton.rounding import inverse, power_of
+
+TILE: tl.constexpr = tl.constexpr(16)  # queries of a product: the tensor cores' smallest
+LIFT: tl.constexpr = tl.constexpr(2.0**15)  # float16 holds small weights under it; none is above 1
+
+
+@triton.jit
+def shares(m, mass, m_new, l_new):
+    # Maximum and sum of two partial softmaxes, and what `blend` wants. Nothing was seen of one whose sum is 0.
+    top = tl.maximum(m, m_new)
+    old, new = tl.exp2(m - top), tl.exp2(m_new - top)
+    seen, first = l_new != 0.0, mass == 0.0
+    both = tl.where(first, l_new, mass * old + l_new * new)
+    m = tl.where(seen, tl.where(first, m_new, top), m)
+    return m, tl.where(seen, both, mass), old, new, first, seen
+
+
+@triton.jit
+def blend(o, o_new, old, new, first, seen):
+    # The values of two partial softmaxes in the shares of `shares`.
+    return tl.where(seen, tl.where(first, o_new, o * old + o_new * new), o)
+
+
+@triton.jit
+def merge(m, mass, o0, o1, m_new, l_new, o0_new, o1_new):
+    # Two partial softmaxes of TILE queries: [TILE], [TILE], twice [TILE, BLOCK].
+    m, mass, old, new, first, seen = shares(m, mass, m_new, l_new)
+    old, new, first, seen = old[:, None], new[:, None], first[:, None], seen[:, None]
+    return m, mass, blend(o0, o0_new, old, new, first, seen), blend(o1, o1_new, old, new, first, seen)
+
+
+@triton.jit
+def terms(x, DTYPE: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr):
+    # x as the sum of two numbers of a shorter type; as it is, if products take float32.
+    if SPLIT:
+        high = x.to(DTYPE)
+        low = (x - high.to(tl.float32)).to(DTYPE)
+        if WIDEN:  # the interpreter knows no products of bfloat16
+            high, low = high.to(tl.float32), low.to(tl.float32)
+    else:
+        high, low = x, x
+    return high, low
+
+
+@triton.jit
+def _times(high, low, y, acc, SPLIT: tl.constexpr, WIDEN: tl.constexpr):
+    # acc + (high + low) y, the small terms first.
+    if WIDEN:
+        y = y.to(tl.float32)
+    if SPLIT:
+        acc = tl.dot(low, y, acc, input_precision="ieee")
+    return tl.dot(high, y, acc, input_precision="ieee")
+
+
+@triton.jit
+def _parts(
+    rows_ptr, row, loaded,
+    KIND: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # The two parts [KEYS, BLOCK] of cached rows, as numbers of 16 bits (float32 of fp32); zeros where not loaded.
+    HALF: tl.constexpr = (DIM + 1) // 2
+    cols = tl.arange(0, BLOCK)
+    inside = loaded[:, None] & (cols < HALF)[None, :]
+    if KIND == "float":
+        at = row[:, None] * DIM + cols[None, :]
+        rest = loaded[:, None] & (cols < DIM - HALF)[None, :]
+        first = tl.load(rows_ptr + at, mask=inside, other=0.0)
+        second = tl.load(rows_ptr + (at + HALF), mask=rest, other=0.0)
+    else:
+        words = tl.load(rows_ptr + (row[:, None] * HALF + cols[None, :]), mask=inside, other=0)
+        words = words.to(tl.uint16, bitcast=True)
+        if KIND == "e4m3":
+            first, second = e4m3(words, MACHINE, FLOAT8)
+        elif KIND == "e5m2":
+            first, second = e5m2(words, MACHINE)
+        else:
+            first, second = int8(words ^ 0x8080, MACHINE)  # which takes codes + 128
+    return first, second
+
+
+@triton.jit
+def step(
+    q0_high, q0_low, q1_high, q1_low, q_power, m, mass, o0, o1, index, loaded, visible, sees,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
+    KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, HALVES: tl.constexpr,
+    MACHINE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One block of keys, stored at `index` [KEYS], into the softmax of the queries that see some of it (`sees` [TILE]).
+    KEYS: tl.constexpr = index.shape[0]
+    page = tl.load(table + index // PAGE, mask=loaded, other=0).to(tl.int64)
+    row = (page * PAGE + index % PAGE) * kv_heads + kv_head  # [KEYS]
+    k0, k1 = _parts(k_ptr, row, loaded, KIND, MACHINE, FLOAT8, DIM, BLOCK)
+    scores = tl.zeros((TILE, KEYS), tl.float32)
+    scores = _times(q0_high, q0_low, tl.trans(k0), scores, SPLIT, WIDEN)
+    scores = _times(q1_high, q1_low, tl.trans(k1), scores, SPLIT, WIDEN) * q_power[:, None]
+    if SCALED:
+        scores = scores * tl.load(k_scale_ptr + row, mask=loaded, other=0.0)[None, :]
+    scores = tl.where(visible, scores, float("-inf"))
+    top = tl.maximum(m, tl.max(scores, axis=1))
+    weights = tl.where(visible, tl.exp2(scores - top[:, None]), 0.0)
+    faded = tl.exp2(m - top)
+    total = mass * faded + tl.sum(weights, axis=1)
+    v0, v1 = _parts(v_ptr, row, loaded, KIND, MACHINE, FLOAT8, DIM, BLOCK)
+    back = tl.full((TILE,), 1.0, tl.float32)
+    if SCALED:
+        # By each key's scale, which may be any number: under a power of two of what this row sees, and nothing else.
+        v_scale = tl.load(v_scale_ptr + row, mask=loaded, other=0.0)[None, :]
+        weights = tl.where(visible, weights * v_scale, 0.0)
+        bits = power_of(tl.max(weights, axis=1))
+        weights, back = weights * inverse(bits)[:, None], bits.to(tl.float32, bitcast=True)
+    elif HALVES:
+        weights, back = weights * LIFT, back * (1.0 / LIFT)
+    high, low = terms(weights, v0.dtype, SPLIT, WIDEN)
+    mixed0 = _times(high, low, v0, tl.zeros((TILE, BLOCK), tl.float32), SPLIT, WIDEN)
+    mixed1 = _times(high, low, v1, tl.zeros((TILE, BLOCK), tl.float32), SPLIT, WIDEN)
+    mixed0 = o0 * faded[:, None] + mixed0 * back[:, None]
+    mixed1 = o1 * faded[:, None] + mixed1 * back[:, None]
+    o0, o1 = tl.where(sees[:, None], mixed0, o0), tl.where(sees[:, None], mixed1, o1)
+    return tl.where(sees, top, m), tl.where(sees, total, mass), o0, o1

@@ -1,0 +1,187 @@
+"""A decoder layer in plain PyTorch, float32, one layer in memory at a time: what calibration runs.
+
+Letters besides those of `ops`: B rows of the calibration set, S tokens of a row, I inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sameseed.formats import scheme as formats
+from sameseed.formats.scheme import QuantTensor
+from sameseed.models.config import ModelConfig
+from sameseed.models.layers import rope_table
+from sameseed.models.weights import Source
+from sameseed.ops import reference
+
+Q, K, V, O = (f"self_attn.{n}_proj" for n in "qkvo")  # noqa: E741 - the field's own names
+GATE, UP, DOWN = (f"mlp.{n}_proj" for n in ("gate", "up", "down"))
+# Linear layers that read the same input, in the order of the forward pass: they share a scheme, and one product.
+STAGES: dict[str, tuple[str, ...]] = {"qkv": (Q, K, V), "o": (O,), "gate_up": (GATE, UP), "down": (DOWN,)}
+INPUT_NORM, POST_NORM = "input_layernorm", "post_attention_layernorm"
+NORM_OF = {"qkv": INPUT_NORM, "gate_up": POST_NORM}  # what a stage reads
+CHUNK = 8192  # tokens that pass a layer at one time
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Linear:
+    """weight [O, K] and bias [O], float32. Once quantized: `q` beside the values it decodes to."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    q: QuantTensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., O]; x is rounded first as the stored weight asks."""
+        return F.linear(x if self.q is None else as_read(x, self.q), self.weight, self.bias)
+
+    def store(self, q: QuantTensor) -> None:
+        """Take the values that `q` decodes to."""
+        self.q, self.weight = q, formats.get(q.format).decode(q)
+
+    def to(self, device: torch.device) -> Linear:
+        """The same layer with its tensors on `device`."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return Linear(self.weight.to(device), bias, None if self.q is None else moved(self.q, device))
+
+
+def moved(q: QuantTensor, device: torch.device) -> QuantTensor:
+    """A stored weight with its parts on `device`."""
+    return replace(q, parts={name: part.to(device) for name, part in q.parts.items()})
+
+
+def as_read(x: Tensor, q: QuantTensor) -> Tensor:
+    """x [..., K] as a product with `q` sees it: rounded to int8 or fp8 by row where the weight asks for that."""
+    if q.activations is None:
+        return x
+    if q.activations == "fp8":
+        return formats.round_rows(x)
+    codes, scales = formats.quantize_rows(x, q.group)
+    return (codes.float().view(*scales.shape, q.group) * scales[..., None]).flatten(-2)
+
+
+@dataclass
+class Block:
+    """One decoder layer: its linear layers and norms by name (without the `model.layers.N.` before it)."""
+
+    index: int
+    linears: dict[str, Linear]
+    norms: dict[str, Tensor]
+
+    @property
+    def prefix(self) -> str:
+        """What stands before a name in a checkpoint."""
+        return f"model.layers.{self.index}."
+
+    def copy(self) -> Block:
+        """Another block of the same tensors: what replaces them there does not touch this one."""
+        return Block(self.index, {n: replace(linear) for n, linear in self.linears.items()}, dict(self.norms))
+
+    def to(self, device: torch.device) -> Block:
+        """The same layer with its tensors on `device`."""
+        return Block(
+            self.index,
+            {name: linear.to(device) for name, linear in self.linears.items()},
+            {name: norm.to(device) for name, norm in self.norms.items()},
+        )
+
+
+def read_block(config: ModelConfig, source: Source, index: int, device: torch.device = CPU) -> Block:
+    """Layer `index` of a model, float32, on `device`."""
+    at = f"model.layers.{index}."
+    biased = {Q: config.qkv_bias, K: config.qkv_bias, V: config.qkv_bias, O: config.o_bias}
+
+    def read(name: str) -> Tensor:
+        return source.tensor(at + name).to(device).float()
+
+    linears = {
+        name: Linear(read(f"{name}.weight"), read(f"{name}.bias") if biased.get(name, config.mlp_bias) else None)
+        for names in STAGES.values()
+        for name in names
+    }
+    norms = {name: read(f"{name}.weight") for name in (INPUT_NORM, POST_NORM)}
+    if config.qk_norm:
+        norms |= {name: read(f"{name}.weight") for name in ("self_attn.q_norm", "self_attn.k_norm")}
+    return Block(index, linears, norms)
+
+
+class Decoder:
+    """The forward pass of a config: what enters each product of a layer, and what leaves the layer."""
+
+    def __init__(self, config: ModelConfig, length: int, device: torch.device = CPU) -> None:
+        self.config = config
+        self.device = device
+        self.rope = rope_table(config.rope, config.head_dim, length).to(device)
+        self.eps = config.rms_eps
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [..., C] over its root mean square, times weight [C]."""
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+    def attend(self, block: Block, x: Tensor) -> Tensor:
+        """What enters `o_proj`, [B, S, H D], of what enters q, k and v, x [B, S, C]."""
+        c = self.config
+        rows, length = x.shape[:2]
+        q = block.linears[Q](x).view(rows, length, c.num_heads, c.head_dim)
+        k, v = (block.linears[n](x).view(rows, length, c.num_kv_heads, c.head_dim) for n in (K, V))
+        if c.qk_norm:
+            q, k = self.norm(q, block.norms["self_attn.q_norm"]), self.norm(k, block.norms["self_attn.k_norm"])
+        positions = torch.arange(length, device=x.device).repeat(rows)
+        q, k = (reference.rope(t.flatten(0, 1), positions, self.rope).view_as(t) for t in (q, k))
+        repeats = c.num_heads // c.num_kv_heads
+        k, v = (t.repeat_interleave(repeats, dim=2).transpose(1, 2) for t in (k, v))  # [B, H, S, D]
+        window = c.windows[block.index]
+        mask = None if window is None else _window_mask(length, window, x.device)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=mask is None)
+        return out.transpose(1, 2).flatten(2)
+
+    def after_attention(self, block: Block, h: Tensor) -> Tensor:
+        """h [B, S, C] plus what attention adds to it."""
+        return h + block.linears[O](self.attend(block, self.norm(h, block.norms[INPUT_NORM])))
+
+    def inner(self, block: Block, x: Tensor) -> Tensor:
+        """What enters `down_proj`, [B, S, I], of what enters gate and up, x [B, S, C]."""
+        return F.silu(block.linears[GATE](x)) * block.linears[UP](x)
+
+    def layer(self, block: Block, h: Tensor) -> Tensor:
+        """What leaves a layer, [B, S, C]."""
+        return self.after_mlp(block, self.after_attention(block, h))
+
+    def after_mlp(self, block: Block, h: Tensor) -> Tensor:
+        """h [B, S, C] plus what the feed-forward block adds to it."""
+        return h + block.linears[DOWN](self.inner(block, self.norm(h, block.norms[POST_NORM])))
+
+    def inputs(self, block: Block, stage: str, h: Tensor) -> Tensor:
+        """What enters a stage's products: h is what enters the layer (qkv, o) or its second half (gate_up, down)."""
+        if stage in ("qkv", "o"):
+            x = self.norm(h, block.norms[INPUT_NORM])
+            return x if stage == "qkv" else self.attend(block, x)
+        x = self.norm(h, block.norms[POST_NORM])
+        return x if stage == "gate_up" else self.inner(block, x)
+
+    def logits(self, h: Tensor, norm: Tensor, head: Linear) -> Tensor:
+        """Logits [..., V] of what leaves the last layer, h [..., C]."""
+        return head(self.norm(h, norm))
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    places = torch.arange(length, device=device)
+    distance = places[:, None] - places[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def chunks(h: Tensor) -> Iterator[Tensor]:
+    """Views of the hidden states h [B, S, C], some rows each."""
+    yield from torch.split(h, max(1, CHUNK // h.shape[1]))
+
+
+def advance(h: Tensor, step: Callable[[Tensor], Tensor], device: torch.device = CPU) -> None:
+    """Replace the hidden states h [B, S, C] by `step` of them on `device`, chunk by chunk, in place where h lies."""
+    for part in chunks(h):
+        part.copy_(step(part.to(device)))

@@ -1,0 +1,116 @@
+"""A format asked column by column: which values its codes can take, and how much of a group's range to give up.
+
+Nothing here knows a format: levels come from decoding every code, ranges from encoding what was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme as formats
+from sameseed.formats.scheme import QuantTensor
+
+Encode = Callable[[Tensor], QuantTensor]
+RATIOS = (0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6)  # of a group's range, tried by `clip`
+
+
+def possible_codes(q: QuantTensor) -> Tensor:
+    """Every code of a stored weight's format [n]. Raises ConfigError if it has none of its own for each value."""
+    codes = q.parts.get("codes")
+    bits = getattr(formats.get(q.format), "bits", None)
+    if codes is None or codes.shape != q.shape or bits is None:
+        raise ConfigError(f"format {q.format!r} cannot be rounded column by column; take --method rtn or awq for it")
+    own: range | None = getattr(formats.get(q.format), "codes", None)
+    if own is None and codes.dtype == torch.int8:
+        own = range(1 - 2 ** (bits - 1), 2 ** (bits - 1))
+    return torch.tensor(range(2**bits) if own is None else own, device=codes.device).to(codes.dtype)
+
+
+class Grid:
+    """The values that codes can take in each row and group of a stored weight; scales stay as they are."""
+
+    def __init__(self, q: QuantTensor) -> None:
+        every, group, (height, width) = possible_codes(q), q.group, q.shape
+        decode = formats.get(q.format).decode
+        found = []
+        for start in range(0, len(every), group):
+            cycle = every[(start + torch.arange(group, device=every.device)) % len(every)]
+            codes = cycle.repeat(width // group).expand(height, width).contiguous()
+            found.append(decode(replace(q, parts={**q.parts, "codes": codes})).view(height, -1, group))
+        levels = torch.cat(found, dim=-1)[..., : len(every)]  # [O, K / G, n]
+        usable = levels.isfinite().flatten(0, 1).all(0)
+        self.levels, order = levels[..., usable].sort(dim=-1, stable=True)
+        self.codes = every[usable][order]  # [O, K / G, n]
+
+    def nearest(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Codes and values [O] nearest to x [O], a column of that group (of two as near, the lower)."""
+        levels = self.levels[:, group].contiguous()
+        above = torch.searchsorted(levels, x[:, None].contiguous()).clamp_(1, levels.shape[1] - 1)
+        low, high = levels.gather(1, above - 1), levels.gather(1, above)
+        index = torch.where(x[:, None] - low <= high - x[:, None], above - 1, above)
+        return self.codes[:, group].gather(1, index).squeeze(1), levels.gather(1, index).squeeze(1)
+
+
+def independent(weight: Tensor, q: QuantTensor, encode: Encode) -> bool:
+    """Whether a group's scale and codes depend on that group alone: encoded apart, they are the same.
+
+    Every group is asked: one that holds the largest value of a block of groups does not depend on the others.
+    """
+    if q.group == q.shape[1] or not q.parts.keys() <= {"codes", "scales", "zeros"}:
+        return False
+    return all(_alone(weight, q, encode, at) for at in range(q.shape[1] // q.group))
+
+
+def _alone(weight: Tensor, q: QuantTensor, encode: Encode, at: int) -> bool:
+    try:
+        alone = encode(weight[:, at * q.group : (at + 1) * q.group])
+    except ConfigError:
+        return False
+    if alone.parts.keys() != q.parts.keys() or alone.parts["scales"].shape != (q.shape[0], 1):
+        return False
+    widths = {name: part.shape[1] for name, part in alone.parts.items()}
+    return all(part[:, at * widths[n] : (at + 1) * widths[n]].equal(alone.parts[n]) for n, part in q.parts.items())
+
+
+def clip(weight: Tensor, encode: Encode, hessian: Tensor) -> Tensor:
+    """weight [O, K] with each group cut to the share of its range that leaves the least output error.
+
+    Outliers lose a little so that all others get finer steps (Lin et al., 2023, search the same in 20 steps). The error
+    of a group is taken alone: its block of the Hessian [K, K].
+    """
+    q = encode(weight)
+    height, width = weight.shape
+    group = q.group
+    decode = formats.get(q.format).decode
+    blocks = torch.stack([hessian[i : i + group, i : i + group] for i in range(0, width, group)])  # [K / G, G, G]
+    grouped = weight.view(height, -1, group)
+    low, high = grouped.aminmax(dim=-1)  # [O, K / G]
+
+    def cut(ratio: Tensor) -> Tensor:
+        return torch.minimum(torch.maximum(grouped, (low * ratio)[..., None]), (high * ratio)[..., None]).flatten(1)
+
+    def error(stored: QuantTensor) -> Tensor:
+        delta = (decode(stored) - weight).view(height, -1, group).transpose(0, 1)  # [K / G, O, G]
+        return (torch.bmm(delta, blocks) * delta).sum(-1).T  # [O, K / G]
+
+    best = error(q)
+    ratio = torch.ones_like(low)
+    for trial in RATIOS:
+        found = error(encode(cut(torch.full_like(low, trial))))
+        better = found < best
+        best, ratio = torch.where(better, found, best), torch.where(better, trial, ratio)
+
+    def lost(stored: QuantTensor) -> Tensor:
+        delta = decode(stored) - weight
+        return ((delta @ hessian) * delta).sum(1)  # [O]
+
+    # Groups were judged alone: rows that lose together keep their range. Where rows share scales, all may have to.
+    plain = lost(q)
+    ratio[lost(encode(cut(ratio))) >= plain] = 1.0
+    found = cut(ratio)
+    return found if lost(encode(found)).sum() <= plain.sum() else weight

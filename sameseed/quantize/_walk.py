@@ -1,0 +1,185 @@
+"""Through a model layer by layer: prepare a layer, choose its codes, pass the hidden states on.
+
+In memory are one layer in float32, the statistics of one product (while a method that needs them rewrites the layer,
+those of its four stages), and the hidden states of the calibration rows. These lie in the CPU's memory; a device that
+computes gets them in chunks, and holds the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import ModelConfig
+from sameseed.models.weights import Source
+from sameseed.quantize._decoder import (
+    CPU,
+    DOWN,
+    NORM_OF,
+    STAGES,
+    UP,
+    Block,
+    Decoder,
+    O,
+    V,
+    advance,
+    chunks,
+    read_block,
+)
+from sameseed.quantize.base import Pipeline, Quantizer, SchemeOf, Stats, is_dense
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """What storing one matrix lost. `relative`: root mean square of the change of its output over that of the output.
+
+    `output`: the mean square itself, trace(dW H dW^T) / O. Without calibration both are those of the weights (H = 1).
+    """
+
+    module: str
+    scheme: str
+    bits: float
+    num_weights: int
+    relative: float
+    output: float
+
+
+def module_error(module: str, scheme: QuantScheme, before: Tensor, after: Tensor, stats: Stats | None) -> ModuleError:
+    """The record of a matrix [O, K] stored as `after`."""
+    if stats is None:
+        lost, whole = (after - before).square().sum(1), before.square().sum(1)
+    else:
+        lost, whole = stats.error(before, after), stats.error(before, torch.zeros_like(before))
+    relative = float((lost.sum() / whole.sum().clamp(min=1e-30)).sqrt())
+    bits = scheme.bits_per_weight(before.shape[1])
+    return ModuleError(module, str(scheme), bits, before.numel(), relative, float(lost.mean()))
+
+
+class Walk:
+    """One pass through the layers of `source`. `hidden` [B, S, C] enters the next layer (None: no calibration)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        pipeline: Pipeline,
+        scheme: QuantScheme,
+        hidden: Tensor | None,
+        device: torch.device = CPU,
+    ) -> None:
+        """`device`: where layers are computed and rounded."""
+        self.config, self.source, self.pipeline, self.scheme, self.hidden = config, source, pipeline, scheme, hidden
+        self.device = device
+        self.decoder = Decoder(config, 1 if hidden is None else hidden.shape[1], device)
+        # Norms that a method rewrote are stored as the checkpoint's others are: what is computed is what is stored.
+        self.dtype = source.dtype("model.norm.weight")
+
+    def prepared(self, index: int) -> Block:
+        """Layer `index`, rewritten by the methods in turn, not yet rounded."""
+        block = read_block(self.config, self.source, index, self.device)
+        for method in self.pipeline.methods:
+            stats = self._all_stats(block) if "hessian" in method.needs and prepares(method) else {}
+            method.prepare(block, stats, self.config, self.scheme_of(block))
+        as_stored(block, self.dtype, self.config)
+        return block
+
+    def scheme_of(self, block: Block) -> SchemeOf:
+        """Scheme of a linear layer by its name within the block."""
+        return lambda name: self.scheme.at(block.prefix + name)
+
+    def layer(self, index: int) -> tuple[Block, list[ModuleError]]:
+        """Choose the codes of layer `index` and pass the hidden states through it."""
+        block = self.prepared(index)
+        errors = []
+        for stage in STAGES:
+            errors += self._stage(block, stage)
+        return block, errors
+
+    def _stage(self, block: Block, stage: str) -> list[ModuleError]:
+        stats = None if self.hidden is None else self._stats(block, stage)
+        errors = []
+        for name in STAGES[stage]:
+            linear, scheme = block.linears[name], self.scheme_of(block)(name)
+            if is_dense(scheme):  # as it is stored, so it is read on
+                scheme = QuantScheme(scheme.format_for(self.source.dtype(f"{block.prefix}{name}.weight")))
+            before = linear.weight
+            scheme = scheme.settled(before)  # a choice of format becomes the format chosen
+            linear.store(self.pipeline.quantize(before, scheme, stats))
+            errors.append(module_error(block.prefix + name, scheme, before, linear.weight, stats))
+        if self.hidden is not None and stage in ("o", "down"):
+            step = self.decoder.after_attention if stage == "o" else self.decoder.after_mlp
+            advance(self.hidden, partial(step, block), self.device)
+        return errors
+
+    def skip(self, block: Block) -> None:
+        """Pass the hidden states through a layer that is done."""
+        if self.hidden is not None:
+            block = block.to(self.device)
+            advance(self.hidden, partial(self.decoder.after_attention, block), self.device)
+            advance(self.hidden, partial(self.decoder.after_mlp, block), self.device)
+
+    def parts(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Hidden states [B, S, C] in chunks, on the device."""
+        return (part.to(self.device) for part in chunks(hidden))
+
+    def _stats(self, block: Block, stage: str) -> Stats:
+        """Of what enters a stage, `hidden` being what enters the layer, or its second half."""
+        hidden = self.hidden
+        assert hidden is not None
+        return self._stats_of(block, stage, lambda: self.parts(hidden))
+
+    def _stats_of(self, block: Block, stage: str, hidden: Callable[[], Iterable[Tensor]]) -> Stats:
+        width = block.linears[STAGES[stage][0]].weight.shape[1]
+        return Stats.of(lambda: (self.decoder.inputs(block, stage, part) for part in hidden()), width, self.device)
+
+    def _all_stats(self, block: Block) -> Mapping[str, Stats]:
+        """Statistics of every stage of a layer in float32. What enters its second half is computed and not kept."""
+        hidden = self.hidden
+        assert hidden is not None
+        found = {stage: self._stats(block, stage) for stage in ("qkv", "o")}
+        second = partial(self.decoder.after_attention, block)
+        for stage in ("gate_up", "down"):
+            found[stage] = self._stats_of(block, stage, lambda: map(second, self.parts(hidden)))
+        return found
+
+
+def as_stored(block: Block, dtype: torch.dtype, config: ModelConfig) -> None:
+    """Round norms and biases to `dtype`, as a checkpoint stores them; weights beside them make up for it exactly.
+
+    Nothing makes up for biases of o and down, which only `rotate` rewrites: they add to the stream as they are.
+    """
+    for stage, name in NORM_OF.items():
+        norm = block.norms[name]
+        ratio = _ratio(norm, norm.to(dtype).float())
+        for reader in STAGES[stage]:
+            block.linears[reader].weight = block.linears[reader].weight / ratio
+    shared = config.num_heads // config.num_kv_heads
+    for writer, reader in ((V, O), (UP, DOWN)):
+        linear = block.linears[writer]
+        if linear.bias is None:
+            continue
+        ratio = _ratio(linear.bias, linear.bias.to(dtype).float())
+        linear.weight = linear.weight * ratio[:, None]
+        if writer == V:  # a value head is read by some query heads
+            ratio = ratio.view(-1, 1, config.head_dim).expand(-1, shared, -1).flatten()
+        block.linears[reader].weight = block.linears[reader].weight / ratio
+    block.norms = {name: norm.to(dtype).float() for name, norm in block.norms.items()}
+    for linear in block.linears.values():
+        if linear.bias is not None:
+            linear.bias = linear.bias.to(dtype).float()
+
+
+def _ratio(exact: Tensor, rounded: Tensor) -> Tensor:
+    """rounded / exact; 1 where what is left is so small that its type holds few digits of it."""
+    ratio = rounded / exact
+    return torch.where((ratio - 1).abs() < 0.01, ratio, 1.0)
+
+
+def prepares(method: Quantizer) -> bool:
+    """Whether a method rewrites layers."""
+    return type(method).prepare is not Quantizer.prepare

@@ -1,0 +1,192 @@
+"""The work folder of a run: a manifest that says what is being made, and a file for each layer that is done.
+
+It lies beside the destination, as NAME.partial, so that an interrupted run can go on and nothing half stands under the
+final name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sameseed.errors import ConfigError, ModelSaveError
+from sameseed.formats.scheme import QuantTensor
+from sameseed.quantize._decoder import CPU, Block, Linear
+from sameseed.quantize._walk import ModuleError
+
+MANIFEST = "manifest.json"
+PROBE = 1 << 20  # bytes at both ends of a weight file that stand for the whole
+
+
+class Work:
+    """The folder of one run. `open` makes it or finds it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def open(cls, out: Path, manifest: Mapping[str, Any], resume: bool, overwrite: bool) -> Work:
+        """The work folder beside `out`. Raises ConfigError where another run's lies there, naming what differs."""
+        out = Path(os.path.abspath(out))  # "." has no name of its own
+        work = cls(out.with_name(f"{out.name}.partial"))
+        path = work.folder / MANIFEST
+        if work.folder.exists():
+            if not path.is_file():
+                raise ConfigError(f"{work.folder} is in the way and no work of this command; move it")
+            if resume:
+                work._compare(_read_json(path), manifest)
+                return work
+            if not overwrite:
+                raise ConfigError(
+                    f"{work.folder} holds an interrupted run; --resume goes on with it, --overwrite begins anew"
+                )
+            shutil.rmtree(work.folder)
+        try:
+            work.folder.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {work.folder} ({error.strerror}); choose another -o") from None
+        try:
+            write_text(path, json.dumps(manifest, indent=1))
+        except ModelSaveError:
+            shutil.rmtree(work.folder, ignore_errors=True)  # without a manifest it would only be in the way
+            raise
+        return work
+
+    def _compare(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        for key in wanted:
+            if found.get(key) != wanted[key]:
+                raise ConfigError(
+                    f"{self.folder} was begun with {key} {found.get(key)!r}, not {wanted[key]!r}; give the same "
+                    "options, or begin anew with --overwrite"
+                )
+
+    def has(self, name: str) -> bool:
+        """Whether a finished file of that name is there."""
+        return (self.folder / name).is_file()
+
+    def write_json(self, name: str, value: object) -> None:
+        """A finished JSON file."""
+        write_text(self.folder / name, json.dumps(value, indent=1))
+
+    def read_json(self, name: str) -> Any:
+        """The inverse of write_json."""
+        return _read_json(self.folder / name)
+
+    # --- layers ---
+
+    def has_layer(self, index: int) -> bool:
+        """Whether layer `index` is done."""
+        return self.has(_layer_name(index))
+
+    def write_layer(self, block: Block, errors: list[ModuleError]) -> None:
+        """A layer that is done: its stored weights, norms and biases; all of it, or nothing (ModelSaveError)."""
+        block = block.to(CPU)
+        tensors: dict[str, Tensor] = {f"norm:{name}": norm for name, norm in block.norms.items()}
+        linears = {}
+        for name, linear in block.linears.items():
+            assert linear.q is not None
+            linears[name] = {"format": linear.q.format, "shape": linear.q.shape, "activations": linear.q.activations}
+            tensors |= {f"part:{name}:{part}": value.contiguous() for part, value in linear.q.parts.items()}
+            if linear.bias is not None:
+                tensors[f"bias:{name}"] = linear.bias
+        about = {"linears": json.dumps(linears), "errors": json.dumps([asdict(e) for e in errors])}
+        path = self.folder / _layer_name(block.index)
+        with _settled(path) as part:
+            save_file(tensors, str(part), metadata=about)
+
+    def read_layer(self, index: int) -> tuple[Block, list[ModuleError]]:
+        """The inverse of write_layer, bit for bit. Raises ConfigError where the file is damaged."""
+        path = self.folder / _layer_name(index)
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                about = file.metadata() or {}
+                linears = json.loads(about["linears"])
+                errors = [ModuleError(**e) for e in json.loads(about["errors"])]
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged ({error}); delete it and give --resume again") from None
+        norms = {n.removeprefix("norm:"): t for n, t in tensors.items() if n.startswith("norm:")}
+        block = Block(index, {}, norms)
+        for name, text in linears.items():
+            head = f"part:{name}:"
+            parts = {n.removeprefix(head): t for n, t in tensors.items() if n.startswith(head)}
+            linear = Linear(torch.empty(0), tensors.get(f"bias:{name}"))
+            linear.store(QuantTensor(text["format"], tuple(text["shape"]), parts, text["activations"]))
+            block.linears[name] = linear
+        return block, errors
+
+    def remove(self) -> None:
+        """The run is done."""
+        shutil.rmtree(self.folder)
+
+
+def _layer_name(index: int) -> str:
+    return f"layer-{index:05d}.safetensors"
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, all of it or none. Raises ModelSaveError where it cannot be written."""
+    with _settled(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _settled(path: Path) -> Iterator[Path]:
+    """A file to write that becomes `path` once it is on the disk. Raises ModelSaveError where it cannot be written."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            part.unlink()  # what there is of it only takes room
+        raise ModelSaveError(
+            f"{path} cannot be written ({error}); make room, and the same command with --resume goes on from there"
+        ) from None
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); begin anew with --overwrite") from None
+
+
+def fingerprint(folder: Path) -> str:
+    """Digest of a model's folder (or GGUF file): JSON whole, weight files by name, size and both ends."""
+    found = hashlib.sha256()
+    files = [folder] if folder.is_file() else _model_files(folder)
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as file:
+            if path.suffix in (".json", ".jinja") or size <= 2 * PROBE:
+                found.update(file.read())
+            else:
+                found.update(file.read(PROBE))
+                file.seek(-PROBE, os.SEEK_END)
+                found.update(file.read())
+    return found.hexdigest()[:16]
+
+
+def _model_files(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")])
+
+
+def digest(tensor: Tensor) -> str:
+    """Digest of a tensor's values."""
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]

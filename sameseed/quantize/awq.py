@@ -1,0 +1,122 @@
+"""Quantizer awq: scale up the weights of channels whose inputs are large, as far as the output error falls.
+
+Lin et al. (2023), "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.models.config import ModelConfig
+from sameseed.quantize._decoder import NORM_OF, STAGES, UP, Block, O, V
+from sameseed.quantize._grid import clip
+from sameseed.quantize.base import Quantizer, SchemeOf, Stats, decoded, is_dense
+from sameseed.quantize.smooth import fold_into_norm, powers_of_two
+
+
+class Awq(Quantizer):
+    """Scales are folded into what comes before: a norm, the value heads (o), the rows of up (down)."""
+
+    needs = frozenset({"hessian"})
+    rounds = True
+
+    @dataclass(frozen=True)
+    class Options:
+        """`grid`: steps of the search between no scales and the inputs' own, each with and without the weights' share;
+        `clip`: search each group's range too.
+        """
+
+        grid: int = 10
+        clip: bool = True
+
+        def __post_init__(self) -> None:
+            if self.grid < 1:
+                raise ConfigError(f"awq's grid has at least 1 step, e.g. 10; got {self.grid}")
+
+    def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
+        for stage in STAGES:
+            choices = [(block.linears[n].weight, scheme_of(n)) for n in STAGES[stage]]
+            choices = [(w, s) for w, s in choices if not is_dense(s)]
+            if not choices:
+                continue
+            shared = config.num_heads // config.num_kv_heads if stage == "o" else 1
+            taking = {"o": (V,), "down": (UP,)}.get(stage, STAGES[stage])  # whose weights may be stored dense
+            fit = powers_of_two if any(is_dense(scheme_of(n)) for n in taking) else torch.clone
+            scales = self._search(choices, stats[stage], fit, shared, config.head_dim)
+            if stage in NORM_OF:
+                fold_into_norm(block, stage, scales)
+            else:
+                self._fold_into_rows(block, stage, scales, shared, config.head_dim)
+
+    def _fold_into_rows(self, block: Block, stage: str, scales: Tensor, shared: int, dim: int) -> None:
+        """Divide the outputs (rows of v or up) by scales [K], which the reader's columns take."""
+        writer, reader = (V, O) if stage == "o" else (UP, STAGES["down"][0])
+        rows = scales.view(-1, shared, dim)[:, 0].flatten() if stage == "o" else scales
+        source = block.linears[writer]
+        source.weight = source.weight / rows[:, None]
+        if source.bias is not None:
+            source.bias = source.bias / rows
+        block.linears[reader].weight = block.linears[reader].weight * scales
+
+    def _search(
+        self,
+        choices: list[tuple[Tensor, QuantScheme]],
+        stats: Stats,
+        fit: Callable[[Tensor], Tensor],
+        shared: int,
+        dim: int,
+    ) -> Tensor:
+        """The scales [K] of least output error: of the inputs' mean to a power, with and without the weights' share.
+
+        `fit` makes them such as may be folded.
+        """
+        width = len(stats.mean_abs)
+        inputs = _shared(stats.mean_abs.clamp(min=1e-8), shared, dim)
+        weights = torch.stack([_relative(w).mean(0) for w, _ in choices]).mean(0)
+        weights = _shared(weights.clamp(min=1e-8), shared, dim)
+        found = torch.ones(width, device=inputs.device)
+        best = _error(choices, found, stats)
+        for step in range(1, self.options.grid + 1):
+            alpha = step / self.options.grid
+            for beta in (0.0, 1.0 - alpha):
+                scales = inputs.pow(alpha) / weights.pow(beta)
+                scales = fit((scales / (scales.max() * scales.min()).sqrt()).clamp(1e-4, 1e4))
+                error = _error(choices, scales, stats)
+                if error < best:
+                    best, found = error, scales
+        return found
+
+    def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
+        if stats is None:
+            raise ConfigError("awq needs calibration text; give --calibration FILE, or take --method rtn")
+        if is_dense(scheme) or not self.options.clip:
+            return scheme.encode(weight)
+        return scheme.encode(clip(weight, scheme.encode, stats.hessian))
+
+
+def _relative(weight: Tensor) -> Tensor:
+    """|w| over its row's largest: a channel's share of the steps [O, K]."""
+    size = weight.abs()
+    return size / size.amax(1, keepdim=True).clamp(min=1e-30)
+
+
+def _shared(values: Tensor, shared: int, dim: int) -> Tensor:
+    """values [K] averaged over the query heads that read one value head."""
+    if shared == 1:
+        return values
+    heads = values.view(-1, shared, dim)
+    return heads.mean(1, keepdim=True).expand_as(heads).flatten()
+
+
+def _error(choices: list[tuple[Tensor, QuantScheme]], scales: Tensor, stats: Stats) -> float:
+    """Output error of weights [O, K] stored with their columns multiplied by scales [K]."""
+    return sum(float(stats.error(w, decoded(s.encode(w * scales)) / scales).sum()) for w, s in choices)
+
+
+METHOD = Awq

@@ -1,0 +1,292 @@
+"""Bits where they matter: what each part of a model loses in each scheme, and the best choice within a budget.
+
+A unit is what shares one input (q, k and v; o; gate and up; down): stored alike, it stays one product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.quantize._decoder import STAGES, Block, Linear, advance
+from sameseed.quantize._walk import Walk
+from sameseed.quantize.base import is_dense
+
+CANDIDATES = ("w4a16-g128", "w4a16-g32", "w8a16", "bf16")
+STEPS = 20_000  # of the budget, in the knapsack
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What the model loses where only `unit` is stored in `scheme`: KL(original, changed) in nats a token, held out."""
+
+    unit: str  # glob-free common name, e.g. model.layers.0.qkv
+    modules: tuple[str, ...]
+    scheme: str
+    bits: float
+    num_weights: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A scheme for every unit: `chosen` by unit, the bits a weight on average, and the sum of the units' losses."""
+
+    chosen: Mapping[str, Sensitivity]
+    bits: float
+    predicted_loss: float
+
+    @property
+    def rules(self) -> tuple[tuple[str, QuantScheme], ...]:
+        """As rules of a QuantScheme, module by module."""
+        return tuple((m, QuantScheme.parse(s.scheme)) for s in self.chosen.values() for m in s.modules)
+
+
+Report = Callable[[int, int], None]
+
+
+def offered(modules: Seq[str], scheme: QuantScheme, candidates: Seq[str]) -> list[QuantScheme]:
+    """What a unit may be stored in: the candidates, or where a rule of `scheme` names it, what that says.
+
+    Raises ConfigError where rules treat the modules of one unit differently.
+    """
+    ruled = {next((s for glob, s in scheme.rules if fnmatchcase(m, glob)), None) for m in modules}
+    if len(ruled) > 1:
+        raise ConfigError(
+            f"under a budget {', '.join(modules)} are stored alike, and rules of the scheme name only some of them, or "
+            "name them differently; write one rule that fits them all, or none"
+        )
+    only = ruled.pop()
+    return [QuantScheme.parse(c) for c in candidates] if only is None else [only]
+
+
+def check_budget(shapes: Mapping[str, tuple[int, int]], plan: QuantScheme, candidates: Seq[str], budget: float) -> None:
+    """Raise ConfigError where a budget cannot be kept, before anything is measured.
+
+    `shapes`: of every linear layer by its name; `plan`: the scheme whose rules go before the candidates.
+    """
+    units: dict[str, list[str]] = {}
+    for module in shapes:
+        prefix, _, name = module.partition(".layers.")
+        index, _, own = name.partition(".")
+        stage = next(stage for stage, names in STAGES.items() if own in names)
+        units.setdefault(f"{prefix}.layers.{index}.{stage}", []).append(module)
+    least = 0.0
+    for modules in units.values():
+        sizes = []
+        for scheme in offered(modules, plan, candidates):
+            for m in modules:
+                try:
+                    scheme.args(shapes[m][1])
+                except ConfigError as error:
+                    raise ConfigError(f"{m} {list(shapes[m])} cannot be stored as {scheme}: {error}") from None
+            sizes.append(sum(math.prod(shapes[m]) * scheme.bits_per_weight(shapes[m][1]) for m in modules))
+        least += min(sizes)
+    _check_least(least / sum(map(math.prod, shapes.values())), budget)
+
+
+def _check_least(least: float, budget: float) -> None:
+    if budget < least:
+        raise ConfigError(
+            f"a budget of {budget:g} bits a weight is below the smallest candidates' {least:.3f} (modules that rules "
+            "name counted by these); raise it, or add candidates of fewer bits"
+        )
+
+
+def measure(
+    walk: Walk,
+    ends: tuple[Tensor, Linear],
+    schemes_of: Callable[[Seq[str]], Seq[QuantScheme]],
+    report: Report | None = None,
+) -> list[Sensitivity]:
+    """Sensitivities of every unit, rounded to nearest, over the rows in `walk.hidden` [B, S, C].
+
+    `schemes_of`: what is tried for a unit, by its modules (see `offered`). `ends`: the last norm and the head. Layers
+    are read once for every layer before them; memory holds the hidden states of one layer's units in all schemes.
+    """
+    assert walk.hidden is not None
+    num_layers = walk.config.num_layers
+    start = walk.hidden
+    final = start.clone()
+    for index in range(num_layers):
+        _advance(walk, walk.prepared(index), final)
+    entering = start.clone()
+    found: list[Sensitivity] = []
+    for index in range(num_layers):
+        block = walk.prepared(index)
+        units = {stage: [block.prefix + n for n in names] for stage, names in STAGES.items()}
+        trials = [_trial(block, stage, s) for stage, modules in units.items() for s in schemes_of(modules)]
+        hidden = [entering.clone() for _ in trials]
+        for (_, trial), h in zip(trials, hidden, strict=True):
+            _advance(walk, trial, h)
+        for later in range(index + 1, num_layers):
+            following = walk.prepared(later)
+            for h in hidden:
+                _advance(walk, following, h)
+        for (partly, _), h in zip(trials, hidden, strict=True):
+            found.append(partly(loss=divergence(walk, ends, final, h)))
+        _advance(walk, block, entering)
+        if report is not None:
+            report(index + 1, num_layers)
+    return found
+
+
+def _advance(walk: Walk, block: Block, hidden: Tensor) -> None:
+    advance(hidden, partial(walk.decoder.layer, block), walk.device)
+
+
+def _trial(block: Block, stage: str, scheme: QuantScheme) -> tuple[Callable[..., Sensitivity], Block]:
+    """The layer with one unit stored in `scheme`, and its Sensitivity but for the loss."""
+    trial = block.copy()
+    count, bits = 0, 0.0
+    for name in STAGES[stage]:
+        weight = block.linears[name].weight
+        trial.linears[name].store(scheme.encode(weight))
+        count += weight.numel()
+        bits += weight.numel() * scheme.bits_per_weight(weight.shape[1])
+    modules = tuple(block.prefix + n for n in STAGES[stage])
+    make = partial(Sensitivity, f"{block.prefix}{stage}", modules, str(scheme), bits=bits / count, num_weights=count)
+    return make, trial
+
+
+def divergence(walk: Walk, ends: tuple[Tensor, Linear], before: Tensor, after: Tensor) -> float:
+    """KL divergence in nats a token of the distributions that follow hidden states [B, S, C], in chunks."""
+    norm, head = ends
+    total, count = 0.0, 0
+    for a, b in zip(walk.parts(before), walk.parts(after), strict=True):
+        for x, y in zip(torch.split(a.flatten(0, 1), 1024), torch.split(b.flatten(0, 1), 1024), strict=True):
+            p, q = (F.log_softmax(walk.decoder.logits(h, norm, head), -1) for h in (x, y))
+            total += float(F.kl_div(q, p, reduction="sum", log_target=True))
+            count += len(x)
+    return max(total / count, 0.0)
+
+
+def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
+    """The choice of least predicted loss whose bits a weight stay within `budget`: a knapsack with one of each kind.
+
+    Bits beyond the smallest choice are counted in steps of 1/20000 of what there is to spend, rounded up. Raises
+    ConfigError where even the smallest candidates exceed it.
+    """
+    units: dict[str, list[Sensitivity]] = {}
+    for s in sensitivities:
+        units.setdefault(s.unit, []).append(s)
+    weights = sum(choices[0].num_weights for choices in units.values())
+    smallest = {unit: min(s.bits * s.num_weights for s in choices) for unit, choices in units.items()}
+    least = sum(smallest.values()) / weights
+    _check_least(least, budget)
+    spare = (budget - least) * weights
+
+    def cost(s: Sensitivity) -> int:
+        more = s.bits * s.num_weights - smallest[s.unit]
+        return 0 if more <= 0 else min(math.ceil(more / spare * STEPS), STEPS + 1) if spare > 0 else STEPS + 1
+
+    best = torch.zeros(STEPS + 1, dtype=torch.float64)  # least loss with at most so many steps
+    picks = []
+    for choices in units.values():
+        options = torch.full((len(choices), STEPS + 1), torch.inf, dtype=torch.float64)
+        for i, s in enumerate(choices):
+            steps = cost(s)
+            if steps <= STEPS:
+                options[i, steps:] = best[: STEPS + 1 - steps] + s.loss
+        best, pick = options.min(0)
+        picks.append(pick)
+    chosen = _trace(units, picks, cost)
+    total = sum(s.bits * s.num_weights for s in chosen.values())
+    return Assignment(chosen, total / weights, sum(s.loss for s in chosen.values()))
+
+
+def _trace(
+    units: Mapping[str, list[Sensitivity]], picks: list[Tensor], cost: Callable[[Sensitivity], int]
+) -> dict[str, Sensitivity]:
+    left, chosen = STEPS, {}
+    for (unit, choices), pick in zip(reversed(list(units.items())), reversed(picks), strict=True):
+        s = choices[int(pick[left])]
+        chosen[unit] = s
+        left -= cost(s)
+    return dict(reversed(chosen.items()))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A part to keep in higher precision: its share of the whole loss (or error), and how many weights that takes."""
+
+    modules: tuple[str, ...]
+    share: float
+    of_weights: float
+    reason: str
+
+
+def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[Advice]:
+    """What to keep in higher precision, of a `quantization.json`: parts that lose far more than their share of weights.
+
+    Of measured sensitivities where there are any (a part counts from twice its share on), else of the modules' output
+    errors (from 1.5 times the median's on); the worst first, at most `most`.
+    """
+    measured = quantization.get("sensitivity")
+    if measured:
+        stored = {m["module"]: m["scheme"] for m in quantization["modules"]}
+        parts = [
+            (tuple(s["modules"]), s["loss"], s["num_weights"])
+            for s in measured
+            if stored.get(s["modules"][0]) == s["scheme"]
+        ]
+        whole, weights = sum(p[1] for p in parts), sum(p[2] for p in parts)
+        found = [
+            Advice(
+                modules,
+                loss / whole,
+                n / weights,
+                f"{loss / whole:.0%} of the loss in {n / weights:.1%} of the weights",
+            )
+            for modules, loss, n in parts
+            if whole > 0 and loss / whole >= 2 * n / weights
+        ]
+    else:
+        found = _by_error(quantization["modules"])
+    return sorted(found, key=lambda a: (-a.share, a.modules))[:most]
+
+
+def _by_error(modules: Seq[Mapping[str, Any]]) -> list[Advice]:
+    stored = [m for m in modules if m["relative"] > 0]
+    if not stored:
+        return []
+    usual = median(m["relative"] for m in stored)
+    whole, weights = sum(m["relative"] ** 2 for m in stored), sum(m["num_weights"] for m in modules)
+    return [
+        Advice(
+            (m["module"],),
+            m["relative"] ** 2 / whole,
+            m["num_weights"] / weights,
+            f"its output is off by {m['relative']:.1%}, the median module's by {usual:.1%}",
+        )
+        for m in stored
+        if m["relative"] >= 1.5 * usual
+    ]
+
+
+def as_dicts(sensitivities: Seq[Sensitivity]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [asdict(s) for s in sensitivities]
+
+
+def from_dicts(rows: Seq[Mapping[str, Any]]) -> list[Sensitivity]:
+    """The inverse of as_dicts."""
+    return [Sensitivity(**{**row, "modules": tuple(row["modules"])}) for row in rows]
+
+
+def check_candidates(candidates: Seq[str]) -> None:
+    """Raise ConfigError or RegistryError where one is no scheme, or all are dense."""
+    schemes = [QuantScheme.parse(c) for c in candidates]
+    if all(is_dense(s) for s in schemes):
+        raise ConfigError("a budget needs candidates of fewer bits, e.g. --candidates w4a16-g128 w8a16 bf16")

@@ -1,0 +1,120 @@
+"""Calibration text to token rows: a .jsonl file (`text`, or `prompt` or `messages` for the chat template), or .txt."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError, RequestError
+from sameseed.tokenizer import Tokenizer
+
+SCHEMA = 'each line is an object with "text", or "prompt", or "messages" (a list of {"role", "content"})'
+MOST_DOCUMENTS = 100_000  # lines that are read; enough for any choice of samples
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`rows` int64 [B, S] for the statistics, `held_out` [B', S] for measuring what quantization costs."""
+
+    rows: Tensor
+    held_out: Tensor
+    source: str  # the file's name and what was taken of it
+
+
+def read_calibration(
+    path: Path, tokenizer: Tokenizer, samples: int, length: int, seed: int, held_out: int = 0
+) -> Calibration:
+    """`samples` rows of `length` tokens of whole documents in a seeded order, and `held_out` further ones.
+
+    A row begins with a document's begin, long documents are cut, short ones joined; there is no padding, so rows are
+    shorter where the file holds less than one. Raises ConfigError naming the line at fault and the remedy.
+    """
+    if samples < 1 or length < 8:
+        raise ConfigError(f"samples must be at least 1 and length at least 8, got {samples} and {length}")
+    documents = list(_documents(path, tokenizer))
+    if not documents:
+        raise ConfigError(f"{path} holds no text; {SCHEMA}, or a .txt file")
+    random.Random(seed).shuffle(documents)
+    begin = tokenizer.encode("")[:1]  # the token that opens every text, where the tokenizer has one
+    rows = pack(documents, length, samples + held_out, begin)
+    if not rows:
+        raise ConfigError(f"{path} holds fewer than 2 tokens; give a longer text")
+    apart = min(held_out, len(rows) // 4)
+    table = torch.tensor(rows)
+    whole = len(rows) - apart
+    return Calibration(
+        table[:whole], table[whole:] if apart else table[:0], f"{path.name}: {whole} rows of {table.shape[1]} tokens"
+    )
+
+
+def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    try:
+        if path.suffix == ".txt":
+            text = path.read_text(encoding="utf-8")
+            if text.strip():
+                yield tokenizer.encode(text)
+            return
+        if path.suffix != ".jsonl":
+            raise ConfigError(f"{path}: calibration text is a .jsonl or a .txt file; {SCHEMA}")
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if number > MOST_DOCUMENTS:
+                    return
+                if line.strip():
+                    yield _encode(_parse(line, path, number), tokenizer, f"{path}:{number}")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} ({error.strerror}); give a .jsonl or .txt file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no UTF-8 text ({error}); convert it first") from None
+
+
+def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}:{number}: no JSON ({error}); {SCHEMA}") from None
+    kinds = {"text": str, "prompt": str, "messages": list}
+    if not isinstance(row, dict) or not any(isinstance(row.get(name), kind) for name, kind in kinds.items()):
+        found = ", ".join(sorted(row)) or "nothing" if isinstance(row, dict) else type(row).__name__
+        raise ConfigError(f"{path}:{number}: found {found}; {SCHEMA}")
+    return row
+
+
+def _encode(row: dict[str, Any], tokenizer: Tokenizer, where: str) -> list[int]:
+    try:
+        if isinstance(row.get("messages"), list):
+            return tokenizer.chat(row["messages"], add_generation_prompt=False)
+        if isinstance(row.get("text"), str):
+            return tokenizer.encode(row["text"])
+        if tokenizer.has_chat_template:
+            return tokenizer.chat([{"role": "user", "content": row["prompt"]}])
+        return tokenizer.encode(row["prompt"])
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def pack(documents: list[list[int]], length: int, most: int, begin: list[int]) -> list[list[int]]:
+    """At most `most` rows of `length` tokens; without enough for one, a shorter one."""
+    rows: list[list[int]] = []
+    row: list[int] = []
+    for ids in documents:
+        start = 0
+        while start < len(ids):
+            # Later pieces open with the begin token too, since models count on it.
+            lead = begin if start and ids[:1] == begin else []
+            taken = ids[start : start + length - len(row) - len(lead)]
+            row += [*lead, *taken]
+            start += len(taken)
+            if len(row) == length:
+                rows.append(row)
+                row = []
+                if len(rows) == most:
+                    return rows
+    return rows if rows or len(row) < 2 else [row]

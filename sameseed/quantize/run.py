@@ -1,0 +1,417 @@
+"""From a model and a scheme to a quantized checkpoint: layer by layer, resumable, the same bits every time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sameseed import __version__
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme as formats
+from sameseed.formats.scheme import DENSE, QuantScheme, QuantTensor
+from sameseed.models.config import ModelConfig, read_config, read_json
+from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
+from sameseed.models.save import check_destination, save_quantized
+from sameseed.models.weights import Source, expected_shapes
+from sameseed.ops import devices
+from sameseed.quantize import budget as bits
+from sameseed.quantize._decoder import CPU, Linear, chunks, moved
+from sameseed.quantize._walk import ModuleError, Walk, module_error
+from sameseed.quantize._work import Work, digest, fingerprint
+from sameseed.quantize.base import Pipeline, Stats, is_dense, parse_method
+from sameseed.quantize.calibrate import Calibration, read_calibration
+
+SCHEMA = "sameseed.quantization/1"
+FILE = "quantization.json"  # beside the weights: what was done, and what it lost
+HELD_OUT = 8  # rows that sensitivities are measured on
+HEAD_ROWS = 1 << 14  # of embedding or head, in float32 at one time
+MAPPED = 2**30  # bytes of hidden states from which on they lie in a file
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked: a model, how it is to be stored and by which method, and where the result goes.
+
+    `budget`: bits a weight on average, over the linear layers of the decoder; `candidates` are then the schemes to
+    choose from, and `scheme` counts only for modules its rules name (these are part of the average).
+    """
+
+    model: str
+    out: Path
+    scheme: str = "w4a16-g128"
+    method: str = "rtn"
+    calibration: Path | None = None
+    samples: int = 128
+    length: int = 512
+    seed: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+    budget: float | None = None
+    candidates: tuple[str, ...] = bits.CANDIDATES
+    overwrite: bool = False
+    resume: bool = False
+    device: str = "cpu"  # where layers are computed and rounded
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: `stage` "budget" or "layers", `done` of `total`, the errors of the layer just finished."""
+
+    stage: str
+    done: int
+    total: int
+    errors: tuple[ModuleError, ...] = ()
+
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The finished checkpoint and what its `quantization.json` says."""
+
+    folder: Path
+    quantization: dict[str, Any]
+
+
+def quantize(plan: Plan, report: Report | None = None) -> Result:
+    """Quantize by `plan`. Raises ConfigError and RegistryError before anything is written where the plan cannot be.
+
+    What is written is saved from the CPU's memory. On another device rounding to nearest gives the same file; methods
+    that learn from text may differ from the CPU's in the last bits, and so in some codes.
+    """
+    scheme = QuantScheme.parse(plan.scheme)
+    pipeline = parse_method(plan.method, plan.options, plan.seed)
+    check(plan, scheme, pipeline)
+    folder = resolve_model(plan.model)
+    check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # not found out at the end
+    config = read_config(folder)
+    _check_twin(folder, plan, pipeline)
+    calibration = None
+    if plan.calibration is not None:
+        tokenizer = load_tokenizer(folder)
+        apart = HELD_OUT if plan.budget is not None else 0
+        length = min(plan.length, config.max_model_len)
+        calibration = read_calibration(plan.calibration, tokenizer, plan.samples, length, plan.seed, apart)
+        _check_tokens(calibration, config, plan.calibration)
+    with torch.inference_mode(), open_checkpoint(folder) as source:
+        source.check(config)
+        run = _Run(plan, folder, config, source, pipeline, scheme, calibration, report)
+        return run.finish()
+
+
+def check(plan: Plan, scheme: QuantScheme, pipeline: Pipeline) -> None:
+    """Raise ConfigError for what cannot be asked together, or not here, before any file is read."""
+    devices.check(plan.device)
+    if scheme.weights == "auto" and not scheme.rules and plan.budget is None:
+        raise ConfigError("scheme 'auto' changes nothing; name one, e.g. --scheme w4a16-g128")
+    if plan.out.exists() and not plan.overwrite:
+        raise ConfigError(f"{plan.out} exists; choose another -o, or replace it with --overwrite")
+    if pipeline.needs and plan.calibration is None:
+        raise ConfigError(
+            f"method {pipeline.text!r} learns from text; give --calibration FILE (.jsonl or .txt), or take --method rtn"
+        )
+    if plan.budget is not None:
+        bits.check_candidates(plan.candidates)
+        if plan.calibration is None:
+            raise ConfigError("a budget is spent by measured loss; give --calibration FILE")
+        if not 0 < plan.budget < math.inf:
+            raise ConfigError(f"a budget is a number of bits a weight, e.g. 4.5; got {plan.budget:g}")
+    if not 0 <= plan.seed < 2**63:
+        raise ConfigError(f"the seed is a number from 0 to 2^63 - 1; got {plan.seed}")
+
+
+def _check_twin(folder: Path, plan: Plan, pipeline: Pipeline) -> None:
+    """Raise ConfigError where a twin's padding tokens would begin to win: their constant drowns in a turned stream."""
+    record = folder / "twin.json"
+    if any(m.turns for m in pipeline.methods) and record.exists() and read_json(record).get("constant") is not None:
+        raise ConfigError(
+            f"{plan.model} is a twin with padding tokens, which method {pipeline.text!r} would let win; take another "
+            "method, or a twin of a shape with the source's own vocabulary"
+        )
+
+
+def _check_tokens(calibration: Calibration, config: ModelConfig, path: Path) -> None:
+    if int(calibration.rows.max()) >= config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer gives token {int(calibration.rows.max())} for {path}, the model knows "
+            f"{config.vocab_size}; is tokenizer.json the model's own?"
+        )
+
+
+class _Run:
+    """One run: the source, the work folder, the walk through the layers."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        config: ModelConfig,
+        source: Source,
+        pipeline: Pipeline,
+        scheme: QuantScheme,
+        calibration: Calibration | None,
+        report: Report | None,
+    ) -> None:
+        self.plan, self.folder, self.config, self.source = plan, folder, config, source
+        self.pipeline, self.scheme, self.calibration = pipeline, scheme, calibration
+        self.report: Report = report or (lambda progress: None)
+        self.device = torch.device(plan.device)
+        self.tied = config.tied_embeddings and not pipeline.unties
+        self._check_source()
+        self.work = Work.open(plan.out, self._manifest(), plan.resume, plan.overwrite)
+        self.sensitivities: list[bits.Sensitivity] = []
+
+    def _check_source(self) -> None:
+        if any(self.source.scheme(f"{name}.weight") is not None for name, _ in _matrices(self.config)):
+            raise ConfigError(
+                f"{self.plan.model} is quantized already, and doing it again loses twice; give the original model"
+            )
+        for name, shape in _matrices(self.config):  # groups that do not divide: before anything is computed
+            scheme = self.scheme.at(name)
+            if not is_dense(scheme) and self.plan.budget is None and name not in (EMBEDDING, HEAD):
+                try:
+                    scheme.args(shape[1])
+                except ConfigError as error:
+                    raise ConfigError(f"{name} {list(shape)} cannot be stored as {scheme}: {error}") from None
+
+        if self.plan.budget is not None:
+            shapes = {name: shape for name, shape in _matrices(self.config) if name not in (EMBEDDING, HEAD)}
+            bits.check_budget(shapes, self.scheme, self.plan.candidates, self.plan.budget)
+
+    def _manifest(self) -> dict[str, Any]:
+        """What must be equal for a run to go on."""
+        p = self.plan
+        none = torch.empty(0)
+        rows, held_out = (
+            (none, none) if self.calibration is None else (self.calibration.rows, self.calibration.held_out)
+        )
+        return {
+            "schema": SCHEMA,
+            "version": __version__,  # another one may compute otherwise
+            "model": fingerprint(self.folder),
+            "scheme": str(self.scheme),
+            "method": self.pipeline.text,
+            "options": dict(sorted(p.options.items())),
+            "calibration": digest(rows),
+            "held_out": digest(held_out),
+            "samples": p.samples,
+            "length": p.length,
+            "seed": p.seed,
+            "budget": p.budget,
+            "candidates": list(p.candidates) if p.budget is not None else [],
+            "device": self.device.type,  # the last bits may be another's
+        }
+
+    def finish(self) -> Result:
+        """Everything: bits, layers, head, and the checkpoint under its final name."""
+        scheme = self._spend() if self.plan.budget is not None else self.scheme
+        embedding = self._end_matrix(EMBEDDING, None)
+        hidden = None
+        if self.calibration is not None:
+            hidden = self._hidden(self.calibration.rows)
+            self._embed(self.calibration.rows, embedding, hidden)
+        walk = self._walk(self.pipeline, scheme, hidden)
+        errors = self._layers(walk)
+        head = embedding if self.tied else self._end_matrix(HEAD, hidden)
+        for name, (_, error) in {EMBEDDING: embedding, HEAD: head}.items():
+            if error is not None and not (self.tied and name == HEAD):
+                errors.append(error)
+        found = self._about(errors)
+        ends = {EMBEDDING: embedding[0]} | ({} if self.tied else {HEAD: head[0]})
+        save_quantized(
+            self.plan.out,
+            self.folder,
+            self._stream(ends),
+            {e.module: QuantScheme.parse(e.scheme) for e in errors if not is_dense(QuantScheme.parse(e.scheme))},
+            config={"tie_word_embeddings": self.tied},
+            files={FILE: json.dumps(found, indent=1) + "\n"},
+            card=f"Method {self.pipeline.text}, {found['bits_per_weight']:.2f} bits a weight; {FILE} has the errors.",
+            overwrite=self.plan.overwrite,
+        )
+        self.work.remove()
+        return Result(self.plan.out, found)
+
+    # --- stages ---
+
+    def _spend(self) -> QuantScheme:
+        """The scheme that the budget buys: rules for every linear layer of the decoder."""
+        assert self.plan.budget is not None and self.calibration is not None
+        if not self.work.has("sensitivity.json"):
+            held_out = self.calibration.held_out
+            rows = held_out if len(held_out) else self.calibration.rows[:HELD_OUT]
+            hidden = self._hidden(rows, "held-out")
+            self._embed(rows, self._end_matrix(EMBEDDING, None, dense=True), hidden)
+            first = [m for m in self.pipeline.methods if m.first]  # what changes the model as a whole
+            walk = self._walk(Pipeline(first, ""), QuantScheme(), hidden)
+            norm = self._last_norm()
+            head = Linear(self._dense(HEAD, QuantScheme()).to(self.device).float())
+            measured = bits.measure(
+                walk,
+                (self.pipeline.last_norm(norm), head),
+                lambda modules: bits.offered(modules, self.scheme, self.plan.candidates),
+                lambda done, total: self.report(Progress("budget", done, total)),
+            )
+            self.work.write_json("sensitivity.json", bits.as_dicts(measured))
+        self.sensitivities = bits.from_dicts(self.work.read_json("sensitivity.json"))
+        chosen = bits.assign(self.sensitivities, self.plan.budget)
+        return replace(self.scheme, rules=(*self.scheme.rules, *chosen.rules))
+
+    def _walk(self, pipeline: Pipeline, scheme: QuantScheme, hidden: Tensor | None) -> Walk:
+        return Walk(self.config, self.source, pipeline, scheme, hidden, self.device)
+
+    def _last_norm(self) -> Tensor:
+        """Weights of the norm before the head, float32 [C], on the device."""
+        return self.source.tensor("model.norm.weight").to(self.device).float()
+
+    def _layers(self, walk: Walk) -> list[ModuleError]:
+        errors: list[ModuleError] = []
+        total = self.config.num_layers
+        for index in range(total):
+            if self.work.has_layer(index):
+                block, own = self.work.read_layer(index)
+                walk.skip(block)
+            else:
+                block, own = walk.layer(index)
+                self.work.write_layer(block, own)
+            errors += own
+            self.report(Progress("layers", index + 1, total, tuple(own)))
+        return errors
+
+    def _hidden(self, rows: Tensor, name: str = "hidden") -> Tensor:
+        """Room for hidden states [B, S, C] of rows [B, S]: memory, or if they are many a file in the work folder."""
+        shape = (*rows.shape, self.config.hidden_size)
+        count = rows.numel() * self.config.hidden_size
+        if count * 4 < MAPPED:
+            return torch.empty(shape)
+        return torch.from_file(str(self.work.folder / f"{name}.f32"), shared=True, size=count).view(shape)
+
+    def _embed(self, rows: Tensor, embedding: tuple[Tensor | QuantTensor, ModuleError | None], out: Tensor) -> None:
+        stored = embedding[0]
+        for part, ids in zip(chunks(out), torch.split(rows, max(1, len(next(chunks(out))))), strict=True):
+            if isinstance(stored, Tensor):
+                part.copy_(stored[ids].float())
+            else:
+                part.copy_(formats.get(stored.format).decode_rows(stored, ids.flatten()).view_as(part))
+
+    # --- embedding and head ---
+
+    def _named(self, name: str) -> QuantScheme:
+        """The scheme of embedding or head if a rule names it; else "auto": it stays as it is."""
+        names = (EMBEDDING, HEAD) if self.tied else (name,)
+        return QuantScheme(rules=self.scheme.rules).at(*names)
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of embedding or head, float32 on the device, as the methods want them."""
+        tensor = EMBEDDING if name == EMBEDDING or self.config.tied_embeddings else HEAD
+        rows = self.source.rows(f"{tensor}.weight", start, stop).to(self.device).float()
+        if name == EMBEDDING:
+            return self.pipeline.embedding(rows)
+        return self.pipeline.head(rows, self._last_norm())
+
+    def _dense(self, name: str, scheme: QuantScheme) -> Tensor:
+        """Embedding or head [V, C] in a dense scheme ("auto": the checkpoint's type)."""
+        stored = scheme.format_for(self._dtype(name))
+        dtype = next(dtype for dtype, format in DENSE.items() if format == stored)
+        out = torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=dtype)
+        for start in range(0, len(out), HEAD_ROWS):
+            rows = self._rows(name, start, min(start + HEAD_ROWS, len(out)))
+            out[start : start + HEAD_ROWS] = formats.get(stored).encode(rows).parts["weight"]  # says what does not fit
+        return out
+
+    def _dtype(self, name: str) -> torch.dtype:
+        tensor = EMBEDDING if name == EMBEDDING or self.config.tied_embeddings else HEAD
+        return self.source.dtype(f"{tensor}.weight")
+
+    def _end_matrix(
+        self, name: str, hidden: Tensor | None, dense: bool = False
+    ) -> tuple[Tensor | QuantTensor, ModuleError | None]:
+        """Embedding or head as it is to be stored, in chunks of rows; `hidden` [B, S, C]: what the last norm reads.
+
+        A lookup has no inputs to weigh errors by: an embedding (tied ones too) is rounded to nearest.
+        """
+        scheme = QuantScheme() if dense else self._named(name)
+        if is_dense(scheme):
+            return self._dense(name, scheme), None
+        height, width = self.config.vocab_size, self.config.hidden_size
+        stats = None
+        if hidden is not None and name == HEAD:
+            walk = self._walk(self.pipeline, scheme, hidden)
+            norm = self.pipeline.last_norm(self._last_norm()).to(walk.dtype).float()
+            stats = Stats.of(lambda: (walk.decoder.norm(part, norm) for part in walk.parts(hidden)), width, self.device)
+        step = HEAD_ROWS if scheme.rows_together else height  # 0: a choice for all rows
+        pieces: list[QuantTensor] = []
+        errors: list[ModuleError] = []
+        for start in range(0, height, step):
+            rows = self._rows(name, start, min(start + step, height))
+            scheme = scheme.settled(rows)  # a choice of format is one for all rows
+            q = scheme.encode(rows) if stats is None else self.pipeline.quantize(rows, scheme, stats)
+            pieces.append(moved(q, CPU))
+            errors.append(module_error(name, scheme, rows, formats.get(q.format).decode(q), stats))
+        whole = pieces[0] if len(pieces) == 1 else formats.get(pieces[0].format).concat(pieces)
+        # Of the chunks' errors, the mean by their weights: exact enough for a table.
+        share = [e.num_weights / (height * width) for e in errors]
+        mean = replace(
+            errors[0],
+            num_weights=height * width,
+            relative=sum(s * e.relative**2 for s, e in zip(share, errors, strict=True)) ** 0.5,
+            output=sum(s * e.output for s, e in zip(share, errors, strict=True)),
+        )
+        return whole, mean
+
+    # --- what is written ---
+
+    def _stream(self, ends: Mapping[str, Tensor | QuantTensor]) -> Iterator[tuple[str, Tensor | QuantTensor]]:
+        """Every tensor of the new model by its name, a layer at a time."""
+        dtype = self.source.dtype("model.norm.weight")
+        norm = self.pipeline.last_norm(self._last_norm()).cpu()
+        yield "model.norm.weight", norm.to(dtype)
+        for name, matrix in ends.items():
+            yield f"{name}.weight", matrix
+        for index in range(self.config.num_layers):
+            block, _ = self.work.read_layer(index)
+            for name, linear in block.linears.items():
+                assert linear.q is not None
+                yield f"{block.prefix}{name}.weight", linear.q.parts.get("weight", linear.q)
+                if linear.bias is not None:
+                    yield f"{block.prefix}{name}.bias", linear.bias.to(dtype)
+            for name, norm in block.norms.items():
+                yield f"{block.prefix}{name}.weight", norm.to(dtype)
+
+    def _about(self, errors: list[ModuleError]) -> dict[str, Any]:
+        """`quantization.json`."""
+        weights = sum(e.num_weights for e in errors)
+        found: dict[str, Any] = {
+            "schema": SCHEMA,
+            "model": self.plan.model if not Path(self.plan.model).is_dir() else self.folder.resolve().name,
+            "scheme": str(self.scheme),
+            "method": self.pipeline.text,
+            "options": dict(self.plan.options),
+            "seed": self.plan.seed,
+            "device": self.device.type,
+            "calibration": None if self.calibration is None else self.calibration.source,
+            "budget": self.plan.budget,
+            "bits_per_weight": sum(e.bits * e.num_weights for e in errors) / weights,
+            "modules": [asdict(e) for e in errors],
+            "sensitivity": bits.as_dicts(self.sensitivities) or None,
+            "predicted_loss": None,
+        }
+        if self.plan.budget is not None:
+            found["predicted_loss"] = bits.assign(self.sensitivities, self.plan.budget).predicted_loss
+        found["recommendation"] = [asdict(a) for a in bits.recommend(found)]
+        return found
+
+
+def _matrices(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Names and shapes of a model's matrices, without `.weight`."""
+    for name, shape in expected_shapes(config).items():
+        if len(shape) == 2:
+            yield name.removesuffix(".weight"), (shape[0], shape[1])

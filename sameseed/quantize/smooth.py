@@ -1,0 +1,62 @@
+"""Quantizer smooth: move the outliers of a norm's output into the weights that read it.
+
+Xiao et al. (2023), "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.models.config import ModelConfig
+from sameseed.quantize._decoder import NORM_OF, STAGES, Block
+from sameseed.quantize.base import Quantizer, SchemeOf, Stats, is_dense
+
+
+class Smooth(Quantizer):
+    """Channel j of x is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), which the weights take."""
+
+    needs = frozenset({"hessian"})
+
+    @dataclass(frozen=True)
+    class Options:
+        """`alpha`: 0 leaves all to the activations, 1 moves all into the weights."""
+
+        alpha: float = 0.5
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.alpha <= 1:
+                raise ConfigError(f"smooth's alpha lies from 0 to 1, e.g. 0.5; got {self.alpha:g}")
+
+    def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
+        for stage in NORM_OF:
+            dense = [is_dense(scheme_of(name)) for name in STAGES[stage]]
+            if all(dense):
+                continue
+            weights = torch.cat([block.linears[n].weight for n in STAGES[stage]])
+            scales = self._scales(stats[stage].absmax, weights.abs().amax(0))
+            fold_into_norm(block, stage, powers_of_two(scales) if any(dense) else scales)
+
+    def _scales(self, inputs: Tensor, weights: Tensor) -> Tensor:
+        alpha = self.options.alpha
+        scales = inputs.pow(alpha) / weights.pow(1 - alpha)
+        return torch.where((inputs > 0) & (weights > 0) & scales.isfinite(), scales, 1.0).clamp_(1e-5, 1e5)
+
+
+def powers_of_two(scales: Tensor) -> Tensor:
+    """The nearest ones: a weight that is stored dense in few bits takes them without being rounded anew."""
+    return scales.log2().round().exp2()
+
+
+def fold_into_norm(block: Block, stage: str, scales: Tensor) -> None:
+    """Divide what a norm gives by scales [C] and multiply the weights that read it."""
+    block.norms[NORM_OF[stage]] = block.norms[NORM_OF[stage]] / scales
+    for name in STAGES[stage]:
+        block.linears[name].weight = block.linears[name].weight * scales
+
+
+METHOD = Smooth

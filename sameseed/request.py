@@ -1,0 +1,489 @@
+"""What a user asks (Request, SamplingParams), how it runs (Sequence) and what comes back (Completion). Pure Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from sameseed.errors import RequestError
+
+MAX_SEED = 2**63 - 1
+MAX_CONTEXT = 2**31 - 1  # tokens, where no model says less
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. The defaults are greedy decoding of at most 128 tokens.
+
+    `top_k` 0 or -1 means off; `seed=None` draws one, and the completion reports it. `n` asks for n completions: the
+    first uses the seed itself, the others seeds derived from it. `logprobs=m` returns, for each token, its
+    log-probability under the processed distribution and those of the m likeliest tokens. `allowed_token_ids` and
+    `banned_token_ids` restrict the vocabulary. Raises RequestError for a value out of range.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for name, value in (
+            ("stop", stop),
+            ("stop_token_ids", tuple(self.stop_token_ids)),
+            ("banned_token_ids", tuple(self.banned_token_ids)),
+            ("logit_bias", dict(self.logit_bias)),
+            ("allowed_token_ids", None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)),
+        ):
+            object.__setattr__(self, name, value)
+        self._check_numbers()
+        self._check_tokens()
+
+    def _check_numbers(self) -> None:
+        _check("temperature", self.temperature, 0.0, None)
+        _check("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check("min_p", self.min_p, 0.0, 1.0)
+        _check("repetition_penalty", self.repetition_penalty, 0.0, None, low_open=True)
+        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_int("n", self.n, 1, 128)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, 100)
+
+    def _check_tokens(self) -> None:
+        for token, bias in self.logit_bias.items():
+            _check_int("a token of logit_bias", token, 0, None)
+            _check(f"logit_bias of token {token}", bias, -math.inf, None)
+        for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+            for token in getattr(self, name) or ():
+                _check_int(f"a token of {name}", token, 0, None)
+        if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.banned_token_ids):
+            raise RequestError("allowed_token_ids leaves no token that is not banned; allow at least one")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise RequestError("stop strings must be non-empty text; drop the empty ones")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check(name: str, value: float, low: float, high: float | None, low_open: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    finite = number and (math.isfinite(value) or value == low)
+    inside = finite and (value > low if low_open else value >= low) and (high is None or value <= high)
+    if not inside:
+        upper = "" if high is None else f" and at most {high:g}"
+        raise RequestError(
+            f"{name} must be a number {'above' if low_open else 'at least'} {low:g}{upper}, got {value!r}"
+        )
+
+
+def _check_int(name: str, value: int, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise RequestError(f"{name} must be a whole number, at least {low}{upper}, got {value!r}")
+
+
+SPECULATION = ("off", "fixed", "goodput")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A request's own wish: a policy ("off", "fixed", "goodput", None: the engine's), the most draft tokens a round.
+
+    Raises RequestError for other values.
+    """
+
+    policy: str | None = None
+    num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy is not None and self.policy not in SPECULATION:
+            raise RequestError(f"speculation must be one of {', '.join(SPECULATION)}, got {self.policy!r}")
+        if self.num_draft_tokens is not None:
+            _check_int("speculation: num_draft_tokens", self.num_draft_tokens, 0, 64)
+
+    def of(self, length: int) -> int:
+        """The draft length, where the policy in charge says `length`."""
+        if self.policy == "off":
+            return 0
+        if self.num_draft_tokens is None:
+            return length
+        return self.num_draft_tokens if self.policy == "fixed" else min(length, self.num_draft_tokens)
+
+
+class Grammar(Protocol):
+    """What a text must look like, token by token."""
+
+    def allowed(self, output: Seq[int], path: Seq[int]) -> Any:
+        """bool [V]: the tokens that may come after the output's tokens and then those of `path`, a draft's.
+
+        A function of both and of nothing else, so that looking ahead leaves no trace; it may remember what it found.
+        """
+
+    def another(self) -> Grammar:
+        """The same grammar for another reader of the text, which may be in another thread: a drafter."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
+
+    `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
+    `owner`: who asked. Owners take turns where not all can run, so that nobody's many keep another's one waiting.
+    `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
+    `grammar`: what the text must look like. `priority`: where not all can run, lower goes first; others are not kept
+    waiting without end. `detailed`: its metrics list every draft.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    index: int = 0
+    prompt: str | None = None
+    tenant: str = ""
+    owner: str = ""
+    speculation: Speculation | None = None
+    score_prompt: bool = False
+    grammar: Grammar | None = None
+    priority: int = 0
+    detailed: bool = False
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended, in OpenAI's words where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass
+class TimeSplit:
+    """Seconds of wall time by stage; a sequence's share of a pass is the pass divided by its sequences."""
+
+    draft: float = 0.0
+    target: float = 0.0
+    verify: float = 0.0
+    schedule: float = 0.0
+
+    def add(self, other: TimeSplit, share: float = 1.0) -> None:
+        self.draft += other.draft * share
+        self.target += other.target * share
+        self.verify += other.verify * share
+        self.schedule += other.schedule * share
+
+
+@dataclass
+class SpecMetrics:
+    """Counters of speculation for one sequence or for a whole run (names as vLLM's)."""
+
+    num_rounds: int = 0  # passes of the target that decided tokens
+    num_drafts: int = 0  # rounds with at least one drafted token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_rollbacks: int = 0  # rounds with at least one rejected token
+    undrafted: dict[str, int] = field(default_factory=dict)  # rounds without a draft, by why
+    num_ahead: int = 0  # rounds in which the drafter guessed on while the target checked
+    num_ahead_kept: int = 0  # of these, where the text came as it had supposed: the rest was thrown away
+    rounds: list[tuple[int, int]] | None = None  # drafted and accepted tokens of each draft, where that is kept
+
+    def update(self, num_draft: int, num_accepted: int, ahead: bool | None = None) -> None:
+        """Count one round: `num_draft` guessed tokens, `num_accepted` of them (a path) kept.
+
+        The round counts whole, also where the text ends inside its accepted path. `ahead`: None where the drafter
+        waited, else whether what it guessed meanwhile may be used.
+        """
+        self.num_rounds += 1
+        self.num_ahead += ahead is not None
+        self.num_ahead_kept += bool(ahead)
+        if num_draft == 0:
+            return
+        if self.rounds is not None:
+            self.rounds.append((num_draft, num_accepted))
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft
+        self.num_accepted_tokens += num_accepted
+        self.num_rollbacks += num_accepted < num_draft
+        missing = num_accepted - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos.extend([0] * missing)
+        for i in range(num_accepted):
+            self.num_accepted_tokens_per_pos[i] += 1
+
+    def add(self, other: SpecMetrics) -> None:
+        self.num_rounds += other.num_rounds
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_rollbacks += other.num_rollbacks
+        self.num_ahead += other.num_ahead
+        self.num_ahead_kept += other.num_ahead_kept
+        for why, count in other.undrafted.items():
+            self.undrafted[why] = self.undrafted.get(why, 0) + count
+        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        mine.extend([0] * (len(its) - len(mine)))
+        for i, count in enumerate(its):
+            mine[i] += count
+
+    def since(self, other: SpecMetrics) -> SpecMetrics:
+        """What was counted after `other`, an earlier copy of these counters."""
+        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        return SpecMetrics(
+            self.num_rounds - other.num_rounds,
+            self.num_drafts - other.num_drafts,
+            self.num_draft_tokens - other.num_draft_tokens,
+            self.num_accepted_tokens - other.num_accepted_tokens,
+            [n - (its[i] if i < len(its) else 0) for i, n in enumerate(mine)],
+            self.num_rollbacks - other.num_rollbacks,
+            {why: n - before for why, n in self.undrafted.items() if n > (before := other.undrafted.get(why, 0))},
+            self.num_ahead - other.num_ahead,
+            self.num_ahead_kept - other.num_ahead_kept,
+            None if self.rounds is None else self.rounds[len(other.rounds or ()) :],
+        )
+
+    def copy(self) -> SpecMetrics:
+        """The counters as they are now."""
+        return self.since(SpecMetrics())
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON, with the field's metric names."""
+        return {
+            "num_rounds": self.num_rounds,
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "num_rollbacks": self.num_rollbacks,
+            "undrafted": dict(self.undrafted),
+            "num_ahead": self.num_ahead,
+            "num_ahead_kept": self.num_ahead_kept,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            **({} if self.rounds is None else {"rounds": [list(r) for r in self.rounds]}),
+        }
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted tokens per draft (the bonus token counts); None where nothing was drafted."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+
+class Sequence:
+    """A running request: `token_ids` known so far, of which the first `num_cached` have their keys and values stored.
+
+    The rest is pending. `blocks` are the cache blocks that belong to it. A prompt is a sequence with many pending
+    tokens; decoding is one with a single pending token: there are no phases.
+    """
+
+    __slots__ = (
+        "blocks",
+        "context",
+        "digests",
+        "finish_reason",
+        "grammar",
+        "logprobs",
+        "metrics",
+        "num_cached",
+        "num_known",
+        "num_preemptions",
+        "num_prompt",
+        "num_shared",
+        "owner",
+        "params",
+        "priority",
+        "prompt_logprobs",
+        "ruled_out",
+        "script",
+        "seed",
+        "seq_id",
+        "speculation",
+        "state",
+        "tenant",
+        "times",
+        "token_ids",
+    )
+
+    def __init__(self, seq_id: int, token_ids: Seq[int], params: SamplingParams, seed: int, tenant: str = "") -> None:
+        self.seq_id = seq_id
+        self.tenant = tenant
+        self.speculation: Speculation | None = None
+        self.token_ids: list[int] = list(token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.num_cached = 0
+        self.context = MAX_CONTEXT  # tokens that the model can take; who runs it says
+        self.blocks: list[int] = []
+        self.digests: list[bytes] = []  # of the beginnings of its text, by full blocks: the block manager's
+        self.num_known = 0  # blocks of it that others may find: the first ones
+        self.num_shared = 0  # tokens of the prompt whose rows were there already when it started
+        self.priority = 0  # lower goes first
+        self.owner = ""  # of the same priority, owners take turns
+        self.params = params
+        self.seed = seed
+        self.finish_reason: FinishReason | None = None
+        self.metrics = SpecMetrics()
+        self.times = TimeSplit()
+        self.num_preemptions = 0
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.grammar: Grammar | None = None
+        self.ruled_out = False  # did it fail because its own request left no token?
+        self.script: Seq[int] = ()  # tokens that are decided already, from the first on, and yet to be scored
+        self.state: object = None  # what the sampler keeps between rounds (penalty counts); derived, may be dropped
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.token_ids) - self.num_cached
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_output(self) -> int:
+        """Tokens written so far; below 0 while tokens of the prompt are still to be scored."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_scripted(self) -> int:
+        """Tokens that come next and are decided already."""
+        return max(0, len(self.script) - len(self.token_ids))
+
+    @property
+    def draft_depth(self) -> int:
+        """The longest path of a draft that can be of use: one token less than may still be written."""
+        return max(0, self.max_len - len(self.token_ids) - 1)
+
+    @property
+    def max_len(self) -> int:
+        """The longest that it may become, in tokens."""
+        return min(self.num_prompt + self.params.max_tokens, self.context)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a chosen token, and the likeliest alternatives as (token, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What one completion cost. Times in seconds; `time_split` sums to the sequence's share of the engine's time."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    spec: SpecMetrics
+    time_split: TimeSplit
+    time_to_first_token: float
+    time_per_output_token: float
+    total_time: float
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    queue_time: float = 0.0  # until it first ran
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON, with the field's metric names."""
+        spec, split = self.spec, self.time_split
+        return {
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            **spec.as_dict(),
+            "time_to_first_token_s": self.time_to_first_token,
+            "time_per_output_token_s": self.time_per_output_token,
+            "total_time_s": self.total_time,
+            "queue_time_s": self.queue_time,
+            "num_preemptions": self.num_preemptions,
+            "time_split_s": {
+                "draft": split.draft,
+                "target": split.target,
+                "verify": split.verify,
+                "schedule": split.schedule,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished text; `seed` reproduces it. levels[i] names the drafter's level that guessed output token i first,
+    None: the target wrote it itself. text_offset[i]: the character of the text at which the token begins.
+    """
+
+    request_id: str
+    index: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    seed: int
+    metrics: Metrics
+    levels: tuple[str | None, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all tokens of the prompt but the first
+    text_offset: tuple[int, ...] = ()
+    ruled_out: bool = False  # of an error: the request itself left no token to choose
+
+    @property
+    def accepted(self) -> tuple[bool, ...]:
+        """Of each token, whether it is an accepted guess."""
+        return tuple(level is not None for level in self.levels)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one engine step added to a request: new text (may be empty), new tokens, and the completion at the end."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    levels: tuple[str | None, ...]
+    completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first tokens, if asked for
+    text_offset: tuple[int, ...] = ()
+
+    @property
+    def accepted(self) -> tuple[bool, ...]:
+        """Of each token, whether it is an accepted guess."""
+        return tuple(level is not None for level in self.levels)

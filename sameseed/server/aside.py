@@ -1,0 +1,185 @@
+"""The process for work that may hang: it renders chat templates, or compiles grammars, and may be ended at any time.
+
+`python -m sameseed.server.aside FD`, one job after the other. Templates are rendered here, with a clock that ends the
+process; every grammar is compiled in a fork of its own, with limits of time and memory, for they come from strangers,
+and what they need (xgrammar and the vocabulary) takes seconds to load.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from sameseed.errors import RequestError
+from sameseed.server import frames
+from sameseed.server.arguments import opened
+from sameseed.server.frames import Frame
+from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS
+
+log = logging.getLogger("sameseed")
+WALL = 5.0  # seconds by the clock for each second of work: others compute too
+LEAVING = 5.0  # seconds for a fork to end that has closed its pipe: it does so at once, when its turn comes
+TOO_MUCH = "it takes too much time or memory to compile; simplify it"
+
+
+class StalledError(Exception):
+    """Compiling stopped for a reason that need not be the grammar's."""
+
+
+class Aside:
+    """One helper at the end of a socket. The first frame says which model it is for."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._tokenizer: Any = None
+        self._matching: Any = None
+
+    def run(self) -> None:
+        """Work until the socket closes."""
+        unpacker = frames.Unpacker()
+        while data := self._socket.recv(2**16):
+            for frame in unpacker.feed(data):
+                self._socket.sendall(frames.pack(self._answer(frame)))
+
+    def _answer(self, frame: Frame) -> Frame:
+        kind = frame["type"]
+        try:
+            if kind == "setup":
+                self._set_up(frame)
+                return {"type": "done", "text": ""}
+            text = self._render(frame) if kind == "render" else self._compile(frame["kind"], frame["source"])
+        except RequestError as error:
+            return {"type": "refused", "message": str(error)}
+        except StalledError as error:
+            return {"type": "failed", "message": str(error)}
+        return {"type": "done", "text": text}
+
+    def _set_up(self, frame: Frame) -> None:
+        from sameseed.tokenizer import Tokenizer
+
+        self._tokenizer = Tokenizer.from_files(frame["tokenizer"])
+        if frame["grammars"]:
+            from sameseed.server.text import vocabulary
+            from sameseed.spec.matching import Matching
+
+            self._matching = Matching(vocabulary(self._tokenizer, frame["vocab_size"], frame["eos_token_ids"]))
+        else:
+            _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
+
+    def _render(self, frame: Frame) -> str:
+        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
+        try:
+            text: str = self._tokenizer.render_chat(opened(frame["messages"]), tools=frame["tools"])
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+        return text
+
+    def _compile(self, kind: str, source: str) -> str:
+        """Compile in a fork, so that neither a crash nor a kill costs what is loaded.
+
+        Raises RequestError for a grammar that cannot be or takes too much, StalledError where the machine was at fault.
+        """
+        sys.stderr.flush()
+        reading, pid = self._fork(kind, source)
+        answer: bytes | None = None
+        try:
+            answer = _read(reading, time.monotonic() + WALL * COMPILE_SECONDS)
+        finally:
+            os.close(reading)
+            code = _end(pid, 0.0 if answer is None else LEAVING)
+        said = (answer or b"").decode() if code == 0 else ""
+        if said.startswith("+"):
+            return said[1:]
+        if code == -signal.SIGKILL:  # by the clock, or by the system; its own limits end it otherwise
+            raise StalledError("compiling was stopped")
+        raise RequestError(said[1:] or f"structured output: {TOO_MUCH}")
+
+    def _fork(self, kind: str, source: str) -> tuple[int, int]:
+        """Begin to compile; where the answer will come, and the fork's id. Raises StalledError."""
+        try:
+            reading, writing = os.pipe()
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    self._as_child(writing, kind, source)
+            except OSError:
+                os.close(reading)
+                raise
+            finally:
+                os.close(writing)
+        except OSError as error:  # no memory, process or descriptor is to be had, now
+            raise StalledError(error.strerror) from None
+        return reading, pid
+
+    def _as_child(self, writing: int, kind: str, source: str) -> None:
+        """The fork's whole life."""
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            _limit(resource.RLIMIT_AS, _address_space() + COMPILE_MEMORY)
+            signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
+            try:
+                answer = "+" + self._matching.compiled(kind, source)
+                if len(answer) > MAX_COMPILED:
+                    answer = f"-structured output: {TOO_MUCH}"
+            except RequestError as error:
+                answer = f"-{error}"
+            with open(writing, "wb") as file:
+                file.write(answer.encode())
+        except BaseException:
+            log.debug("a grammar could not be compiled", exc_info=True)
+        finally:
+            os._exit(0)
+
+
+def _end(pid: int, patience: float) -> int:
+    """The exit code of a process that has ended, or has to after so many seconds."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _read(reading: int, until: float) -> bytes | None:
+    """All that a pipe gives; None where that does not end in time."""
+    parts: list[bytes] = []
+    while True:
+        ready, _, _ = select.select([reading], [], [], max(0.0, until - time.monotonic()))
+        if not ready:
+            return None
+        part = os.read(reading, 2**16)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _limit(kind: int, size: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Take over the inherited socket. Signals are the server's business: this process ends when its socket closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    Aside(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Answers of /v1/chat/completions: a message, and the tools that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence as Seq
+from typing import Any
+
+from sameseed.server.replies import Choice, Reply, shown_tokens
+from sameseed.server.stream import Piece
+from sameseed.server.tools import Call, Found, More, Parser
+
+
+class Said:
+    """One choice as a message: its text, and the tools that it calls."""
+
+    def __init__(self, parser: Parser | None, name: str, one_call: bool) -> None:
+        """`parser` finds calls, where there may be such; `name` is the beginning of their ids."""
+        self._parser, self._name, self._one_call = parser, name, one_call
+        self.content: list[str] = []
+        self.calls: list[Call] = []
+        self.fresh: list[str] = []  # text of the last piece that is no call
+        self.fresh_calls: dict[int, dict[str, Any]] = {}  # and what it adds to calls, by number
+        self._dropping = False  # what comes belongs to a call that is not wanted
+
+    def feed(self, text: str, ended: bool) -> None:
+        """Add a piece's text; `ended`: it is the last."""
+        found: list[Found] = [text] if text else []
+        if self._parser is not None:
+            found = self._parser.feed(text) + (self._parser.end() if ended else [])
+        self.fresh, self.fresh_calls = [item for item in found if isinstance(item, str)], {}
+        self.content += self.fresh
+        for item in found:
+            if not isinstance(item, str):
+                self._add(item)
+
+    def _add(self, item: Call | More) -> None:
+        """A call, or more of the last one."""
+        if isinstance(item, Call):
+            self._dropping = self._one_call and bool(self.calls)
+            if not self._dropping:
+                self.fresh_calls[len(self.calls)] = self.call(len(self.calls), item)
+                self.calls.append(item)
+        elif not self._dropping:
+            number, last = len(self.calls) - 1, self.calls[-1]
+            self.calls[-1] = Call(last.name, last.arguments + item.arguments)
+            fresh = self.fresh_calls.setdefault(number, {"function": {"arguments": ""}})
+            fresh["function"]["arguments"] += item.arguments
+
+    def call(self, number: int, call: Call) -> dict[str, Any]:
+        """A tool call as OpenAI writes it."""
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"{self._name}_{number}", "type": "function", "function": function}
+
+    def message(self) -> dict[str, Any]:
+        """All of it, as OpenAI writes it."""
+        text = "".join(self.content)
+        made: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self.calls:
+            made["content"] = (text.strip() and text) or None
+            made["tool_calls"] = [self.call(number, call) for number, call in enumerate(self.calls)]
+        return made
+
+
+class ChatReply(Reply):
+    """/v1/chat/completions."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        *args: Any,
+        logprobs: bool,
+        parser: Callable[[], Parser] | None = None,
+        one_call: bool = False,
+        named: bool = False,
+        **more: Any,
+    ) -> None:
+        """`parser` makes what finds tool calls, one a choice; `one_call`: no more than one is wanted.
+
+        `named`: the request says which tool is called, so that to have called is no reason to end.
+        """
+        super().__init__(*args, **more)
+        self.with_logprobs = logprobs
+        self._named = named
+        made = [None if parser is None else parser() for _ in self.choices]
+        self._said = [Said(p, f"call_{self.id[-24:]}_{index}", one_call) for index, p in enumerate(made)]
+
+    def take(self, piece: Piece) -> Choice:
+        choice, said = super().take(piece), self._said[piece.index]
+        said.feed(piece.text, piece.completion is not None)
+        if said.calls and choice.finish_reason == "stop" and not self._named:
+            choice.finish_reason = "tool_calls"
+        return choice
+
+    def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = self._said[index].message()
+        made: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
+        made["logprobs"] = self._logprobs(choice.logprobs) if self.with_logprobs else None
+        return made | (shown_tokens(choice) if self.show_tokens else {})
+
+    def begin(self) -> Iterator[bytes]:
+        for index in range(len(self.choices)):
+            yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        choice, said, ended = self.choices[piece.index], self._said[piece.index], piece.completion is not None
+        silent = not said.fresh and not said.fresh_calls
+        if silent and not ended and not self.with_logprobs and not self.show_tokens:
+            return
+        delta: dict[str, Any] = {} if ended or said.fresh_calls else {"content": ""}
+        if said.fresh:
+            delta["content"] = "".join(said.fresh)
+        if said.fresh_calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in said.fresh_calls.items()]
+        reason = choice.finish_reason if ended else None
+        entry: dict[str, Any] = {"index": piece.index, "delta": delta, "finish_reason": reason}
+        if self.with_logprobs:
+            entry["logprobs"] = self._logprobs(piece.logprobs)
+        yield self._chunk(entry | (shown_tokens(piece) if self.show_tokens else {}))
+
+    def _chunk(self, entry: dict[str, Any]) -> bytes:
+        return self.chunk({"logprobs": None, **entry})
+
+    def _logprobs(self, entries: Seq[Any]) -> dict[str, Any]:
+        return {
+            "content": [
+                {**self._token(token, logprob), "top_logprobs": [self._token(t, value) for t, value in top]}
+                for token, logprob, top in entries
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.text.pieces.raw(token).decode("utf-8", "replace"),
+            "logprob": logprob,
+            "bytes": list(self.text.pieces.raw(token)),
+        }

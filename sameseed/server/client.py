@@ -1,0 +1,269 @@
+"""EngineClient: the server's end of the engine's process. Starts it, listens, and starts it anew when it has died.
+
+Every stream ends: with its completion, or, when the engine dies, with an error at once. Nobody waits for a process that
+is gone, and one that no longer beats is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence as Seq
+from typing import Any
+
+from sameseed.server import frames, process
+from sameseed.server.errors import ApiError, bad_request, internal, unavailable
+from sameseed.server.frames import Frame
+from sameseed.server.grammars import Compiled, Grammars
+from sameseed.server.helper import ENDED, Helper, HelperDiedError
+from sameseed.server.stream import Job, Piece, Stream
+from sameseed.server.supervised import Supervised, starting
+from sameseed.server.text import Text
+
+log = logging.getLogger("sameseed.server")
+PATIENCE = 6.0  # seconds for a helper's job that should take one: others compute too
+MAX_RENDERING = 2048  # conversations that may wait for the template: more than come through the gate by default
+MAX_COMPILING = 16  # grammars that may wait for the compiler
+CLOSING = 6.0  # seconds for the process to leave by itself
+
+
+class EngineClient(Supervised):
+    """Runs one engine in a process of its own."""
+
+    what = "the engine's process"
+
+    def __init__(
+        self,
+        model: str,
+        settings: Mapping[str, Any],
+        *,
+        beat_timeout: float = 30.0,
+        step_timeout: float = 600.0,
+        max_restarts: int = 5,
+        on_failure: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`settings` as `make_config` takes them. `on_failure` is told why, when the engine is given up."""
+        super().__init__(max_restarts, on_failure)
+        self.model = model
+        self.text: Text | None = None
+        self.facts: Frame = {}
+        self.stats: Frame = {}
+        self.past_stats: list[Frame] = []  # what engines had counted when they died
+        self._load = {"type": "load", "model": model, "settings": frames.settings_to_data(settings)}
+        self._beat_timeout, self._step_timeout = beat_timeout, step_timeout
+        self._streams: dict[str, Stream] = {}
+        self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE, MAX_RENDERING)
+        self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE, MAX_COMPILING)
+        self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send({"type": "prepare"}))
+        self._sent: set[str] = set()  # keys of the grammars that the engine has
+        self._transport: asyncio.WriteTransport | None = None
+        self._over = False  # is nothing taken any more?
+        self._heard = 0.0
+
+    def check(self) -> None:
+        """Raise ApiError 503 where there is no engine."""
+        self.check_ready()
+
+    def submit(self, job: Job, frame: bytes | None = None) -> Stream:
+        """Hand a job to the engine; `frame`: the job packed, where that was done elsewhere.
+
+        Raises ApiError 503 where there is no engine, or after `end_all`.
+        """
+        if self._over:
+            raise unavailable(ENDED)
+        self.check()
+        stream = Stream(job, self.forget)
+        if job.grammar is not None:
+            self._send_grammar(job.grammar)
+        self._write(job.packed() if frame is None else frame)
+        self._streams[job.id] = stream
+        if job.grammar is not None and job.grammar.key not in self.grammars:
+            self._forget_grammar(job.grammar.key)
+        return stream
+
+    def _send_grammar(self, grammar: Compiled) -> None:
+        """Once an engine."""
+        if grammar.key not in self._sent:
+            self._sent.add(grammar.key)
+            self._write(grammar.frame)
+
+    def _forget_grammar(self, key: str) -> None:
+        if key in self._sent:
+            self._sent.discard(key)
+            self._send({"type": "forget", "key": key})
+
+    def forget(self, job_id: str) -> None:
+        """Let the engine drop a job, wherever it is."""
+        if self._streams.pop(job_id, None) is not None:
+            self._send({"type": "abort", "id": job_id})
+
+    @property
+    def num_streams(self) -> int:
+        """Jobs that somebody waits for."""
+        return len(self._streams)
+
+    def end_all(self, error: ApiError) -> None:
+        """End every stream with this error, and what is being prepared: nothing comes after it."""
+        self._over = True
+        self._templates.refuse()
+        self._compiler.refuse()
+        self._end_streams(error)
+
+    def _end_streams(self, error: ApiError) -> None:
+        for stream in list(self._streams.values()):
+            stream.leave(error)
+
+    async def close(self) -> None:
+        """End the process; open streams end with an error."""
+        self.state = "closed"
+        self.end_all(unavailable("the server is shutting down"))
+        if self._transport is not None:
+            self._transport.close()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        for helper in (self._templates, self._compiler):
+            await helper.close()
+        if self.text is not None:
+            self.text.close()
+
+    async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
+        """A conversation as the model's template writes it; `size`: bytes that it came in. Raises ApiError 400, 503."""
+        try:
+            frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
+            return await self._templates.ask(frame, "messages", size)
+        except HelperDiedError as error:
+            if not error.spent:  # the machine's doing, perhaps
+                raise unavailable("the messages could not be prepared in time; try again later") from None
+            raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
+
+    def _aside(self, grammars: bool) -> Frame:
+        """What a helper's process must know of the model."""
+        known = {name: self.facts[name] for name in ("tokenizer", "vocab_size", "eos_token_ids")}
+        return {"type": "setup", "grammars": grammars, **known}
+
+    def _send(self, frame: Frame) -> None:
+        self._write(frames.pack(frame))
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _gone(self) -> None:
+        if self.stats:
+            self.past_stats.append({**self.stats, "running": 0, "waiting": 0})
+            self.stats = {}
+        self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
+
+    async def _run_once(self) -> int:
+        with starting():
+            pid, ours = _spawn()
+        self.pid = pid
+        self._sent.clear()
+        try:
+            await self._listen(pid, ours)
+        finally:
+            code = await process.end(pid, 0.2 if self.state != "closed" else CLOSING)
+        return code
+
+    async def _listen(self, pid: int, ours: socket.socket) -> None:
+        """Take the process's frames until there will be no more."""
+        loop = asyncio.get_running_loop()
+        try:
+            transport, link = await loop.connect_accepted_socket(
+                lambda: _Link(lambda frame: self._receive(frame, pid)), sock=ours
+            )
+        except BaseException:
+            ours.close()
+            raise
+        self._transport, self._heard = transport, time.monotonic()
+        self._send(self._load)
+        watchdog = loop.create_task(self._watch(pid))
+        try:
+            await link.closed
+        finally:
+            self._stopped()
+            watchdog.cancel()
+            transport.close()
+            self._transport = None
+
+    def _receive(self, frame: Frame, pid: int) -> None:
+        self._heard = time.monotonic()
+        kind = frame["type"]
+        if kind == "deltas":
+            for item in frame["items"]:
+                stream = self._streams.get(item[0])
+                if stream is not None:
+                    piece = Piece(*item[1:])
+                    stream.push(piece)
+                    if piece.completion is not None and piece.completion["finish_reason"] == "error":
+                        self.forget(stream.id)
+                    elif not stream.num_open:
+                        del self._streams[stream.id]
+            self.stats = frame["stats"] or self.stats
+        elif kind == "scores":
+            stream = self._streams.get(frame["id"])
+            if stream is not None:
+                stream.hold(frame["index"], frame["items"])
+        elif kind == "beat":
+            self.stats = frame["stats"] or self.stats
+            if frame["step_seconds"] > self._step_timeout:
+                log.error("a step of the engine takes %.0f s; its process is ended", frame["step_seconds"])
+                os.kill(pid, signal.SIGKILL)
+        elif kind == "ready":
+            self.facts = frame
+            if self.text is None:
+                self.text = Text(frame["tokenizer"], frame["vocab_size"], frame["max_model_len"], self.render)
+            self._serves()
+        elif kind == "refused":
+            stream = self._streams.pop(frame["id"], None)
+            if stream is not None:
+                stream.push(internal() if frame["message"] is None else bad_request(frame["message"]))
+        elif kind == "failed":
+            self._message = frame["message"]
+
+    async def _watch(self, pid: int) -> None:
+        """End a process that has not been heard of for too long."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            if now - before > 2.0:  # it is this process that stood still
+                self._heard = now
+            elif now - self._heard > self._beat_timeout:
+                log.error("the engine's process has not been heard of for %.0f s; it is ended", now - self._heard)
+                os.kill(pid, signal.SIGKILL)
+                return
+
+
+class _Link(asyncio.Protocol):
+    """Takes frames off the socket as they come; `closed` is done when no more will."""
+
+    def __init__(self, receive: Callable[[Frame], None]) -> None:
+        self._receive = receive
+        self._unpacker = frames.Unpacker()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._unpacker.feed(data):
+                self._receive(frame)
+        except Exception:  # not what frames look like: whoever sends that has to go
+            if not self.closed.done():
+                log.exception("the engine's frames cannot be read")
+                self.closed.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+def _spawn() -> tuple[int, socket.socket]:
+    """Start the engine's process."""
+    return process.spawn("worker")

@@ -1,0 +1,70 @@
+"""Answers of /v1/completions: a text that goes on, with its prompt before it where that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from typing import Any
+
+from sameseed.server.replies import Choice, Reply, shown_tokens
+from sameseed.server.stream import Piece
+
+
+class CompletionReply(Reply):
+    """/v1/completions. `echoes`: texts and tokens of the prompts, if repeated; `hidden`: no token was asked for."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(
+        self, *args: Any, logprobs: bool, echoes: Seq[tuple[str, list[int]]], hidden: bool, **more: Any
+    ) -> None:
+        super().__init__(*args, **more)
+        self.with_logprobs, self.echoes, self.hidden = logprobs, echoes, hidden
+
+    def _echo(self, index: int) -> tuple[str, list[int]]:
+        return self.echoes[index * len(self.echoes) // len(self.choices)] if self.echoes else ("", [])
+
+    @property
+    def num_output_tokens(self) -> int:
+        return 0 if self.hidden else super().num_output_tokens
+
+    def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        text = self._echo(index)[0] + ("" if self.hidden else "".join(choice.text))
+        made: dict[str, Any] = {"index": index, "text": text, "finish_reason": choice.finish_reason}
+        made["logprobs"] = self._logprobs(index, choice) if self.with_logprobs else None
+        return made | (shown_tokens(choice) if self.show_tokens else {})
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        choice = self.choices[piece.index]
+        first = len(choice.text) == 1
+        text = (self._echo(piece.index)[0] if first else "") + ("" if self.hidden else piece.text)
+        if not text and piece.completion is None and not self.with_logprobs and not self.show_tokens:
+            return
+        entry: dict[str, Any] = {"index": piece.index, "text": text, "logprobs": None}
+        if self.with_logprobs:
+            entry["logprobs"] = self._logprobs(piece.index, choice)
+        entry["finish_reason"] = choice.finish_reason if piece.completion is not None else None
+        entry |= shown_tokens(piece) if self.show_tokens else {}
+        yield self.chunk(entry)
+
+    def _logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Log-probabilities of tokens not sent before, those of an echoed prompt first."""
+        made: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        entries = [] if self.hidden else choice.logprobs[choice.num_sent :]
+        echo = self._echo(index)[1]
+        if echo and not choice.echoed:
+            entries = [[echo[0], None, []], *choice.prompt_logprobs, *entries]
+        choice.num_sent, choice.echoed = len(choice.logprobs), True
+        for token, logprob, top in entries:
+            name = self.text.pieces.text(token)
+            made["tokens"].append(name)
+            made["token_logprobs"].append(logprob)
+            made["text_offset"].append(choice.offset)
+            choice.offset += len(name)
+            if logprob is None:
+                made["top_logprobs"].append(None)
+                continue
+            alternatives: dict[str, float] = {name: logprob}
+            for other, value in top:
+                alternatives.setdefault(self.text.pieces.text(other), value)
+            made["top_logprobs"].append(alternatives)
+        return made

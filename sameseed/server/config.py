@@ -1,0 +1,91 @@
+"""Settings of the server: where it listens, who may speak to it, how much it takes in."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sameseed.errors import ConfigError
+
+KEY_VARIABLE = "SAMESEED_API_KEY"
+PREFIXES = ("vllm:", "sameseed:")
+_SHORTEST_KEY = 8
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """`keys` are digests: the keys themselves are forgotten. Times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str = "embedded"  # what clients call it
+    keys: Keys = field(default_factory=lambda: Keys(()))
+    allowed_hosts: tuple[str, ...] = ()
+    max_queue: int = 256
+    request_timeout: float = 600.0
+    drain_timeout: float = 30.0
+    load_timeout: float = 1800.0  # of a vLLM
+    metrics_prefix: str = "vllm:"
+    detailed: bool = False  # does each answer list every round's drafted and accepted tokens?
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must lie in 0..65535, got {self.port}; 8000 is usual")
+        if self.max_queue < 0:
+            raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}")
+        if not (self.request_timeout > 0 and self.load_timeout > 0) or not self.drain_timeout >= 0:
+            raise ConfigError("request_timeout and load_timeout must be above 0, drain_timeout at least 0 seconds")
+        if self.metrics_prefix not in PREFIXES:
+            raise ConfigError(f"metrics_prefix must be one of {', '.join(PREFIXES)}, got {self.metrics_prefix!r}")
+        if not self.loopback and not self.keys:
+            raise ConfigError(
+                f"{self.host} can be reached from other machines, and there is no API key: put one into a file and "
+                f"give --api-key-file, or set {KEY_VARIABLE}; or listen on 127.0.0.1"
+            )
+
+    @property
+    def loopback(self) -> bool:
+        """Can only this machine reach it?"""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+class Keys:
+    """API keys, as SHA-256 digests. Every key is compared, each in constant time."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        """Raises ConfigError for a key that is too short to be one."""
+        if any(len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() for key in keys):
+            raise ConfigError(f"an API key must have at least {_SHORTEST_KEY} printable ASCII characters")
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in dict.fromkeys(keys))
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def tenant(self, key: bytes) -> str | None:
+        """Whose key this is, as a short name that does not tell it; None if nobody's."""
+        digest = hashlib.sha256(key).digest()
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest.hex()[:16] if any(found) else None
+
+    @classmethod
+    def read(cls, path: Path | None) -> Keys:
+        """Keys of a file (one a line, # for remarks) and of the environment (commas between). Raises ConfigError."""
+        keys = [k.strip() for k in os.environ.get(KEY_VARIABLE, "").split(",")]
+        if path is not None:
+            try:
+                lines = path.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"cannot read API keys from {path} ({error}); give a text file") from None
+            keys += [line.strip() for line in lines if not line.lstrip().startswith("#")]
+            if not any(keys):
+                raise ConfigError(f"{path} holds no API key; write one a line")
+        return cls(tuple(dict.fromkeys(k for k in keys if k)))

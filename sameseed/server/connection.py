@@ -1,0 +1,89 @@
+"""Connections: HTTP/1.1 as uvicorn speaks it, with bounds on how many there are and how long they may say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from functools import cache
+
+from starlette.types import Scope
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sameseed.server.errors import unavailable
+
+WAIT = 80.0  # seconds for the head of a request; longer than uvicorn keeps an idle connection
+RESERVED = 64  # file descriptors for all but clients: libraries, pipes, the engine that replaces a dead one
+CUT = "sameseed.cut"  # in a request's scope: ends its connection
+
+
+async def cut(scope: Scope) -> None:
+    """End a connection with an answer half sent: an orderly close would wait for a client that reads nothing."""
+    if CUT in scope:
+        scope[CUT]()
+        await asyncio.sleep(0)  # it is told before its request ends
+
+
+@cache
+def max_connections() -> int:
+    """As many as the process's limit of file descriptors has room for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(8, (2**20 if soft == resource.RLIM_INFINITY else soft) - RESERVED)
+
+
+def _full() -> bytes:
+    """What one connection too many is told, whatever it asks."""
+    error = unavailable("too many connections are open; try again later", retry_after=1)
+    body = json.dumps(error.body()).encode()
+    head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+    return f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+FULL = _full()
+
+
+class Patient(H11Protocol):
+    """HTTP/1.1 whose clients have `WAIT` seconds for the head of each request; uvicorn would wait for ever."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > max_connections():
+            transport.write(FULL)
+            transport.close()
+        else:
+            self._mind()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._mind()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._mind()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _waiting(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _mind(self) -> None:
+        """The clock runs while no request is being answered. A request that is can end its connection: see `cut`."""
+        if self.scope is not None:
+            scope: Scope = self.scope  # type: ignore[assignment]
+            scope.setdefault(CUT, self.transport.abort)
+        if self._waiting and self._deadline is None:
+            self._deadline = self.loop.call_later(WAIT, self._late)
+        elif not self._waiting and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self._waiting and not self.transport.is_closing():
+            self.transport.close()

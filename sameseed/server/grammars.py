@@ -1,0 +1,98 @@
+"""Grammars: compiled aside, kept by the bytes they take. A refusal is remembered too: asking again costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sameseed.server import frames
+from sameseed.server.errors import ApiError, bad_request, unavailable
+from sameseed.server.helper import Helper, HelperDiedError
+from sameseed.server.structured import Source
+
+MAX_BYTES = 64 * 2**20  # of compiled grammars
+MAX_REFUSALS = 256
+
+
+class Compiled(NamedTuple):
+    """A compiled grammar by name, as the frame that the engine takes."""
+
+    key: str
+    frame: bytes
+
+
+class Grammars:
+    """Least recently used are forgotten first; `on_forget` is told their keys, `on_need` that some will come."""
+
+    def __init__(
+        self,
+        helper: Helper,
+        on_forget: Callable[[str], None],
+        on_need: Callable[[], None] = lambda: None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._helper, self._on_forget, self._on_need, self._max_bytes = helper, on_forget, on_need, max_bytes
+        self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._refused: OrderedDict[str, str] = OrderedDict()
+        self._coming: dict[str, asyncio.Task[bytes]] = {}  # one for all who ask meanwhile
+        self.num_bytes = 0
+
+    async def compiled(self, source: Source) -> Compiled:
+        """The grammar of a source.
+
+        Raises ApiError: 400 for one that cannot be, or takes too much; 503 when crowded, or where compiling was
+        stopped from outside.
+        """
+        key = source.key
+        if (message := self._refused.get(key)) is not None:
+            raise bad_request(message, source.field)
+        data = self._known.get(key)
+        if data is None:
+            try:
+                data = await asyncio.shield(self._begun(source, key))
+            except ApiError as error:
+                raise (bad_request(error.message, source.field) if error.status == 400 else error) from None
+        else:
+            self._known.move_to_end(key)
+        return Compiled(key, data)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def _begun(self, source: Source, key: str) -> asyncio.Task[bytes]:
+        """The one task that compiles this; it goes on also if who began it leaves."""
+        task = self._coming.get(key)
+        if task is None:
+            self._on_need()
+            task = self._coming[key] = asyncio.get_running_loop().create_task(self._compile(source, key))
+            task.add_done_callback(lambda done: self._ended(key, done))
+        return task
+
+    def _ended(self, key: str, task: asyncio.Task[bytes]) -> None:
+        del self._coming[key]
+        if not task.cancelled() and task.exception() is None:
+            self._keep(key, task.result())
+
+    async def _compile(self, source: Source, key: str) -> bytes:
+        job = {"type": "compile", "kind": source.kind, "source": source.text}
+        try:
+            data = await self._helper.ask(job, source.field, len(source.text))
+            return await asyncio.to_thread(frames.pack, {"type": "grammar", "key": key, "data": data})
+        except HelperDiedError:  # the machine's doing, perhaps: asked again, it may well come
+            raise unavailable("the grammar could not be compiled in time; try again later, or simplify it") from None
+        except ApiError as error:
+            if error.status == 400:
+                self._refused[key] = error.message
+                if len(self._refused) > MAX_REFUSALS:
+                    self._refused.popitem(last=False)
+            raise
+
+    def _keep(self, key: str, data: bytes) -> None:
+        self._known[key] = data
+        self.num_bytes += len(data)
+        while self.num_bytes > self._max_bytes and len(self._known) > 1:
+            old, text = self._known.popitem(last=False)
+            self.num_bytes -= len(text)
+            self._on_forget(old)

@@ -1,0 +1,135 @@
+"""Guard: what every request passes before any route is looked up. Keys, hosts, sizes; ids, counts; errors in one shape.
+
+It decides on the path that the router sees (the connection's, percent signs decoded), never on a URL made of headers.
+Without a key it lets by GET /health, and GET /: the playground's page, the same bytes for everybody, which asks for its
+data with a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sameseed.server import limits
+from sameseed.server.answer import error_response
+from sameseed.server.config import ServerConfig
+from sameseed.server.errors import ApiError, internal, unavailable
+
+log = logging.getLogger("sameseed.server")
+OPEN = ("/health", "/")
+MAX_HEADERS = 100
+MAX_CLIENT_ID = 128
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass
+class Visit:
+    """What is known of a request before it is read; in `scope["sameseed"]`."""
+
+    id: str
+    tenant: str = ""
+    size: int = 0  # bytes of the body that have been read
+    client_id: str | None = None  # what the client calls it: repeated and logged, never used
+    arrived: float = field(default_factory=time.monotonic)
+    outcome: int | None = None  # a status other than that of the response: 499, or an error in a stream
+
+
+class Counted(Protocol):
+    """What counts answers."""
+
+    def answered(self, route: str, status: int) -> None:
+        """A request was answered, or its client left (499)."""
+
+
+class Guard:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Counted) -> None:
+        self._app, self._config, self._metrics = app, config, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, value)
+        visit = scope["sameseed"] = Visit(secrets.token_hex(12), client_id=_client_id(headers.get(b"x-request-id")))
+        status = 500
+        started = False
+
+        async def answer(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                own = [
+                    (b"x-request-id", (visit.client_id or visit.id).encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                ]
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
+            await send(message)
+
+        try:
+            self._admit(scope, headers, visit)
+            await self._app(scope, receive, answer)
+        except ApiError as error:
+            if not started:
+                await error_response(error)(scope, receive, answer)
+        except asyncio.CancelledError:  # the server ends, and waits for nobody any more
+            if started:
+                raise
+            await error_response(unavailable("the server is shutting down"))(scope, receive, answer)
+        except Exception:
+            log.exception("a request failed", extra={"request_id": visit.id})
+            if not started:
+                await error_response(internal())(scope, receive, answer)
+        finally:
+            self._metrics.answered(_route(scope), visit.outcome or status)
+
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes], visit: Visit) -> None:
+        """Raise ApiError for a request that is not to be looked at any further."""
+        if len(scope["headers"]) > MAX_HEADERS:
+            raise ApiError(400, f"more than {MAX_HEADERS} headers")
+        self._check_host(headers.get(b"host"))
+        if self._config.keys and not (scope["path"] in OPEN and scope["method"] in ("GET", "HEAD")):
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            tenant = self._config.keys.tenant(key.strip()) if scheme.lower() == b"bearer" else None
+            if tenant is None:
+                raise ApiError(
+                    401, "a valid API key is missing; send 'Authorization: Bearer KEY'", code="invalid_api_key"
+                )
+            visit.tenant = tenant
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 18 or int(length) > limits.MAX_BODY:
+            raise limits.too_large()
+
+    def _check_host(self, host: bytes | None) -> None:
+        """A page that a browser loaded from elsewhere must not reach a server on its machine by a name of its own."""
+        if host is None or not self._config.loopback:
+            return
+        name = host.decode("latin-1").lower()
+        if name.rpartition(":")[2].isdigit():
+            name = name.rpartition(":")[0]
+        if name not in (*_LOCAL, *(known.lower() for known in (self._config.host, *self._config.allowed_hosts))):
+            raise ApiError(403, "this Host is not served here; call it localhost, or start it with --allowed-host")
+
+
+def _client_id(value: bytes | None) -> str | None:
+    if value is None or len(value) > MAX_CLIENT_ID or not all(0x21 <= b < 0x7F for b in value):
+        return None
+    return value.decode("ascii")
+
+
+def _route(scope: Scope) -> str:
+    """The route's pattern, so that paths that clients make up are one."""
+    path = getattr(scope.get("route"), "path", None)
+    return path if isinstance(path, str) else "other"

@@ -1,0 +1,160 @@
+"""Helper: the server's end of a process for work that may hang. Started when first asked, ended when late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sameseed.server import frames, process
+from sameseed.server.errors import bad_request, unavailable
+from sameseed.server.frames import Frame
+
+log = logging.getLogger("sameseed.server")
+STARTING = 120.0  # seconds to load what it needs
+AT_ONCE = 0.2  # seconds within which no job ends a process
+LARGE = 2**16  # bytes of a frame that is read or written in a thread
+ENDED = "the server is shutting down, and this request was not finished"
+
+
+class HelperDiedError(Exception):
+    """A job came to nothing: its process died, or took too long. `spent`: it used up the work that it may take."""
+
+    def __init__(self, spent: bool) -> None:
+        super().__init__("it took too much work" if spent else "its process died or stood still")
+        self.spent = spent
+
+
+class Helper:
+    """One process, one job at a time. A job that takes longer than `patience` seconds costs the process."""
+
+    def __init__(self, setup: Callable[[], Frame], patience: float, max_waiting: int) -> None:
+        """`setup` makes the first frame of a new process; `max_waiting`: jobs that may wait for the one that runs."""
+        self._setup, self._patience, self._max_waiting = setup, patience, max_waiting
+        self._lock = asyncio.Lock()
+        self._num_waiting = 0
+        self._pid: int | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._jobs: set[asyncio.Task[Frame]] = set()
+        self._closed = False
+
+    async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
+        """What becomes of a job.
+
+        Raises HelperDiedError; ApiError 400 where it is refused, 503 where too many wait.
+        `name`: the field that an error is about; `size`: characters of the frame, about.
+        """
+        if self._closed:
+            raise unavailable(ENDED)
+        if self._num_waiting > self._max_waiting:
+            raise unavailable("too many requests wait to be prepared; try again later", 1)
+        self._num_waiting += 1
+        job = asyncio.get_running_loop().create_task(self._done(frame, size))
+        self._jobs.add(job)
+        try:
+            await asyncio.wait({job})
+        finally:
+            job.cancel()  # where nobody waits any more
+            self._jobs.discard(job)
+            self._num_waiting -= 1
+        if job.cancelled():
+            raise unavailable(ENDED)
+        answer = job.result()
+        if answer["type"] == "refused":
+            raise bad_request(answer["message"], name)
+        if answer["type"] == "failed":
+            log.error("a grammar could not be compiled: %s", answer["message"])
+            raise HelperDiedError(spent=False)
+        return str(answer["text"])
+
+    def refuse(self) -> None:
+        """Nothing is done any more: whoever waits gets a 503, and so does who comes."""
+        self._closed = True
+        for job in self._jobs:
+            job.cancel()
+
+    async def _done(self, frame: Frame, size: int) -> Frame:
+        data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
+        async with self._lock:
+            return await self._answer(data)
+
+    async def _answer(self, data: bytes) -> Frame:
+        if self._streams is None:
+            await self._start()
+        sent = time.monotonic()
+        try:
+            return await self._exchange(data, self._patience)
+        except HelperDiedError:
+            if time.monotonic() - sent > AT_ONCE:
+                raise
+        await self._start()  # it had died while nobody asked
+        return await self._exchange(data, self._patience)
+
+    async def close(self) -> None:
+        """End the process."""
+        self.refuse()
+        await self._end()
+
+    async def _start(self) -> None:
+        try:
+            self._pid, ours = process.spawn("aside")
+            self._streams = await _streams(ours)
+        except OSError as error:  # no process, memory or descriptor is to be had, now
+            log.error("the process beside the server cannot be started: %s", error.strerror)
+            await self._end()
+            raise unavailable("requests cannot be prepared now; try again later") from None
+        try:
+            answer = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
+        except HelperDiedError as error:
+            log.error("the process beside the server cannot be set up: %s", error)
+            raise unavailable("requests cannot be prepared now; try again later") from None
+        if answer["type"] == "refused":
+            await self._end()
+            raise bad_request(answer["message"])
+
+    async def _exchange(self, data: bytes, patience: float) -> Frame:
+        """Send and receive. Whatever goes wrong, or whoever stops waiting: the process would answer too late."""
+        try:
+            return await asyncio.wait_for(self._talk(data), patience)
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, frames.FrameError) as error:
+            code = await self._end()
+            spent = code == -signal.SIGPROF  # a timer of its own
+            if not spent:
+                log.error("a process beside the server ended with code %s (%s)", code, type(error).__name__)
+            raise HelperDiedError(spent) from None
+        except BaseException:
+            await self._end()
+            raise
+
+    async def _talk(self, data: bytes) -> Frame:
+        assert self._streams is not None
+        reader, writer = self._streams
+        writer.write(data)
+        await writer.drain()
+        head = await reader.readexactly(4)
+        body = await reader.readexactly(min(int.from_bytes(head, "little"), frames.MAX_FRAME))
+        feed = frames.Unpacker().feed
+        made = await asyncio.to_thread(feed, head + body) if len(body) > LARGE else feed(head + body)
+        return made[0]
+
+    async def _end(self) -> int | None:
+        """End the process; its exit code, None where there is none."""
+        pid, streams = self._pid, self._streams
+        self._pid = self._streams = None
+        if streams is not None:
+            streams[1].close()
+        return None if pid is None else await asyncio.shield(process.end(pid, 0.05))
+
+
+async def _streams(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Both directions of a socket that is connected already."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**20)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport: Any
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock=connection)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

@@ -1,0 +1,140 @@
+"""The interface's document (OpenAPI) and page: what bodies may hold, made from the models that read them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from pydantic import BaseModel
+
+from sameseed.server.protocol import TOKEN
+from sameseed.server.text import Text
+from sameseed.server.tools import parser_for
+
+SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
+
+
+# Other names for what `response_format` and `structured_outputs` say; of all of these a request may have one.
+ONE_OF_THEM = ("guided_choice", "guided_json", "guided_regex", "guided_grammar")
+
+
+def fitted(document: dict[str, Any], model_name: str, text: Text | None, locked: bool) -> dict[str, Any]:
+    """The document for the model that is served: its name, its vocabulary, its context, whether it knows tools.
+
+    `locked`: the server wants a key.
+    """
+    made = {**document, "components": {}, "paths": _fit(document["paths"], model_name, text)}
+    if locked:
+        made["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        made["security"] = [{"key": []}]
+        made["paths"]["/health"]["get"]["security"] = []
+    return made
+
+
+def _fit(value: Any, model_name: str, text: Text | None) -> Any:
+    if isinstance(value, list):
+        return [_fit(v, model_name, text) for v in value if not _needs_tools(v, text)]
+    if not isinstance(value, dict):
+        return value
+    made = {k: _fit(v, model_name, text) for k, v in value.items() if k != "422"}  # FastAPI's own, never used here
+    properties = made.get("properties")
+    if isinstance(properties, dict):
+        made["properties"] = properties = dict(properties)
+        if "model" in properties:
+            properties["model"] = {"enum": [model_name, None], "title": "Model"}
+        if text is not None and parser_for(text.tokenizer.chat_template) is None:
+            properties.pop("tools", None)
+            properties.pop("tool_call_id", None)
+            if "tool_choice" in properties:
+                properties["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
+            if "enum" in properties.get("role", {}):
+                properties["role"] = {
+                    **properties["role"],
+                    "enum": [r for r in properties["role"]["enum"] if r != "tool"],
+                }
+        for name in ONE_OF_THEM:
+            properties.pop(name, None)
+        if "logit_bias" in properties and text is not None:
+            properties["logit_bias"] = _with_keys(properties["logit_bias"], text.vocab_size)
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if name in properties and text is not None:
+                properties[name] = _with_maximum(properties[name], text.max_model_len)
+    if made.pop(TOKEN, False) and text is not None:
+        made["maximum"] = text.vocab_size - 1
+    return made
+
+
+def _needs_tools(value: Any, text: Text | None) -> bool:
+    """Is this a form that only a model with tools can have?"""
+    knows_none = text is not None and parser_for(text.tokenizer.chat_template) is None
+    return knows_none and isinstance(value, dict) and value.get("title") == "CallMessage"
+
+
+def _with_maximum(schema: dict[str, Any], most: int) -> dict[str, Any]:
+    forms = [{**form, "maximum": most} if form.get("type") == "integer" else form for form in schema["anyOf"]]
+    return {**schema, "anyOf": forms}
+
+
+def _with_keys(schema: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Keys are token ids; said for those of fewer digits than the vocabulary's size, which all exist."""
+    digits = max(1, len(str(vocab_size - 1)) - 1)
+    keys = {"pattern": f"^[0-9]{{1,{digits}}}$"}
+    return {
+        **schema,
+        "anyOf": [{**f, "propertyNames": keys} if f.get("type") == "object" else f for f in schema["anyOf"]],
+    }
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Descriptions of errors for the interface's document."""
+    fields = {"message": {"type": "string"}, "type": {"type": "string"}}
+    fields |= {k: {"type": ["string", "null"]} for k in ("param", "code")}  # type: ignore[dict-item]
+    schema = {
+        "type": "object",
+        "properties": {"error": {"type": "object", "properties": fields}},
+        "required": ["error"],
+    }
+    return {s: {"description": "error", "content": {"application/json": {"schema": schema}}} for s in statuses}
+
+
+def described(kinds: Seq[type[BaseModel]], summary: str, streams: bool = False) -> dict[str, Any]:
+    """What the interface's document says of a route whose body, one of these kinds, is read by ourselves."""
+    schemas = []
+    for kind in kinds:
+        schema = kind.model_json_schema()
+        schemas.append(_inlined(schema, schema.pop("$defs", {})))
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    responses = errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+    if streams:
+        responses[200] = {"description": "the answer, or its events", "content": {"text/event-stream": {"schema": {}}}}
+    return {"summary": summary, "openapi_extra": {"requestBody": body}, "responses": responses}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """A schema without references: each route's stands by itself."""
+    if isinstance(schema, list):
+        return [_inlined(s, definitions) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {k: _inlined(v, definitions) for k, v in schema.items()}
+
+
+def page(document: dict[str, Any]) -> str:
+    """The interface as a page without any outside resource."""
+    rows = [
+        f"<tr><td><code>{method.upper()}</code></td><td><code>{html.escape(path)}</code></td>"
+        f"<td>{html.escape(operation.get('summary', ''))}</td></tr>"
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    ]
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>sameseed</title>"
+        "<meta name=viewport content='width=device-width'><style>body{font-family:system-ui;margin:2em;"
+        "color-scheme:light dark}td{padding:.3em 1em .3em 0}</style>"
+        f"<h1>sameseed</h1><p>{html.escape(SUMMARY)} All fields: <a href=openapi.json>openapi.json</a>.</p>"
+        f"<table>{''.join(rows)}</table></html>"
+    )

@@ -1,0 +1,119 @@
+"""Limits, and the JSON reader that keeps them: what is too large is refused before anything is made of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from sameseed.server.errors import ApiError, bad_request
+
+MAX_BODY = 8 * 2**20  # bytes
+MAX_HEADERS = 64 * 2**10  # bytes, request line included
+MAX_NESTING = 64
+MAX_VALUES = 2**20  # values in a body: each takes many times the memory of its bytes
+MAX_CONTAINERS = 2**16  # lists and objects among them
+MAX_N = 16
+MAX_PROMPTS = 64
+MAX_TOP_LOGPROBS = 20
+MAX_STOP = 4
+MAX_STOP_LENGTH = 256
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED = 4096
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_CHOICES, MAX_CHOICE_LENGTH = 256, 1024
+MAX_GRAMMAR = 64 * 2**10  # characters of a schema or a grammar
+MAX_TOOL_SCHEMAS = 256 * 2**10  # characters of the schemas of all tools that are enforced
+MAX_REGEX = 4096  # characters
+MAX_SCHEMA_NODES, MAX_SCHEMA_DEPTH, MAX_ENUM, MAX_PATTERNS = 2000, 32, 1000, 64
+MAX_COMPILED = 8 * 2**20  # bytes of a compiled grammar
+COMPILE_SECONDS, TEMPLATE_SECONDS = 1.0, 1.0  # of work
+COMPILE_MEMORY = 512 * 2**20  # bytes beyond what the process has
+BODY_TIMEOUT = 30.0  # seconds for a body to arrive
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_STRING = re.compile(rb'"[^"]*"')  # without escapes; with them the expression would take quadratic time
+
+
+def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
+    """The JSON object of a request's body, or of a text in it by its `name`.
+
+    Raises ApiError 400 for anything else, 413 for a body beyond the limit.
+    """
+    if len(raw) > MAX_BODY:
+        raise too_large()
+    check_values(raw, f"{name} holds")
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
+    except UnicodeDecodeError as error:
+        raise bad_request(f"{name} is no UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise bad_request(f"{name} is no JSON: {error.msg} at {where}", code="invalid_json") from None
+    except RecursionError:
+        raise _too_deep(name) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise bad_request(f"{name} is no JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad_request(f"{name} must be a JSON object", code="invalid_json")
+    check_nesting(value, name)
+    if _SURROGATE.search(raw):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise bad_request(f"{name} holds half of a surrogate pair, which is no text") from None
+    return value
+
+
+def check_values(raw: bytes, what: str) -> None:
+    """Raise ApiError 400 for JSON of which parsing would make too much."""
+    if _too_many(raw) and _too_many(_without_texts(raw)):  # the second look takes longer
+        raise bad_request(f"{what} more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values")
+
+
+def _without_texts(raw: bytes) -> bytes:
+    """What of a JSON document is no text. Two backslashes first: the second escapes nothing."""
+    return _STRING.sub(b"", raw.replace(b"\\\\", b"").replace(b'\\"', b""))
+
+
+def _too_many(raw: bytes) -> bool:
+    return raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS or raw.count(b",") > MAX_VALUES
+
+
+def check_nesting(value: Any, name: str = "the body") -> None:
+    """Raise ApiError 400 for lists and objects within each other deeper than the limit."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise _too_deep(name)
+
+
+def too_large() -> ApiError:
+    """413."""
+    return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
+
+
+def _number(text: str) -> float | int:
+    """To JSON 5.0 and 5 are one number."""
+    value = float(text)
+    if math.isinf(value):
+        raise bad_request("numbers must be finite, got one that is too large", code="invalid_json")
+    return int(value) if value.is_integer() else value
+
+
+def _too_deep(name: str) -> ApiError:
+    return bad_request(f"{name} nests deeper than {MAX_NESTING} levels", code="invalid_json")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise bad_request(f"numbers must be finite, got {name}", code="invalid_json")

@@ -1,0 +1,115 @@
+"""Loader: what texts must look like, made ready in the engine's process by a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sameseed.errors import RequestError
+from sameseed.request import Grammar
+from sameseed.server.frames import Frame
+
+if TYPE_CHECKING:
+    from sameseed.spec.grammar import Vocabulary
+    from sameseed.spec.matching import Matching
+
+log = logging.getLogger("sameseed")
+
+
+class Loader:
+    """Takes frames that concern grammars, in order, and hands requests on with what their texts must look like.
+
+    Such a request gets "make": a function that makes the grammar of one text, or raises what is wrong with it. So every
+    request is handed on, whatever happens here.
+    """
+
+    def __init__(self, deliver: Callable[[Frame], None], vocabulary: Callable[[], Vocabulary]) -> None:
+        self._deliver, self._make_vocabulary = deliver, vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._matching: Matching | None = None
+        self._grammars: dict[str, Any] = {}  # by key; the server says which to keep
+        self._waiting: set[str] = set()  # requests that were not handed on yet
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def takes(self, frame: Frame) -> bool:
+        """Take a frame that is ours. The end of a request that waits here is ours too."""
+        kind = frame["type"]
+        if kind == "abort":
+            with self._lock:
+                if frame["id"] in self._waiting:
+                    self._waiting.discard(frame["id"])
+                    return True
+            return False
+        if kind not in ("prepare", "grammar", "forget") and not (
+            kind == "add" and (frame["choice"] or frame["grammar"])
+        ):
+            return False
+        if kind == "add":
+            with self._lock:
+                self._waiting.add(frame["id"])
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
+            self._thread.start()
+        self._queue.put(frame)
+        return True
+
+    def _work(self) -> None:
+        while True:
+            frame = self._queue.get()
+            try:
+                if frame["type"] == "prepare":  # the compiler's process gets ready meanwhile
+                    self._ready()
+                elif frame["type"] == "forget":
+                    self._grammars.pop(frame["key"], None)
+                elif frame["type"] == "grammar":
+                    self._grammars[frame["key"]] = self._ready().language(frame["data"])
+                else:
+                    self._hand_on(frame)
+            except RequestError as error:  # the library is not there: the request is told so
+                log.warning("%s", error)
+            except Exception:
+                log.exception("a compiled grammar could not be loaded")
+
+    def _hand_on(self, frame: Frame) -> None:
+        try:
+            frame["make"] = self._maker(frame["choice"], frame["grammar"])
+        except Exception as error:  # raised where the request is added, which refuses it
+            frame["make"] = partial(_raise, error)
+        with self._lock:
+            wanted = frame["id"] in self._waiting
+            self._waiting.discard(frame["id"])
+            if wanted:  # under the lock: an abort comes after it, or is heeded here
+                self._deliver(frame)
+
+    def _maker(self, choice: list[str] | None, key: str | None) -> Callable[[], Grammar]:
+        from sameseed.spec.grammar import Choice
+
+        if choice:
+            shared = Choice(choice, self._words())
+            return lambda: shared
+        grammar, matching = self._grammars.get(key or ""), self._matching
+        if grammar is None or matching is None:
+            raise RuntimeError("the request's grammar is not there")
+        return lambda: matching.matched(grammar)
+
+    def _ready(self) -> Matching:
+        from sameseed.spec.matching import Matching
+
+        if self._matching is None:
+            self._matching = Matching(self._words())
+        return self._matching
+
+    def _words(self) -> Vocabulary:
+        if self._vocabulary is None:
+            self._vocabulary = self._make_vocabulary()
+        return self._vocabulary
+
+
+def _raise(error: Exception) -> Grammar:
+    raise error

@@ -1,0 +1,151 @@
+"""/metrics: vLLM's names, with its prefix or ours. The engine's own counters live on when its process is replaced."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sameseed.server import frames
+from sameseed.server.client import EngineClient
+from sameseed.server.gate import Gate
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 600.0)
+_COUNTED = {
+    "num_preemptions": ("preemptions", "preemptions of running sequences"),
+    "prefix_cache_queries": ("prefix_queries", "tokens of sequences that started, looked up in the prefix cache"),
+    "prefix_cache_hits": ("prefix_hits", "of these, tokens that were found there"),
+    "spec_decode_num_drafts": ("drafts", "rounds with at least one draft token"),
+    "spec_decode_num_draft_tokens": ("draft_tokens", "draft tokens"),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "draft tokens that were accepted"),
+}
+
+
+class Metrics:
+    """What is counted here, and the engine's counters when they are asked for."""
+
+    def __init__(self, client: EngineClient, gate: Gate, model_name: str, prefix: str) -> None:
+        self.registry = CollectorRegistry()
+        label = ("model_name",)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(prefix + name, text, (*label, *labels), registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(prefix + name, text, label, buckets=buckets, registry=self.registry)
+            return made.labels(model_name)
+
+        self.prompt_tokens = counter("prompt_tokens", "tokens of prompts").labels(model_name)
+        self.generation_tokens = counter("generation_tokens", "tokens written").labels(model_name)
+        self._success = counter("request_success", "sequences that were completed, by why", "finished_reason")
+        self._requests = counter(
+            "http_requests", "requests, by route and status (499: the client left)", "route", "status"
+        )
+        self.first_token = histogram("time_to_first_token_seconds", "from arrival to the first token", _FIRST)
+        self.between = histogram("inter_token_latency_seconds", "from one piece of a stream to the next", _BETWEEN)
+        self.per_token = histogram("request_time_per_output_token_seconds", "of a request, but the first", _BETWEEN)
+        self.whole = histogram("e2e_request_latency_seconds", "from arrival to the end", _WHOLE)
+        self.queue = histogram("request_queue_time_seconds", "of a sequence, until it first ran", _FIRST)
+        self.prefill = histogram("request_prefill_time_seconds", "from then to its first token", _FIRST)
+        self.inference = histogram("request_inference_time_seconds", "from when it first ran to its last token", _WHOLE)
+        self.decode = histogram("request_decode_time_seconds", "from its first token to its last", _WHOLE)
+        self._model_name = model_name
+        self.registry.register(_EngineCounters(client, gate, model_name, prefix))
+
+    def completed(self, reason: str) -> None:
+        """A sequence was completed."""
+        self._success.labels(self._model_name, reason).inc()
+
+    def timed(self, metrics: Mapping[str, Any]) -> None:
+        """Where the time of a sequence went, as the engine measured it."""
+        queue, first, total = (metrics.get(k) for k in ("queue_time_s", "time_to_first_token_s", "total_time_s"))
+        if queue is not None and first is not None and total is not None:
+            self.queue.observe(queue)
+            self.prefill.observe(max(0.0, first - queue))
+            self.decode.observe(max(0.0, total - first))
+            self.inference.observe(max(0.0, total - queue))
+
+    def answered(self, route: str, status: int) -> None:
+        """A request was answered, or its client left (499)."""
+        self._requests.labels(self._model_name, route, str(status)).inc()
+
+    def render(self) -> bytes:
+        """The page."""
+        return generate_latest(self.registry)
+
+
+class _EngineCounters(Collector):
+    def __init__(self, client: EngineClient, gate: Gate, model_name: str, prefix: str) -> None:
+        self._client, self._gate, self._labels, self._prefix = client, gate, [model_name], prefix
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._client.stats
+        everything = [*self._client.past_stats, now]
+        blocks = now.get("num_blocks", 0)
+        used = 1 - now.get("free_blocks", 0) / blocks if blocks else 0.0
+        yield self._gauge("num_requests_running", "sequences in the engine's batch", now.get("running", 0))
+        yield self._gauge("num_requests_waiting", "sequences that wait for it", now.get("waiting", 0))
+        yield self._gauge("kv_cache_usage_perc", "share of the cache's blocks that are taken, 0..1", used)
+        yield self._gauge("engine_up", "1 while an engine is loaded", float(self._client.state == "ready"))
+        yield self._count("engine_restarts", "processes that replaced a dead one", self._client.num_restarts)
+        yield self._count("admission_rejections", "requests refused by a full queue", self._gate.num_refused)
+        for name, (key, text) in _COUNTED.items():
+            yield self._count(name, text, sum(s.get(key, 0) for s in everything))
+        yield self._by(
+            "spec_decode_num_accepted_tokens_per_pos", "accepted, by place", "position", _per_pos(everything)
+        )
+        yield self._by(
+            "spec_decode_undrafted_rounds", "rounds without a draft, by why", "reason", _sums(everything, "undrafted")
+        )
+        yield self._passes(everything)
+        yield self._by("engine_time_seconds", "seconds of the engine, by stage", "stage", _sums(everything, "times"))
+
+    def _passes(self, everything: list[dict[str, Any]]) -> Metric:
+        """Passes of the engine by the tokens that they computed; by the bound above."""
+        found = [s["passes"] for s in everything if "passes" in s]
+        counts = [sum(p["counts"][i] for p in found) for i in range(len(frames.PASS_BOUNDS) + 1)]
+        bounds = [*map(str, map(float, frames.PASS_BOUNDS)), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
+        text = "tokens that a pass computed, drafted ones included"
+        family = HistogramMetricFamily(self._prefix + "iteration_tokens_total", text, labels=["model_name"])
+        family.add_metric(self._labels, buckets, sum(p["tokens"] for p in found))
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(self._prefix + name, text, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family
+
+    def _count(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(self._prefix + name, text, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family
+
+    def _by(self, name: str, text: str, label: str, values: dict[str, float]) -> Metric:
+        family = CounterMetricFamily(self._prefix + name, text, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([*self._labels, key], value)
+        return family
+
+
+def _per_pos(everything: list[dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for stats in everything:
+        for i, count in enumerate(stats.get("accepted_per_pos", ())):
+            found[str(i)] = found.get(str(i), 0) + count
+    return found
+
+
+def _sums(everything: list[dict[str, Any]], key: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for stats in everything:
+        for name, value in stats.get(key, {}).items():
+            found[name] = found.get(name, 0) + value
+    return found

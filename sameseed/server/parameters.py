@@ -1,0 +1,86 @@
+"""From the fields of a request to the engine's parameters, with OpenAI's defaults."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from sameseed.errors import RequestError
+from sameseed.request import SamplingParams, Speculation
+from sameseed.server.errors import bad_request
+from sameseed.server.guard import Visit
+from sameseed.server.protocol import Common, SpeculationFields
+from sameseed.server.text import Text
+
+
+def sampling(
+    fields: Common, text: Text, max_tokens: int, room: int, logprobs: int | None, bound: bool = False
+) -> SamplingParams:
+    """The engine's parameters, with OpenAI's defaults. Raises ApiError 400.
+
+    `bound`: a grammar says what the text may be, which ends where that ends.
+    """
+    bound = bound or fields.choice is not None
+    check_length(max_tokens, text)
+    max_tokens = min(max_tokens, room)  # then the text ends where the context does, with finish_reason "length"
+    for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+        if any(t >= text.vocab_size for t in getattr(fields, name) or ()):
+            raise bad_request(f"{name}: token ids must lie in 0..{text.vocab_size - 1}, the model's vocabulary", name)
+    given: dict[str, Any] = {
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "logit_bias": _bias(fields.logit_bias or {}, text.vocab_size),
+        "stop": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
+        "banned_token_ids": tuple(fields.banned_token_ids or ()),
+        "allowed_token_ids": None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
+        "ignore_eos": bool(fields.ignore_eos) and not bound,
+        "min_tokens": 0 if bound else min(fields.min_tokens or 0, max_tokens),
+        "seed": None if fields.seed is None else fields.seed % 2**63,
+    }
+    for name in (
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "n",
+    ):
+        if getattr(fields, name) is not None:
+            given[name] = getattr(fields, name)
+    try:
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+    except RequestError as error:
+        raise bad_request(str(error)) from None
+
+
+def check_length(max_tokens: int, text: Text) -> None:
+    """Raise ApiError 400 for an answer that no context could hold."""
+    if max_tokens > text.max_model_len:
+        raise bad_request(
+            f"{max_tokens} tokens are asked for and the context holds {text.max_model_len}; ask for fewer",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+
+
+def _bias(asked: dict[str, float], vocab_size: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for key, value in asked.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise bad_request(f"logit_bias: keys must be token ids in 0..{vocab_size - 1}", "logit_bias")
+        found[int(key)] = value
+    return found
+
+
+def wish(fields: Common) -> Speculation | None:
+    """What the request wants of speculation."""
+    asked = fields.speculation
+    if asked is None:
+        return None
+    return asked.wish() if isinstance(asked, SpeculationFields) else Speculation(asked)
+
+
+def tenant(visit: Visit, salt: str | None) -> str:
+    """Whose texts these are: what was learned of one tenant's never serves another's."""
+    return visit.tenant if salt is None else f"{visit.tenant}:{hashlib.sha256(salt.encode()).hexdigest()[:16]}"

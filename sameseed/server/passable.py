@@ -1,0 +1,130 @@
+"""What of a request may be passed on to vLLM: text, in bounds, and nothing that reaches into vLLM or out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sameseed.server import limits
+from sameseed.server.errors import ApiError, bad_request
+
+# What runs a client's program, loads a client's tensors, or reaches into vLLM's inside.
+REFUSED = {
+    "prompt_embeds": "prompts are text or token ids",
+    "chat_template": "the model's own chat template is used, never a request's",
+    "chat_template_kwargs": "the model's own chat template is used, without arguments",
+    "logits_processors": "programs in requests are not run",
+    "use_beam_search": "beam search is not offered",
+    "vllm_xargs": "vLLM's inner arguments are not for clients",
+    "kv_transfer_params": "vLLM's inner arguments are not for clients",
+    "mm_processor_kwargs": "text only",
+    "media_io_kwargs": "text only",
+    "previous_response_id": "responses are not stored; send the whole conversation as 'input'",
+    "background": "responses are not stored",
+    "speculation": "vLLM drafts for all requests alike; leave 'speculation' out",
+}
+_WHOLE = ("prompt", "input", "tokens")  # the text itself: as long as a body and the model's context are
+_LISTS = {"stop": limits.MAX_STOP, "logit_bias": limits.MAX_LOGIT_BIAS, "messages": limits.MAX_MESSAGES}
+_LISTS |= {"tools": limits.MAX_TOOLS, "stop_token_ids": limits.MAX_STOP_TOKENS, "bad_words": limits.MAX_STOP_TOKENS}
+_NUMBERS = {"n": limits.MAX_N, "best_of": limits.MAX_N, "top_logprobs": limits.MAX_TOP_LOGPROBS}
+_NUMBERS |= {"logprobs": limits.MAX_TOP_LOGPROBS, "prompt_logprobs": limits.MAX_TOP_LOGPROBS}
+_TEXTS = ("stop", "bad_words")
+_PARTS = ("text", "thinking", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+_ITEMS = (
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+)
+_TYPES = (*_PARTS, *_ITEMS, "function", "custom")  # the last two: of a message's calls
+_HOLDERS = ("content", "output", "summary")  # hold text, or a list of parts
+_TOOLS = ("function", "custom", "namespace")  # those that the client runs
+# vLLM takes these for media even in a part that calls itself text.
+_MEDIA = {"image", "image_url", "image_pil", "image_embeds", "input_image", "prompt_embeds", "uuid"}
+_MEDIA |= {"audio", "audio_url", "audio_embeds", "input_audio", "video", "video_url", "video_embeds"}
+_MEDIA |= {"file", "file_url", "file_data", "file_id", "input_file"}
+
+
+def check(body: Mapping[str, Any]) -> None:
+    """Raise ApiError 400 for what is not passed on: too much, or what no client may ask of vLLM."""
+    for name, why in REFUSED.items():
+        if body.get(name) not in (None, False, [], {}, ""):
+            raise bad_request(f"{name!r} is not supported: {why}", param=name, code="unsupported_parameter")
+    for name, most in _NUMBERS.items():
+        _check_number(name, body.get(name), most)
+    for name, value in body.items():
+        _check_list(name, value)
+    for name in _TEXTS:
+        value = body.get(name)
+        if any(isinstance(t, str) and len(t) > limits.MAX_STOP_LENGTH for t in _each(value)):
+            raise _bad(name, f"more than {limits.MAX_STOP_LENGTH} characters in one")
+    prompt = body.get("prompt")
+    if num_prompts(prompt) > limits.MAX_PROMPTS:
+        raise _bad("prompt", f"more than {limits.MAX_PROMPTS} prompts")
+    if any(isinstance(p, dict) for p in _each(prompt)):
+        raise _bad("prompt", "text or token ids only")
+    for name in ("messages", "input"):
+        _check_text(body.get(name), name)
+    for tool in _each(body.get("tools")):
+        if isinstance(tool, dict) and tool.get("type", "function") not in _TOOLS:
+            raise _bad("tools", "only tools of type 'function', which the client runs")
+
+
+def num_prompts(prompt: Any) -> int:
+    """Prompts in a request."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return len(prompt) if several else 1
+
+
+def _check_number(name: str, value: Any, most: int) -> None:
+    """Text is no number, though vLLM would make one of it."""
+    if value is None:
+        return
+    if not isinstance(value, int | float) or not (0 if name != "n" else 1) <= value <= most:
+        raise bad_request(f"{name} must lie in 0..{most}", param=name, code="invalid_value")
+    if name == "n" and (not isinstance(value, int) or isinstance(value, bool)):
+        raise bad_request("n must be a whole number", param=name, code="invalid_value")
+
+
+def _check_list(name: str, value: Any) -> None:
+    most = _LISTS.get(name, limits.MAX_ALLOWED)
+    if name not in _WHOLE and isinstance(value, list | dict) and len(value) > most:
+        raise _bad(name, f"more than {most} entries")
+
+
+def _check_text(messages: Any, name: str) -> None:
+    """An image's address would make vLLM open a connection that a client chose. Raises ApiError 400."""
+    for found in _objects(messages):
+        kind = found.get("type")
+        media = any(found[key] is not None for key in _MEDIA & found.keys())  # an answer sent back has empty ones
+        if media or (kind is not None and kind not in _TYPES):
+            raise _bad(name, "text only")
+        for holder in _HOLDERS:
+            held = found.get(holder)
+            if isinstance(held, dict):
+                raise _bad(name, f"{holder} must be text or a list of parts, text only")
+            for part in held if isinstance(held, list) else ():
+                if not isinstance(part, dict) or part.get("type") not in _PARTS:
+                    raise _bad(name, "text only")
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Every object in there, at any depth."""
+    left = [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, dict):
+            yield found
+            left.extend(v for v in found.values() if isinstance(v, dict | list))
+        elif isinstance(found, list):
+            left.extend(v for v in found if isinstance(v, dict | list))
+
+
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _bad(name: str, what: str) -> ApiError:
+    return bad_request(f"{name}: {what}", param=name, code="invalid_value")

@@ -1,0 +1,197 @@
+"""What clients send: OpenAI's fields and our own, each with its range, for all routes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from sameseed.request import Speculation
+from sameseed.server import calls, limits, structured
+from sameseed.server.conversation import (
+    Fields,
+    Messages,
+    NamedTool,
+    Tool,
+    plain,
+)
+
+TOKEN = "x-token"  # marks token ids in a schema: how many there are is known once a model is loaded
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={TOKEN: True})]
+StopText = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
+PromptText = Annotated[str, Field(min_length=1)]
+Tokens = list[TokenId]
+
+
+class SpeculationFields(Fields):
+    """This request's own wish: a policy, the most draft tokens a round. Never changes the text."""
+
+    policy: Literal["off", "fixed", "goodput"] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+
+    def wish(self) -> Speculation:
+        """As the engine takes it."""
+        return Speculation(self.policy, self.num_draft_tokens)
+
+
+class StreamOptions(Fields):
+    """`include_usage`: a last chunk with usage and metrics."""
+
+    include_usage: bool | None = None
+
+
+class Common(Fields):
+    """Fields that every route that writes text has."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=limits.MAX_LOGIT_BIAS)]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[Tokens, Field(min_length=1, max_length=limits.MAX_ALLOWED)] | None = None
+    banned_token_ids: Annotated[Tokens, Field(max_length=limits.MAX_ALLOWED)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=limits.MAX_STOP)] | None = None
+    stop_token_ids: Annotated[Tokens, Field(max_length=limits.MAX_STOP_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=limits.MAX_N)] | None = None
+    seed: int | None = None  # any, modulo 2**63
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    speculation: SpeculationFields | Literal["off", "fixed", "goodput"] | None = None
+    response_format: structured.ResponseFormat | None = None
+    structured_outputs: structured.StructuredOutputs | None = None
+    guided_choice: structured.Choices | None = None
+    guided_json: Annotated[structured.Schema | None, Field(json_schema_extra=structured.SOME_SCHEMAS)] = None
+    guided_regex: Annotated[str | None, Field(json_schema_extra=structured.SOME_PATTERNS)] = None
+    guided_grammar: Annotated[str | None, Field(json_schema_extra=structured.SOME_GRAMMARS)] = None
+
+    @property
+    def choice(self) -> list[str] | None:
+        """Texts of which the answer must be one."""
+        return self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else None)
+
+    def source(self) -> structured.Source | None:
+        """What the answer must look like. Raises ApiError 400 where that cannot be, or is said twice."""
+        found = self._formats()
+        found += structured.of_guides("guided_", self.guided_json, self.guided_regex, self.guided_grammar, None)
+        if (s := self.structured_outputs) is not None:
+            found += structured.of_guides("structured_outputs.", s.json_, s.regex, s.grammar, s.json_object)
+        return structured.only(found, self.choice is not None)
+
+    def _formats(self) -> list[structured.Source]:
+        made = structured.of_format(self.response_format, "response_format")
+        return [] if made is None else [made]
+
+    @property
+    def include_usage(self) -> bool:
+        """Does a stream end with a chunk of usage and metrics?"""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionFields(Common):
+    """POST /v1/completions: `prompt` is a text, token ids, or a list of either."""
+
+    prompt: (
+        PromptText
+        | Annotated[Tokens, Field(min_length=1)]
+        | Annotated[list[PromptText], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
+        | Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class ChatFields(Common):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools as a chat template takes them."""
+        wanted = self.tools if self.tools and self.tool_choice != "none" else []
+        return [t.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for t in wanted]
+
+    def compelled(self, parser: str | None) -> structured.Source | None:
+        """What the tools make of the answer; `parser`: how the model writes calls. Raises ApiError 400."""
+        return calls.source(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, parser)
+
+
+class ResponseFields(Common):
+    """POST /v1/responses, stateless: the whole conversation comes as `input`."""
+
+    input: str | Messages
+    n: Literal[1] | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    store: bool | None = None
+    text: structured.TextOptions | None = None
+
+    def _formats(self) -> list[structured.Source]:
+        made = None if self.text is None else structured.of_format(self.text.format, "text")
+        return super()._formats() + ([] if made is None else [made])
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation, instructions first."""
+        first: list[dict[str, Any]] = []
+        if self.instructions:
+            first.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*first, {"role": "user", "content": self.input}]
+        return first + plain(self.input)
+
+
+class TokenizeFields(Fields):
+    """POST /tokenize of a text."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatFields(Fields):
+    """POST /tokenize of a conversation, as the chat template writes it."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    messages: Messages
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(Fields):
+    """POST /detokenize."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    tokens: Tokens

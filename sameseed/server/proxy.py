@@ -1,0 +1,153 @@
+"""The application in front of vLLM: the same guard, gate, life cycle and errors as in front of sameseed's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+import sameseed
+from sameseed.server.app import _api_error, _http_error
+from sameseed.server.config import ServerConfig
+from sameseed.server.errors import ApiError, unavailable
+from sameseed.server.gate import Gate
+from sameseed.server.guard import Guard, Visit
+from sameseed.server.intake import INLINE, Intake
+from sameseed.server.metrics import CONTENT_TYPE
+from sameseed.server.passable import check, num_prompts
+from sameseed.server.relay import Relay
+from sameseed.server.vllm import VllmClient
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+_PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?vllm:", re.MULTILINE)
+
+
+class ProxyMetrics:
+    """What is counted in front of vLLM, under names of our own: vLLM's page comes as it is."""
+
+    def __init__(self, client: VllmClient, gate: Gate) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "sameseed:http_requests",
+            "requests, by route and status (499: the client left)",
+            ("route", "status"),
+            registry=self.registry,
+        )
+        for name, text, value in (
+            ("engine_up", "1 while vLLM is loaded", lambda: float(client.state == "ready")),
+            ("engine_restarts", "processes that replaced a dead one", lambda: client.num_restarts),
+            ("num_requests_inside", "sequences that run or wait", lambda: gate.num_inside),
+            ("num_requests_refused", "requests refused by a full queue", lambda: gate.num_refused),
+        ):
+            Gauge(f"sameseed:{name}", text, registry=self.registry).set_function(value)
+
+    def answered(self, route: str, status: int) -> None:
+        """A request was answered, or its client left (499)."""
+        self._requests.labels(route, str(status)).inc()
+
+
+def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gate]:
+    """The application and its gate. Its lifespan starts and ends vLLM."""
+    gate = Gate(config.max_queue, len(config.keys))
+    gate.max_running = client.facts["max_num_seqs"]
+    metrics = ProxyMetrics(client, gate)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        client.start()
+        yield
+        await client.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ApiError, _api_error)
+    intake = Intake()
+    for path in PATHS:
+        app.add_api_route(path, _passing(client, config, gate, intake, path), methods=["POST"])
+    _add_reading(app, client, config, gate, metrics)
+    return Guard(app, config, metrics), gate
+
+
+def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intake, path: str) -> Any:
+    """The route that passes bodies on to vLLM's route of the same path."""
+
+    async def route(request: Request) -> Relay:
+        visit: Visit = request.scope["sameseed"]
+        body, size = await intake.read_sized(request)
+        client.check()
+        if size > INLINE:
+            await asyncio.to_thread(check, body)
+        else:
+            check(body)
+        if path.startswith("/v1/"):
+            salt(body, visit.tenant)
+        count = int(body.get("n") or 1) * num_prompts(body.get("prompt"))
+        ticket = gate.enter(visit.tenant, count, size)
+        try:
+            raw = await asyncio.to_thread(_written, body) if size > INLINE else _written(body)
+            return Relay(client, path, raw, ticket, config.request_timeout)
+        except BaseException:
+            ticket.leave()
+            raise
+
+    return route
+
+
+def _add_reading(app: FastAPI, client: VllmClient, config: ServerConfig, gate: Gate, metrics: ProxyMetrics) -> None:
+    """The routes that tell of the server."""
+    created = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        # Written here: vLLM's names the folder that it serves from.
+        made: dict[str, Any] = {"id": config.model_name, "object": "model", "created": created, "owned_by": "vllm"}
+        limit = client.facts.get("max_model_len")
+        return JSONResponse({"object": "list", "data": [made | ({"max_model_len": limit} if limit else {})]})
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        if client.state in ("down", "failed", "closed"):
+            raise unavailable("the engine has stopped")
+        return JSONResponse({"status": "ok", "engine": client.state})
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        if gate.closed:
+            raise unavailable("the server is shutting down")
+        client.check()
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": sameseed.__version__, "vllm": client.facts.get("version")})
+
+    @app.get("/metrics")
+    async def counters() -> PlainTextResponse:
+        own = generate_latest(metrics.registry)
+        if client.state == "ready":
+            page = await client.check().get("/metrics")
+            prefix = config.metrics_prefix.encode()
+            own = (page if prefix == b"vllm:" else _PREFIX.sub(rb"\g<1>" + prefix, page)) + own
+        return PlainTextResponse(own, media_type=CONTENT_TYPE)
+
+
+def salt(body: dict[str, Any], tenant: str) -> None:
+    """Whose prefixes these are: tenants never share what is cached."""
+    own = body.get("cache_salt")
+    if tenant or own is not None:
+        body["cache_salt"] = hashlib.sha256(json.dumps([tenant, own]).encode()).hexdigest()
+
+
+def _written(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()

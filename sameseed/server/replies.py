@@ -1,0 +1,163 @@
+"""What clients get: the body of an answer, or the events of its stream. What the three ways to ask have in common."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from sameseed.server.errors import ApiError
+from sameseed.server.stream import Piece
+from sameseed.server.text import Text
+from sameseed.server.usage import speculation_metrics
+
+DONE = b"data: [DONE]\n\n"
+_written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # where clients that split text like Python end a line
+
+
+def _encode(value: Any) -> str:
+    """JSON in one line, whoever splits lines."""
+    text = _written(value)
+    return text if text.isascii() else text.translate(_ENDS)
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = f"event: {name}\ndata: " if name else "data: "
+    return f"{head}{_encode(data)}\n\n".encode()
+
+
+@dataclass
+class Choice:
+    """One sequence as far as it is known."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    levels: list[str | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    completion: dict[str, Any] | None = None
+    num_sent: int = 0  # tokens whose log-probabilities a stream has sent
+    offset: int = 0  # characters that those tokens spell
+    echoed: bool = False  # were log-probabilities of an echoed prompt sent?
+
+
+class Reply:
+    """Base: collects pieces, counts usage. One object an answer, streaming or not."""
+
+    kind, chunk_kind = "", ""
+
+    def __init__(
+        self, id: str, model: str, text: Text, num_choices: int, *, num_spec_tokens: int = 0, tokens: bool = False
+    ) -> None:
+        """`num_spec_tokens`: the longest draft that the engine may make; `tokens`: show token ids too."""
+        self.id, self.model, self.text, self.show_tokens = id, model, text, tokens
+        self.created = int(time.time())
+        self.choices = [Choice() for _ in range(num_choices)]
+        self.num_prompts, self.num_prompt_tokens = 1, 0
+        self.num_spec_tokens = num_spec_tokens
+
+    def take(self, piece: Piece) -> Choice:
+        """Add a piece to its choice."""
+        choice = self.choices[piece.index]
+        choice.text.append(piece.text)
+        choice.token_ids += piece.token_ids
+        choice.levels += piece.levels
+        choice.text_offset += piece.text_offset
+        choice.logprobs += piece.logprobs
+        choice.prompt_logprobs += piece.prompt_logprobs
+        if piece.completion is not None:
+            choice.completion = piece.completion
+            choice.finish_reason = "stop" if piece.completion["finish_reason"] == "stop" else "length"
+        return choice
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens written so far."""
+        return sum(len(c.token_ids) for c in self.choices)
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens with log-probabilities so far, those of prompts included."""
+        return sum(len(c.logprobs) + len(c.prompt_logprobs) for c in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in the prefix cache; of n choices the first one's count."""
+        firsts = self.choices[:: len(self.choices) // self.num_prompts]
+        return sum(c.completion["metrics"].get("num_cached_tokens", 0) for c in firsts if c.completion is not None)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts in OpenAI's words."""
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """What speculation did, as vLLM says it, and what else we know."""
+        return speculation_metrics(
+            [c.completion for c in self.choices if c.completion is not None], self.num_spec_tokens
+        )
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        """The fields that bodies and chunks have in common."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    @cached_property
+    def _head(self) -> str:
+        """The beginning of every chunk, which is written once and not for every token."""
+        return f'data: {_encode(self.envelope(self.chunk_kind))[:-1]},"choices":['
+
+    def chunk(self, entry: dict[str, Any]) -> bytes:
+        """The event of one entry of "choices"."""
+        return f"{self._head}{_encode(entry)}]}}\n\n".encode()
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [self.whole_choice(i, c) for i, c in enumerate(self.choices)]
+        return {**self.envelope(self.kind), "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
+
+    def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """One entry of "choices" in a body."""
+        raise NotImplementedError
+
+    def begin(self) -> Iterator[bytes]:
+        """Events before the first token."""
+        return iter(())
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        """Events of a piece, which `take` has added."""
+        raise NotImplementedError
+
+    def end(self, include_usage: bool) -> Iterator[bytes]:
+        """Events after the last token."""
+        if include_usage:
+            last = {**self.envelope(self.chunk_kind), "choices": [], "usage": self.usage(), "metrics": self.metrics()}
+            yield event(last)
+        yield DONE
+
+    def fail(self, error: ApiError) -> Iterator[bytes]:
+        """Events that end a stream that cannot go on."""
+        yield event(error.body())
+        yield DONE
+
+
+def shown_tokens(part: Choice | Piece) -> dict[str, Any]:
+    """Tokens, where in the text each begins, and which of them were guessed and by whom."""
+    accepted = [int(level is not None) for level in part.levels]
+    return {
+        "token_ids": part.token_ids,
+        "accepted": accepted,
+        "levels": part.levels,
+        "text_offset": part.text_offset,
+    }

@@ -1,0 +1,102 @@
+"""/v1/responses, stateless: the same text in OpenAI's newer envelope, and the named events of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sameseed.server.errors import ApiError
+from sameseed.server.protocol import ResponseFields
+from sameseed.server.replies import Reply, event
+from sameseed.server.stream import Piece
+
+
+class ResponseReply(Reply):
+    """One response with one message of one text."""
+
+    kind = "response"
+
+    def __init__(self, *args: Any, asked: ResponseFields, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._asked = asked
+        self._number = 0
+        self._item = "msg_" + self.id.removeprefix("resp_")
+
+    def body(self) -> dict[str, Any]:
+        choice = self.choices[0]
+        return self._response("completed" if choice.finish_reason == "stop" else "incomplete", "".join(choice.text))
+
+    def begin(self) -> Iterator[bytes]:
+        yield self._event("response.created", response=self._response("in_progress", None))
+        yield self._event("response.in_progress", response=self._response("in_progress", None))
+        yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
+        yield self._event("response.content_part.added", **self._place(), part=_part(""))
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        if piece.text:
+            yield self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=[])
+
+    def end(self, include_usage: bool) -> Iterator[bytes]:
+        whole = self.body()
+        text = "".join(self.choices[0].text)
+        yield self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
+        yield self._event("response.content_part.done", **self._place(), part=_part(text))
+        item = self._message(whole["status"], text)
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def fail(self, error: ApiError) -> Iterator[bytes]:
+        failed = self._response("failed", "".join(self.choices[0].text))
+        failed["error"] = {"code": error.code or "server_error", "message": error.message}
+        yield self._event("response.failed", response=failed)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item, "output_index": 0, "content_index": 0}
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        made = event({"type": name, "sequence_number": self._number, **fields}, name)
+        self._number += 1
+        return made
+
+    def _message(self, status: str, text: str | None) -> dict[str, Any]:
+        content = [] if text is None else [_part(text)]
+        return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _response(self, status: str, text: str | None) -> dict[str, Any]:
+        asked, done = self._asked, status in ("completed", "incomplete")
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": self.model,
+            "output": [] if text is None else [self._message(status, text)],
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "tool_choice": "none",
+            "tools": [],
+            "usage": self._usage() if done else None,
+            "metrics": self.metrics() if done else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + output,
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

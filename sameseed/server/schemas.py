@@ -1,0 +1,236 @@
+"""JSON schemas as requests bring them: bounded, and nothing in them that the grammar would silently leave out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sameseed.server import limits
+from sameseed.server.errors import ApiError, bad_request
+
+TYPES = {"object", "array", "string", "integer", "number", "boolean", "null"}
+ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
+ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions", "discriminator"}
+# What each keyword is about; beside one of these a schema must say its type, or the grammar would not heed it.
+_OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
+_OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_OF_ARRAYS = {"items", "prefixItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems"}
+_OF_OBJECTS = {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"}
+_OF_OBJECTS |= {"unevaluatedProperties"}
+_WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # each says all there is to say
+KNOWN = {"type"} | ANNOTATIONS | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
+FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
+FORMATS |= {"uri-template"}  # those of JSON pointers would let control characters in
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+_UNSAFE_ESCAPES = frozenset('"\\nrtfv0xuc')  # may spell what a JSON string has to escape
+
+
+def check(schema: Any, name: str) -> str:
+    """The schema as text for the compiler. Raises ApiError 400 that names the keyword; `name`: the field it came in."""
+    if isinstance(schema, str):
+        _check_length(len(schema), name)
+        try:
+            schema = limits.parse_object(schema.encode("utf-8", "replace"), name)
+        except ApiError as error:  # of the field, not of the body
+            raise ApiError(error.status, error.message, param=name, code=error.code) from None
+    if not isinstance(schema, dict):
+        raise bad_request(f"{name}: a schema is a JSON object", name)
+    parts: list[str] = []
+    size = 0
+    try:
+        for part in _ENCODER.iterencode(schema):  # never much longer than it may be
+            parts.append(part)
+            size += len(part)
+            _check_length(size, name)
+    except RecursionError:
+        raise bad_request(f"{name}: the schema nests too deeply", name) from None
+    _Walk(schema, name).schema(schema, "schema", 0)
+    return "".join(parts)
+
+
+def _check_length(size: int, name: str) -> None:
+    if size > limits.MAX_GRAMMAR:
+        raise bad_request(f"{name}: a schema may have {limits.MAX_GRAMMAR} characters, this has more", name)
+
+
+class _Walk:
+    """One schema; counts what it holds."""
+
+    def __init__(self, root: dict[str, Any], name: str) -> None:
+        self._root, self._name = root, name
+        self._num_nodes = self._num_values = self._num_patterns = 0
+
+    def schema(self, node: Any, place: str, depth: int) -> None:
+        """Check a schema and those within it."""
+        self._num_nodes += 1
+        if self._num_nodes > limits.MAX_SCHEMA_NODES or depth > limits.MAX_SCHEMA_DEPTH:
+            size = f"{limits.MAX_SCHEMA_NODES} schemas within each other, {limits.MAX_SCHEMA_DEPTH} levels deep"
+            raise self._fault("schema", f"is too large: at most {size}")
+        if node is True:
+            return
+        if not isinstance(node, dict):
+            raise self._fault(place, "must be an object; nothing matches false")
+        for key in node:
+            if key not in KNOWN and not key.startswith("x-"):
+                raise self._fault(f"{place}.{key}", "is a keyword that cannot be enforced; leave it out")
+        keys = node.keys() - ANNOTATIONS
+        if whole := sorted(keys & _WHOLE):
+            if others := sorted(k for k in keys - {whole[0]} if not k.startswith("x-")):
+                values = node.get("enum") if whole[0] == "enum" else [node.get("const")]
+                if whole[0] not in ("enum", "const") or others != ["type"] or not _typed(values, node["type"]):
+                    raise self._fault(f"{place}.{others[0]}", f"cannot be enforced beside {whole[0]!r}; leave it out")
+            self._whole(node, whole[0], place, depth)
+        else:
+            self._plain(node, keys, place, depth)
+        for group in ("$defs", "definitions"):
+            self._each(node.get(group, {}), f"{place}.{group}", depth)
+
+    def _whole(self, node: dict[str, Any], key: str, place: str, depth: int) -> None:
+        value = node[key]
+        place = f"{place}.{key}"
+        if key == "$ref":
+            self._reference(value, place)
+        elif key == "enum":
+            if not isinstance(value, list) or not value:
+                raise self._fault(place, "must be a list of at least one value")
+            self._num_values += len(value)
+            if self._num_values > limits.MAX_ENUM:
+                raise self._fault(place, f"has too many values: at most {limits.MAX_ENUM} in all")
+        elif key != "const":
+            if not isinstance(value, list) or not value:
+                raise self._fault(place, "must be a list of schemas")
+            if key == "allOf" and len(value) > 1:
+                raise self._fault(place, "of several schemas cannot be enforced; write them as one")
+            for i, part in enumerate(value):
+                self.schema(part, f"{place}[{i}]", depth + 1)
+
+    def _plain(self, node: dict[str, Any], keys: set[str], place: str, depth: int) -> None:
+        types = node.get("type", [])
+        types = [types] if isinstance(types, str) else types
+        if not _are_types(types) or ("type" in node and not types):
+            raise self._fault(f"{place}.type", f"must be of {', '.join(sorted(TYPES))}")
+        for group, needed in ((_OF_STRINGS, ("string",)), (_OF_NUMBERS, ("integer", "number"))):
+            if keys & group and not types:
+                raise self._fault(f"{place}.{min(keys & group)}", f"needs 'type': {needed[-1]!r} beside it")
+        self._string(node, place)
+        if node.get("uniqueItems"):
+            raise self._fault(f"{place}.uniqueItems", "is a keyword that cannot be enforced; leave it out")
+        if not isinstance(node.get("prefixItems", []), list):
+            raise self._fault(f"{place}.prefixItems", "must be a list of schemas")
+        for i, part in enumerate(node.get("prefixItems", ())):
+            self.schema(part, f"{place}.prefixItems[{i}]", depth + 1)
+        for key in ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"):
+            if node.get(key) not in (None, False):
+                self.schema(node[key], f"{place}.{key}", depth + 1)
+        self._object(node, place, depth)
+
+    def _string(self, node: dict[str, Any], place: str) -> None:
+        sizes = keys_of(node, "minLength", "maxLength")
+        forms = keys_of(node, "pattern", "format")
+        if len(forms) > 1 or (forms and sizes):
+            raise self._fault(f"{place}.{(forms + sizes)[1]}", f"cannot be enforced beside {forms[0]!r}; leave it out")
+        if "format" in node and not (isinstance(node["format"], str) and node["format"] in FORMATS):
+            raise self._fault(f"{place}.format", f"must be one of {', '.join(sorted(FORMATS))}")
+        if "pattern" in node:
+            self._num_patterns += 1
+            if self._num_patterns > limits.MAX_PATTERNS:
+                raise self._fault(f"{place}.pattern", f"is one too many: at most {limits.MAX_PATTERNS}")
+            check_regex(node["pattern"], self._name)
+            if _may_spell_escapes(node["pattern"]):
+                raise self._fault(f"{place}.pattern", "may hold no quote, backslash or control character of its own")
+
+    def _object(self, node: dict[str, Any], place: str, depth: int) -> None:
+        properties = node.get("properties", {})
+        self._each(properties, f"{place}.properties", depth)
+        required = node.get("required", [])
+        if not isinstance(required, list) or any(not isinstance(k, str) for k in required):
+            raise self._fault(f"{place}.required", "must be a list of names")
+        if missing := [k for k in required if k not in properties]:
+            raise self._fault(f"{place}.required", f"names {missing[0]!r}, which 'properties' lacks")
+        if "propertyNames" in node:
+            if properties or isinstance(node.get("additionalProperties"), dict):
+                raise self._fault(f"{place}.propertyNames", "cannot be enforced beside schemas of properties")
+            names = node["propertyNames"]
+            self.schema({"type": "string", **names} if isinstance(names, dict) else names, f"{place}.names", depth + 1)
+
+    def _each(self, group: Any, place: str, depth: int) -> None:
+        if not isinstance(group, dict):
+            raise self._fault(place, "must be an object of schemas")
+        for key, part in group.items():
+            self.schema(part, f"{place}.{key[:64]}", depth + 1)
+
+    def _reference(self, value: Any, place: str) -> None:
+        """A reference must lead to a schema within the same document; nothing is fetched."""
+        if not isinstance(value, str) or not (value == "#" or value.startswith("#/")) or set(value) & set("~%"):
+            raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
+        found: Any = self._root
+        for part in value[2:].split("/") if len(value) > 1 else ():
+            found = found.get(part) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            raise self._fault(place, "leads to no schema in the same document")
+
+    def _fault(self, place: str, message: str) -> ApiError:
+        return bad_request(f"{self._name}: {place[:200]} {message}", self._name, "invalid_schema")
+
+
+def keys_of(node: dict[str, Any], *names: str) -> list[str]:
+    """Those of the names that a schema has."""
+    return [name for name in names if name in node]
+
+
+def check_regex(pattern: Any, name: str) -> str:
+    """A regular expression, bounded. Raises ApiError 400."""
+    if not isinstance(pattern, str) or len(pattern) > limits.MAX_REGEX:
+        raise bad_request(f"{name}: a pattern is a text of at most {limits.MAX_REGEX} characters", name)
+    return _check_brackets(pattern, name)
+
+
+def check_grammar(grammar: str, name: str) -> str:
+    """A grammar, bounded. Raises ApiError 400."""
+    if len(grammar) > limits.MAX_GRAMMAR:
+        raise bad_request(f"{name}: a grammar may have {limits.MAX_GRAMMAR} characters", name)
+    return _check_brackets(grammar, name)
+
+
+def _check_brackets(text: str, name: str) -> str:
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}" and depth > 0)
+        if depth > limits.MAX_NESTING:
+            raise bad_request(f"{name}: at most {limits.MAX_NESTING} brackets within each other", name)
+    return text
+
+
+def _are_types(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(t, str) and t in TYPES for t in value)
+
+
+def _typed(values: Any, types: Any) -> bool:
+    """Are all values of one of the types?"""
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+    kinds |= {list: "array", dict: "object"}
+    if not _are_types(listed := [types] if isinstance(types, str) else types):
+        return False
+    wanted = set(listed)
+    wanted |= {"integer"} if "number" in wanted else set()
+    return isinstance(values, list) and all(kinds[type(v)] in wanted for v in values)
+
+
+def _may_spell_escapes(pattern: str) -> bool:
+    """Does a pattern hold, but in what a class leaves out, what a JSON string has to escape? The grammar would not."""
+    inside = negated = False
+    at = 0
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            at += 1
+            if not negated and pattern[at : at + 1] in _UNSAFE_ESCAPES:
+                return True
+        elif (character == '"' or character < " ") and not negated:
+            return True
+        elif inside and character == "]":
+            inside = negated = False
+        elif not inside and character == "[":
+            inside, negated = True, pattern[at + 1 : at + 2] == "^"
+        at += 1
+    return False

@@ -1,0 +1,201 @@
+"""Text and tokens on the server's side: encoding and templates in threads of their own, never on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sameseed.errors import RequestError
+from sameseed.server import limits
+from sameseed.server.arguments import opened
+from sameseed.server.errors import ApiError, bad_request
+from sameseed.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sameseed.spec.grammar import Vocabulary
+
+T = TypeVar("T")
+Render = Callable[[Seq[dict[str, Any]], Seq[dict[str, Any]], int], Awaitable[str]]
+INLINE = 1000  # characters that are encoded at once: a thread would take longer to start
+SLACK = 4  # a normalizer may shorten a text, but not by so much
+
+
+class Text:
+    """A loaded model's tokenizer, with its limits."""
+
+    def __init__(
+        self, files: Mapping[str, str], vocab_size: int, max_model_len: int, render: Render | None = None
+    ) -> None:
+        """`render` writes a conversation by the model's template, in a process that may be ended (else in a thread)."""
+        self._render = render or self._render_here
+        self.tokenizer = Tokenizer.from_files(files)
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.pieces = Pieces(self.tokenizer, json.loads(files["tokenizer.json"]))
+        vocabulary = self.tokenizer.vocabulary()
+        self._longest = max(map(len, vocabulary), default=1)
+        self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
+        self._threads = ThreadPoolExecutor(2, "tokenizer")
+
+    async def prompts(self, prompts: Seq[str | Seq[int]]) -> list[list[int]]:
+        """Token ids of prompts, checked; several have together at most as many as a body may hold. Raises ApiError 400.
+
+        What they are together decides where that is done: many short ones are as long as a long one.
+        """
+        return await self.away(sum(map(len, prompts)), lambda: self._encoded(prompts))
+
+    def _encoded(self, prompts: Seq[str | Seq[int]]) -> list[list[int]]:
+        made: list[list[int]] = []
+        num_tokens = 0
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_text(prompt)
+                made.append(self._checked(self._begun(self.tokenizer.encode(prompt))))
+            else:
+                made.append(self._checked(list(prompt)))
+            num_tokens += len(made[-1])
+            if len(prompts) > 1 and num_tokens > limits.MAX_VALUES:
+                raise bad_request(
+                    f"the prompts have more than {limits.MAX_VALUES} tokens together; send fewer in a request", "prompt"
+                )
+        return made
+
+    async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0) -> list[int]:
+        """Token ids of a conversation, checked; `size`: bytes that it came in. Raises ApiError 400."""
+        self._check_text("", sum(len(m["content"]) for m in messages))
+        ids = await self.encode_chat(messages, tools, size)
+        return await self.away(len(ids), lambda: self._checked(ids))
+
+    async def encode_chat(
+        self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0
+    ) -> list[int]:
+        """Token ids of a conversation of any length. Templates are programs: they run elsewhere."""
+        if not self.tokenizer.has_chat_template:
+            raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
+        return await self.encode(await self._render(messages, tools, size), add_special_tokens=False)
+
+    async def _render_here(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
+        return await self.away(INLINE + 1, lambda: self.tokenizer.render_chat(opened(messages), tools=tools))
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text of any length."""
+        return await self.away(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, token_ids: Seq[int]) -> str:
+        """Text of token ids. Raises ApiError 400 for ids that the model has not."""
+
+        return (await self.spelt([token_ids]))[0]
+
+    async def spelt(self, prompts: Seq[str | Seq[int]]) -> list[str]:
+        """Prompts as texts. Raises ApiError 400 for ids that the model has not."""
+        size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+        return await self.away(size, lambda: [p if isinstance(p, str) else self._decoded(p) for p in prompts])
+
+    def _decoded(self, token_ids: Seq[int]) -> str:
+        self._check_ids(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def away(self, size: int, work: Callable[[], T]) -> T:
+        """Work on so many characters or tokens: in a thread where they are many."""
+        try:
+            if size <= INLINE:
+                return work()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except RequestError as error:
+            raise bad_request(str(error)) from None
+
+    def _begun(self, token_ids: list[int]) -> list[int]:
+        """A text that spells out the begin token, which the tokenizer puts before it too: once is enough."""
+        return token_ids[1:] if token_ids[:2] == [self._begin] * 2 else token_ids
+
+    def _check_text(self, text: str, size: int | None = None) -> None:
+        size = len(text) if size is None else size
+        if size > SLACK * self._longest * self.max_model_len:
+            raise self._too_long(f"{size} characters")
+
+    def _check_ids(self, token_ids: Seq[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            raise bad_request(f"token ids must lie in 0..{self.vocab_size - 1}, the model's vocabulary", "prompt")
+
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise bad_request("the prompt is empty; give at least one token of text", "prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise self._too_long(f"{len(token_ids)} tokens")
+        self._check_ids(token_ids)
+        return token_ids
+
+    def _too_long(self, size: str) -> ApiError:
+        return bad_request(
+            f"the prompt has {size} and the context holds {self.max_model_len} tokens, one of them at least for the "
+            "answer; shorten the prompt",
+            "prompt",
+            "context_length_exceeded",
+        )
+
+
+class Pieces:
+    """What a single token spells, as bytes: for log-probabilities, where a token may be part of a character."""
+
+    def __init__(self, tokenizer: Tokenizer, spec: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec.get("decoder")) else None
+        added = spec.get("added_tokens") or []
+        self._special = frozenset(t["id"] for t in added if t.get("special", True))
+        self._known: dict[int, bytes] = {t["id"]: t["content"].encode("utf-8", "replace") for t in added}
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Pieces:
+        """Those of a tokenizer."""
+        return cls(tokenizer, json.loads(tokenizer.as_files()["tokenizer.json"]))
+
+    def written(self, token_id: int) -> bytes:
+        """What the token adds to a text, as bytes: nothing if it is special, or beyond the vocabulary."""
+        return b"" if token_id in self._special else self.raw(token_id)
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's bytes; none beyond the vocabulary."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._spell(self._tokenizer.token(token_id) or "")
+        return found
+
+    def text(self, token_id: int) -> str:
+        """The token's text; one that is part of a character as OpenAI writes it."""
+        raw = self.raw(token_id)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+    def _spell(self, piece: str) -> bytes:
+        if self._bytes is not None and all(c in self._bytes for c in piece):
+            return bytes(self._bytes[c] for c in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            try:
+                return bytes([int(piece[3:5], 16)])
+            except ValueError:
+                pass
+        return piece.replace("\u2581", " ").encode("utf-8", "replace")
+
+
+def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -> Vocabulary:
+    """What each token of a model writes, for grammars."""
+    from sameseed.spec.grammar import Vocabulary
+
+    pieces = Pieces.of(tokenizer)
+    return Vocabulary([pieces.written(token) for token in range(vocab_size)], eos_token_ids)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of byte-level vocabularies (Radford et al., 2019)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}

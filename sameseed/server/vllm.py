@@ -1,0 +1,193 @@
+"""VllmClient: vLLM in a process of its own, in place of sameseed's engine. Starts it, watches it, starts it anew.
+
+It listens on a unix socket in a folder that only this user may enter, with a key made for it; nobody else gets either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence as Seq
+from pathlib import Path
+from typing import Any, Protocol
+
+from sameseed.errors import ConfigError
+from sameseed.server.errors import ApiError, unavailable
+from sameseed.server.link import Link
+from sameseed.server.process import SECRETS, end
+from sameseed.server.supervised import Supervised, starting
+
+log = logging.getLogger("sameseed.server")
+START = Path(__file__).with_name("vllm_start.py")
+POLL = 0.1  # seconds between looks at the process
+LOADING, READY = 0.5, 2.0  # seconds between questions whether it is well
+PATIENCE = 10.0  # seconds for the answer
+CLOSING = 15.0  # seconds for vLLM to leave by itself
+LOADS = 1800.0  # seconds for it to become ready
+
+
+class Ending(Protocol):
+    """A request on its way through vLLM."""
+
+    def leave(self, error: ApiError) -> None:
+        """End it with this error."""
+
+
+class VllmClient(Supervised):
+    """Runs one vLLM."""
+
+    what, remedy = "vLLM", "; what it wrote above says why"
+
+    def __init__(
+        self,
+        arguments: Seq[str],
+        facts: Mapping[str, Any],
+        *,
+        python: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        beat_timeout: float = 60.0,
+        load_timeout: float = LOADS,
+        max_restarts: int = 5,
+        on_failure: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`arguments` as `export.vllm.arguments` makes them. `facts`: max_num_seqs, method. `python`: whose vLLM.
+
+        `beat_timeout`: seconds without an answer after which it is ended; `load_timeout`: seconds until it is ready.
+        Raises ConfigError where there is no vLLM.
+        """
+        if python is None and importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "--engine vllm needs vLLM; install it: pip install '.[vllm]', or name the python of an "
+                "environment that has it with --vllm-python"
+            )
+        program = sys.executable if python is None else shutil.which(python)
+        if program is None:
+            raise ConfigError(f"--vllm-python {python} is no program; give the python of an environment that has vLLM")
+        super().__init__(max_restarts, on_failure)
+        self.facts: dict[str, Any] = dict(facts)
+        self.link: Link | None = None
+        self._command = [program, str(START)]
+        self._arguments = list(arguments)
+        self._environment = dict(environment or {})
+        self._beat_timeout, self._load_timeout = beat_timeout, load_timeout
+        self._open: set[Ending] = set()
+
+    def check(self) -> Link:
+        """The way to vLLM. Raises ApiError 503 where there is none."""
+        self.check_ready()
+        assert self.link is not None
+        return self.link
+
+    def enter(self, request: Ending) -> None:
+        """A request that is to be told when vLLM goes."""
+        self._open.add(request)
+
+    def forget(self, request: Ending) -> None:
+        """It is done."""
+        self._open.discard(request)
+
+    def end_all(self, error: ApiError) -> None:
+        """End every request with this error."""
+        for request in list(self._open):
+            request.leave(error)
+
+    async def close(self) -> None:
+        """End vLLM; open requests end with an error."""
+        self.state = "closed"
+        self._closing.set()
+        self.end_all(unavailable("the server is shutting down"))
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run_once(self) -> int:
+        key = secrets.token_urlsafe(32)
+        with starting(), contextlib.ExitStack() as stack:
+            folder = tempfile.mkdtemp(prefix="sameseed-")  # for this user alone
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            path = os.path.join(folder, "socket")
+            pid, leash = self._spawn(path, key)
+            cleaning = stack.pop_all()
+        self.pid, self.link = pid, Link(path, key)
+        try:
+            code = await self._mind(pid, self.link)
+        finally:
+            self._stopped()
+            self.end_all(unavailable("the engine stopped while this request ran; send it again"))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what it left behind
+            with contextlib.suppress(ChildProcessError):  # it has been waited for, unless something went wrong
+                await end(pid, 0.0)
+            os.close(leash)
+            cleaning.close()
+            link, self.link = self.link, None
+            await link.close()
+        return code
+
+    async def _mind(self, pid: int, link: Link) -> int:
+        """Until the process has ended, by itself or because it is no longer well."""
+        heard = asked = started = time.monotonic()
+        question: asyncio.Task[bool | None] | None = None
+        stop_at: float | None = None
+        while True:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                if question is not None:
+                    question.cancel()
+                return os.waitstatus_to_exitcode(status)
+            now = time.monotonic()
+            if self.state == "closed" and stop_at is None:
+                os.kill(pid, signal.SIGTERM)
+                stop_at = now + CLOSING
+            if question is not None and question.done():
+                well, question = question.result(), None
+                heard = now if well else heard
+                if well and self.state in ("loading", "down"):
+                    await self._arrive(link)
+                elif self.state == "ready" and (well is False or now - heard > self._beat_timeout):
+                    log.error("vLLM is not well; it is ended")
+                    stop_at = now
+            elif question is None and now - asked > (READY if self.state == "ready" else LOADING):
+                asked, question = now, asyncio.get_running_loop().create_task(link.healthy(PATIENCE))
+            if stop_at is None and self.state in ("loading", "down") and now - started > self._load_timeout:
+                log.error("vLLM was not ready within %g s; it is ended (--load-timeout gives more)", self._load_timeout)
+                stop_at = now
+            if stop_at is not None and now >= stop_at:
+                os.killpg(pid, signal.SIGKILL)
+                stop_at = float("inf")
+            await asyncio.sleep(POLL)
+
+    async def _arrive(self, link: Link) -> None:
+        """vLLM answers: what it says of itself, and from now on it is asked."""
+        with contextlib.suppress(ApiError, ValueError, LookupError, TypeError):
+            models = json.loads(await link.get("/v1/models"))
+            self.facts["max_model_len"] = models["data"][0]["max_model_len"]
+            self.facts["version"] = json.loads(await link.get("/version"))["version"]
+        if self.state != "closed":
+            self._serves()
+
+    def _spawn(self, path: str, key: str) -> tuple[int, int]:
+        """Start vLLM in a process group of its own; returns its id and our end of its leash."""
+        theirs, ours = os.pipe()
+        os.set_inheritable(theirs, True)
+        environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
+        environment = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **environment, **self._environment}
+        environment["VLLM_API_KEY"] = key  # not among the arguments, where `ps` would show it
+        command = [*self._command, str(theirs), *self._arguments, "--uvicorn-log-level", "warning", "--uds", path]
+        to_stderr = [(os.POSIX_SPAWN_DUP2, 2, 1)]
+        try:
+            return os.posix_spawn(command[0], command, environment, file_actions=to_stderr, setpgroup=0), ours
+        except OSError:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)

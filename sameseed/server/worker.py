@@ -1,0 +1,271 @@
+"""The engine's process: loads the models, runs the loop, talks to the server over one socket that it inherits.
+
+`python -m sameseed.server.worker FD`. A reader's thread fills the inbox; the main thread empties it before every step,
+so that a request is added, or aborted, within one step. A second thread sends a heartbeat, while weights load too. When
+the other end of the socket closes, the process ends.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+from sameseed.errors import SameseedError
+from sameseed.request import Delta, Request
+from sameseed.server import frames, logs
+from sameseed.server.frames import Frame
+from sameseed.server.loading import Loader
+
+if TYPE_CHECKING:
+    from sameseed.engine.engine import Engine
+    from sameseed.spec.grammar import Vocabulary
+
+log = logging.getLogger("sameseed")
+BEAT = 0.25  # seconds between heartbeats
+LAST_STEP = 5.0  # seconds that a step may still take when nobody listens any more
+MAX_FAILURES = 3  # steps that raise in a row, before the process gives up
+EXIT_SETTINGS, EXIT_FAILED = 2, 3
+
+
+class Worker:
+    """One engine at the end of a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._wake = threading.Condition()
+        self._inbox: list[Frame] = []
+        self._closed = False
+        self._step_start: float | None = None
+        self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # how many had so many tokens, by the bound above
+        self._pass_tokens = 0
+        self.engine: Engine | None = None
+        self._loader = Loader(self._put, self._vocabulary)
+
+    def run(self) -> int:
+        """Load what the first frame asks for, serve until the socket closes; returns the exit code."""
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        first = self._take()
+        if not first:
+            return 0
+        try:
+            self._load(first[0])
+        except (SameseedError, OSError) as error:
+            self.send({"type": "failed", "message": str(error)})
+            return EXIT_SETTINGS
+        return self._serve(first[1:])
+
+    def _load(self, frame: Frame) -> None:
+        from sameseed.engine.build import build_engine
+        from sameseed.engine.settings import make_config
+
+        settings = frames.settings_from_data(frame["settings"])
+        config = make_config(settings.pop("draft", None), **settings)
+        self.engine = build_engine(frame["model"], config)
+        self.send({"type": "ready", **_facts(self.engine, config)})
+
+    def _serve(self, actions: list[Frame]) -> int:
+        engine = self.engine
+        assert engine is not None
+        failures = 0
+        while not self._closed:
+            for frame in actions:
+                self._act(engine, frame)
+            if engine.has_work:
+                try:
+                    self._step_start = time.monotonic()
+                    deltas = engine.step()
+                    failures = 0
+                except Exception:
+                    log.exception("a step of the engine failed; the requests in it end")
+                    failures += 1
+                    deltas = engine.fail_step()
+                    if failures >= MAX_FAILURES:
+                        return EXIT_FAILED
+                self._passes[bisect.bisect_left(frames.PASS_BOUNDS, engine.num_rows)] += engine.num_rows > 0
+                self._pass_tokens += engine.num_rows
+                self._deliver(deltas)
+                self._step_start = None
+            actions = self._take(wait=not engine.has_work)
+        return 0
+
+    def _act(self, engine: Engine, frame: Frame) -> None:
+        if frame["type"] == "add":
+            try:
+                for request in _requests(frame):
+                    engine.add(request)
+            except Exception as error:
+                if not isinstance(error, SameseedError):
+                    log.exception("a request could not be added")
+                engine.abort(frame["id"])
+                known = isinstance(error, SameseedError)
+                self.send({"type": "refused", "id": frame["id"], "message": str(error) if known else None})
+        elif frame["type"] == "abort":
+            engine.abort(frame["id"])
+
+    def _deliver(self, deltas: Seq[Delta]) -> None:
+        if deltas:
+            ended = any(d.completion is not None for d in deltas)  # counters are current when an answer is complete
+            items = []
+            for delta in deltas:
+                before, rest = frames.scores_first(delta)
+                for frame in before:
+                    self.send(frame)
+                items.append(frames.delta_to_data(rest))
+            self.send({"type": "deltas", "items": items, "stats": self._stats() if ended else None})
+
+    def _stats(self) -> dict[str, Any]:
+        """The engine's counters and gauges, for /metrics."""
+        engine = self.engine
+        if engine is None:
+            return {}
+        scheduler, blocks, spec, times = engine.scheduler, engine.runner.blocks, engine.metrics, engine.times
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "free_blocks": blocks.num_free,
+            "num_blocks": blocks.num_blocks,
+            "passes": {"counts": list(self._passes), "tokens": self._pass_tokens},
+            "preemptions": scheduler.num_preemptions,
+            "prefix_queries": blocks.prefixes.hits.num_queries,
+            "prefix_hits": blocks.prefixes.hits.num_hits,
+            "rounds": spec.num_rounds,
+            "drafts": spec.num_drafts,
+            "draft_tokens": spec.num_draft_tokens,
+            "accepted_tokens": spec.num_accepted_tokens,
+            "accepted_per_pos": list(spec.num_accepted_tokens_per_pos),
+            "undrafted": dict(spec.undrafted),
+            "times": {"draft": times.draft, "target": times.target, "verify": times.verify, "schedule": times.schedule},
+        }
+
+    def send(self, frame: Frame) -> None:
+        """Write a frame whole; a closed socket ends the process soon, by the reader."""
+        data = frames.pack(frame)
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError:
+            self._close()
+
+    def _take(self, wait: bool = True) -> list[Frame]:
+        """What has come in; waits for something if asked to. Empty where the socket is closed."""
+        with self._wake:
+            while wait and not self._inbox and not self._closed:
+                self._wake.wait()
+            taken, self._inbox = self._inbox, []
+            return taken
+
+    def _put(self, frame: Frame) -> None:
+        with self._wake:
+            self._inbox.append(frame)
+            self._wake.notify()
+
+    def _vocabulary(self) -> Vocabulary:
+        """What the model's tokens write, for grammars."""
+        from sameseed.server.text import vocabulary
+
+        assert self.engine is not None
+        config = self.engine.runner.model.config
+        return vocabulary(self.engine.tokenizer, config.vocab_size, config.eos_token_ids)
+
+    def _close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+
+    def _read(self) -> None:
+        unpacker = frames.Unpacker()
+        try:
+            while data := self._socket.recv(2**16):
+                for frame in unpacker.feed(data):
+                    if not self._loader.takes(frame):
+                        self._put(frame)
+        except (OSError, frames.FrameError) as error:
+            log.error("the server's frames cannot be read: %s", error)
+        except Exception:  # no thread is to be had, say: without a reader there is nothing to wait for
+            log.exception("the server's frames cannot be taken")
+        self._close()
+        time.sleep(LAST_STEP)  # a daemon thread: the process mostly ends before this does
+        os._exit(EXIT_FAILED)
+
+    def _beat(self) -> None:
+        while not self._closed:
+            start = self._step_start
+            age = 0.0 if start is None else time.monotonic() - start
+            try:
+                stats = self._stats()
+            except RuntimeError:  # a dictionary grew while it was copied: the next beat has it
+                stats = {}
+            self.send({"type": "beat", "step_seconds": age, "stats": stats})
+            time.sleep(BEAT)
+
+
+def _requests(frame: Frame) -> list[Request]:
+    """The engine's requests of an "add" frame: every prompt with its n seeds, numbered in that order."""
+    from sameseed.spec.sampling import derive_seed
+
+    params = frames.params_from_data(frame["params"])
+    wish = frames.wish_from_data(frame["speculation"])
+    seed = secrets.randbelow(2**63) if params.seed is None else params.seed
+    return [
+        Request(
+            request_id=frame["id"],
+            prompt_token_ids=tuple(prompt),
+            params=params,
+            seed=derive_seed(seed, i),
+            index=p * params.n + i,
+            tenant=frame["tenant"],
+            owner=frame["owner"],
+            priority=frame["priority"],
+            detailed=frame["detailed"],
+            speculation=wish,
+            score_prompt=frame["score_prompt"],
+            grammar=frame["make"]() if "make" in frame else None,
+        )
+        for p, prompt in enumerate(frame["prompts"])
+        for i in range(params.n)
+    ]
+
+
+def _facts(engine: Engine, config: Any) -> dict[str, Any]:
+    """What the server must know of a loaded engine: its tokenizer and its limits."""
+    return {
+        "tokenizer": engine.tokenizer.as_files(),
+        "vocab_size": engine.runner.model.config.vocab_size,
+        "eos_token_ids": list(engine.runner.model.config.eos_token_ids),
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "method": config.spec.method,
+        "policy": config.spec.policy,
+        "levels": list(engine.level_names),
+        "num_draft_tokens": config.spec.num_draft_tokens,
+    }
+
+
+def main() -> None:
+    """Take over the inherited socket. Signals are the server's business: this process ends when its socket closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logs.set_up("warning")
+    code = EXIT_FAILED
+    try:
+        code = Worker(socket.socket(fileno=int(sys.argv[1]))).run()
+    except Exception:
+        log.exception("the engine's process failed")
+    finally:
+        logging.shutdown()
+        os._exit(code)  # at once: nothing is left to do, and the other threads have no end of their own
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Draft: guessed tokens and their parents, ragged over sequences. A chain is a thin tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sameseed.batch import MAX_NODES
+from sameseed.errors import ConfigError
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """N nodes of B sequences: `tokens`, `parents` int32 [N], `offsets` int32 [B+1], `confidence` float32 [N] or None.
+
+    A parent is an index among the same sequence's nodes, before its child; -1 is the sequence's last known token.
+    At most 64 nodes a sequence. Confidence is how likely the drafter holds the whole path to a node, NaN where it
+    cannot say; it serves length policies only: acceptance never looks at it. `levels` int8 [N], for those who watch:
+    which of the drafter's `level_names` guessed a node; None: the first of them all.
+    """
+
+    tokens: Ints
+    parents: Ints
+    offsets: Ints
+    confidence: NDArray[np.float32] | None = None
+    levels: NDArray[np.int8] | None = None
+
+    @classmethod
+    def empty(cls, num_seqs: int) -> Draft:
+        """No guess for any of `num_seqs` sequences."""
+        return cls.chains([[] for _ in range(num_seqs)])
+
+    @classmethod
+    def chains(
+        cls,
+        chains: Seq[Seq[int]],
+        confidence: Seq[Seq[float]] | None = None,
+        levels: Seq[Seq[int]] | None = None,
+    ) -> Draft:
+        """One chain of tokens for each sequence."""
+        return cls.trees([(c, range(-1, len(c) - 1)) for c in chains], confidence, levels)
+
+    @classmethod
+    def trees(
+        cls,
+        trees: Seq[tuple[Seq[int], Seq[int]]],
+        confidence: Seq[Seq[float]] | None = None,
+        levels: Seq[Seq[int]] | None = None,
+    ) -> Draft:
+        """(tokens, parents) for each sequence. Raises ConfigError: over 64 nodes, or a parent after its child."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        offsets = [0]
+        for node_tokens, node_parents in trees:
+            if len(node_tokens) > MAX_NODES:
+                raise ConfigError(f"a draft of {len(node_tokens)} nodes; at most {MAX_NODES} fit: lower the tree size")
+            if any(not -1 <= p < i for i, p in enumerate(node_parents)):
+                raise ConfigError(f"a draft's parents must come before their children, got {list(node_parents)}")
+            tokens += node_tokens
+            parents += node_parents
+            offsets.append(len(tokens))
+        flat = None if confidence is None else np.array([c for row in confidence for c in row], np.float32)
+        by = None if levels is None else np.array([level for row in levels for level in row], np.int8)
+        return cls(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(offsets, np.int32), flat, by)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.offsets) - 1
+
+    def count(self, b: int) -> int:
+        """Number of nodes of sequence b."""
+        return int(self.offsets[b + 1] - self.offsets[b])
+
+    def nodes(self, b: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of sequence b."""
+        part = slice(self.offsets[b], self.offsets[b + 1])
+        return self.tokens[part].tolist(), self.parents[part].tolist()
+
+    def node_levels(self, b: int) -> list[int]:
+        """Which level guessed each node of sequence b."""
+        if self.levels is None:
+            return [0] * self.count(b)
+        found: list[int] = self.levels[self.offsets[b] : self.offsets[b + 1]].tolist()
+        return found
+
+    def kept(self, keep: Seq[Seq[int] | None]) -> Draft:
+        """The draft with only these nodes of each sequence, ascending, each with its parent; None: all of them."""
+        trees: list[tuple[Seq[int], Seq[int]]] = []
+        sure: list[list[float]] = []
+        levels: list[list[int]] = []
+        for b, chosen in enumerate(keep):
+            tokens, parents = self.nodes(b)
+            nodes = range(len(tokens)) if chosen is None else chosen
+            place = {-1: -1, **{old: new for new, old in enumerate(nodes)}}
+            trees.append(([tokens[i] for i in nodes], [place[parents[i]] for i in nodes]))
+            if self.confidence is not None:
+                own = self.confidence[self.offsets[b] : self.offsets[b + 1]]
+                sure.append([float(own[i]) for i in nodes])
+            if self.levels is not None:
+                by = self.node_levels(b)
+                levels.append([by[i] for i in nodes])
+        return Draft.trees(trees, None if self.confidence is None else sure, None if self.levels is None else levels)
+
+    def shallow(self, depths: Seq[int]) -> Draft:
+        """The draft without nodes that have depths[b] others above them or more."""
+        keep: list[list[int] | None] = []
+        for b, most in enumerate(depths):
+            parents = self.nodes(b)[1]
+            above: list[int] = []
+            for parent in parents:
+                above.append(above[parent] + 1 if parent >= 0 else 0)
+            fits = [i for i, a in enumerate(above) if a < most]
+            keep.append(None if len(fits) == len(above) else fits)
+        return self if all(k is None for k in keep) else self.kept(keep)

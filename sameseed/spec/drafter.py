@@ -1,0 +1,154 @@
+"""Drafter: a way to guess. One file on the drafters' shelf derives from it; `propose` is all that must be written."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.models.eagle_runner import HeadRunner
+from sameseed.models.runner import ModelRunner
+from sameseed.request import Sequence, SpecMetrics
+from sameseed.spec.draft import Draft
+from sameseed.spec.length import FixedLength, LengthPolicy
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions start .. end of a sequence that became certain (stored in the target's cache) in one round.
+
+    `num_draft`: nodes of its draft that were checked: what the drafter gave, less what was dropped before.
+    """
+
+    start: int
+    end: int
+    num_draft: int = 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a drafter is made of: the target, the drafter's own model (if it `needs_model`), the drafters below it."""
+
+    target: ModelRunner
+    runner: ModelRunner | None = None
+    below: tuple[Drafter, ...] = ()
+    head: HeadRunner | None = None  # its own model, where that is a draft head
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target."""
+        return self.target.model.config.vocab_size
+
+
+class Drafter:
+    """Base of all drafters. `policy` is set by who builds it and asked after each drafted token (`policy.stop`)."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Knobs of one drafter; flags, JSON keys and docs rows derive from the fields."""
+
+    needs_model = False  # does it own a model, which `build` then gets in a runner of its own?
+    of_head = False  # is that model a draft head, which reads the target's hidden states?
+    of_target = False  # is that model the target itself in another format, in the target's own cache?
+    num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
+    branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern
+    judges = False  # does it know how likely its own tokens are, so that a policy can end drafts by it (`confidence`)?
+    goes_ahead = False  # can it guess on while the target checks (`ahead`)?
+    captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
+    policy: LengthPolicy = FixedLength(0)
+
+    def __init__(self, options: Any = None) -> None:
+        """`options` are the class's own Options, or None for the defaults."""
+
+    @classmethod
+    def build(cls, options: Options, parts: Parts) -> Drafter:
+        """One for a target, of what the engine has prepared for it."""
+        return cls(options)
+
+    def attach(self, target: ModelRunner) -> None:
+        """Draft for another target from now on, of the same model, with its own cache."""
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed.
+
+        Nodes deeper than `seq.draft_depth` are of no use: they are dropped.
+        """
+        raise NotImplementedError
+
+    def ahead(
+        self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
+    ) -> list[list[int]]:
+        """Guess on after `draft`, which was for num_draft[b] tokens, while the target checks it in another thread.
+
+        Returns for each sequence the tokens after its draft, none where that is unknown. Begins no pass once `going()`
+        is false. Must keep to what is its own: no target's cache, and of the sequences, which grow, only their ids.
+        """
+        return [[] for _ in seqs]
+
+    def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        """Learn what became certain: a span per sequence, hidden float32 [sum of spans, len(captures) * C]."""
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """Tokens of `seq` from `length` on are about to be taken back (in a cascade they were only guessed)."""
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence is gone: forget it."""
+
+    @property
+    def limit(self) -> int | None:
+        """Sequences of so many tokens or more it does not draft for: its own context. None: no such end."""
+        return None
+
+    @property
+    def name(self) -> str:
+        """Its name on the shelf."""
+        return type(self).__module__.rsplit(".", 1)[-1]
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """Those that may have guessed a token of its drafts (`Draft.levels`), the lowest level first."""
+        return (self.name,)
+
+    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
+        """Drafters below whose guesses are counted apart, the lowest first, with what was made of their guesses."""
+        return []
+
+    def levels(self) -> list[tuple[str, SpecMetrics]]:
+        """The same by name: "level 1: ngram"."""
+        return [(f"level {i}: {d.name}", metrics) for i, (d, metrics) in enumerate(self.counted(), 1)]
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: speculation with an empty draft."""
+
+    level_names = ()
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        return Draft.empty(len(seqs))
+
+
+def parse_options(drafter: type[Drafter], options: Mapping[str, object]) -> Drafter.Options:
+    """The drafter's Options from plain data; a whole number for a text is its digits (`vocabulary`: 2048).
+
+    Raises ConfigError: unknown key (with the nearest), wrong type.
+    """
+    given: dict[str, Any] = {}
+    fields = {f.name: f for f in dataclasses.fields(drafter.Options)}
+    for key, value in options.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"unknown option {key!r}{hint} (there are: {', '.join(fields) or 'none'})")
+        default = fields[key].default
+        if isinstance(default, str) and type(value) is int:
+            value = str(value)
+        wanted = (int, float) if isinstance(default, float) else type(default)
+        if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, wanted):
+            raise ConfigError(f"option {key!r} must be of type {type(default).__name__}, got {value!r}")
+        given[key] = value
+    return drafter.Options(**given)

@@ -1,0 +1,131 @@
+"""Grammars: which tokens may come next, asked at every node of a draft. `Choice`: the text is one of a few."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sameseed.errors import RequestError
+
+# Seconds of a thread's time that a grammar may take in all, beyond so many a mask: one that needs more is given up,
+# for it holds up all texts of a batch.
+FREE, EACH = 1.0, 0.005
+MAX_KNOWN = 256  # places in a text whose tokens a Choice remembers
+_HEADS = (3, 8, 16, 32, 64)  # bytes that tell how long a piece may be: few begin alike and are long
+
+
+class Allowance:
+    """The time of one grammar, spent within `with`. Raises RequestError at the door once there is none left."""
+
+    def __init__(self) -> None:
+        self._spent, self._num_asked, self._start = 0.0, 0, 0.0
+
+    def __enter__(self) -> None:
+        self._num_asked += 1
+        if self._spent > FREE + EACH * self._num_asked:
+            raise RequestError("the grammar takes too long to follow; simplify it")
+        self._start = time.thread_time()
+
+    def __exit__(self, *raised: object) -> None:
+        self._spent += time.thread_time() - self._start
+
+
+class Vocabulary:
+    """What tokens spell, for grammars over bytes: `pieces[t]` of token t; empty for tokens that spell nothing."""
+
+    def __init__(self, pieces: Seq[bytes], eos_token_ids: Seq[int]) -> None:
+        self.pieces = tuple(pieces)
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.writable = np.array([bool(piece) for piece in self.pieces], np.bool_)  # [V]: tokens that a text may have
+        self.writable[list(self.eos_token_ids)] = True
+        self._tokens: dict[bytes, list[int]] = {}
+        self._longest: dict[bytes, int] = {}  # bytes of the longest piece, by its heads
+        for token, piece in enumerate(self.pieces):
+            if piece and token not in self.eos_token_ids:
+                self._tokens.setdefault(piece, []).append(token)
+                for head in (piece[:size] for size in _HEADS if size <= len(piece)):
+                    self._longest[head] = max(self._longest.get(head, 0), len(piece))
+
+    def beginning(self, text: bytes, beyond: int = 0) -> list[int]:
+        """The tokens with which this text may begin and that spell more than `beyond` bytes of it."""
+        longest = len(text)
+        for size in _HEADS:
+            if size > longest:
+                break
+            longest = min(longest, self._longest.get(text[:size], size - 1))
+        return [token for end in range(beyond + 1, longest + 1) for token in self._tokens.get(text[:end], ())]
+
+    def spell(self, token_ids: Seq[int]) -> bytes:
+        """The bytes of some tokens, up to the first that ends the text."""
+        parts = []
+        for token in token_ids:
+            if token in self.eos_token_ids:
+                break
+            parts.append(self.pieces[token])
+        return b"".join(parts)
+
+
+class Choice:
+    """The text is one of `choices`, then an end token. The tokens of the last places that were asked for are kept.
+
+    Any number of texts, and of threads, may share one.
+    """
+
+    def __init__(self, choices: Seq[str], vocabulary: Vocabulary) -> None:
+        self._choices = sorted({c.encode("utf-8") for c in choices})
+        self._common = [0, *map(_common, self._choices, self._choices[1:])]  # bytes shared with the one before
+        self._vocabulary = vocabulary
+        self._known: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._allowance = Allowance()
+
+    def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
+        """bool [V]: the tokens that may come after the output's tokens and then those of `path`.
+
+        Raises RequestError once the texts of these choices have taken too much time.
+        """
+        with self._lock, self._allowance:
+            mask = np.zeros(len(self._vocabulary.pieces), np.bool_)
+            mask[self._after(self._vocabulary.spell([*output, *path]))] = True
+        return mask
+
+    def another(self) -> Choice:
+        """Itself: what it remembers is the same for all."""
+        return self
+
+    def _after(self, written: bytes) -> NDArray[np.int64]:
+        """The tokens that may come after these bytes."""
+        begin = bisect_left(self._choices, written)
+        end = bisect_left(self._choices, written + b"\xff", begin)  # which is in no UTF-8
+        if begin == end:
+            return np.array([], np.int64)
+        place = (begin, len(written))
+        if place not in self._known:
+            self._known[place] = np.array(self._tokens(begin, end, len(written)), np.int64)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(place)
+        return self._known[place]
+
+    def _tokens(self, begin: int, end: int, size: int) -> list[int]:
+        """The tokens that may come in the choices begin..end, which share their first `size` bytes.
+
+        They are sorted: what a choice shares with the one before was looked up there.
+        """
+        tokens = list(self._vocabulary.eos_token_ids) if len(self._choices[begin]) == size else []
+        for i in range(begin, end):
+            seen = self._common[i] - size if i > begin else 0
+            tokens += self._vocabulary.beginning(self._choices[i][size:], seen)
+        return tokens
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Bytes with which both begin."""
+    lengths = range(1, min(len(one), len(other)) + 1)
+    return bisect_left(lengths, True, key=lambda size: one[:size] != other[:size])

@@ -1,0 +1,106 @@
+"""Which length policy a SpecConfig asks for, and requests that want another one than the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+
+from sameseed.config import MAX_DRAFT_TOKENS, SpecConfig
+from sameseed.request import Sequence
+from sameseed.spec.cost import Curve
+from sameseed.spec.draft import Draft
+from sameseed.spec.goodput import GoodputLength
+from sameseed.spec.length import ConfidenceLength, FixedLength, HistoryLength, LengthPolicy, Round
+
+
+def make_policy(spec: SpecConfig, measure: Callable[[], Curve] | None = None) -> LengthPolicy:
+    """The policy that a SpecConfig asks for; `measure` times passes of the target, for a policy that wants that."""
+    if spec.method == "none":
+        return FixedLength(0)
+    if spec.policy == "goodput":
+        return GoodputLength(spec.num_draft_tokens, None if measure is None else measure())
+    if spec.policy == "history":
+        return HistoryLength(spec.num_draft_tokens, 0.0 if spec.confidence is None else spec.confidence)
+    if spec.confidence is None:
+        return FixedLength(spec.num_draft_tokens)
+    return ConfidenceLength(spec.num_draft_tokens, spec.confidence)
+
+
+class ByRequest:
+    """The engine's policy, except for requests that wish for another one (`Speculation`)."""
+
+    def __init__(self, default: LengthPolicy) -> None:
+        self.default = default
+        self._goodput = default if isinstance(default, GoodputLength) else None
+        self._trimmed: set[int] = set()  # sequences whose draft of this round was dropped whole
+
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+        """Lengths of all; sequences of one policy are decided together, after those that leave no choice."""
+        lengths = [0] * len(seqs)
+        groups: dict[int, tuple[LengthPolicy, list[int]]] = {}
+        for b, seq in enumerate(seqs):
+            forced = self._forced(seq)
+            if forced is not None:
+                lengths[b] = forced
+                continue
+            policy = self._of(seq)
+            groups.setdefault(id(policy), (policy, []))[1].append(b)
+        for policy, members in groups.values():
+            taken = sum(lengths)
+            rows = None if num_rows is None else num_rows + taken
+            left = None if budget is None else max(0, budget - taken)
+            for b, k in zip(members, policy.lengths([seqs[b] for b in members], rows, left), strict=True):
+                wish = seqs[b].speculation
+                lengths[b] = k if wish is None else wish.of(k)
+        return lengths
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        """The draft without nodes that do not pay, where goodput is in charge and no length was wished for."""
+        self._trimmed = set()
+        policy = self._goodput
+        if policy is None:
+            return draft
+        free = [b for b, seq in enumerate(seqs) if self._of(seq) is policy and self._forced(seq) is None]
+        trimmed = policy.trim(draft, seqs, num_rows, free)
+        if trimmed is not draft:
+            self._trimmed = {seqs[b].seq_id for b in free if draft.count(b) and not trimmed.count(b)}
+        return trimmed
+
+    def why_none(self, seq: Sequence, asked: int) -> str:
+        """Why a sequence had no draft in this round, for which so many tokens were asked.
+
+        "off": nobody wants one; "cost": it would not pay; "no guess": the drafter found none.
+        """
+        if asked:
+            return "cost" if seq.seq_id in self._trimmed else "no guess"
+        may = self._forced(seq) is None and (seq.speculation is None or seq.speculation.of(1) > 0)
+        policy = self._of(seq)
+        return "cost" if may and isinstance(policy, GoodputLength) and policy.num_draft_tokens else "off"
+
+    def _forced(self, seq: Sequence) -> int | None:
+        """The length that a request's wish leaves no choice about."""
+        wish = seq.speculation
+        if wish is None or wish.policy not in ("off", "fixed"):
+            return None
+        if wish.policy == "fixed" and wish.num_draft_tokens is None:
+            return self.default.num_draft_tokens if isinstance(self.default, GoodputLength | HistoryLength) else None
+        return wish.of(0)
+
+    def _of(self, seq: Sequence) -> LengthPolicy:
+        if seq.speculation is None or seq.speculation.policy != "goodput":
+            return self.default
+        if self._goodput is None:
+            self._goodput = GoodputLength(MAX_DRAFT_TOKENS)
+        return self._goodput
+
+    def _all(self) -> list[LengthPolicy]:
+        return [self.default, *([self._goodput] if self._goodput not in (None, self.default) else [])]
+
+    def update(self, round_: Round) -> None:
+        """Every policy in use learns of the round."""
+        for policy in self._all():
+            policy.update(round_)
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence is gone."""
+        for policy in self._all():
+            policy.release(seq)

@@ -1,0 +1,310 @@
+"""Coupled sampling: the token at a position is a pure function of (logits there, parameters, seed, position).
+
+`choose` is argmax for greedy decoding and argmax(log p + g) for sampling, where p is the processed distribution and g
+is Gumbel noise (Gumbel, 1954; Maddison et al., 2014) from a counter-based generator keyed by (seed, position, token
+id). The generator is SplitMix64 (Steele, Lea and Flood, 2014), whose i-th output is a hash of (key, i).
+
+All of it works one row at a time, in float64 for probabilities, so that a row's choice cannot depend on its company.
+
+The NumPy code here is the specification. Where the native module is built, csrc/sampling.cpp does the passes over whole
+rows: the same choices, but where candidates tie to the last bits of an exponential or a logarithm.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sameseed.request import SamplingParams, Sequence, TokenLogprob
+
+try:
+    from sameseed import _native
+except ImportError:
+    HAS_NATIVE = False
+else:
+    HAS_NATIVE = True
+
+Floats = NDArray[np.float64]
+FAILED = -1  # no token can be chosen: logits are not finite, or every token is ruled out
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_ONE, _STEP, _FACTOR_1, _FACTOR_2, _S11, _S27, _S30, _S31 = (
+    np.uint64(x) for x in (1, _GOLDEN, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 11, 27, 30, 31)
+)
+_BELOW_ONE = 1.0 - 2.0**-53
+_COLDEST = 1e-200  # under so low a temperature only the best is left; it keeps the quotient of any two logits finite
+
+
+def _mix(z: int) -> int:
+    """SplitMix64's finalizer on a Python integer."""
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK
+    return z ^ z >> 31
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of completion `index` of a request with `n` > 1: the first keeps the request's own."""
+    return seed if index == 0 else _mix((seed + index * _GOLDEN) & _MASK) >> 1
+
+
+def noise_key(seed: int, position: int) -> int:
+    """The generator's stream at a position: its i-th output, from 1 on, is the noise of token i - 1."""
+    return _mix(_mix(seed & _MASK) ^ ((position * 0xD1342543DE82EF95 + 1) & _MASK))
+
+
+def gumbel_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> Floats:
+    """Standard Gumbel noise float64 [n] for these tokens: a function of (seed, position, token id) and nothing else."""
+    key = np.uint64(noise_key(seed, position))
+    z = token_ids.astype(np.uint64)  # arrays of integers wrap around without a warning
+    z += _ONE
+    z *= _STEP
+    z += key
+    z ^= z >> _S30
+    z *= _FACTOR_1
+    z ^= z >> _S27
+    z *= _FACTOR_2
+    z ^= z >> _S31
+    z >>= _S11
+    noise: Floats = z.astype(np.float64)
+    noise += 0.5
+    noise *= 2.0**-53
+    np.minimum(noise, _BELOW_ONE, out=noise)  # in (0, 1), never 0 or 1: the largest sum would round up
+    for _ in range(2):
+        np.log(noise, out=noise)
+        np.negative(noise, out=noise)
+    return noise
+
+
+@dataclass
+class SamplingState:
+    """Penalty counts of one sequence, brought up to date as it grows."""
+
+    in_prompt: NDArray[np.bool_]  # [V]
+    counts: NDArray[np.int32]  # [V], of output tokens
+    num_seen: int  # tokens of the sequence counted so far
+
+    @classmethod
+    def of(cls, seq: Sequence, vocab_size: int) -> SamplingState:
+        """The sequence's state, counting what has been appended since the last call."""
+        state = seq.state
+        if not isinstance(state, SamplingState) or state.num_seen > len(seq):
+            state = cls(np.zeros(vocab_size, np.bool_), np.zeros(vocab_size, np.int32), seq.num_prompt)
+            prompt = np.array(seq.token_ids[: seq.num_prompt], np.int64)
+            state.in_prompt[prompt[prompt < vocab_size]] = True
+            seq.state = state
+        for token in seq.token_ids[state.num_seen :]:
+            state.counts[token] += 1
+        state.num_seen = len(seq)
+        return state
+
+
+def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> Floats:
+    """Logits float64 [V] after allowed and banned tokens, grammar, minimum length, bias and penalties.
+
+    `path` holds the drafted tokens between the sequence's known tokens and this row: the penalties count them, exactly
+    as they would if the tokens had been decoded one by one.
+    """
+    params = seq.params
+    row = logits.astype(np.float64)
+    if params.allowed_token_ids is not None:
+        allowed = [t for t in params.allowed_token_ids if t < len(row)]
+        kept = row[allowed]
+        row[:] = -np.inf
+        row[allowed] = kept
+    if seq.grammar is not None and seq.num_output >= 0:
+        _allow(row, seq.grammar.allowed(seq.output_token_ids, path))
+    banned = list(params.banned_token_ids)
+    if 0 <= seq.num_output + len(path) < params.min_tokens:
+        banned += [*eos_token_ids, *params.stop_token_ids]
+    row[[t for t in banned if t < len(row)]] = -np.inf
+    for token, bias in params.logit_bias.items():
+        if token < len(row):
+            row[token] += bias
+    if params.has_penalties:
+        _penalize(row, params, SamplingState.of(seq, len(row)), path)
+    return row
+
+
+def _allow(row: NDArray[np.floating], mask: NDArray[np.bool_]) -> None:
+    """Leave the tokens of a mask [V], the target's; a draft model's rows may be shorter or longer.
+
+    Nearly all or nearly none are in it: the fewer are the ones to handle.
+    """
+    if len(mask) != len(row):
+        row[len(mask) :] = -np.inf
+        mask, row = mask[: len(row)], row[: len(mask)]
+    if 2 * np.count_nonzero(mask) > len(mask):
+        row[np.flatnonzero(~mask)] = -np.inf
+        return
+    allowed = np.flatnonzero(mask)
+    kept = row[allowed]
+    row.fill(-np.inf)
+    row[allowed] = kept
+
+
+def _penalize(row: Floats, params: SamplingParams, state: SamplingState, path: Seq[int]) -> None:
+    counts = state.counts
+    if path:
+        counts = counts.copy()
+        for token, count in Counter(path).items():
+            counts[token] += count
+    seen = counts > 0
+    if params.repetition_penalty != 1.0:  # Keskar et al., 2019; prompt and output alike
+        index = np.flatnonzero(seen | state.in_prompt)
+        values = row[index]
+        row[index] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    index = np.flatnonzero(seen)
+    row[index] -= params.frequency_penalty * counts[index] + params.presence_penalty
+
+
+def needs_adjusting(seq: Sequence, num_path: int) -> bool:
+    """Does `adjust` change this sequence's logits after `num_path` drafted tokens?"""
+    return seq.grammar is not None or _is_limited(seq, num_path)
+
+
+def _is_limited(seq: Sequence, num_path: int) -> bool:
+    """Does anything but a grammar change its logits there?"""
+    p = seq.params
+    short = 0 <= seq.num_output + num_path < p.min_tokens
+    return p.has_penalties or short or bool(p.logit_bias or p.banned_token_ids) or p.allowed_token_ids is not None
+
+
+def plain_greedy(seq: Sequence) -> bool:
+    """Is this sequence's choice just the argmax of the raw logits, at any depth of a draft?"""
+    return seq.params.greedy and not needs_adjusting(seq, 0)
+
+
+def _divisor(params: SamplingParams) -> float:
+    """The temperature, 1 for greedy."""
+    return max(params.temperature, _COLDEST) if params.temperature else 1.0
+
+
+def _scaled(row: Floats, params: SamplingParams) -> Floats:
+    """The row shifted to a maximum of 0, then divided by the temperature (1 for greedy)."""
+    scaled: Floats = row - row.max()
+    scaled /= _divisor(params)
+    return scaled
+
+
+def _floor(params: SamplingParams) -> float:
+    """Scaled logits below it fall to min-p: the likeliest token lies at 0."""
+    return float(np.log(params.min_p)) if params.min_p > 0.0 else -np.inf
+
+
+def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], Floats]:
+    """Token ids and scaled logits left by temperature, min-p, top-k and top-p, in order of token id. Never empty.
+
+    Ties at the border of top-k are kept; top-p keeps the smallest set, likeliest first, whose probability reaches it.
+    """
+    scaled = _scaled(row, params)
+    floor = _floor(params)
+    if 0 < params.top_k < len(scaled):
+        floor = max(floor, np.partition(scaled, -params.top_k)[-params.top_k])
+    if params.top_p < 1.0:
+        weights = np.exp(scaled)
+        if floor > -np.inf:
+            weights[scaled < floor] = 0.0
+        ids = _nucleus(weights, params.top_p)
+    else:
+        ids = (scaled >= floor if floor > -np.inf else scaled > -np.inf).nonzero()[0]
+    return ids, scaled[ids]
+
+
+def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
+    """The smallest set of likeliest tokens whose share of the weights reaches top_p (Holtzman et al., 2020)."""
+    total = weights.sum()
+    # Tokens below the bound have less than 1 - top_p together: they stand behind the border, and need no sorting.
+    likely = weights[weights >= (1.0 - top_p) * total / len(weights)]
+    falling = np.sort(likely)[::-1]  # values alone sort several times faster than indices
+    reached = np.cumsum(falling[:-1])  # weight of the tokens before the second, the third, ...
+    count = 1 + np.count_nonzero(reached < top_p * total)
+    border = falling[count - 1]
+    ids: NDArray[np.int64] = (weights >= border).nonzero()[0]
+    if len(ids) > count:  # of equals at the border, those with the lower numbers stay
+        equal = ids[weights[ids] == border]
+        ids = np.setdiff1d(ids, equal[count - len(ids) :], assume_unique=True)
+    return ids
+
+
+def choose(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> int:
+    """The token after the sequence's known tokens and `path`, from logits float32 [V] there; FAILED if none."""
+    row: NDArray[np.floating] = logits
+    if _is_limited(seq, len(path)):
+        row = adjust(logits, seq, path, eos_token_ids)
+    elif seq.grammar is not None and seq.num_output >= 0:  # as `adjust` does it, in half the memory
+        row = logits.copy()
+        _allow(row, seq.grammar.allowed(seq.output_token_ids, path))
+    chosen = native_choice if HAS_NATIVE else numpy_choice
+    return chosen(row, seq.params, seq.seed, len(seq) + len(path))
+
+
+def numpy_choice(logits: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
+    """The token chosen from a row [V] of adjusted logits: the specification."""
+    row: Floats = logits.astype(np.float64)
+    best = int(row.argmax())  # the first of equals
+    if not np.isfinite(row[best]):
+        return FAILED
+    if params.greedy:
+        return best
+    ids, values = survivors(row, params)
+    noise = gumbel_noise(seed, position, ids)
+    return int(ids[(values + noise).argmax()])
+
+
+def native_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> int:
+    """numpy_choice in C++ (csrc/sampling.cpp), for a row float32 or float64 [V]."""
+    row = np.ascontiguousarray(row)
+    if params.greedy:
+        return _native.choose(row.ctypes.data, row.dtype == np.float64, len(row), True, 1.0, -np.inf, 0, 1.0, 0)
+    return _native.choose(
+        row.ctypes.data,
+        row.dtype == np.float64,
+        len(row),
+        False,
+        _divisor(params),
+        _floor(params),
+        params.top_k,
+        params.top_p,
+        noise_key(seed, position),
+    )
+
+
+def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:
+    """Probability of `token` there, at the request's temperature (1 for greedy): what a draft's confidence means.
+
+    It decides lengths only, so for plain logits float32 will do, which is several times faster.
+    """
+    if logits.dtype == np.float32 and _divisor(seq.params) == 1.0:
+        with np.errstate(all="ignore"):  # logits that are no numbers give no confidence
+            shares = np.exp(logits - logits.max())
+            return float(shares[token] / shares.sum())
+    if HAS_NATIVE:
+        row = np.ascontiguousarray(logits)
+        return _native.probability(row.ctypes.data, row.dtype == np.float64, len(row), _divisor(seq.params), token)
+    return numpy_probability(logits, seq.params, token)
+
+
+def numpy_probability(logits: NDArray[np.float32], params: SamplingParams, token: int) -> float:
+    """The meaning of `probability`."""
+    row = _scaled(logits.astype(np.float64), params)
+    return float(np.exp(row[token]) / np.exp(row).sum())
+
+
+def token_logprob(
+    logits: NDArray[np.float32], seq: Sequence, path: Seq[int], token: int, eos_token_ids: Seq[int]
+) -> TokenLogprob:
+    """Log-probabilities of the processed distribution: penalties, bias, bans and temperature (1 for greedy) applied.
+
+    Truncation (top-k, top-p, min-p) is left out, so that alternatives outside it still show their probability.
+    """
+    row = _scaled(adjust(logits, seq, path, eos_token_ids), seq.params)
+    row -= np.log(np.exp(row).sum())
+    num_top = min(seq.params.logprobs or 0, int((row > -np.inf).sum()))
+    top = np.argpartition(-row, num_top - 1)[:num_top] if num_top else np.array([], np.int64)
+    top = top[np.lexsort((top, -row[top]))]
+    return TokenLogprob(token, float(row[token]), tuple((int(t), float(row[t])) for t in top))

@@ -1,0 +1,91 @@
+"""decode_step: guess, check, keep. The one loop body, for the engine and for every level of a cascade."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+
+from sameseed.models.runner import ModelRunner
+from sameseed.request import Sequence, TimeSplit
+from sameseed.spec.ahead import NOT_AHEAD, NotAhead
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, Span
+from sameseed.spec.length import Trims
+from sameseed.spec.verify import Verified, verify
+
+log = logging.getLogger("sameseed")
+
+
+def decode_step(
+    runner: ModelRunner,
+    drafter: Drafter,
+    seqs: Seq[Sequence],
+    num_pending: Seq[int],
+    num_draft: Seq[int],
+    times: TimeSplit | None = None,
+    policy: Trims | None = None,
+    ahead: NotAhead = NOT_AHEAD,
+) -> tuple[Draft, Verified]:
+    """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] guesses each.
+
+    Appends the decided tokens to the sequences. `times`, if given, is increased by the seconds of each stage; `policy`,
+    if given, may drop nodes of the draft before they are checked; `ahead`: what the drafter does while the model's
+    pass runs. A draft's paths end where a sequence must.
+    """
+    clock = time.perf_counter
+    start = clock()
+    asked = [0 if seq.num_scripted else k for seq, k in zip(seqs, num_draft, strict=True)]
+    own = _propose(drafter, seqs, asked)
+    depths = [seq.draft_depth for seq in seqs]
+    if any(k > depth for k, depth in zip(asked, depths, strict=True)):
+        own = own.shallow(depths)
+    if policy is not None:
+        own = policy.trim(own, seqs, sum(num_pending))
+    draft = _with_scripts(own, seqs, num_draft)
+    drafted = clock()
+    with ahead.beside(drafter, seqs, own, asked) as end_ahead:
+        out = runner.forward(seqs, draft, num_pending)
+        end_ahead()
+        checked = clock()
+        result = verify(draft, out.logits, seqs, out.wants_logits, runner.model.config.eos_token_ids)
+        starts = [seq.num_cached for seq in seqs]
+        hidden = runner.commit(seqs, num_pending, result.nodes, out)
+        for seq, tokens in zip(seqs, result.tokens, strict=True):
+            seq.token_ids += tokens
+        verified = clock()
+    spans = [Span(s, seq.num_cached, own.count(b)) for b, (s, seq) in enumerate(zip(starts, seqs, strict=True))]
+    try:
+        drafter.observe(seqs, spans, hidden)
+    except Exception:
+        log.exception("the drafter failed; it starts anew with these sequences")
+        for seq in seqs:
+            drafter.release(seq)
+    if times is not None:
+        times.draft += drafted - start + clock() - verified
+        times.target += checked - drafted
+        times.verify += verified - checked
+    return draft, result
+
+
+def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    """The drafter's guesses. One that fails costs speed, never the text."""
+    if any(num_draft):
+        try:
+            return drafter.propose(seqs, num_draft)
+        except Exception:
+            log.exception("the drafter failed; this round goes without drafts")
+    return Draft.empty(len(seqs))
+
+
+def _with_scripts(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    """The draft, where sequences whose next tokens are decided already are drafted by their scripts."""
+    if not any(seq.num_scripted for seq in seqs):
+        return draft
+    trees: list[tuple[Seq[int], Seq[int]]] = [draft.nodes(b) for b in range(len(seqs))]
+    levels = [draft.node_levels(b) for b in range(len(seqs))]
+    for b, seq in enumerate(seqs):
+        if seq.num_scripted:
+            trees[b] = (seq.script[len(seq) : len(seq) + num_draft[b]], range(-1, num_draft[b] - 1))
+            levels[b] = [0] * len(trees[b][0])
+    return Draft.trees(trees, levels=levels)

@@ -1,0 +1,131 @@
+"""TextStore: texts of token ids in a file that grows at its end, so that what was learned outlives the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from sameseed.errors import ConfigError
+
+log = logging.getLogger("sameseed.spec")
+
+MAGIC = b"sameseed texts 1\n"
+_HEAD = struct.Struct("<II")  # number of tokens, their sum modulo 2^32
+
+
+class TextStore:
+    """A file: MAGIC, the vocabulary's size (uint32), then of each text its length, its sum, and its tokens int32.
+
+    A text that was cut off in mid-write, and all after it, is dropped. Raises ConfigError for a file of another kind or
+    vocabulary, for one that cannot be read, and for a folder that does not exist. Once it can no longer be written, it
+    says so and keeps nothing more: texts are a help, and requests must not fail for want of it.
+    """
+
+    def __init__(self, path: Path, max_tokens: int, vocab_size: int | None) -> None:
+        self.path = path.expanduser()
+        self.max_tokens = max_tokens
+        self.vocab_size = vocab_size or 0
+        self._since_rewrite = 0
+        self._failed = False
+        if not self.path.parent.is_dir():
+            raise ConfigError(f"the store {self.path} has no folder; make {self.path.parent} first")
+        if self.path.is_dir():
+            raise ConfigError(f"the store {self.path} is a folder; name a file")
+
+    def read(self) -> list[list[int]]:
+        """The latest texts, at most `max_tokens` tokens in all, the oldest first; a newest one that is longer, its end.
+
+        Raises ConfigError for a file that cannot be read.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read the store {self.path} ({error.strerror}); allow it, or name another file"
+            ) from None
+        start = len(MAGIC) + 4
+        if data[: len(MAGIC)] != MAGIC or len(data) < start:
+            raise ConfigError(f"{self.path} is no store of texts; name another file, or delete it")
+        width = struct.unpack_from("<I", data, len(MAGIC))[0]
+        if width != self.vocab_size:
+            raise ConfigError(
+                f"{self.path} holds texts of a model with {width} tokens, not {self.vocab_size}; name another file"
+            )
+        texts: list[list[int]] = []
+        at = start
+        while at + _HEAD.size <= len(data):
+            length, total = _HEAD.unpack_from(data, at)
+            end = at + _HEAD.size + 4 * length
+            if end > len(data):
+                break
+            tokens = np.frombuffer(data, np.int32, length, at + _HEAD.size)
+            if int(tokens.sum(dtype=np.int64)) % 2**32 != total or (length and not 0 <= tokens.min() <= tokens.max()):
+                break
+            texts.append(tokens.tolist())
+            at = end
+        kept, size = len(texts), 0
+        while kept and size + len(texts[kept - 1]) <= self.max_tokens:
+            kept -= 1
+            size += len(texts[kept])
+        latest = texts[kept:] or [text[-self.max_tokens :] for text in texts[-1:]]
+        if kept or at != len(data):
+            try:
+                self._write(latest)
+            except OSError as error:
+                self._stop(error)
+        return latest
+
+    def append(self, text: list[int]) -> None:
+        """Add a text at the end; does nothing once that has failed."""
+        if self._failed:
+            return
+        try:
+            if not self.path.exists():
+                self._write([])
+            self._add(_packed(text))
+            self._since_rewrite += len(text)
+            if self._since_rewrite > self.max_tokens:  # reading drops what is too old
+                self._since_rewrite = 0
+                self.read()
+        except (OSError, ConfigError) as error:
+            self._stop(error)
+
+    def _add(self, packed: bytes) -> None:
+        size = self.path.stat().st_size
+        try:
+            with self.path.open("ab") as file:
+                file.write(packed)
+        except OSError:
+            with suppress(OSError):  # what a full disk left of it would hide all that other runs add
+                os.truncate(self.path, size)
+            raise
+
+    def _stop(self, error: Exception) -> None:
+        if not self._failed:
+            log.warning(
+                "the store %s cannot be kept (%s): texts are no longer written; make room, or restore it, and restart",
+                self.path,
+                error,
+            )
+        self._failed = True
+
+    def _write(self, texts: list[list[int]]) -> None:
+        part = self.path.with_name(self.path.name + ".part")
+        with part.open("wb") as file:
+            file.write(MAGIC + struct.pack("<I", self.vocab_size))
+            for text in texts:
+                file.write(_packed(text))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.path)
+
+
+def _packed(text: list[int]) -> bytes:
+    return _HEAD.pack(len(text), sum(text) % 2**32) + np.array(text, np.int32).tobytes()

@@ -1,0 +1,100 @@
+"""Tree: a draft that grows level by level and keeps its likeliest nodes (EAGLE-2: Li et al., 2024)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sameseed.batch import MAX_NODES
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Tree:
+    """Candidates for the draft of one sequence, of which the `size` likeliest paths are wanted.
+
+    A candidate's score is the sum of log-probabilities along its path, so no node beats its parent: the likeliest n
+    candidates are a tree. Nodes that were expanded, which is to say run through the drafter's model, have a place in
+    its cache; the others never will. Of equals, the one that came first is the likelier.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.tokens: Ints = np.empty(0, np.int64)  # [n], as all of these
+        self.parents: Ints = np.empty(0, np.int64)  # candidates, -1: the last known token
+        self.rows: Ints = np.empty(0, np.int64)  # of each one's parent, its row among those that `grow` got
+        self.scores: Floats = np.empty(0)
+        self.ended: NDArray[np.bool_] = np.empty(0, np.bool_)  # nothing comes after it
+        self.masks: dict[int, int] = {}  # expanded candidate -> cache places of itself and its ancestors, as bits
+        self._level = 0  # first candidate of the last level
+
+    @property
+    def num_places(self) -> int:
+        """Candidates that were expanded; the next one's place in the cache."""
+        return len(self.masks)
+
+    def grow(self, parents: ArrayLike, tokens: ArrayLike, log_probs: ArrayLike, ended: ArrayLike | None = None) -> None:
+        """Add a level: tokens [n, w] with log-probabilities after each of `parents` [n] (-1: the last known token).
+
+        Those of probability 0 are left out. `ended` [n, w]: those after which nothing comes.
+        """
+        above, chances = np.asarray(parents, np.int64), np.asarray(log_probs, np.float64)
+        base = self.scores[above][:, None] if above[0] >= 0 else 0.0
+        scores = (chances + base).ravel()
+        count = chances.shape[1]
+        rows = np.arange(len(above)).repeat(count)
+        new = np.asarray(tokens, np.int64).ravel(), above.repeat(count), rows, scores
+        ends = np.zeros(len(scores), np.bool_) if ended is None else np.asarray(ended, np.bool_).ravel()
+        able = scores > -np.inf
+        if not able.all():
+            new, ends = (new[0][able], new[1][able], new[2][able], new[3][able]), ends[able]
+        self._level = len(self.tokens)
+        if self._level:
+            self.tokens = np.concatenate((self.tokens, new[0]))
+            self.parents = np.concatenate((self.parents, new[1]))
+            self.rows = np.concatenate((self.rows, new[2]))
+            self.scores = np.concatenate((self.scores, new[3]))
+            self.ended = np.concatenate((self.ended, ends))
+        else:
+            self.tokens, self.parents, self.rows, self.scores = new
+            self.ended = ends
+
+    def expand(self, width: int) -> Ints:
+        """At most `width` candidates of the last level to be run next, the likeliest first; they get their places.
+
+        One that is not among the `size` likeliest so far is not run: its children could not be either.
+        """
+        able = ~self.ended[self._level :]
+        if len(self.tokens) > self.size:
+            kept = self._likeliest()
+            among = np.zeros(len(able), np.bool_)
+            among[kept[kept >= self._level] - self._level] = True
+            able &= among
+        found = able.nonzero()[0] + self._level
+        room = max(0, min(width, MAX_NODES - len(self.masks)))
+        chosen: Ints = found[np.argsort(-self.scores[found], kind="stable")[:room]]
+        for i, parent in zip(chosen.tolist(), self.parents[chosen].tolist(), strict=True):
+            self.masks[i] = self.masks.get(parent, 0) | 1 << len(self.masks)
+        return chosen
+
+    def path(self, i: int) -> list[int]:
+        """Candidates from the first level down to i; none for -1."""
+        found = []
+        while i >= 0:
+            found.append(i)
+            i = int(self.parents[i])
+        return found[::-1]
+
+    def _likeliest(self) -> Ints:
+        """The `size` likeliest candidates in order of growth: parents before their children."""
+        kept: Ints = np.argsort(-self.scores, kind="stable")[: self.size]
+        kept.sort()
+        return kept
+
+    def best(self) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and path probabilities of the `size` likeliest candidates, parents first."""
+        kept = self._likeliest()
+        parents = np.searchsorted(kept, self.parents[kept])
+        parents[self.parents[kept] < 0] = -1
+        return self.tokens[kept].tolist(), parents.tolist(), np.exp(self.scores[kept]).tolist()

@@ -1,0 +1,61 @@
+"""Which draft lengths promise the most tokens a second: by what drafts are expected to bring and passes to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from sameseed.spec.cost import Prices
+
+MARGIN = 0.02  # drafting must promise so much more than not drafting
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch
+Offers = Seq[tuple[float, float, float]]  # by rank: tokens that it brings, rows that it is, steps up to it
+
+
+def alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]:
+    """The length of one sequence, in a pass of `count`, and the tokens a second that it promises."""
+    tokens, more, best, plain = float(count), 0.0, 0, count / prices.plain
+    promised = plain * (1.0 + MARGIN)
+    for j, (gain, there, steps) in enumerate(offers):
+        tokens += gain
+        more += there
+        worth = tokens / prices.seconds(more, steps)
+        if worth > promised:
+            promised, best = worth, j + 1
+    return [best], promised if best else plain
+
+
+def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) -> tuple[list[int], float]:
+    """The lengths of several sequences. The likeliest rows come first, whosever they are."""
+    most = max(map(len, offers))
+    table = np.zeros((len(offers), most, 3))
+    for b, row in enumerate(offers):
+        table[b, : len(row)] = row
+    # A row comes after its parent, which is at least as likely.
+    order = np.argsort(-table[:, :, 0], axis=None, kind="stable")
+    owner, position = order // most, order % most
+    gain, there, steps = table[owner, position].T
+    plain = count / prices.plain
+    best, promised = [0] * len(offers), plain * (1.0 + MARGIN)
+    # A step of drafting serves all sequences: it pays for few likely tokens, or for many less likely ones.
+    for depth in {min(d, most) for d in DEPTHS}:
+        taken = ((position < depth) & (gain > 0.0)).nonzero()[0][:budget]
+        if not len(taken):
+            continue
+        seconds = prices.seconds_many(np.cumsum(there[taken]), np.maximum.accumulate(steps[taken]))
+        worth = (count + np.cumsum(gain[taken])) / seconds
+        last = int(worth.argmax())
+        if worth[last] > promised:
+            promised = float(worth[last])
+            best = np.bincount(owner[taken[: last + 1]], minlength=len(offers)).tolist()
+    return best, promised if any(best) else plain
+
+
+def within(lengths: list[int], budget: int | None) -> list[int]:
+    """Lengths cut, the last ones first, to so many in all."""
+    left = sum(lengths) if budget is None else budget
+    for b, k in enumerate(lengths):
+        lengths[b] = min(k, left)
+        left -= lengths[b]
+    return lengths

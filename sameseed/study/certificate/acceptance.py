@@ -1,0 +1,121 @@
+"""A1: a draft that is never right, right guesses that are not taken; L10: the target that texts are compared with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from sameseed.study.certificate.check import WARNING, Check, Effort, Found
+from sameseed.study.certificate.subject import Subject
+
+LEAST_RATE = 0.01  # of first guesses that are right: below this, drafting is broken or pointless
+DEVIATIONS = 4.0  # above chance, that a draft that knows something reaches
+ENOUGH = 50  # guesses
+CAUSES = (
+    "a draft head trained for another target (or for the same one before it was tuned)",
+    "a draft model whose tokenizer gives the same tokens other ids",
+    "a wrong chat template: the prompts are not what the draft was trained on",
+    "text that the draft knows nothing of (n-grams need repetition)",
+)
+
+
+def alarm(subject: Subject, effort: Effort) -> Found:
+    """First guesses of the configured draft that were right, against chance: the same guesses at any other place.
+
+    Verification is exact, so those accepted are those that were right: anything else is a failure, not a warning.
+    """
+    g = subject.guesses
+    rate = g.hits / g.num if g.num else 0.0
+    chance = g.by_chance / g.num if g.num else 0.0
+    deviation = math.sqrt(max(chance * (1 - chance), 1e-9) / max(g.num, 1))
+    above = (rate - chance) / deviation
+    found = Found(
+        {"guesses": g.num, "right": g.hits, "accepted": g.taken},
+        {"rate": round(rate, 4), "by_chance": round(chance, 4), "deviations_above_chance": round(above, 1)},
+    )
+    found.statistic["mismatches"] = g.missed + g.wrong
+    if g.missed:
+        found.add("first guesses that were the target's token", "all of them accepted", f"{g.missed} rejected")
+    if g.wrong:
+        found.add("first guesses that were not the target's token", "none accepted", f"{g.wrong} accepted")
+    if found.findings:
+        return found
+    if g.num < ENOUGH:
+        found.status = WARNING
+        found.notes.append(f"the draft made {g.num} guesses only: too few to judge it")
+        return found
+    if rate < LEAST_RATE or above < DEVIATIONS:
+        found.status = WARNING
+        found.notes.append(
+            f"{g.hits} of {g.num} first guesses were right ({rate:.1%}; {chance:.1%} would be by chance): "
+            "the texts are right, but speculation cannot pay. Likely causes: " + "; ".join(CAUSES)
+        )
+    return found
+
+
+def stored_tensors(weights: object, name: str = "weights") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor under a model's weights, by where it lies: codes and scales of matrices, norms, biases."""
+    if isinstance(weights, Tensor):
+        yield name, weights
+    elif is_dataclass(weights):
+        for part in fields(weights):
+            yield from stored_tensors(getattr(weights, part.name), f"{name}.{part.name}")
+    elif isinstance(weights, Mapping):
+        for key in sorted(weights):
+            yield from stored_tensors(weights[key], f"{name}.{key}")
+    elif isinstance(weights, tuple | list):
+        for i, part in enumerate(weights):
+            yield from stored_tensors(part, f"{name}.{i}")
+
+
+def weights_digest(subject: Subject) -> str:
+    """SHA-256 of every stored tensor of the target, with its name, type and shape; its first 16 digits."""
+    found = hashlib.sha256()
+    for name, tensor in stored_tensors(subject.target.weights):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def own_target(subject: Subject, effort: Effort) -> Found:
+    """The quantized target is the target: the same weights, before and after, behind plain and speculative texts."""
+    matrices = subject.target.weights.matrices
+    formats = sorted({m.format + ("" if m.activations is None else f" with {m.activations}") for m in matrices})
+    tensors = sum(1 for _ in stored_tensors(subject.target.weights))
+    found = Found({"matrices": len(matrices), "tensors": tensors}, {"changed_digests": 0})
+    before, after = subject.digest, weights_digest(subject)
+    if before and before != after:
+        found.statistic["changed_digests"] = 1
+        found.add("digest of the target's weights", before, after)
+    other = subject.engine().runner.model is not subject.plain().runner.model
+    if other:
+        found.add("the model behind plain and speculative decoding", "one", "two")
+    found.notes.append(
+        f"the target is the model as loaded, weights in {', '.join(formats)}: texts are proved equal to those of "
+        "these weights alone, not to those of a checkpoint in more bits"
+    )
+    return found
+
+
+ALARM = Check(
+    "A1",
+    "zero-acceptance alarm",
+    "The first guesses that were right are those that were accepted (else a failure), and the draft guesses better "
+    "than chance (else a warning: a useless draft costs time, never a token).",
+    f"0 mismatches; at least {LEAST_RATE:.0%} of first guesses right, {DEVIATIONS:g} deviations above chance",
+    {},
+    alarm,
+)
+OWN_TARGET = Check(
+    "L10",
+    "the quantized target is the target",
+    "Plain and speculative texts come from one set of weights in one format, which speculation did not change.",
+    "0 changed digests",
+    {},
+    own_target,
+)

@@ -1,0 +1,138 @@
+"""Check: one question with its sizes, thresholds, statistic and verdict; Effort: how much is looked at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sameseed.errors import ConfigError, SameseedError
+
+if TYPE_CHECKING:
+    from sameseed.study.certificate.subject import Subject
+
+PASSED, FAILED, WARNING, SKIPPED = "passed", "failed", "warning", "skipped"
+IN_PART = "these checks passed"  # of a certificate that left some out
+EFFORTS = {"quick": 0.0005, "normal": 0.01, "full": 1.0}
+MOST_FINDINGS = 5  # of a check: the first few say what is wrong
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The share of the full sizes that is run; every check has a least size below which it would show nothing."""
+
+    share: float
+    least: float = 1.0  # share of the least sizes: for mutants, which are wrong enough to show in less
+
+    @classmethod
+    def parse(cls, text: str) -> Effort:
+        """`quick`, `normal`, `full`, or a number above 0 (1 is full). Raises ConfigError."""
+        try:
+            share = EFFORTS[text] if text in EFFORTS else float(text)
+        except ValueError:
+            share = 0.0
+        if not 0.0 < share <= 100.0:
+            known = ", ".join(f"{name} ({value:g})" for name, value in EFFORTS.items())
+            raise ConfigError(f"--effort must be {known} or a number above 0, got {text!r}")
+        return cls(share)
+
+    def of(self, full: int, least: int) -> int:
+        """A size of this effort, at least `least`."""
+        return max(1, round(least * self.least), round(full * self.share))
+
+
+class ContradictionError(SameseedError):
+    """An engine that did what no right one does, so that a check could not even be finished."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be: where, what was to be expected, what was found."""
+
+    where: str
+    expected: str = ""
+    found: str = ""
+
+
+@dataclass
+class Found:
+    """What a check saw. `sizes`: what was looked at; `statistic`: what was measured; `notes`: what else to know.
+
+    `false_alarm` bounds the probability that a right engine fails: 0 for comparisons of bits.
+    """
+
+    sizes: dict[str, int]
+    statistic: dict[str, float]
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    false_alarm: float = 0.0
+    unfinished: bool = False  # the check ended in an exception
+    status: str | None = None  # None: failed if there are findings, else passed
+
+    def add(self, where: str, expected: object = "", found: object = "") -> None:
+        """Keep one of the first findings."""
+        if len(self.findings) < MOST_FINDINGS:
+            self.findings.append(Finding(where, str(expected), str(found)))
+
+    @property
+    def verdict(self) -> str:
+        """passed, failed, warning or skipped."""
+        return self.status or (FAILED if self.findings else PASSED)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A question: `proves` says what a pass means, `full` the sizes at effort 1, `run` answers."""
+
+    id: str
+    name: str
+    proves: str
+    threshold: str
+    full: Mapping[str, int]
+    run: Callable[[Subject, Effort], Found]
+    on_host: bool = False  # arithmetic of the CPU alone, wherever models are
+
+
+@dataclass(frozen=True)
+class Result:
+    """A check that was run."""
+
+    check: Check
+    found: Found
+    seconds: float
+
+    @property
+    def status(self) -> str:
+        return self.found.verdict
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        c, f = self.check, self.found
+        return {
+            "id": c.id,
+            "name": c.name,
+            "proves": c.proves,
+            "status": self.status,
+            "sizes": f.sizes,
+            "full_sizes": dict(c.full),
+            "threshold": c.threshold,
+            "statistic": f.statistic,
+            "false_alarm": f.false_alarm,
+            "seconds": round(self.seconds, 3),
+            "notes": f.notes,
+            "findings": [vars(x) for x in f.findings],
+        }
+
+
+def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
+    """Run one check. An engine that breaks down in it has failed it."""
+    start = time.perf_counter()
+    try:
+        found = check.run(subject, effort)
+    except Exception as error:  # whatever it is: what breaks down proves nothing
+        found = Found({}, {}, unfinished=True)
+        found.add(f"the check could not be finished: {type(error).__name__}", "", error)
+    if check.on_host:
+        found.notes.append("arithmetic of the host: it ran on the CPU, whatever --device says")
+    return Result(check, found, time.perf_counter() - start)

@@ -1,0 +1,128 @@
+"""B1: the backend computes what the reference does (law 4), and its fused ops what their parts do, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantTensor
+from sameseed.models.llama import Llama
+from sameseed.ops import SUMS, Ops, reference
+from sameseed.study.certificate.check import Check, Effort, Found
+from sameseed.study.certificate.kernels import (
+    Stored,
+    differing,
+    kv_name,
+    own_weights,
+    place_of,
+    randn,
+    random_weights,
+    threads_kept,
+)
+from sameseed.study.certificate.subject import Subject
+
+ROWS = 5  # of a product
+LENGTHS = (1, 70, 300)  # of the sequences that attention reads
+SMALL = 10  # of a norm's, gate's or rotation's values, in the same units as sums
+
+
+def backend_is_reference(subject: Subject, effort: Effort) -> Found:
+    """Products with the models' own weights and with random ones, norms, gates, rotations, attention."""
+    found = Found(
+        {"products": 0, "values": 0}, {"most_of_tolerance": 0.0, "too_far": 0, "differing_values_of_fused_ops": 0}
+    )
+    model, rng = subject.target, random.Random(subject.seed)
+    with threads_kept():
+        for name, ops, w in own_weights(subject):
+            _product(found, name, ops, w)
+            _fused(found, name, ops, w)
+        grid = random_weights(model.ops, subject.config.format, rng, subject.device)
+        wanted = effort.of(2_000, 60)
+        for name, w in grid:
+            if found.sizes["products"] >= wanted:
+                break
+            _product(found, f"random {name}", model.ops, w)
+        for name, got, expected, bound in (*_rowwise(model), *_attention(subject)):
+            _judge(found, name, got, expected, bound)
+    found.notes.append(f"backend {model.ops.name} on {subject.device}, against the reference there")
+    return found
+
+
+def _judge(found: Found, where: str, got: Tensor, expected: Tensor, bound: Tensor | float) -> None:
+    """Count values further from the reference's than the tolerance; NaN is further than any."""
+    share = (got - expected).abs() / bound
+    bad = int((~(share <= 1.0)).sum())
+    found.sizes["values"] += got.numel()
+    worst = float(share.nan_to_num(nan=torch.inf).max()) if share.numel() else 0.0
+    found.statistic["most_of_tolerance"] = max(found.statistic["most_of_tolerance"], round(worst, 4))
+    found.statistic["too_far"] += bad
+    if bad:
+        found.add(where, "each within its tolerance of the reference", f"{bad} of {got.numel()}, {worst:.3g} times it")
+
+
+def _product(found: Found, name: str, ops: Ops, w: QuantTensor) -> None:
+    x, plain = randn(ROWS, w.shape[1], seed=w.shape[1], device=place_of(w)), ops.unpack(w)
+    size = x.abs() @ scheme.get(plain.format).decode(plain).abs().T  # [T, O]
+    found.sizes["products"] += 1
+    expected = reference.linear(x, plain)
+    _judge(found, f"{name} linear", ops.linear(x, w), expected, ops.rounding(w) * (size + 1e-30))
+
+
+def _fused(found: Found, name: str, ops: Ops, w: QuantTensor) -> None:
+    """Fused ops are compositions of the others: they may round nothing that these do not."""
+    width, device = w.shape[1], place_of(w)
+    x, gates = (randn(ROWS, n * width, seed=n, device=device) for n in (1, 2))
+    norm = torch.linspace(0.5, 1.5, width).to(device)
+    parts = {
+        "norm_linear": (ops.norm_linear(x, norm, 1e-5, w), ops.linear(ops.rms_norm(x, norm, 1e-5), w)),
+        "silu_linear": (ops.silu_linear(gates, w), ops.linear(ops.silu_mul(gates), w)),
+    }
+    for op, (got, expected) in parts.items():
+        count = differing(got, expected)
+        found.statistic["differing_values_of_fused_ops"] += count
+        if count:
+            found.add(f"{name} {op}", "the bits of its parts, one after the other", f"{count} values differ")
+
+
+def _rowwise(model: Llama) -> Iterator[tuple[str, Tensor, Tensor, Tensor | float]]:
+    ops, c, device = model.ops, model.config, str(model.device)
+    x = randn(ROWS, c.hidden_size, seed=3, device=device)
+    norm = torch.linspace(0.5, 1.5, c.hidden_size).to(device)
+    yield "rms_norm", ops.rms_norm(x, norm, c.rms_eps), reference.rms_norm(x, norm, c.rms_eps), SMALL * SUMS
+    gates = randn(ROWS, 2 * c.intermediate_size, seed=4, device=device)
+    yield "silu_mul", ops.silu_mul(gates), reference.silu_mul(gates), SMALL * SUMS
+    heads = randn(ROWS, c.num_heads, c.head_dim, seed=5, device=device)
+    positions = torch.arange(ROWS, dtype=torch.int32, device=device) * min(7, model.max_model_len // ROWS)
+    turned = ops.rope(heads, positions, model.rope)
+    yield "rope", turned, reference.rope(heads, positions, model.rope), SMALL * SUMS
+
+
+def _attention(subject: Subject) -> Iterator[tuple[str, Tensor, Tensor, Tensor | float]]:
+    model, name = subject.target, kv_name(subject)
+    c, plain = model.config, Ops(reference)
+    for length in LENGTHS:
+        kv = randn(2, length, c.num_kv_heads, c.head_dim, seed=length, device=subject.device)
+        q = randn(length, c.num_heads, c.head_dim, seed=length + 1, device=subject.device)
+        stored = Stored(model, name, 16, kv, list(range(-(-length // 16)))[::-1])
+        size, start = min(ROWS, length), length - min(ROWS, length)
+        got, expected = stored.attend(q, start, size), stored.attend(q, start, size, ops=plain)
+        bound = model.ops.kv_rounding(name) * float(kv[1].abs().max())
+        yield f"attention over {length} keys, cache in {name}", got, expected, bound
+
+
+CHECKS = (
+    Check(
+        "B1",
+        "the backend is the reference",
+        "Products, norms, gates, rotations and attention are the reference's within the stated tolerance (over the sum "
+        "of |x w|: the order of float32 sums, and what the backend rounds of a row); fused ops have the bits of their "
+        "parts.",
+        "0 values outside the tolerance, 0 differing values of fused ops",
+        {"products": 2_000},
+        backend_is_reference,
+    ),
+)

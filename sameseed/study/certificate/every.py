@@ -1,0 +1,120 @@
+"""Certificates of every drafter in many formats and batch sizes, on one device: laws 1 to 4 by one command."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.errors import SameseedError
+from sameseed.request import SamplingParams
+from sameseed.study.certificate import suite
+from sameseed.study.certificate.check import FAILED, IN_PART, PASSED, Effort
+
+# Every way to guess, for the embedded pair; of other models those that need no model beside the target.
+EMBEDDED = (
+    "embedded-draft",
+    "eagle",
+    "ngram",
+    "suffix",
+    "self_quant",
+    "ngram > embedded-draft",
+    "suffix + embedded-draft",
+)
+MODELLESS = ("ngram", "suffix", "self_quant")
+FORMATS = ("bf16", "w8a16", "w8a8", "w4a16", "w4a8", "fp8", "fp8-a8", "w4a8-qoq")
+KV_FORMATS = ("bf16", "int8", "fp8_e4m3")
+BATCHES = (1, 4, 16)
+# What a draft can do wrong. The other checks do not look at it: once for each format is enough.
+OF_DRAFTS = ("C1", "L3", "L6", "L9", "S1", "L5", "L10", "A1", "C2")
+LEAST = 0.25  # share of the least sizes, where many cells are looked at
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration: how to guess, weights, cache, sequences that run together; `whole`: every check."""
+
+    draft: SpecConfig
+    name: str
+    format: str
+    kv_format: str
+    batch: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: its record, or why there is none."""
+
+    cell: Cell
+    record: dict[str, Any] | None
+    failure: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """passed (every check), these checks passed, failed, or impossible: it could not be set up."""
+        return "impossible" if self.record is None else str(self.record["verdict"])
+
+
+def cells(drafts: Seq[tuple[str, SpecConfig]], formats: Seq[str] = FORMATS) -> list[Cell]:
+    """Every draft in every format; cache formats and batch sizes in turn, so that each meets every draft and format."""
+    made = []
+    for i, weights in enumerate(formats):
+        for j, (name, spec) in enumerate(drafts):
+            kv, batch = KV_FORMATS[(i + j) % len(KV_FORMATS)], BATCHES[(i + 2 * j) % len(BATCHES)]
+            made.append(Cell(spec, name, weights, kv, batch, j == 0))
+    return made
+
+
+def run(
+    every: Seq[Cell],
+    asked: suite.Asked,
+    config: EngineConfig,
+    params: SamplingParams,
+    tick: Callable[[Cell, int, int], None] = lambda cell, done, total: None,
+) -> Iterator[Outcome]:
+    """The cells' certificates, one after the other; one that cannot be set up (no memory, groups) is told, not raised.
+
+    `config`: backend, device and limits of all. `asked.effort` is that of whole cells; the others look at less.
+    """
+    for i, cell in enumerate(every):
+        tick(cell, i, len(every))
+        own = replace(
+            config,
+            format=cell.format,
+            spec=cell.draft,
+            cache=CacheConfig(config.cache.block_size, None, cell.kv_format),
+        )
+        effort = asked.effort if cell.whole else Effort(asked.effort.share, LEAST)
+        wanted = replace(asked, batch=cell.batch, effort=effort)
+        yield _outcome(cell, wanted, own, params)
+        # Models and caches of one cell are gone before the next one's are loaded: a GPU has room for one.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _outcome(cell: Cell, asked: suite.Asked, config: EngineConfig, params: SamplingParams) -> Outcome:
+    """One cell's certificate. The subject is held by nothing else: it goes with this call."""
+    try:
+        try:
+            subject = suite.load_subject(asked, config, params)
+        except SameseedError as error:
+            return Outcome(cell, None, str(error))
+        checks = suite.chosen(() if cell.whole else OF_DRAFTS)
+        return Outcome(cell, suite.certify(subject, asked, checks).as_dict())
+    except torch.OutOfMemoryError as error:
+        return Outcome(cell, None, (str(error).splitlines() or ["the device's memory is full"])[0])
+
+
+def verdict(outcomes: Seq[Outcome]) -> str:
+    """Of all: passed where nothing failed, no cell was impossible, and all checks ran in every format."""
+    found = [o.verdict for o in outcomes]
+    if FAILED in found:
+        return FAILED
+    whole = all(o.verdict == PASSED for o in outcomes if o.cell.whole)
+    return PASSED if whole and "impossible" not in found else IN_PART

@@ -1,0 +1,285 @@
+"""L1: a row's bits do not depend on the rows beside it, on its place, on threads, or on where its keys are stored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sameseed import ops as backends, registry
+from sameseed.batch import Rows, build_batch
+from sameseed.errors import SameseedError
+from sameseed.formats.scheme import PRESETS, QuantScheme, QuantTensor
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.llama import Llama
+from sameseed.ops import Ops
+from sameseed.study.certificate.check import EFFORTS, Check, Effort, Found
+from sameseed.study.certificate.subject import Subject
+
+NUM_ROWS = 128
+SIZES = (*range(1, 34), 64, 128)  # rows of a pass
+STRIDE = 8  # between the sizes of one pass and the next; no divisor in common with their number: each has its turn
+PASSES = 10  # of a product at least
+THREADS = (1, 2, 3, 4, 8)
+WIDTHS = (32, 64, 96, 160, 256, 512, 1024, 2048, 4096, 8192)  # K of the grid's random weights
+OUTPUTS = (33, 64, 256)  # O of them
+LAST = 64  # positions at the end of a sequence whose attention is looked at
+
+
+@dataclass(frozen=True)
+class Product:
+    """An op by rows: x float32 [T, K] in, [T, O] out."""
+
+    name: str
+    width: int
+    call: Callable[[Tensor], Tensor]
+    device: str = "cpu"  # where x is
+
+
+def differing(a: Tensor, b: Tensor) -> int:
+    """Values of two tensors float32 whose bits differ."""
+    return int((a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)).sum())
+
+
+def randn(*shape: int, seed: int, device: str) -> Tensor:
+    """Normal noise, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    """Put the numbers of threads back afterwards: PyTorch's and the native kernels'."""
+    torch_threads = torch.get_num_threads()
+    native = registry.load("ops", "cpu") if "cpu" in registry.names("ops") else None
+    if native is not None and native.unavailable() is not None:
+        native = None
+    if native is not None:
+        from sameseed import _native
+
+        native_threads = _native.num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        if native is not None:
+            native.set_num_threads(native_threads)
+
+
+def row_invariance(subject: Subject, effort: Effort) -> Found:
+    """The model's own matrices and a grid of random ones: passes of 1..128 rows against each row alone.
+
+    From normal effort on, each product of the model's own sees a pass of every size.
+    """
+    wanted = effort.of(20_000, 400)
+    # Each weight gets a share of the passes that leaves room for many weights.
+    share, every = max(PASSES, wanted // 200), effort.share >= EFFORTS["normal"]
+    found = Found({"products": 0, "weights": 0, "rows_alone": 0}, {"differing_values": 0})
+    rng = random.Random(subject.seed)
+    names: set[str] = set()
+    sizes: set[int] = set()
+    with threads_kept():
+        grid = _grid(subject.target.ops, subject.config.format, rng, subject.device)
+        for own, products in ((True, _own(subject)), (False, grid)):
+            for product in products:
+                if found.sizes["products"] >= wanted and not (own and every):
+                    break
+                sizes |= _compare(product, max(len(SIZES), share) if own and every else share, rng, found)
+                found.sizes["weights"] += 1
+                names.add(product.name)
+    found.sizes["row_counts"] = len(sizes)
+    missing = sorted(set(SIZES) - sizes)
+    found.notes += [
+        f"looked at: {', '.join(sorted(names))}",
+        f"rows of a pass: {len(sizes)} of {len(SIZES)} sizes"
+        + (f" (not tried: {', '.join(map(str, missing))})" if missing else "")
+        + (", each for every product of the models' own" if every else ", in turn: not each for every product"),
+    ]
+    return found
+
+
+def _compare(product: Product, passes: int, rng: random.Random, found: Found) -> set[int]:
+    """Passes of sizes in turn, random places and threads, of one op; the truth is each row alone, on one thread.
+
+    Returns the sizes that were tried.
+    """
+    x = randn(NUM_ROWS, product.width, seed=product.width, device=product.device)
+    x[NUM_ROWS // 16] *= 100.0  # an outlier: a scale that rows shared would show
+    backends.set_num_threads(1)
+    rows = [product.call(x[i : i + 1].clone()) for i in range(NUM_ROWS)]
+    alone = torch.cat([row.clone() for row in rows])
+    found.sizes["rows_alone"] += NUM_ROWS
+    start = found.sizes["products"]  # the turn goes on from weight to weight
+    tried = set()
+    for n in range(passes):
+        size = SIZES[STRIDE * (start + n) % len(SIZES)]
+        picked = torch.tensor(rng.sample(range(NUM_ROWS), size), device=product.device)
+        threads = rng.choice(THREADS)
+        backends.set_num_threads(threads)
+        count = differing(product.call(x[picked].clone()), alone[picked])
+        tried.add(size)
+        found.sizes["products"] += 1
+        found.statistic["differing_values"] += count
+        if count:
+            found.add(f"{product.name}, {size} rows, {threads} threads", "0 values differ from the rows alone", count)
+    return tried
+
+
+def _own(subject: Subject) -> Iterator[Product]:
+    """The ops of the models at hand: one of each shape and format."""
+    for name, ops, w in own_weights(subject):
+        yield from _ops_of(name, ops, w)
+    yield from _rowwise(subject.target)
+
+
+def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
+    """Weights of the models at hand, one of each shape and format: a name, who multiplies them, and the weight."""
+    models = [m for m in (subject.target, *subject.loaded.drafts) if isinstance(m, Llama)]
+    seen: set[object] = set()
+    for model in models:
+        ops, weights = model.ops, model.weights
+        layer = weights.layers[0]
+        stacks: dict[str, QuantTensor | tuple[QuantTensor, ...]] = {
+            "qkv": layer.qkv,
+            "o": layer.o,
+            "gate_up": layer.gate_up,
+            "down": layer.down,
+            "lm_head": weights.lm_head,
+        }
+        for name, stack in stacks.items():
+            for w in stack if isinstance(stack, tuple) else (stack,):
+                key = (name, w.shape, w.format, w.activations, ops.name)
+                if key in seen:
+                    continue
+                seen.add(key)
+                yield f"{name} {w.format}", ops, w
+
+
+def _ops_of(name: str, ops: Ops, w: QuantTensor) -> Iterator[Product]:
+    """The ways in which a weight is multiplied."""
+    width, device = w.shape[1], place_of(w)
+    norm = torch.linspace(0.5, 1.5, width).to(device)
+    yield Product(f"{name} linear", width, lambda x: ops.linear(x, w), device)
+    yield Product(f"{name} norm_linear", width, lambda x: ops.norm_linear(x, norm, 1e-5, w), device)
+    yield Product(f"{name} silu_linear", 2 * width, lambda x: ops.silu_linear(x, w), device)
+
+
+def place_of(w: QuantTensor) -> str:
+    """The device that a weight is on."""
+    return str(next(iter(w.parts.values())).device)
+
+
+def _rowwise(model: Llama) -> Iterator[Product]:
+    ops, c, device = model.ops, model.config, str(model.device)
+    norm = torch.linspace(0.5, 1.5, c.hidden_size).to(device)
+    yield Product("rms_norm", c.hidden_size, lambda x: ops.rms_norm(x, norm, c.rms_eps), device)
+    yield Product("silu_mul", 2 * c.intermediate_size, ops.silu_mul, device)
+
+
+def random_weights(ops: Ops, own: str, rng: random.Random, device: str) -> Iterator[tuple[str, QuantTensor]]:
+    """Random weights by the name of their scheme: the configured one at every width, then every other one."""
+    names = [own, *(n for n in PRESETS if n != own), *(n for n in registry.names("formats") if n != own)]
+    for name in names:
+        widths = list(WIDTHS)
+        rng.shuffle(widths)
+        for width in widths:
+            weight = randn(rng.choice(OUTPUTS), width, seed=width, device=device)
+            try:
+                yield name, ops.encode(weight * width**-0.5, QuantScheme.parse(name))
+            except SameseedError:  # no format of weights, or its groups do not divide this width
+                continue
+
+
+def _grid(ops: Ops, own: str, rng: random.Random, device: str) -> Iterator[Product]:
+    for name, w in random_weights(ops, own, rng, device):
+        yield Product(f"random {name} linear", w.shape[1], lambda x, w=w: ops.linear(x, w), device)  # type: ignore[misc]
+
+
+def attention(subject: Subject, effort: Effort) -> Found:
+    """Attention of a row, alone against in company: passes of many rows, other sequences, blocks anywhere, threads."""
+    wanted = effort.of(4_000, 60)
+    model, rng = subject.target, random.Random(subject.seed)
+    c, name = model.config, kv_name(subject)
+    found = Found({"passes": 0, "rows": 0}, {"differing_values": 0}, notes=[f"cache in {name}"])
+    with threads_kept():
+        turns = 0
+        while found.sizes["passes"] < wanted:
+            length = rng.choice((LAST + 1, 100, 257, 600))
+            block = rng.choice((4, 16, 32))
+            kv = randn(2, length, c.num_kv_heads, c.head_dim, seed=turns, device=subject.device)
+            q = randn(length, c.num_heads, c.head_dim, seed=turns + 1, device=subject.device)
+            alone = Stored(model, name, block, kv, list(range(-(-length // block))))
+            backends.set_num_threads(1)
+            truth = torch.cat([alone.attend(q, p, 1) for p in range(length - LAST, length)])
+            shuffled = list(range(-(-length // block)))
+            rng.shuffle(shuffled)
+            moved = Stored(model, name, block, kv, shuffled)
+            for _ in range(max(8, wanted // 8)):
+                size = rng.randint(1, LAST)
+                start = rng.randint(length - LAST, length - size)
+                threads = rng.choice(THREADS)
+                backends.set_num_threads(threads)
+                got = moved.attend(q, start, size, mates=rng.randint(0, 2))
+                at = start - (length - LAST)
+                count = differing(got, truth[at : at + size])
+                found.sizes["passes"] += 1
+                found.sizes["rows"] += size
+                found.statistic["differing_values"] += count
+                if count:
+                    found.add(f"{size} rows from position {start}, {threads} threads", "0 values differ", count)
+            turns += 2
+    return found
+
+
+def kv_name(subject: Subject) -> str:
+    """Format of the cache that engines of the subject have."""
+    return subject.plain(seqs=1).runner.cache.format
+
+
+class Stored:
+    """Keys and values [2, S, Hk, D] of a sequence in a cache of one layer."""
+
+    def __init__(self, model: Llama, name: str, block: int, kv: Tensor, blocks: list[int]) -> None:
+        c, device = model.config, model.device
+        self.model, self.block, self.blocks = model, block, blocks
+        self.cache = KVCache(1, len(blocks), block, c.num_kv_heads, c.head_dim, name, str(device))
+        slots = [blocks[i // block] * block + i % block for i in range(kv.shape[1])]
+        model.ops.store_kv(kv[0], kv[1], self.cache.layers[0], torch.tensor(slots, dtype=torch.int32, device=device))
+
+    def attend(self, q: Tensor, start: int, size: int, mates: int = 0, ops: Ops | None = None) -> Tensor:
+        """Rows start .. start+size-1 in one pass, as [size, H D]; `mates` other queries ride along.
+
+        `ops`: who computes, if not the model's own.
+        """
+        mine = Rows([0] * size, start, [], [], self.blocks, False)
+        others = [Rows([0], i, [], [], self.blocks, False) for i in range(mates)]
+        batch = build_batch([*others, mine], self.block, self.model.device)
+        rows = torch.cat([q[:mates], q[start : start + size]]).contiguous()
+        ops = ops or self.model.ops
+        out = ops.attention(rows, self.cache.layers[0], batch, self.model.config.head_dim**-0.5, None)
+        return out[mates:].reshape(size, -1).clone()
+
+
+CHECKS = (
+    Check(
+        "L1",
+        "row invariance of products",
+        "The bits of a row's product, norm and activation depend on nothing but the row: not on the rows of the pass "
+        "(1 to 128), its place among them, or the number of threads (1 to 8).",
+        "0 differing values",
+        {"products": 20_000},
+        row_invariance,
+    ),
+    Check(
+        "L1a",
+        "row invariance of attention",
+        "A query's result is the same alone and in passes of up to 64 rows, beside other sequences, wherever the "
+        "cache's blocks lie, on any number of threads.",
+        "0 differing values",
+        {"passes": 4_000},
+        attention,
+    ),
+)

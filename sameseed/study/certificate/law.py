@@ -1,0 +1,265 @@
+"""L5 and L7: sampled texts follow the target's law exactly, and the noise behind them is independent."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sameseed.batch import Rows, build_batch
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.llama import Llama
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec import sampling
+from sameseed.study.certificate.check import Check, Effort, Found
+from sameseed.study.certificate.script import ScriptDrafter
+from sameseed.study.certificate.statistics import ALPHA, Cell, Fit, fit, g_test, marginal, normal_tail
+from sameseed.study.certificate.subject import Job, Subject, Tokens
+from sameseed.study.certificate.toy import needs_head, toy_loaded
+
+VOCAB, LENGTH = 16, 3
+PROMPT: Tokens = (3, 1, 4, 1)
+GROUP = 2048  # sequences that one call of the engine is given
+LAWS = {
+    "temperature 1": SamplingParams(temperature=1.0),
+    "top-k": SamplingParams(temperature=1.3, top_k=6),
+    "top-p": SamplingParams(temperature=1.1, top_p=0.8),
+    "min-p and penalties": SamplingParams(
+        temperature=1.2, min_p=0.03, presence_penalty=0.6, frequency_penalty=0.5, repetition_penalty=1.2
+    ),
+}
+PLACES = ((0, 1, 2), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))  # the joint law, each marginal, each pair
+DEVIATIONS = 5.0
+LAGS = range(1, 9)
+
+
+def distribution(row: Seq[float], params: SamplingParams, prompt: Seq[int], output: Seq[int]) -> list[float]:
+    """The processed distribution as a textbook has it, one number after the other: no code of the sampler's own."""
+    scores = []
+    for token, value in enumerate(float(x) for x in row):
+        count = output.count(token)
+        if count or token in prompt:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        scores.append(value - params.frequency_penalty * count - (params.presence_penalty if count else 0.0))
+    top = max(scores)
+    weights = [math.exp((x - top) / params.temperature) for x in scores]
+    if params.min_p:
+        weights = [w if w >= params.min_p else 0.0 for w in weights]
+    if params.top_k:
+        border = sorted(weights, reverse=True)[min(params.top_k, len(weights)) - 1]
+        weights = [w if w >= border else 0.0 for w in weights]
+    if params.top_p < 1.0:
+        total, mass = sum(weights), 0.0
+        for token in sorted(range(len(weights)), key=lambda t: (-weights[t], t)):
+            kept = mass < params.top_p * total
+            mass += weights[token]
+            weights[token] = weights[token] if kept else 0.0
+    total = sum(weights)
+    return [w / total for w in weights]
+
+
+def exact_law(model: Llama, kv_format: str, params: SamplingParams) -> dict[Cell, float]:
+    """Probability of every text of three tokens after PROMPT, from the model's own logits in float64."""
+    law: dict[Cell, float] = {(): 1.0}
+    for _ in range(LENGTH):
+        grown: dict[Cell, float] = {}
+        paths = [path for path, p in law.items() if p > 0.0]
+        for path, row in zip(paths, _logits(model, kv_format, paths), strict=True):
+            for token, p in enumerate(distribution(row, params, PROMPT, path)):
+                grown[(*path, token)] = law[path] * p
+        for path, p in law.items():
+            if p == 0.0:
+                grown.update({(*path, t): 0.0 for t in range(VOCAB)})
+        law = grown
+    return law
+
+
+def _logits(model: Llama, kv_format: str, paths: Seq[Cell]) -> list[list[float]]:
+    """The logits after PROMPT and each path, each computed alone."""
+    c = model.config
+    found = []
+    for path in paths:
+        tokens = [*PROMPT, *path]
+        cache = KVCache(c.num_layers, 1, 16, c.num_kv_heads, c.head_dim, kv_format, str(model.device))
+        batch = build_batch([Rows(tokens, 0, [], [], [0], True)], 16, model.device)
+        found.append(model.forward(batch, cache)[0][0].tolist())
+    return found
+
+
+def texts(subject: Subject, effort: Effort) -> Found:
+    """L5: three-token texts of a toy target in the same formats, through the real engine, by the configured draft."""
+    wanted = effort.of(4_000_000, 2_400)
+    spec = subject.config.spec
+    headed = needs_head(spec)
+    config = replace(subject.config, spec=type(spec)() if headed else spec)
+    other: list[str] = []
+    loaded = toy_loaded(subject.loaded.tokenizer, VOCAB, config, subject.target.ops, notes=other)
+    toy = Subject(loaded, [PROMPT], SamplingParams(), max_tokens=LENGTH + 2, batch=64)
+    kv = toy.plain(seqs=1).runner.cache.format
+    drafts = ("trees",) if headed else ("the draft", "trees")
+    arms = list(itertools.product(LAWS.items(), drafts))
+    share = -(-wanted // len(arms))
+    found = Found({"sequences": 0, "tests": 0}, {"least_p_value": 1.0, "most_variation_of_limit": 0.0, "impossible": 0})
+    laws = {name: exact_law(loaded.target, kv, params) for name, params in LAWS.items()}
+    for n, ((name, params), draft) in enumerate(arms):
+        counts = _draw(toy, params, draft, share, subject.seed * 100 + n)
+        for places in PLACES:
+            _judge(found, f"{name}, {draft}, places {places}", marginal(counts, places), marginal(laws[name], places))
+        found.sizes["sequences"] += share
+    found.false_alarm = 2 * found.sizes["tests"] * ALPHA
+    subject.leaks += toy.leaks
+    subject.num_emptied += toy.num_emptied
+    found.notes.append(f"vocabulary {VOCAB}, texts of {LENGTH} tokens; drafts: {', '.join(drafts)}; cache in {kv}")
+    found.notes += other
+    if headed:
+        found.notes.append("there is no toy of a draft head: only trees were tried here")
+    return found
+
+
+def _draw(toy: Subject, params: SamplingParams, draft: str, count: int, base: int) -> Counter[Cell]:
+    """Texts for `count` derived seeds, as the completions of one request with `n` have them."""
+    drafter = ScriptDrafter(lambda seq: (), VOCAB, base) if draft == "trees" else None
+    engine = toy.engine(drafter=drafter)
+    asked = replace(params, max_tokens=LENGTH + 2, ignore_eos=True)
+    counts: Counter[Cell] = Counter()
+    for start in range(0, count, GROUP):
+        seeds = [sampling.derive_seed(base, i) for i in range(start, min(count, start + GROUP))]
+        jobs = [Job(PROMPT, replace(asked, seed=seed)) for seed in seeds]
+        counts.update(c.token_ids[:LENGTH] for c in toy.run(engine, jobs))
+    return counts
+
+
+def _judge(found: Found, where: str, counts: dict[Cell, float], law: dict[Cell, float]) -> None:
+    got: Fit = fit({cell: int(n) for cell, n in counts.items()}, law)
+    s = found.statistic
+    found.sizes["tests"] += 1
+    s["least_p_value"] = min(s["least_p_value"], got.p_value)
+    s["most_variation_of_limit"] = max(s["most_variation_of_limit"], round(got.variation / got.variation_limit, 4))
+    s["impossible"] += got.impossible
+    if not got.good:
+        found.add(
+            where,
+            f"p > {ALPHA:g}, total variation < {got.variation_limit:.4f}, 0 impossible texts",
+            f"p = {got.p_value:.2g}, total variation {got.variation:.4f}, {got.impossible} impossible",
+        )
+
+
+def _rows() -> dict[str, NDArray[np.float32]]:
+    """Logits to sample from: dense, peaked, with ties, hardly a choice, two tokens."""
+    rng = np.random.default_rng(7)
+    return {
+        "dense": rng.normal(0, 0.5, 32).astype(np.float32),
+        "peaked": rng.normal(0, 2.5, 32).astype(np.float32),
+        "ties": np.repeat(rng.normal(0, 1, 4), 3).astype(np.float32),
+        "two tokens": np.array([0.3, -0.4], np.float32),
+        "one favourite": np.array([6.0, 0.0, 0.5, -1.0, 1.0], np.float32),
+    }
+
+
+def sampler(subject: Subject, effort: Effort) -> Found:
+    """L5: `choose` itself, over seeds and positions, against the textbook's distribution."""
+    kinds: dict[str, SamplingParams] = {
+        "temperature 0.7": SamplingParams(temperature=0.7),
+        "temperature 1.5": SamplingParams(temperature=1.5),
+        "top-k": SamplingParams(temperature=1.0, top_k=4),
+        "top-p": SamplingParams(temperature=1.0, top_p=0.7),
+        "min-p": SamplingParams(temperature=1.0, min_p=0.1),
+        "all": SamplingParams(temperature=1.3, top_k=8, top_p=0.9, min_p=0.02),
+    }
+    arms = list(itertools.product(_rows().items(), kinds.items()))
+    share = -(-effort.of(4_000_000, 24_000) // len(arms))
+    found = Found({"draws": 0, "tests": 0}, {"least_p_value": 1.0, "most_variation_of_limit": 0.0, "impossible": 0})
+    for (row_name, row), (name, params) in arms:
+        p = distribution(row.tolist(), params, (), ())
+        counts: Counter[Cell] = Counter()
+        for i in range(share):
+            seq = Sequence(0, [0], params, sampling.derive_seed(subject.seed, i))
+            counts[(sampling.choose(row, seq, [0] * (i % 8), ()),)] += 1
+        _judge(found, f"{row_name}, {name}", dict(counts), {(t,): x for t, x in enumerate(p)})
+        found.sizes["draws"] += share
+    found.false_alarm = 2 * found.sizes["tests"] * ALPHA
+    return found
+
+
+def noise(subject: Subject, effort: Effort) -> Found:
+    """L7: the uniforms under the noise along tokens, positions and seeds: uncorrelated, and independent in pairs."""
+    wanted = effort.of(10_000_000, 60_000)
+    tokens = np.arange(64)
+    seeds = 24
+    positions = max(12, wanted // (seeds * len(tokens)))
+    half = seeds // 2  # neighbours, and the seeds of one request's completions
+    every = [
+        *range(subject.seed, subject.seed + half),
+        *(sampling.derive_seed(subject.seed, i) for i in range(1, half + 1)),
+    ]
+    block = np.stack([[sampling.gumbel_noise(s, p, tokens) for p in range(positions)] for s in every])
+    uniform = np.exp(-np.exp(-block))  # [seeds, positions, tokens]
+    found = Found({"uniforms": uniform.size, "tests": 0}, {"most_deviations": 0.0, "least_p_value": 1.0})
+    _judge_pairs(found, "one by one", uniform.ravel(), None)
+    for axis, name in enumerate(("seeds", "positions", "tokens")):
+        for lag in LAGS:
+            here, there = (np.take(uniform, r, axis) for r in _shifted(uniform.shape[axis], lag))
+            r = float(np.corrcoef(here.ravel(), there.ravel())[0, 1])
+            deviations = abs(r) * math.sqrt(here.size)
+            found.statistic["most_deviations"] = max(found.statistic["most_deviations"], round(deviations, 2))
+            found.sizes["tests"] += 1
+            if not deviations < DEVIATIONS:
+                found.add(f"correlation along {name}, lag {lag}", f"below {DEVIATIONS:g} / sqrt(n)", f"r = {r:.4f}")
+            _judge_pairs(found, f"pairs along {name}, lag {lag}", here.ravel(), there.ravel())
+    found.false_alarm = 25 * ALPHA + 24 * normal_tail(DEVIATIONS)
+    found.notes.append("one draw serves a draft and its check (coupled sampling): there is no separate residual draw")
+    return found
+
+
+def _shifted(length: int, lag: int) -> tuple[range, range]:
+    return range(length - lag), range(lag, length)
+
+
+def _judge_pairs(found: Found, name: str, a: NDArray[np.float64], b: NDArray[np.float64] | None) -> None:
+    cells = np.minimum((a * 16).astype(np.int64), 15)
+    width = 16 if b is None else 256
+    if b is not None:
+        cells = cells * 16 + np.minimum((b * 16).astype(np.int64), 15)
+    counts = np.bincount(cells, minlength=width).astype(np.float64)
+    p = g_test(counts, np.full(width, 1.0 / width))
+    found.statistic["least_p_value"] = min(found.statistic["least_p_value"], p)
+    found.sizes["tests"] += 1
+    if p <= ALPHA:
+        found.add(name, f"p > {ALPHA:g}", f"p = {p:.2g}")
+
+
+_LAW = f"every p-value of the G-test above {ALPHA:g}, total variation below 1.25 of its expectation, 0 impossible"
+CHECKS = (
+    Check(
+        "L5",
+        "the law of whole texts",
+        "Texts of three tokens, drafted and verified by the real engine in batches, follow the target's exact "
+        "distribution: jointly, each place, each pair of places, under temperature, top-k, top-p, min-p, penalties.",
+        _LAW,
+        {"sequences": 4_000_000},
+        texts,
+    ),
+    Check(
+        "L5s",
+        "the law of the sampler",
+        "The sampler's choice over seeds and positions follows the processed distribution.",
+        _LAW,
+        {"draws": 4_000_000},
+        sampler,
+        on_host=True,
+    ),
+    Check(
+        "L7",
+        "independent noise",
+        "The noise of different tokens, positions and requests is uncorrelated and pairwise independent.",
+        f"|r| < {DEVIATIONS:g} / sqrt(n) at lags 1 to 8; p above {ALPHA:g} of a 16 x 16 G-test of pairs",
+        {"uniforms": 10_000_000},
+        noise,
+        on_host=True,
+    ),
+)

@@ -1,0 +1,189 @@
+"""L6, L9, stops and leaks: seeded texts, their log-probabilities and their ends, and what is left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from sameseed.request import Completion, Delta, SamplingParams
+from sameseed.study.certificate.check import SKIPPED, WARNING, Check, Effort, Finding, Found
+from sameseed.study.certificate.subject import Job, Subject, Tokens
+from sameseed.study.certificate.texts import SAME_TEXTS, compare
+
+
+def sampling_settings(own: SamplingParams) -> dict[str, SamplingParams]:
+    """The settings' own sampling, and seven more."""
+    base = replace(own, seed=None, n=1, logprobs=None)
+    bare = SamplingParams(max_tokens=own.max_tokens, ignore_eos=own.ignore_eos)
+    return {
+        "as configured": base,
+        "temperature": replace(bare, temperature=1.0),
+        "top-k": replace(bare, temperature=1.2, top_k=12),
+        "top-p": replace(bare, temperature=0.9, top_p=0.85),
+        "min-p": replace(bare, temperature=1.4, min_p=0.04),
+        "penalties": replace(
+            bare, temperature=0.8, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.6
+        ),
+        "greedy penalties": replace(bare, temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.8),
+        "bias and bans": replace(bare, temperature=1.0, logit_bias={5: 2.5, 9: -4.0}, banned_token_ids=(11, 12, 13)),
+    }
+
+
+def seeded(subject: Subject, effort: Effort) -> Found:
+    """L6: seeded requests alone, batched, in other orders, after preemption, streamed; against plain decoding alone."""
+    count = max(4, effort.of(2_000, 4))
+    found = Found({"requests": 0, "settings": 0, "texts": 0, "tokens": 0}, {"differing_texts": 0, "preemptions": 0})
+    for turn, (name, setting) in enumerate(sampling_settings(subject.params).items()):
+        if turn >= effort.of(8, 8):
+            break
+        params = replace(setting, max_tokens=min(subject.max_tokens, 32))
+        found.sizes["settings"] += 1
+        for start in range(0, count, 8):
+            jobs = subject.jobs(min(8, count - start), params, start + 7 * turn)
+            _seeded(subject, found, name, jobs, start // 8 + turn)
+    if not found.statistic["preemptions"] and not found.findings:
+        found.status = WARNING
+        found.notes.append("no request was preempted: that way was not tried")
+    return found
+
+
+def _seeded(subject: Subject, found: Found, name: str, jobs: list[Job], turn: int) -> None:
+    plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
+    texts = [c.token_ids for c in plain]
+    found.sizes["requests"] += len(jobs)
+
+    def check(way: str, got: Seq[Completion]) -> None:
+        found.sizes["texts"] += len(got)
+        found.sizes["tokens"] += sum(len(c.token_ids) for c in got)
+        compare(subject, found, f"{name}, {way}", jobs, plain, got)
+
+    engine = subject.engine()
+    subject.watch(engine, jobs, texts)
+    deltas: list[Delta] = []
+    check("batched", subject.run(engine, jobs, deltas=deltas))
+    _streamed(found, name, jobs, plain, deltas)
+    if turn % 2:
+        check("in reverse order", subject.run(engine, jobs[::-1])[::-1])
+    if turn % 3 == 0:
+        check("alone", subject.run(subject.engine(seqs=1), jobs, alone=True))
+    longest = max(len(job.prompt) for job in jobs) + jobs[0].params.max_tokens
+    drafter = subject.scripted(jobs, texts, turn) if turn % 2 else None
+    tight = subject.engine(drafter=drafter, block=4, rows=40, seqs=4, tokens=longest + longest // 4 + 12)
+    check("short of blocks" + (", trees" if drafter else ""), subject.run(tight, jobs))
+    found.statistic["preemptions"] += tight.scheduler.num_preemptions
+
+
+def _streamed(found: Found, name: str, jobs: Seq[Job], plain: Seq[Completion], deltas: Seq[Delta]) -> None:
+    """The pieces of a stream are the text."""
+    for i in range(len(jobs)):
+        mine = [d for d in deltas if d.request_id == f"c{i}"]
+        text, tokens = "".join(d.text for d in mine), tuple(t for d in mine for t in d.token_ids)
+        if (text, tokens) != (plain[i].text, plain[i].token_ids):
+            found.statistic["differing_texts"] += 1
+            found.add(f"{name}, streamed, prompt {i}", plain[i].text, text)
+
+
+def logprobs(subject: Subject, effort: Effort) -> Found:
+    """L9: log-probabilities, with penalties too, bit for bit."""
+    wanted = effort.of(10_000, 150)
+    found = Found({"tokens": 0}, {"differing_texts": 0})
+    chosen = sampling_settings(subject.params)
+    names, turn = ("as configured", "penalties", "greedy penalties", "top-p"), 0
+    while found.sizes["tokens"] < wanted or turn < len(names):
+        params = replace(chosen[names[turn % len(names)]], max_tokens=min(24, subject.max_tokens), logprobs=5)
+        jobs = subject.jobs(4, replace(params, ignore_eos=True), turn * 4)
+        plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
+        trees = subject.scripted(jobs, [c.token_ids for c in plain], turn)
+        for way, engine in (("the draft", subject.engine()), ("trees", subject.engine(drafter=trees))):
+            got = subject.run(engine, jobs)
+            found.sizes["tokens"] += sum(len(c.logprobs or ()) for c in got)
+            compare(subject, found, f"{names[turn % len(names)]}, {way}", jobs, plain, got)
+        turn += 1
+    return found
+
+
+def stops(subject: Subject, effort: Effort) -> Found:
+    """Ends inside an accepted path: stop strings, stop tokens, lengths; where plain decoding ends, so does this."""
+    count = max(6, effort.of(2_000, 12))
+    found = Found({"requests": 0, "stopped": 0}, {"differing_texts": 0, "tokens_beyond_the_end": 0})
+    rng = random.Random(subject.seed)
+    free = replace(subject.params, max_tokens=min(32, subject.max_tokens), ignore_eos=True)
+    for start in range(0, count, 6):
+        base = subject.jobs(min(6, count - start), free, start)
+        long = subject.run(subject.plain(), base)
+        jobs = [_stopping(job, c, rng, start + i) for i, (job, c) in enumerate(zip(base, long, strict=True))]
+        plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
+        found.sizes["requests"] += len(jobs)
+        found.sizes["stopped"] += sum(c.finish_reason.value == "stop" for c in plain)
+        # The script knows the text beyond the end: drafts run over it.
+        trees = subject.scripted(jobs, [c.token_ids for c in long], start)
+        for name, engine in (("the draft", subject.engine()), ("trees", subject.engine(drafter=trees))):
+            got = subject.run(engine, jobs)
+            compare(subject, found, name, jobs, plain, got)
+            for job, c in zip(jobs, got, strict=True):
+                beyond = max(0, len(c.token_ids) - job.params.max_tokens, len(c.accepted) - len(c.token_ids))
+                found.statistic["tokens_beyond_the_end"] += beyond
+                if beyond:
+                    found.add(f"{name}: {job.params.max_tokens} tokens asked for", "no more", len(c.token_ids))
+    return found
+
+
+def _stopping(job: Job, long: Completion, rng: random.Random, turn: int) -> Job:
+    """The job with an end somewhere in its text, and sometimes a least length that puts it off."""
+    params, tokens, text = job.params, long.token_ids, long.text
+    least = rng.randint(1, 6) if turn % 4 == 1 else 0
+    if turn % 3 == 0 and text:
+        at = rng.randrange(len(text))
+        return Job(job.prompt, replace(params, stop=(text[at : at + rng.randint(1, 4)],), min_tokens=least))
+    if turn % 3 == 1:
+        token: Tokens = (rng.choice(tokens),)
+        return Job(job.prompt, replace(params, stop_token_ids=token, min_tokens=least))
+    return Job(job.prompt, replace(params, max_tokens=rng.randint(1, params.max_tokens), min_tokens=0))
+
+
+def leaks(subject: Subject, effort: Effort) -> Found:
+    """What is left in the caches of all engines of this certificate."""
+    found = Found({"times_emptied": subject.num_emptied}, {"leaks": len(subject.leaks)})
+    if not subject.num_emptied:
+        found.status = SKIPPED
+        found.notes.append("no engine ran a request in the checks before this one: nothing to look at")
+    found.findings = [Finding(text, "every block free when the last request has left") for text in subject.leaks]
+    return found
+
+
+CHECKS = (
+    Check(
+        "L6",
+        "seeded sampling",
+        "A seeded request writes the same text as plain decoding does alone: in any batch and order, after "
+        "preemption, in small chunks, streamed or not; seeds of other requests do not matter.",
+        SAME_TEXTS + "; pieces of a stream join to the text",
+        {"requests": 16_000, "settings": 8},
+        seeded,
+    ),
+    Check(
+        "L9",
+        "log-probabilities",
+        "Reported log-probabilities are the same bits with and without speculation, with penalties too.",
+        "0 differing texts, log-probabilities included",
+        {"tokens": 10_000},
+        logprobs,
+    ),
+    Check(
+        "S1",
+        "stops",
+        "A stop string, a stop token or the length ends the text at the same place, also inside an accepted path.",
+        SAME_TEXTS + "; no token beyond the end",
+        {"requests": 2_000},
+        stops,
+    ),
+)
+LEAKS = Check(
+    "C2",
+    "nothing leaks",
+    "When the last request has left, every block of the cache is free.",
+    "0 leaks",
+    {},
+    leaks,
+)

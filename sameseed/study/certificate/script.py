@@ -1,0 +1,108 @@
+"""ScriptDrafter: trees of right and wrong guesses, to walk every branch of verification. Watched: a draft's score."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sameseed.models.runner import ModelRunner, Nodes, Output
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter
+
+Answers = Callable[[Sequence], Seq[int]]
+RIGHT, TWIN = 0.45, 0.15  # of nodes: the right path's next one; a second copy of another node
+
+
+class ScriptDrafter(Drafter):
+    """Random trees. `answer(seq)` is the right continuation; it hides among wrong tokens and second copies.
+
+    What it guesses depends on its random state, not on the sequence alone: exactness must hold whatever it does.
+    """
+
+    def __init__(self, answer: Answers, vocab_size: int, seed: int = 0) -> None:
+        self.answer = answer
+        self.vocab_size = vocab_size
+        self.random = random.Random(seed)
+
+    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+        return Draft.trees([self._tree(seq, k) for seq, k in zip(seqs, num_draft, strict=True)])
+
+    def _tree(self, seq: Sequence, num_draft: int) -> tuple[list[int], list[int]]:
+        rng, answer = self.random, list(self.answer(seq))
+        tokens: list[int] = []
+        parents: list[int] = []
+        right = [-1]  # nodes of the right path, after the root
+        for i in range(rng.randint(min(2, num_draft), num_draft)):
+            depth, draw = len(right) - 1, rng.random()
+            if depth < len(answer) and draw < RIGHT:
+                parents.append(right[-1])
+                tokens.append(answer[depth])
+                right.append(i)
+            elif tokens and draw < RIGHT + TWIN:
+                twin = rng.randrange(len(tokens))
+                parents.append(parents[twin])
+                tokens.append(tokens[twin])
+            else:
+                parents.append(rng.randint(-1, i - 1))
+                tokens.append(rng.randrange(self.vocab_size))
+        return tokens, parents
+
+
+def knowing(texts: Mapping[tuple[int, ...], Mapping[int, Seq[int]]]) -> Answers:
+    """The known continuations by prompt and seed."""
+
+    def answer(seq: Sequence) -> Seq[int]:
+        known = texts.get(tuple(seq.token_ids[: seq.num_prompt]), {}).get(seq.seed, ())
+        return known[seq.num_output :]
+
+    return answer
+
+
+@dataclass
+class Guesses:
+    """First guesses of a draft, as they were checked: how often one was the target's token, and what became of it."""
+
+    num: int = 0
+    hits: int = 0
+    by_chance: float = 0.0  # hits of guesses that know nothing of their place
+    taken: int = 0  # rounds in which a first guess was accepted
+    missed: int = 0  # right ones that were not accepted
+    wrong: int = 0  # accepted, though none was right
+
+
+class Watched(ModelRunner):
+    """A runner that counts first guesses, and which of them are accepted, against the texts that the target writes.
+
+    `answer(seq)` is the right continuation. `share`: of each token in those texts: what a guess scores that knows
+    nothing of its place.
+    """
+
+    def __init__(self, runner: ModelRunner, answer: Answers, share: Mapping[int, float], guesses: Guesses) -> None:
+        super().__init__(runner.model, runner.cache, runner.captures, runner.blocks)
+        self.unseen = runner.unseen
+        self.answer, self.share, self.guesses = answer, share, guesses
+        self._right: dict[int, bool] = {}  # by place in the pass that runs: was a first guess right?
+
+    def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int]) -> Output:
+        self._right = {}
+        for b, seq in enumerate(seqs):
+            tokens, parents = draft.nodes(b)
+            first = {t for t, p in zip(tokens, parents, strict=True) if p < 0}
+            truth = self.answer(seq)
+            if first and truth:
+                self._right[b] = truth[0] in first
+                self.guesses.num += 1
+                self.guesses.hits += self._right[b]
+                self.guesses.by_chance += sum(self.share.get(t, 0.0) for t in first)
+        return super().forward(seqs, draft, num_pending)
+
+    def commit(self, seqs: Seq[Sequence], num_pending: Seq[int], nodes: Seq[Seq[int]], output: Output) -> Tensor | None:
+        for b, right in self._right.items():
+            self.guesses.taken += bool(nodes[b])
+            self.guesses.missed += right and not nodes[b]
+            self.guesses.wrong += bool(nodes[b]) and not right
+        return super().commit(seqs, num_pending, nodes, output)

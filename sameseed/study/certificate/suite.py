@@ -1,0 +1,199 @@
+"""The certificate: all checks of one configuration, and what they found, as one record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed import ops
+from sameseed.config import EngineConfig, draft_text
+from sameseed.engine.build import load_parts
+from sameseed.errors import ConfigError, RequestError
+from sameseed.models.weights import Progress
+from sameseed.ops import devices
+from sameseed.request import SamplingParams
+from sameseed.study import record
+from sameseed.study.certificate import acceptance, closeness, kernels, law, logits, sampled, texts
+from sameseed.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
+from sameseed.study.certificate.subject import Subject, storeless
+from sameseed.study.fields import CERTIFICATE_SCHEMA
+from sameseed.study.workload import read_prompts
+
+# The order in which they run: acceptance is counted while texts are compared, leaks of all engines come last.
+CHECKS: tuple[Check, ...] = (
+    *kernels.CHECKS,
+    *closeness.CHECKS,
+    *logits.CHECKS,
+    *texts.CHECKS,
+    *sampled.CHECKS,
+    *law.CHECKS,
+    acceptance.OWN_TARGET,
+    acceptance.ALARM,
+    sampled.LEAKS,
+)
+LEAST_TOKENS = 8  # of the answers that are compared
+Tick = Callable[[str, int, int], None]  # a check's name, how many are done, how many there are
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be certified, as the command line says it."""
+
+    model: str
+    prompts: Path
+    num_prompts: int | None
+    max_tokens: int
+    batch: int
+    effort: Effort
+
+
+@dataclass
+class Certificate:
+    """The results of all checks of one configuration; `mutants` are those of the mutation test, if it ran."""
+
+    results: list[Result]
+    config: dict[str, object]
+    effort: Effort
+    acceptance: dict[str, int]
+    seconds: float
+    mutants: dict[str, Any] | None = None
+
+    @property
+    def left_out(self) -> list[str]:
+        """Checks that were not run."""
+        done = {r.check.id for r in self.results}
+        return [c.id for c in CHECKS if c.id not in done]
+
+    def device_of(self, check: Check) -> object:
+        """Where a check was run."""
+        return "cpu" if check.on_host else self.config["device"]
+
+    @property
+    def passed(self) -> bool:
+        """Did nothing fail? Warnings speak of speed, or of what could not be tried."""
+        caught = self.mutants is None or self.mutants["caught"] == self.mutants["total"]
+        return caught and all(r.status != FAILED for r in self.results)
+
+    @property
+    def verdict(self) -> str:
+        """passed, failed, or, where a check was left out or skipped, that these ones passed: no proof of the whole."""
+        if not self.passed:
+            return FAILED
+        whole = not self.left_out and all(r.status != SKIPPED for r in self.results)
+        return PASSED if whole else IN_PART
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record, schema `sameseed.certificate/1`."""
+        return {
+            "schema": CERTIFICATE_SCHEMA,
+            "time": record.now(),
+            "commit": record.commit(),
+            "machine": record.machine(),
+            "config": self.config,
+            "effort": self.effort.share,
+            "verdict": self.verdict,
+            "false_alarm": float(sum(r.found.false_alarm for r in self.results)),
+            "seconds": round(self.seconds, 2),
+            "acceptance": self.acceptance,
+            "checks": [{**r.as_dict(), "device": self.device_of(r.check)} for r in self.results],
+            "left_out": self.left_out,
+            "mutants": self.mutants,
+        }
+
+
+def load_subject(
+    asked: Asked, config: EngineConfig, params: SamplingParams, progress: Progress | None = None
+) -> Subject:
+    """Load models and prompts. Raises ConfigError where nothing is drafted, RequestError for prompts that do not fit.
+
+    `params`: how to sample, beside greedily; its seed is the certificate's.
+    """
+    if config.spec.method == "none" or config.spec.num_draft_tokens == 0:
+        raise ConfigError("nothing speculates, so there is nothing to certify; name a way to guess, e.g. --draft ngram")
+    ops.resolve(config.backend, config.device)  # what is not here is said before anything is loaded
+    if asked.batch < 1:
+        raise ConfigError(f"--batch must be at least 1, got {asked.batch}")
+    if asked.max_tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"--max-tokens must be at least {LEAST_TOKENS}, to leave room for drafts, got {asked.max_tokens}"
+        )
+    prompts = read_prompts(asked.prompts, asked.num_prompts)
+    loaded = load_parts(asked.model, config, progress)
+    limit = config.max_model_len or loaded.target.max_model_len
+    encoded = [prompt.encode(loaded.tokenizer) for prompt in prompts]
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        if not tokens or len(tokens) + asked.max_tokens > limit:
+            raise RequestError(
+                f"prompt {prompt.id} has {len(tokens)} tokens; it needs at least one, and with --max-tokens "
+                f"{asked.max_tokens} at most {limit - asked.max_tokens}"
+            )
+    seed = 1 if params.seed is None else params.seed
+    # Checks write texts of many lengths: a least one of more than the shortest would contradict them.
+    least = min(params.min_tokens, LEAST_TOKENS)
+    own = replace(params, max_tokens=asked.max_tokens, min_tokens=least, n=1, logprobs=None)
+    subject = Subject(loaded, encoded, own, asked.max_tokens, asked.batch, seed)
+    subject.digest = acceptance.weights_digest(subject)
+    return subject
+
+
+def chosen(ids: Seq[str]) -> tuple[Check, ...]:
+    """The checks of these ids, or all; in the order in which they run. Raises ConfigError for an unknown one."""
+    known = [c.id for c in CHECKS]
+    for name in ids:
+        if name not in known:
+            raise ConfigError(f"--only: no check {name!r} (there are: {', '.join(known)})")
+    return tuple(c for c in CHECKS if not ids or c.id in ids)
+
+
+def certify(
+    subject: Subject, asked: Asked, checks: Seq[Check] = CHECKS, tick: Tick = lambda name, done, total: None
+) -> Certificate:
+    """Run the checks; `tick` is called before each."""
+    start = time.perf_counter()
+    results = []
+    for i, check in enumerate(checks):
+        tick(check.name, i, len(checks))
+        results.append(run_check(check, subject, asked.effort))
+    m = subject.metrics
+    accepted = {
+        "num_draft_tokens": m.num_draft_tokens,
+        "num_accepted_tokens": m.num_accepted_tokens,
+        "num_rollbacks": m.num_rollbacks,
+        "first_guesses": subject.guesses.num,
+        "first_guesses_right": subject.guesses.hits,
+        "first_guesses_accepted": subject.guesses.taken,
+    }
+    return Certificate(results, _config(subject, asked), asked.effort, accepted, time.perf_counter() - start)
+
+
+def _config(subject: Subject, asked: Asked) -> dict[str, object]:
+    """The configuration as it was resolved."""
+    c, spec, params = subject.config, storeless(subject.config.spec), subject.params
+    runner = subject.plain(seqs=1).runner
+    return {
+        "label": f"{draft_text(spec)} k={spec.num_draft_tokens}",
+        "model": record.model_name(asked.model),
+        "model_digest": subject.digest,
+        "num_parameters": subject.target.config.num_parameters,
+        **record.speculation(spec),
+        "format": subject.target.weights.embedding.format if c.format == "auto" else c.format,
+        "kv_format": runner.cache.format,
+        "backend": subject.target.ops.name,
+        "row_invariant": subject.target.ops.row_invariant,
+        "device": c.device,
+        "device_name": devices.title(c.device),
+        "block_size": c.cache.block_size,
+        "max_num_rows": c.max_num_rows,
+        "batch": asked.batch,
+        "prompts": asked.prompts.name,
+        "num_prompts": len(subject.prompts),
+        "max_tokens": asked.max_tokens,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "seed": subject.seed,
+    }

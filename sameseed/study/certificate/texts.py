@@ -1,0 +1,150 @@
+"""L3: the same text with and without speculation, token by token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import replace
+
+from sameseed.engine.engine import Engine
+from sameseed.request import Completion, SamplingParams
+from sameseed.study.certificate.check import WARNING, Check, Effort, Found
+from sameseed.study.certificate.subject import Job, Subject, first_difference, outcome
+
+SHOWN = 12  # tokens on either side of the first difference that a report quotes
+NEAR = 1e-4  # margin between the two best logits that makes a near tie
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def compare(
+    subject: Subject, found: Found, where: str, jobs: Seq[Job], plain: Seq[Completion], got: Seq[Completion]
+) -> None:
+    """Count differences between completions, and tell of the first: with both continuations from that token on."""
+    for i, (job, a, b) in enumerate(zip(jobs, plain, got, strict=True)):
+        if outcome(a) == outcome(b):
+            continue
+        found.statistic["differing_texts"] = found.statistic.get("differing_texts", 0) + 1
+        at = first_difference(a.token_ids, b.token_ids)
+        if a.token_ids != b.token_ids:
+            what = f"{where}, prompt {i} (seed {job.seed}): token {at}"
+        else:
+            names = ("tokens", "text", "finish reason", "seed", "log-probabilities")
+            parts = [n for n, x, y in zip(names, outcome(a), outcome(b), strict=True) if x != y]
+            what = f"{where}, prompt {i} (seed {job.seed}): {', '.join(parts)}"
+        found.add(what, _quote(subject, a, at), _quote(subject, b, at))
+
+
+def _quote(subject: Subject, c: Completion, at: int) -> str:
+    decode = subject.loaded.tokenizer.decode
+    before = decode(list(c.token_ids[max(0, at - SHOWN) : at]))
+    after = decode(list(c.token_ids[at : at + SHOWN]))
+    return f"...{before}|{after}... {list(c.token_ids[at : at + SHOWN])} ({c.finish_reason.value})"
+
+
+def settings(subject: Subject, jobs: Seq[Job], plain: Seq[Completion], turn: int) -> Iterator[tuple[str, Engine, bool]]:
+    """Engines that speculate, in turn: the settings' own draft and scripted trees, alone and batched, in small chunks.
+
+    Of draft lengths 1 to 8 each turn has one, all of them after eight turns, the longest first.
+    Each with whether the jobs run one after the other.
+    """
+    texts = [c.token_ids for c in plain]
+    config = subject.config.spec
+    engine = subject.engine()
+    subject.watch(engine, jobs, texts)
+    yield "the draft, batched", engine, False
+    k = 1 + (7 + 3 * turn) % 8
+    yield f"the draft, k = {k}", subject.engine(replace(config, num_draft_tokens=k)), False
+    way = turn % 3
+    if way == 0:
+        yield "the draft, alone", subject.engine(seqs=1), True
+    elif way == 1:
+        block, rows = (4, 16, 32)[turn % 3], 24
+        yield f"the draft, chunks of {rows} rows", subject.engine(block=block, rows=rows), False
+    trees = subject.scripted(jobs, texts, seed=turn)
+    yield "trees, batched", subject.engine(drafter=trees), False
+    if way == 2:
+        yield "trees, alone", subject.engine(drafter=subject.scripted(jobs, texts, turn)), True
+
+
+def greedy(subject: Subject, effort: Effort) -> Found:
+    """L3: greedy texts, token by token."""
+    wanted = effort.of(1_000_000, 400)
+    found = Found({"tokens": 0, "texts": 0}, {"differing_texts": 0})
+    own = subject.params
+    params = replace(GREEDY, max_tokens=subject.max_tokens, ignore_eos=own.ignore_eos, min_tokens=own.min_tokens)
+    size, turn, start = max(2, subject.batch), 0, 0
+    ways: dict[str, None] = {}
+    while found.sizes["tokens"] < wanted:
+        jobs = subject.jobs(size, params, start)
+        plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
+        if not any(c.token_ids for c in plain):
+            found.add("plain decoding writes nothing", "at least one token")
+            return found
+        for name, engine, alone in settings(subject, jobs, plain, turn):
+            got = subject.run(engine, jobs, alone)
+            found.sizes["texts"] += len(got)
+            found.sizes["tokens"] += sum(len(c.token_ids) for c in got)
+            compare(subject, found, name, jobs, plain, got)
+            ways[name] = None
+        turn += 1
+        start += size
+    found.notes.append(f"ways that ran, in {turn} turn{'s' if turn > 1 else ''}: {'; '.join(ways)}")
+    return found
+
+
+def near_ties(subject: Subject, effort: Effort) -> Found:
+    """L3: a bias brings the second best token of one position to within 1e-4 of the best; nothing may tip over."""
+    wanted = effort.of(1_000, 4)
+    found = Found({"near_ties": 0, "texts": 0}, {"differing_texts": 0, "smallest_margin": 1.0})
+    params = replace(GREEDY, max_tokens=min(8, subject.max_tokens), ignore_eos=True, logprobs=2)
+    rng, start, size = random.Random(subject.seed), 0, 8
+    while found.sizes["near_ties"] < wanted and start < 40 * wanted + 80:
+        free = subject.run(subject.plain(), subject.jobs(size, params, start))
+        jobs = []
+        for i, c in enumerate(free):
+            assert c.logprobs is not None
+            at = rng.randrange(1, len(c.logprobs)) if len(c.logprobs) > 1 else 0
+            (_, best), (second, other) = c.logprobs[at].top[:2]
+            bias = {second: best - other - rng.choice((0.0, NEAR / 2, -NEAR / 2))}
+            jobs.append(Job(c.prompt_token_ids, replace(params, logit_bias=bias, seed=subject.seed + start + i)))
+        plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
+        for c in plain:
+            margins = [t.top[0][1] - t.top[1][1] for t in c.logprobs or () if len(t.top) > 1]
+            found.sizes["near_ties"] += sum(m < NEAR for m in margins)
+            found.statistic["smallest_margin"] = min([found.statistic["smallest_margin"], *margins])
+        texts = [c.token_ids for c in plain]
+        for name, engine in (
+            ("the draft", subject.engine()),
+            ("trees", subject.engine(drafter=subject.scripted(jobs, texts, start))),
+        ):
+            got = subject.run(engine, jobs)
+            found.sizes["texts"] += len(got)
+            compare(subject, found, name, jobs, plain, got)
+        start += size
+    if found.sizes["near_ties"] < wanted and not found.findings:
+        found.status = WARNING
+        found.notes.append("too few near ties came about")
+    return found
+
+
+SAME_TEXTS = "0 differing texts (tokens, text, reason of the end, seed)"
+CHECKS = (
+    Check(
+        "L3",
+        "greedy texts",
+        "Greedy decoding writes the same tokens with and without speculation: the configured draft and adversarial "
+        "trees, batched and, as far as the effort reaches, alone, in other chunks and draft lengths (the notes name "
+        "the ways that ran).",
+        SAME_TEXTS,
+        {"tokens": 1_000_000},
+        greedy,
+    ),
+    Check(
+        "L3t",
+        "near ties",
+        "Where the two best tokens are within 1e-4 of each other, speculation still picks the same one.",
+        SAME_TEXTS + "; at least the stated number of near ties",
+        {"near_ties": 1_000},
+        near_ties,
+    ),
+)

@@ -1,0 +1,126 @@
+"""Toys: random models so small that the law of whole texts can be written down, and every mutant tried in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sameseed import ops as backends, registry
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.engine.build import SELF_FORMAT, Loaded
+from sameseed.errors import SameseedError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import ModelConfig, parse_config
+from sameseed.models.llama import Llama
+from sameseed.models.synthetic import RandomCheckpoint
+from sameseed.models.weights import read_weights
+from sameseed.ops import Ops
+from sameseed.tokenizer import Tokenizer
+
+DRAFT_NOISE = 0.5  # share of other weights in the toy draft: it is right often, not always
+
+
+class ToyCheckpoint(RandomCheckpoint):
+    """Random weights with some of another set mixed in; the head is larger, so that texts have favourites."""
+
+    def __init__(self, config: ModelConfig, seed: int, noise: float = 0.0, gain: float = 2.0) -> None:
+        super().__init__(config, seed, torch.float32)
+        self._other = RandomCheckpoint(config, seed + 1000, torch.float32)
+        self._mix, self._gain = noise, gain
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        own, other = super().rows(name, start, stop), self._other.rows(name, start, stop)
+        mixed: Tensor = (own + self._mix * other) / (1 + self._mix**2) ** 0.5
+        return mixed * self._gain if name == "lm_head.weight" else mixed
+
+
+def toy_config(vocab_size: int, layers: int = 2) -> ModelConfig:
+    """A Llama of two narrow layers."""
+    return parse_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": vocab_size,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 0,
+        }
+    )
+
+
+def toy_model(
+    ops: Ops,
+    vocab_size: int,
+    quant: str = "auto",
+    seed: int = 0,
+    noise: float = 0.0,
+    notes: list[str] | None = None,
+    device: str = "cpu",
+) -> Llama:
+    """A toy stored in a format; in fp32 where the format does not take matrices so small, which `notes` then say."""
+    config = toy_config(vocab_size)
+    source = ToyCheckpoint(config, seed, noise)
+    try:
+        weights = read_weights(config, source, QuantScheme.parse(quant), ops, device)
+    except SameseedError:
+        if notes is not None:
+            notes.append(f"no toy can be stored as {quant}: one model here is in fp32 instead")
+        weights = read_weights(config, source, QuantScheme(), ops, device)
+    return Llama(config, weights, ops)
+
+
+def toy_loaded(
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    config: EngineConfig,
+    ops: Ops | None = None,
+    seed: int = 0,
+    noise: float = DRAFT_NOISE,
+    notes: list[str] | None = None,
+) -> Loaded:
+    """Toy models for the same speculation as `config` has: target, and whatever its levels need.
+
+    `noise`: share of other weights in a draft model. `notes` get what could not be had in the format asked for.
+    """
+    ops = ops or backends.resolve(config.backend, config.device)
+    spec = toy_spec(config.spec)
+    device = config.device
+    target = toy_model(ops, vocab_size, config.format, seed, notes=notes, device=device)
+    cache = CacheConfig(config.cache.block_size, None, config.cache.format)
+    toy = replace(config, spec=spec, cache=cache, max_model_len=None)
+    return Loaded(toy, tokenizer, 0, target, tuple(_models(spec, ops, vocab_size, seed, noise, notes, device)))
+
+
+def toy_spec(spec: SpecConfig) -> SpecConfig:
+    """The same levels without options (which may name files), and plain lengths where a policy would measure time."""
+    short = {"min_ngram": 1} if spec.method == "ngram" else {}
+    return replace(spec, options=short, policy="fixed", below=tuple(toy_spec(b) for b in spec.below))
+
+
+def needs_head(spec: SpecConfig) -> bool:
+    """Does a level draft with a head? There is no toy of one."""
+    own = spec.method != "none" and registry.load("drafters", spec.method).DRAFTER.of_head
+    return own or any(needs_head(b) for b in spec.below)
+
+
+def _models(
+    spec: SpecConfig, ops: Ops, vocab_size: int, seed: int, noise: float, notes: list[str] | None, device: str
+) -> list[Llama]:
+    if spec.method == "none":
+        return []
+    drafter = registry.load("drafters", spec.method).DRAFTER
+    own: list[Llama] = []
+    if drafter.needs_model:
+        if drafter.of_target:
+            quant = SELF_FORMAT if spec.format == "auto" else spec.format
+            own = [toy_model(ops, vocab_size, quant, seed, notes=notes, device=device)]
+        else:
+            own = [toy_model(ops, vocab_size, spec.format, seed, noise, notes, device)]
+    return own + [m for b in spec.below for m in _models(b, ops, vocab_size, seed, noise, notes, device)]

@@ -1,0 +1,233 @@
+"""Cost curves: how long one forward pass over M rows takes in each number format, and the record of it.
+
+c(M), the time of M rows over that of one, is what checking a draft costs; planner and length policy read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError
+from sameseed.study.fields import PROFILE_SCHEMA
+from sameseed.study.limits import Limits
+
+Report = Callable[[str, float, float], None]  # stage, done, total
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A chain of `rows` new tokens after `context` cached ones: median milliseconds, and c against one row.
+
+    `memory_ms` and `compute_ms` are what reading and arithmetic would take at the machine's limits.
+    """
+
+    format: str
+    kv_format: str
+    context: int
+    rows: int
+    ms: float
+    c: float
+    p10: float
+    p90: float
+    repeats: int
+    memory_ms: float
+    compute_ms: float
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt of `tokens` tokens in one pass; `peak_share`: its arithmetic at the limit over the time it took."""
+
+    format: str
+    kv_format: str
+    tokens: int
+    ms: float
+    p10: float
+    p90: float
+    repeats: int
+    tokens_per_s: float
+    peak_share: float
+
+
+@dataclass(frozen=True)
+class BatchDecode:
+    """One new token for each of `batch_size` sequences of `context` tokens."""
+
+    format: str
+    kv_format: str
+    context: int
+    batch_size: int
+    ms: float
+    p10: float
+    p90: float
+    repeats: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model in one format: its size, what one token reads (weights and the first context's KV), what loading took.
+
+    `bandwidth_share`: reading at the limit over the time that one row took. `peak`: the arithmetic of its matrix
+    products, "int8", "bf16" or "fp32". `load_peak_bytes`: most memory beyond what was resident before it was loaded.
+    """
+
+    format: str
+    kv_format: str
+    bytes: int
+    bytes_per_token: float
+    cache_bytes: int
+    bandwidth_share: float | None
+    peak: str
+    load_s: float
+    load_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of one shape. `draft` is the same of a draft model, measured in turn with it."""
+
+    shape: Mapping[str, Any]
+    costs: tuple[Cost, ...]
+    prefill: tuple[Prefill, ...]
+    batch: tuple[BatchDecode, ...]
+    stored: tuple[Stored, ...]
+    limits: Limits
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 1
+    backend: str = ""
+    interleaved: bool = True  # False: too little memory, one format after the other
+    interrupted: bool = False
+    peak_memory_bytes: int = 0
+    commit: str = ""
+    date: str = ""
+    draft: Profile | None = None
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats with costs, in the order measured."""
+        return tuple(dict.fromkeys(x.format for x in self.costs))
+
+    def contexts(self, format: str) -> tuple[int, ...]:
+        """Contexts of a format, ascending. Raises ConfigError for a format that was not measured."""
+        found = tuple(sorted({x.context for x in self.costs if x.format == format}))
+        if not found:
+            near = difflib.get_close_matches(format, self.formats, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            measured = ", ".join(self.formats) or "none"
+            raise ConfigError(f"format {format!r} was not profiled{hint} (there are: {measured})")
+        return found
+
+    def ms(self, format: str, rows: float, context: float | None = None) -> float:
+        """Milliseconds of a pass over `rows` rows after `context` tokens (None: the smallest that was measured).
+
+        Linear between measured points and, beyond the largest, along the last two; below the smallest it stays.
+        Raises ConfigError for a format that was not measured, or rows below 1.
+        """
+        if rows < 1:
+            raise ConfigError(f"a pass has at least 1 row, got {rows}")
+        contexts = self.contexts(format)
+        at = contexts[0] if context is None else context
+        by_context = []
+        for known in contexts:
+            points = sorted((x.rows, x.ms) for x in self.costs if x.format == format and x.context == known)
+            by_context.append(_interpolate([p[0] for p in points], [p[1] for p in points], rows))
+        return _interpolate(contexts, by_context, at)
+
+    def c(self, format: str, rows: float, context: float | None = None) -> float:
+        """Time of `rows` rows over that of one: `ms(format, rows, context) / ms(format, 1, context)`."""
+        return self.ms(format, rows, context) / self.ms(format, 1, context)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as it is written to JSON."""
+        return {
+            "schema": PROFILE_SCHEMA,
+            "date": self.date,
+            "commit": self.commit,
+            "machine": dict(self.machine),
+            "threads": self.threads,
+            "backend": self.backend,
+            "limits": self.limits.as_dict(),
+            "interleaved": self.interleaved,
+            "interrupted": self.interrupted,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            **self._measured(),
+            "draft": None if self.draft is None else self.draft._measured(),
+        }
+
+    def _measured(self) -> dict[str, Any]:
+        return {
+            "shape": dict(self.shape),
+            "stored": [asdict(x) for x in self.stored],
+            "costs": [asdict(x) for x in self.costs],
+            "prefill": [asdict(x) for x in self.prefill],
+            "batch": [asdict(x) for x in self.batch],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "the profile") -> Profile:
+        """The inverse of as_dict. Raises ConfigError for data that `sameseed profile` did not write."""
+        if data.get("schema") != PROFILE_SCHEMA:
+            raise ConfigError(
+                f"{where} has schema {data.get('schema')!r}, this version reads {PROFILE_SCHEMA!r}; profile again"
+            )
+        kept = ("threads", "backend", "interleaved", "interrupted", "peak_memory_bytes", "commit", "date", "machine")
+        try:
+            shared = {name: data[name] for name in kept}
+            shared["limits"] = Limits.from_dict(data["limits"])
+            made = cls(**_parts(data), **shared)
+            return made if data["draft"] is None else replace(made, draft=cls(**_parts(data["draft"]), **shared))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{where} lacks a part or has one too many ({error!r}); profile again") from None
+
+
+def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
+    rows: tuple[tuple[str, type[Any]], ...] = (
+        ("costs", Cost),
+        ("prefill", Prefill),
+        ("batch", BatchDecode),
+        ("stored", Stored),
+    )
+    return {"shape": data["shape"], **{name: tuple(kind(**row) for row in data[name]) for name, kind in rows}}
+
+
+def profile(
+    shape: str | None = None, *, model: str | None = None, report: Report | None = None, **grid: Any
+) -> Profile:
+    """Measure a shape by name (random weights) or a model (folder or hub id); `grid` are the fields of `Grid`.
+
+    `report(stage, done, total)` is called as it goes. Raises ConfigError, RegistryError or ModelLoadError before any
+    work. A KeyboardInterrupt ends the measurement: what was measured until then comes back as `interrupted`; if nothing
+    was, it is raised on.
+    """
+    from sameseed.study.grid import Grid
+    from sameseed.study.profiler import Profiler
+
+    return Profiler(Grid(**grid), shape, model).run(report)
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a JSON file. Raises ConfigError with its path."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); write it with `sameseed profile --json`") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no JSON object; write it with `sameseed profile --json`")
+    return Profile.from_dict(data, str(path))
+
+
+def _interpolate(xs: Seq[float], ys: Seq[float], x: float) -> float:
+    """Linear in x between the points (xs ascending), along the last two beyond them, constant before."""
+    if len(xs) == 1 or x <= xs[0]:
+        return ys[0]
+    i = min(bisect_left(xs, x), len(xs) - 1)
+    share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+    y = ys[i - 1] + share * (ys[i] - ys[i - 1])
+    return max(y, ys[-1]) if x > xs[-1] else y  # noise may have measured more rows as faster: no reason to go on so

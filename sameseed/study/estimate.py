@@ -1,0 +1,141 @@
+"""What speculation should bring, from the cost curve and acceptance alone: beside it stands what was measured.
+
+A round decides the accepted tokens and one more; it takes a pass of the target over all its rows, the drafter's steps,
+and what lies outside the models (Leviathan et al., 2023, section 3, with measured times for their cost factor c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import asdict, dataclass
+
+from sameseed.models.runner import ModelRunner
+from sameseed.request import SpecMetrics
+from sameseed.spec.cost import Curve
+from sameseed.spec.drafter import Drafter
+
+
+def expected_tokens(rates: Seq[float]) -> float:
+    """Tokens of a round: 1 + the sum over j of the probability that the first j drafted ones are all right.
+
+    `rates[j]`: how often token j is right where those before it were. For equal rates a and k tokens this is
+    (1 - a^(k+1)) / (1 - a), equation 1 of Leviathan et al.
+    """
+    total, path = 1.0, 1.0
+    for rate in rates:
+        path *= rate
+        total += path
+    return total
+
+
+def rates_of(metrics: SpecMetrics, num_draft_tokens: int) -> list[float]:
+    """For chains of a fixed length: how often each place was right where those before it were, from counters."""
+    reached, rates = float(metrics.num_drafts), []
+    per_pos = [*metrics.num_accepted_tokens_per_pos, *[0] * num_draft_tokens]
+    for right in per_pos[:num_draft_tokens]:
+        rates.append(right / reached if reached else 0.0)
+        reached = float(right)
+    return rates
+
+
+def chain_speedup(rates: Seq[float], target: Curve, step: float, overhead: float = 0.0) -> float:
+    """Speed-up of one sequence by chains of len(rates) tokens; `step`: seconds of one drafted token, and `overhead`
+    those of a round outside the models.
+    """
+    rows = 1 + len(rates)
+    seconds = target.at(rows) + step * len(rates) + overhead
+    return expected_tokens(rates) * (target.at(1) + overhead) / seconds
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run should have taken against plain decoding, by costs; `error`: predicted over measured, less 1.
+
+    `draft_cost` says where the drafter's time comes from: the "curve" of its model, or the "run" itself where it has no
+    model of which one could be measured; `draft_ms` is that of a round, `round_ms` the whole, `plain_ms` without it.
+    """
+
+    speedup: float
+    error: float
+    tokens_per_round: float
+    rows_per_round: float
+    plain_ms: float
+    round_ms: float
+    draft_ms: float
+    draft_cost: str
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for a record."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one run did. `seconds`: in all, `prefill`: of that before the first tokens, `outside`: outside the models.
+
+    After those, `num_steps`: passes of the target, `num_rounds`: the same counted for every sequence in them.
+    `context`: mean cached tokens of a sequence.
+    """
+
+    metrics: SpecMetrics
+    num_steps: int
+    num_rounds: int
+    seconds: float
+    prefill: float
+    draft: float
+    outside: float
+    context: float
+
+
+def predict(run: Counted, plain: Counted, target: Curve, draft: Curve | None) -> Prediction:
+    """The speed-up that costs and acceptance promise for a run, of which only its counts are used.
+
+    `draft`: passes of the draft model; None: its time is taken from the run. Time outside the models: as in `plain`.
+    """
+    overhead = plain.outside / plain.num_steps
+
+    def seconds(of: Counted) -> tuple[float, float]:
+        together = of.num_rounds / of.num_steps
+        rows = together + of.metrics.num_draft_tokens / of.num_steps
+        each = [round(of.context)] * max(1, round(together))
+        extra = target.extra(each, [rows / len(each)] * len(each))
+        return rows, target.at(rows) + extra + overhead
+
+    rows, checking = seconds(run)
+    _, alone = seconds(plain)
+    drafting, source = _drafting(run, draft)
+    whole = plain.prefill + run.num_steps * (checking + drafting)
+    before = plain.prefill + plain.num_steps * alone
+    found, measured = before / whole, plain.seconds / run.seconds
+    return Prediction(
+        speedup=found,
+        error=found / measured - 1.0,
+        tokens_per_round=1.0 + run.metrics.num_accepted_tokens / max(1, run.num_rounds),
+        rows_per_round=rows,
+        plain_ms=alone * 1e3,
+        round_ms=(checking + drafting) * 1e3,
+        draft_ms=drafting * 1e3,
+        draft_cost=source,
+    )
+
+
+def _drafting(run: Counted, draft: Curve | None) -> tuple[float, str]:
+    """Seconds of drafting in a mean round: passes of the draft model, the first over what was decided since."""
+    if draft is None:
+        return run.draft / run.num_steps, "run"
+    m = run.metrics
+    if not m.num_drafts:
+        return 0.0, "curve"
+    together = run.num_rounds / run.num_steps
+    steps = m.num_draft_tokens / m.num_drafts
+    first = draft.at(together * min(2.0, 1.0 + m.num_accepted_tokens / m.num_drafts))
+    extra = draft.extra([round(run.context)] * max(1, round(together)), [1.0] * max(1, round(together)))
+    drafted = min(1.0, m.num_drafts / run.num_rounds * max(1.0, together))  # rounds in which anyone is drafted for
+    return drafted * (first + (steps - 1.0) * draft.at(together) + steps * extra), "curve"
+
+
+def draft_curve(drafter: Drafter, measure: Callable[[ModelRunner], Curve]) -> Curve | None:
+    """Costs of the one model that writes a drafter's chains; None where there is none, or others write beside it."""
+    runner = getattr(drafter, "runner", None)
+    alone = not getattr(drafter, "below", ())
+    return measure(runner) if isinstance(runner, ModelRunner) and alone else None

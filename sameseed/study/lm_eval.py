@@ -1,0 +1,175 @@
+"""lm-evaluation-harness with sameseed as its model: its tasks, on the engine's own kernels and formats.
+
+    from sameseed.study.lm_eval import SameseedLM
+    lm_eval.simple_evaluate(model=SameseedLM("embedded", format="w4a8"), tasks=["arc_easy"])
+
+or the harness's own command with this model in it:
+
+    python -m sameseed.study.lm_eval run --model sameseed --model_args pretrained=embedded --tasks arc_easy
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from typing import Any
+
+import torch
+
+from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError, RequestError
+from sameseed.request import SamplingParams
+from sameseed.study.quality.likelihood import Scorer, log_likelihoods, split
+
+try:
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ConfigError(f"this needs lm-evaluation-harness ({error}): pip install '.[eval]'") from None
+
+MAX_TOKENS = 256
+# What the harness may say of generation, by SamplingParams' names.
+SAMPLING = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "seed": int,
+}
+IGNORED = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_length", "skip_special_tokens"}
+
+
+@register_model("sameseed")
+class SameseedLM(LM):
+    """A model of sameseed as the harness sees one; `settings` are keyword arguments of LLM (format, kv_format, draft).
+
+    `batch_size` and `max_batch_size` are the harness's and have no meaning here: batching is continuous.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "embedded",
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        # The harness names a GPU where nobody chose a device.
+        self._device = device if device and (torch.cuda.is_available() or not device.startswith("cuda")) else "cpu"
+        self.llm = LLM(pretrained, device=self._device, **settings)
+        self.name = pretrained
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the chat template in the harness's cache."""
+        return self.name.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The harness only notes it; the tokenizer renders by its own."""
+        return ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as the model's template writes it."""
+        return self.llm.tokenizer.render_chat(chat_history, add_generation_prompt)
+
+    def loglikelihood(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation after its context, and whether it is what greedy decoding writes."""
+        requests = list(requests)
+        pairs = [self._pair(*r.args) for r in requests]
+        # An empty continuation is certain, log 1 = 0, and greedy decoding has nothing to miss.
+        scores = iter(log_likelihoods(Scorer(self.llm.engine), [pair for pair in pairs if pair[1]]))
+        found = [next(scores) if pair[1] else (0.0, True) for pair in pairs]
+        return self._kept("loglikelihood", requests, found)
+
+    def loglikelihood_rolling(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text after the begin token, in windows as long as the context."""
+        requests = list(requests)
+        scorer = Scorer(self.llm.engine)
+        pairs: list[tuple[list[int], list[int]]] = []
+        counts = []
+        for request in requests:
+            tokens = self.llm.tokenizer.encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(tokens, self._prefix, scorer.max_len, 1)
+            its = [make_disjoint_window(window) for window in windows]
+            pairs += its
+            counts.append(len(its))
+        scores = iter(log_likelihoods(scorer, pairs))
+        found = [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        return self._kept("loglikelihood_rolling", requests, found)
+
+    def generate_until(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to a stop string (which is left out)."""
+        requests = list(requests)
+        params = [_params(r.args[1]) for r in requests]
+        prompts = [self._prompt(r.args[0], p.max_tokens) for r, p in zip(requests, params, strict=True)]
+        completions = self.llm.generate(prompts, params) if prompts else []
+        return self._kept("generate_until", requests, [c.text for c in completions])
+
+    @property
+    def _prefix(self) -> int:
+        """What a text without a context follows: the begin token, or the end token where there is none."""
+        config = self.llm.engine.runner.model.config
+        return config.bos_token_id if config.bos_token_id is not None else config.eos_token_ids[0]
+
+    def _encode(self, text: str) -> list[int]:
+        """A template may have written the begin token that the tokenizer writes again: once is enough."""
+        tokens = self.llm.tokenizer.encode(text)
+        twice = len(tokens) > 1 and tokens[0] == tokens[1] == self.llm.engine.runner.model.config.bos_token_id
+        return tokens[1:] if twice else tokens
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if not continuation:
+            return [self._prefix], []
+        if not context:
+            tokens = self.llm.tokenizer.encode(continuation, add_special_tokens=False)
+            return [self._prefix], tokens
+        # The blank before a word belongs to the word's token.
+        blanks = len(context) - len(context.rstrip())
+        if blanks:
+            context, continuation = context[:-blanks], context[-blanks:] + continuation
+        if not context:
+            return [self._prefix], self.llm.tokenizer.encode(continuation, add_special_tokens=False)
+        before, after = split(self.llm.tokenizer, context, continuation)
+        bos = self.llm.engine.runner.model.config.bos_token_id
+        return (before[1:] if len(before) > 1 and before[0] == before[1] == bos else before), after
+
+    def _prompt(self, context: str, max_tokens: int) -> list[int]:
+        """The context's tokens, its end where it is too long to leave room for the answer."""
+        tokens = self._encode(context) if context else [self._prefix]
+        longest = self.llm.engine.max_model_len
+        return tokens[-max(1, longest - min(max_tokens, longest - 1)) :]
+
+    def _kept(self, kind: str, requests: Seq[Any], found: list[Any]) -> list[Any]:
+        """Tell the harness's cache what was found."""
+        for request, result in zip(requests, found, strict=True):
+            self.cache_hook.add_partial(kind, request.args, result)
+        return found
+
+
+def _params(given: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from the harness's generation arguments. Raises RequestError for one that has no meaning here."""
+    until = given.get("until") or ()
+    stop = (until,) if isinstance(until, str) else tuple(s for s in until if s)
+    length = next((given[k] for k in ("max_gen_toks", "max_new_tokens", "max_tokens") if given.get(k)), MAX_TOKENS)
+    for name in given:
+        if name not in SAMPLING and name not in IGNORED:
+            raise RequestError(f"generation argument {name!r} has no meaning here; leave it out of --gen_kwargs")
+    chosen: dict[str, Any] = {k: kind(given[k]) for k, kind in SAMPLING.items() if given.get(k) is not None}
+    if given.get("do_sample") is False:
+        chosen["temperature"] = 0.0
+    return SamplingParams(max_tokens=int(length), stop=stop, **({"seed": 0} | chosen))
+
+
+def main() -> int:
+    """The harness's own command, with this model registered."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

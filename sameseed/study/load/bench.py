@@ -1,0 +1,218 @@
+"""Bench: arms, shapes and levels; in each repetition the arms take turns over the same prompts and seeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from sameseed.errors import ConfigError
+from sameseed.study.load import drive, figures, outcome, prompts, wire
+from sameseed.study.load.drive import Level
+from sameseed.study.load.figures import Bounds
+from sameseed.study.load.outcome import Outcome
+from sameseed.study.load.prompts import Shape, Source
+from sameseed.study.load.wire import Endpoint
+
+if TYPE_CHECKING:
+    import httpx
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the things that are compared: a server, or what is asked of it."""
+
+    label: str
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is sent, how often and how. `num_requests` None: four for each client, eight at least.
+
+    `max_seconds`: of one run of an arm, after which nothing more is sent; what was sent is waited for.
+    """
+
+    shapes: tuple[Shape, ...]
+    levels: tuple[Level, ...]
+    prompts: str = "text"
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    seed: int = 1
+    num_requests: int | None = None
+    max_seconds: float | None = None
+    warm_up: int = 2
+    repeat: int = 3
+    bounds: Bounds = field(default_factory=Bounds)
+    timeout: float = 600.0
+    max_retries: int = 5
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("repeat", 1), ("warm_up", 0), ("max_retries", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        if self.num_requests is not None and self.num_requests < 1:
+            raise ConfigError(f"--num-requests must be at least 1, got {self.num_requests}")
+        for name in ("timeout", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds, got {value}")
+
+    def count(self, level: Level) -> int:
+        """Requests of a repetition."""
+        return self.num_requests or max(8, 4 * (level.concurrency or 8))
+
+
+@dataclass
+class Repetition:
+    """What one arm did once."""
+
+    outcomes: list[Outcome]
+    summary: dict[str, Any]
+
+
+@dataclass
+class Cell:
+    """One shape at one level: the repetitions of each arm, in turns."""
+
+    shape: Shape
+    level: Level
+    repetitions: dict[str, list[Repetition]] = field(default_factory=dict)
+
+
+class Bench:
+    """Runs everything over one client with connections that stay open."""
+
+    def __init__(self, client: httpx.AsyncClient, arms: Seq[Arm], settings: Settings) -> None:
+        self.client, self.arms, self.settings = client, list(arms), settings
+        self.max_model_len: int | None = None
+        self._source: Source | None = None
+        self._salt = f"bench {time.time_ns()}"
+
+    async def prepare(self) -> None:
+        """Ask the servers what they serve, and what they make of speculation. Raises ConfigError."""
+        if self.settings.strict and len({arm.endpoint.url for arm in self.arms}) < len(self.arms):
+            raise ConfigError(
+                "with --strict no request has a cache_salt, so that each arm would find the other's prompts in the "
+                "server's prefix cache; leave --strict out, or compare two servers with --baseline-url"
+            )
+        self.arms = [replace(arm, endpoint=await self._known(arm.endpoint)) for arm in self.arms]
+        if self.settings.prompts in ("text", "random"):
+            self._source = await prompts.open_source(self.client, self.arms[0].endpoint)
+        for shape in self.settings.shapes:
+            needed = (shape.num_input or 0) + shape.num_output
+            if self.max_model_len is not None and needed > self.max_model_len:
+                raise ConfigError(
+                    f"{shape.label} needs {needed} tokens and the server's context is {self.max_model_len}; "
+                    f"give --scale {0.98 * self.max_model_len / needed:.2g} of this one, or shorter --lengths"
+                )
+        for arm in self.arms:
+            if "speculation" in arm.endpoint.fields:
+                await self._check_wish(arm)
+
+    @property
+    def tokenized(self) -> bool:
+        """Are prompts exact in tokens?"""
+        return self._source is not None and self._source.tokens is not None
+
+    async def _known(self, endpoint: Endpoint) -> Endpoint:
+        """The endpoint with a model's name. Raises ConfigError where there is no such server."""
+        import httpx
+
+        try:
+            response = await self.client.get(endpoint.url + "/v1/models")
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?"
+            ) from None
+        if response.status_code in (401, 403):
+            raise ConfigError(
+                f"{endpoint.url} wants an API key; give --api-key-file, or set the variable of --api-key-variable"
+            )
+        if response.status_code != 200:
+            if endpoint.model:
+                return endpoint
+            raise ConfigError(f"{endpoint.url}/v1/models answers {response.status_code}; name the model with --model")
+        models = response.json().get("data") or [{}]
+        chosen = next((m for m in models if m.get("id") == endpoint.model), models[0] if not endpoint.model else {})
+        limit = chosen.get("max_model_len")
+        if isinstance(limit, int):
+            self.max_model_len = min(limit, self.max_model_len or limit)
+        about = chosen.get("speculation")
+        about = about if isinstance(about, dict) else None
+        return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")), speculation=about)
+
+    async def _check_wish(self, arm: Arm) -> None:
+        """A server that does not read `speculation` would measure one thing twice. Raises ConfigError."""
+        shape = Shape(None, 24)
+        body = self._body(arm, shape, prompts.fields(shape, self.settings.sampling, 0, self._salt, False), {})
+        text = "one two three one two three one two three one two three one two"
+        body |= {"messages": [{"role": "user", "content": text}]} if arm.endpoint.chat else {"prompt": text}
+        sent = await wire.exchange(self.client, arm.endpoint, body, self.settings.timeout, self.settings.max_retries)
+        found = outcome.read(sent)
+        if found.error is not None and "speculation" not in found.detail:
+            raise ConfigError(f"{arm.endpoint.url} answers a first request with: {found.error}: {found.detail}")
+        drafted = found.speculation is not None
+        if found.error is not None or not found.metrics or (arm.endpoint.fields["speculation"] == "off" and drafted):
+            raise ConfigError(
+                f"{arm.endpoint.url} does not read the field 'speculation'; start a second server without speculation "
+                "and give its address with --baseline-url"
+            )
+
+    def _body(self, arm: Arm, shape: Shape, common: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
+        return {"model": arm.endpoint.model, **prompt, **common, **arm.endpoint.fields}
+
+    async def measure(self, cell: Cell) -> AsyncIterator[str]:
+        """Fill a cell; yields the arm's label after every run of an arm."""
+        shape, level = cell.shape, cell.level
+        for arm in self.arms:
+            cell.repetitions[arm.label] = []
+            if self.settings.warm_up:
+                await self._run(arm, shape, level, -1, self.settings.warm_up)
+        for number in range(self.settings.repeat):
+            # Neither arm is always the first: what drifts over a repetition would be taken for its merit.
+            for arm in self.arms if number % 2 == 0 else reversed(self.arms):
+                done = await self._run(arm, shape, level, number, self.settings.count(level))
+                cell.repetitions[arm.label].append(done)
+                yield arm.label
+
+    async def _run(self, arm: Arm, shape: Shape, level: Level, number: int, count: int) -> Repetition:
+        """One arm, once: the prompts and seeds of a repetition are the same for all arms."""
+        s, endpoint = self.settings, arm.endpoint
+        seed = f"{s.seed} {shape.label} {level.label} {number}"
+        first = self.arms[0].endpoint  # its tokenizer has made the source
+        made = await prompts.make_prompts(self.client, first, s.prompts, shape, count, seed, self._source)
+        salt = f"{self._salt} {arm.label} {seed}"
+        bodies = [
+            self._body(arm, shape, prompts.fields(shape, s.sampling, s.seed + i, f"{salt} {i}", s.strict), prompt)
+            for i, prompt in enumerate(made)
+        ]
+
+        def send(body: Mapping[str, Any], due: float | None = None) -> Awaitable[wire.Exchange]:
+            return wire.exchange(self.client, endpoint, body, s.timeout, s.max_retries, due)
+
+        before, cpu, start = await self._counters(endpoint), time.process_time(), time.perf_counter()
+        late: float | None = None
+        if level.concurrency is not None:
+            sent = await drive.closed(send, bodies, level.concurrency, s.max_seconds)
+        else:
+            sent, late = await drive.opened(send, bodies, drive.arrivals(level, count, s.seed, s.max_seconds))
+        busy = (time.process_time() - cpu) / (time.perf_counter() - start)
+        outcomes = [outcome.read(e) for e in sent]
+        summary = figures.summarize(outcomes, s.bounds)
+        told = figures.told_acceptance(outcomes)
+        if told is None and not any(o.metrics for o in outcomes):
+            told = figures.scraped_acceptance(before, await self._counters(endpoint))
+        summary |= {"acceptance": told, "generator_cpu": busy, "late_ms": None if late is None else late * 1e3}
+        return Repetition(outcomes, summary)
+
+    async def _counters(self, endpoint: Endpoint) -> Mapping[str, float]:
+        """The server's counters of drafts; nothing where it has no /metrics."""
+        import httpx
+
+        try:
+            response = await self.client.get(endpoint.url + "/metrics")
+        except httpx.HTTPError:
+            return {}
+        return figures.counters(response.text) if response.status_code == 200 else {}

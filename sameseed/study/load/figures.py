@@ -1,0 +1,143 @@
+"""What outcomes come to: percentiles, throughput, goodput, acceptance. Definitions as in vLLM's `bench serve`.
+
+TTFT: from sending to the first token. TPOT: (latency - TTFT) / (tokens - 1). ITL: from chunk to chunk, and by tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from sameseed.study.load.outcome import Outcome
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What makes an answer good: seconds to the first token, seconds for each other one. None: no bound."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def holds(self, outcome: Outcome) -> bool:
+        """Is this answer good? A single token has no TPOT to be bounded."""
+        tpot = outcome.tpot or 0.0
+        return (self.ttft is None or outcome.ttft <= self.ttft) and (self.tpot is None or tpot <= self.tpot)
+
+
+def percentile(values: Seq[float], percent: float) -> float | None:
+    """Linear between the two nearest; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = percent / 100 * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
+    """Mean and percentiles in milliseconds."""
+    made: dict[str, float | None] = {"mean": sum(seconds) / len(seconds) * 1e3 if seconds else None}
+    for percent in PERCENTILES:
+        value = percentile(seconds, percent)
+        made[f"p{percent}"] = None if value is None else value * 1e3
+    return made
+
+
+def summarize(outcomes: Seq[Outcome], bounds: Bounds) -> dict[str, Any]:
+    """The figures of one repetition. Failed requests count as requests, never as tokens or times."""
+    done = [o for o in outcomes if o.error is None]
+    start = min((o.sent for o in outcomes), default=0.0)
+    seconds = max((o.arrivals[-1] for o in done), default=start) - start
+    token_gaps = [o.token_gaps for o in done]
+    known = [g for gaps in token_gaps if gaps is not None for g in gaps]
+    num_output = sum(o.num_output for o in done)
+    prompts = [o.num_prompt for o in done if o.num_prompt is not None]
+    good = sum(bounds.holds(o) for o in done)
+
+    def rate(count: float) -> float:
+        return count / seconds if seconds > 0 else 0.0
+
+    return {
+        "seconds": seconds,
+        "num_requests": len(outcomes),
+        "num_completed": len(done),
+        "num_cached_tokens": sum(o.num_cached for o in done),
+        "num_prompt_tokens": sum(prompts) if len(prompts) == len(done) else None,
+        "num_output_tokens": num_output,
+        "output_tokens_per_s": rate(num_output),
+        "requests_per_s": rate(len(done)),
+        "goodput_requests_per_s": rate(good),
+        "num_good": good,
+        "ttft_ms": spread_ms([o.ttft for o in done]),
+        "tpot_ms": spread_ms([o.tpot for o in done if o.tpot is not None]),
+        "itl_chunk_ms": spread_ms([g for o in done for g in o.gaps]),
+        "itl_token_ms": spread_ms(known) if None not in token_gaps else None,
+        "e2e_ms": spread_ms([o.latency for o in done]),
+        "tokens_per_chunk": num_output / max(1, sum(len(o.arrivals) for o in done)),
+        "counted": dict(Counter(o.counted for o in done)),
+        "errors": dict(Counter(o.error for o in outcomes if o.error is not None)),
+        "error_details": sorted({o.detail for o in outcomes if o.error is not None})[:5],
+        "retries": sum(o.retries for o in outcomes),
+    }
+
+
+def acceptance(drafts: float, drafted: float, accepted: float, source: str) -> dict[str, Any] | None:
+    """Shares of drafted tokens; None where nothing was drafted."""
+    if not drafts or not drafted:
+        return None
+    return {
+        "source": source,
+        "num_drafts": int(drafts),
+        "num_draft_tokens": int(drafted),
+        "num_accepted_tokens": int(accepted),
+        "acceptance_rate": accepted / drafted,
+        "mean_acceptance_length": 1 + accepted / drafts,
+    }
+
+
+def told_acceptance(outcomes: Seq[Outcome]) -> dict[str, Any] | None:
+    """What answers say of their drafts, summed; None where none says anything."""
+    found = [o.speculation for o in outcomes if o.speculation]
+    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    drafts, drafted, accepted = (sum(s.get(name) or 0 for s in found) for name in names)
+    return acceptance(drafts, drafted, accepted, "answers")
+
+
+def same_texts(mine: Seq[Outcome], theirs: Seq[Outcome]) -> tuple[int, int]:
+    """Requests that both completed with one text (and the same tokens, where both tell them), and all that both did."""
+    both = zip(mine, theirs, strict=False)  # whose time ran out sent the first ones only
+    pairs = [(a, b) for a, b in both if a.error is None and b.error is None]
+    return sum(_same(a, b) for a, b in pairs), len(pairs)
+
+
+def _same(a: Outcome, b: Outcome) -> bool:
+    told = a.token_ids is not None and b.token_ids is not None
+    return a.text == b.text and (not told or a.token_ids == b.token_ids)
+
+
+def counters(page: str) -> Mapping[str, float]:
+    """Counters of drafts on a Prometheus page, by vLLM's names without prefix and `_total`, summed over labels."""
+    names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+    found: dict[str, float] = {}
+    for line in page.splitlines():
+        if line.startswith("#"):
+            continue
+        head, _, value = line.rpartition(" ")
+        name = head.partition("{")[0].rpartition(":")[2].removesuffix("_total")
+        if name in names:
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def scraped_acceptance(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
+    """What a server's counters gained meanwhile; everybody's requests count."""
+    names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+    if not all(name in after for name in names):
+        return None
+    drafts, drafted, accepted = (after[name] - before.get(name, 0.0) for name in names)
+    return acceptance(drafts, drafted, accepted, "/metrics")

@@ -1,0 +1,105 @@
+"""A load's records as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from typing import Any
+
+from rich.table import Table
+
+from sameseed.study.report import blank
+
+COLUMNS = (
+    "load",
+    "arm",
+    "tokens/s",
+    "speed-up",
+    "requests/s",
+    "good/s",
+    "TTFT\np50 p90 p99",
+    "TPOT\np50 p99",
+    "ITL\np50 p99",
+    "latency s\np50 p99",
+    "accepted",
+    "per draft",
+    "same text",
+    "failed",
+    "retries",
+)
+WIDTH = 124  # characters: where no terminal says how wide it is
+LEGEND = (
+    "load: clients at once, or requests a second; good/s: requests a second within --ttft-slo and --tpot-slo; times in "
+    "ms (latency in s): TTFT to the first token, TPOT for each other one, ITL from chunk to chunk (drafts that were "
+    "accepted arrive together); medians of the repetitions; speed-up: median of the ratios of repetitions in turns"
+)
+
+
+def title(config: Mapping[str, Any]) -> str:
+    """What the rows of a table have in common."""
+    shape = (
+        f"{config['num_input_tokens']} tokens in" if config["num_input_tokens"] else f"prompts of {config['prompts']}"
+    )
+    kind = f" ({config['prompts']})" if config["num_input_tokens"] else ""
+    return f"{config['model']}: {shape}{kind}, {config['max_tokens']} out"
+
+
+def cells(record: Mapping[str, Any]) -> list[str]:
+    """One record as a row, in the order of COLUMNS."""
+    c, accepted, same = record["config"], record["acceptance"], record["same_texts"]
+    ttft, tpot, itl, e2e = (record[name] for name in ("ttft_ms", "tpot_ms", "itl_chunk_ms", "e2e_ms"))
+    bounded = c["ttft_bound_s"] is not None or c["tpot_bound_s"] is not None
+    failed = sum(record["errors"].values())
+    return [
+        f"{c['concurrency']}" if c["rate"] is None else f"{c['rate']:g}/s",
+        c["label"],
+        f"{record['output_tokens_per_s']:.1f}",
+        "" if record["speedup"] is None else f"{record['speedup']:.2f}x",
+        f"{record['requests_per_s']:.2f}",
+        f"{record['goodput_requests_per_s']:.2f}" if bounded else "",
+        _joined(ttft, ("p50", "p90", "p99")),
+        _joined(tpot, ("p50", "p99")),
+        _joined(itl, ("p50", "p99")),
+        _joined(e2e, ("p50", "p99"), 1e3),
+        "" if accepted is None else f"{accepted['acceptance_rate']:.0%}",
+        "" if accepted is None else f"{accepted['mean_acceptance_length']:.2f}",
+        "" if same is None else "yes" if same[0] == same[1] else f"{same[0]} of {same[1]}",
+        str(failed) if failed else "",
+        str(record["retries"]) if record["retries"] else "",
+    ]
+
+
+def _joined(spread: Mapping[str, float | None], names: Seq[str], unit: float = 1.0) -> str:
+    """Percentiles side by side, three digits each; empty where there are none."""
+    values = [v / unit for name in names if (v := spread[name]) is not None]
+    return " ".join(f"{v:.0f}" if v >= 100 else f"{v:.1f}" if v >= 10 else f"{v:.2f}" for v in values)
+
+
+def table(records: Seq[Mapping[str, Any]]) -> Table:
+    """The levels of one shape; columns in which nothing stands are left out."""
+    rows = [cells(r) for r in records]
+    shown = [i for i in range(len(COLUMNS)) if any(row[i] for row in rows)]
+    made = blank(title(records[0]["config"]))
+    for i in shown:
+        name = COLUMNS[i] if "\n" in COLUMNS[i] else COLUMNS[i].replace(" ", "\n")
+        made.add_column(name, justify="left" if COLUMNS[i] == "arm" else "right", no_wrap=True)
+    for record, row in zip(records, rows, strict=True):
+        same, failed = COLUMNS.index("same text"), COLUMNS.index("failed")
+        if row[same]:
+            row[same] = f"[green]{row[same]}[/]" if row[same] == "yes" else f"[bold red]{row[same]}[/]"
+        if row[failed]:
+            row[failed] = f"[bold red]{row[failed]}[/]"
+        last = record["config"]["label"] == record["config"]["arms"][-1]
+        made.add_row(*(row[i] for i in shown), end_section=last and len(record["config"]["arms"]) > 1)
+    return made
+
+
+def notes(records: Seq[Mapping[str, Any]]) -> list[str]:
+    """Remarks, each once, and what failed."""
+    found = dict.fromkeys(remark for r in records for remark in r["remarks"])
+    lines = [f"note: {remark}" for remark in found]
+    for record in records:
+        if record["errors"]:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(record["errors"].items()))
+            example = next((r["error_details"][0] for r in record["repetitions"] if r["error_details"]), "")
+            lines.append(f"failed at {cells(record)[0]}, {record['config']['label']}: {kinds}; e.g. {example}")
+    return lines

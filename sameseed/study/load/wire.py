@@ -1,0 +1,135 @@
+"""What goes over the wire: one request, its chunks with the moments at which they came, and how it ended.
+
+Nothing is parsed while requests run: reading JSON would delay the clocks of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sameseed.errors import ConfigError
+
+if TYPE_CHECKING:
+    import httpx
+
+BUSY = (429, 503)  # answers after which it is tried again
+LONGEST_WAIT = 30.0  # seconds that one Retry-After may cost
+MAX_DETAIL = 300
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server and what it serves. `url` without /v1; `fields` go into every request."""
+
+    url: str
+    model: str = ""
+    chat: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    speculation: Mapping[str, Any] | None = None  # what the server says of its drafter, if it says so
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+
+@dataclass
+class Exchange:
+    """One request; moments in seconds of `time.perf_counter`. `error`: a kind, None where all went well."""
+
+    sent: float
+    chunks: list[tuple[float, bytes]] = field(default_factory=list)
+    retries: int = 0
+    error: str | None = None
+    detail: str = ""
+
+
+def base_url(url: str) -> str:
+    """The server's address without /v1 behind it. Raises ConfigError."""
+    url = url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")) or len(url) < 9:
+        raise ConfigError(f"--url takes a server's address, e.g. http://127.0.0.1:8000, got {url!r}")
+    return url
+
+
+def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
+    """A client with so many connections; no proxy of the environment stands between. Raises ConfigError."""
+    try:
+        import httpx
+    except ImportError:
+        raise ConfigError("bench serve needs httpx; install it: pip install '.[study]'") from None
+    return httpx.AsyncClient(
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(timeout, connect=10.0),
+        limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+        trust_env=False,
+    )
+
+
+async def exchange(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    body: Mapping[str, Any],
+    timeout: float,
+    max_retries: int,
+    due: float | None = None,
+) -> Exchange:
+    """Send one request and keep what comes, for at most `timeout` seconds with all its retries.
+
+    `due`: when it should have been sent. Times count from then: a request that a busy generator sends late waited.
+    """
+    made = Exchange(time.perf_counter() if due is None else due)
+    try:
+        await asyncio.wait_for(_attempts(client, endpoint, body, max_retries, made), timeout)
+    except asyncio.TimeoutError:
+        made.error, made.detail = "timeout", f"not done after {timeout:g} s"
+    except Exception as error:
+        made.error, made.detail = _kind(error), f"{type(error).__name__}: {error}"[:MAX_DETAIL]
+    return made
+
+
+async def _attempts(
+    client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, Any], max_retries: int, made: Exchange
+) -> None:
+    while True:
+        wait = await _attempt(client, endpoint, body, made)
+        if wait is None:
+            return
+        if made.retries >= max_retries:
+            made.error = f"{made.error} after {max_retries} retries"
+            return
+        made.retries, made.error = made.retries + 1, None
+        await asyncio.sleep(wait)
+
+
+async def _attempt(
+    client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, Any], made: Exchange
+) -> float | None:
+    """One try. Returns the seconds after which to try again, None where that is no use."""
+    clock, chunks = time.perf_counter, made.chunks
+    async with client.stream("POST", endpoint.url + endpoint.path, json=body) as response:
+        if response.status_code == 200:
+            async for chunk in response.aiter_raw():
+                chunks.append((clock(), chunk))
+            return None
+        detail = (await response.aread()).decode("utf-8", "replace")
+        made.error, made.detail = f"HTTP {response.status_code}", " ".join(detail.split())[:MAX_DETAIL]
+        return _retry_after(response.headers.get("retry-after")) if response.status_code in BUSY else None
+
+
+def _retry_after(value: str | None) -> float:
+    """Seconds that a Retry-After header asks for; one where it says none, or a date."""
+    return min(LONGEST_WAIT, float(value)) if value and value.isdigit() else 1.0
+
+
+def _kind(error: Exception) -> str:
+    import httpx
+
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return "no connection"
+    if isinstance(error, httpx.TimeoutException):
+        return "timeout"
+    return "connection lost" if isinstance(error, httpx.TransportError) else "client error"

@@ -1,0 +1,196 @@
+"""Measuring: several ways to decode a workload take turns batch by batch, so that a drifting machine hits all alike."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from sameseed.engine.calibrate import LONG, measure_curve
+from sameseed.engine.engine import Engine
+from sameseed.engine.levels import check_overlap
+from sameseed.engine.llm import LLM
+from sameseed.models.config import read_config
+from sameseed.models.loader import load_tokenizer, resolve_model
+from sameseed.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
+from sameseed.spec.ahead import make_ahead
+from sameseed.spec.cost import Curve
+from sameseed.spec.drafter import Drafter, NoDrafter
+from sameseed.spec.length import LengthPolicy
+from sameseed.spec.policies import make_policy
+from sameseed.study.estimate import Counted, Prediction, draft_curve, predict
+from sameseed.study.workload import Arm, Prompt, Workload, spec_as_dict
+
+Job = tuple[tuple[int, ...], SamplingParams]
+WARMUP_TOKENS = 16
+SPARE = 64  # tokens of a context beyond prompt and text, for drafts
+
+
+@dataclass
+class Run:
+    """One pass of one arm over a workload. `overhead` is what neither model's passes explain; times in seconds."""
+
+    seconds: float = 0.0
+    num_steps: int = 0
+    times: TimeSplit = field(default_factory=TimeSplit)
+    metrics: SpecMetrics = field(default_factory=SpecMetrics)
+    levels: dict[str, SpecMetrics] = field(default_factory=dict)  # of the drafters below, where they are counted apart
+    completions: list[Completion] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(c.token_ids) for c in self.completions)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def overhead(self) -> float:
+        return self.seconds - self.times.target - self.times.draft
+
+    def counted(self, batch_size: int) -> Counted:
+        """What a prediction needs to know of it; `batch_size`: completions that ran together."""
+        done = self.completions
+        batches = [done[i : i + batch_size] for i in range(0, len(done), batch_size)]
+        prefill = sum(max(c.metrics.time_to_first_token for c in batch) for batch in batches)
+        context = sum(c.metrics.num_prompt_tokens + c.metrics.num_output_tokens / 2 for c in done) / max(1, len(done))
+        steps, rounds = max(1, self.num_steps - len(batches)), max(1, self.metrics.num_rounds - len(done))
+        return Counted(self.metrics, steps, rounds, self.seconds, prefill, self.times.draft, self.overhead, context)
+
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        return [c.token_ids for c in self.completions]
+
+
+def fitted(model: str, settings: dict[str, Any], prompts: Seq[Prompt], max_tokens: int) -> dict[str, Any]:
+    """`settings` of LLM for these prompts: on a GPU, where no context is asked for, one that holds what is measured.
+
+    An engine by itself may take all that is left of a GPU for its cache, so that the next one (a Bench loads one a
+    drafter) would find nothing. Raises ModelLoadError.
+    """
+    sizes = (settings.get(name) for name in ("max_model_len", "num_blocks"))
+    if settings.get("device", "cpu") == "cpu" or any(size is not None for size in sizes):
+        return settings
+    folder = resolve_model(model)
+    tokenizer = load_tokenizer(folder)
+    longest = max((len(p.encode(tokenizer)) for p in prompts), default=0) + max_tokens + SPARE
+    return {**settings, "max_model_len": min(read_config(folder).max_model_len, max(longest, LONG + SPARE))}
+
+
+class Bench:
+    """One loaded target that changes its drafter between batches; its own memory and cache serve every arm."""
+
+    def __init__(self, model: str, arms: Seq[Arm], settings: dict[str, Any], load: Callable[..., LLM] = LLM) -> None:
+        """`settings` are keyword arguments of LLM, without `draft`; `load` makes an LLM. Raises what LLM raises.
+
+        On a GPU they say how long a context may be (`fitted`), or the first engine's cache leaves no room for the next.
+        No prefix is remembered: the arms write the same texts, and all but the first would find the prompts there.
+        """
+        settings = {**settings, "prefix_cache": False}
+        self.arms = list(arms)
+        self._drafters: dict[object, Drafter] = {}
+        self._policies: dict[Arm, LengthPolicy] = {}
+        self._target: Curve | None = None  # costs of passes, for predictions
+        self._curves: dict[object, Curve | None] = {}  # of draft models
+        self._aheads = {arm.spec.overlap: make_ahead(arm.spec) for arm in arms}
+        for arm in arms:
+            check_overlap(arm.spec)
+        self.llm = load(model, None, **settings)
+        for arm in arms:
+            if not arm.plain and _key(arm) not in self._drafters:
+                # Only the drafter is kept: the second engine's cache goes.
+                given = {**settings, "target": self.llm.engine.runner.model}
+                self._drafters[_key(arm)] = load(model, arm.spec, **given).engine.drafter
+                gc.collect()
+
+    def install(self, arm: Arm) -> Engine:
+        """The engine, set to decode as `arm` says."""
+        engine = self.llm.engine
+        engine.drafter = NoDrafter() if arm.plain else self._drafters[_key(arm)]
+        if arm not in self._policies:  # one that learns keeps what it learned
+            self._policies[arm] = make_policy(arm.spec, partial(measure_curve, engine.runner))
+        engine.policy = self._policies[arm]
+        engine.drafter.policy = engine.policy
+        engine.ahead = self._aheads[arm.spec.overlap]
+        engine.drafter.attach(engine.runner)
+        engine.runner.captures = engine.drafter.captures
+        return engine
+
+    def predict(self, arm: Arm, run: Run, plain: Run, batch_size: int) -> Prediction | None:
+        """What costs and acceptance promise for a run, beside its plain one; None for plain decoding.
+
+        Cost curves are measured where they are first asked for: after `measure`, so that runs pay nothing for them.
+        """
+        if arm.plain:
+            return None
+        engine = self.install(arm)
+        key = _key(arm)
+        if self._target is None:
+            self._target = measure_curve(engine.runner)
+        if key not in self._curves:
+            self._curves[key] = draft_curve(engine.drafter, measure_curve)
+        done, before = run.counted(batch_size), plain.counted(batch_size)
+        return predict(done, before, self._target, self._curves[key])
+
+    def check(self, workload: Workload) -> None:
+        """Raise RequestError if a prompt does not fit; before any time is spent."""
+        for prompt in workload.prompts:
+            self.llm.engine.check(prompt)
+
+    def warm_up(self, workload: Workload) -> None:
+        """A few tokens of the first batch by every arm: caches, pages and thread pools are then in place."""
+        batch = next(workload.batches())
+        for arm in self.arms:
+            short = [(p, replace(s, max_tokens=min(WARMUP_TOKENS, s.max_tokens), min_tokens=0)) for p, s in batch]
+            run_batch(self.install(arm), short, Run())
+
+    def measure(
+        self, workload: Workload, repeat: int, tick: Callable[[str], None] = lambda label: None
+    ) -> dict[Arm, list[Run]]:
+        """`repeat` runs of every arm. Arms take turns at each batch, and who begins rotates.
+
+        `tick(label)` is called after every batch of every arm.
+        """
+        runs: dict[Arm, list[Run]] = {arm: [Run() for _ in range(repeat)] for arm in self.arms}
+        for r in range(repeat):
+            for i, batch in enumerate(workload.batches()):
+                first = (r + i) % len(self.arms)
+                for arm in self.arms[first:] + self.arms[:first]:
+                    run_batch(self.install(arm), batch, runs[arm][r])
+                    tick(arm.label)
+        return runs
+
+
+def _key(arm: Arm) -> object:
+    """Arms of one drafter share it: length, confidence and policy belong to the policy, overlap to the engine."""
+    spec = replace(arm.spec, num_draft_tokens=0, confidence=None, policy="fixed", overlap=0)
+    return json.dumps(spec_as_dict(spec), sort_keys=True)
+
+
+def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:
+    """Run prompts together to their end, and add what it took to `run`; `tick` is called for each that ended."""
+    before = replace(engine.times)
+    levels = [(name, metrics, metrics.copy()) for name, metrics in engine.drafter.levels()]
+    done: dict[str, Completion] = {}
+    start = time.perf_counter()
+    for i, (prompt, params) in enumerate(batch):
+        engine.add(Request(f"bench{i}", prompt, params, params.seed or 0))
+    while engine.has_work:
+        run.num_steps += 1
+        for delta in engine.step():
+            if delta.completion is not None:
+                done[delta.request_id] = delta.completion
+                tick()
+    run.seconds += time.perf_counter() - start
+    run.times.add(engine.times)
+    run.times.add(before, -1.0)
+    for name, metrics, earlier in levels:
+        run.levels.setdefault(name, SpecMetrics()).add(metrics.since(earlier))
+    for i in range(len(batch)):
+        run.completions.append(done[f"bench{i}"])
+        run.metrics.add(done[f"bench{i}"].metrics.spec)

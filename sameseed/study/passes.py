@@ -1,0 +1,170 @@
+"""One model in one number format, ready for passes that are timed: a chain to verify, a prompt to read, a batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from sameseed.batch import MAX_NODES
+from sameseed.config import CacheConfig, EngineConfig
+from sameseed.engine.memory import kv_format
+from sameseed.formats import scheme
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import ModelConfig
+from sameseed.models.llama import Llama
+from sameseed.models.runner import ModelRunner
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.draft import Draft
+from sameseed.study.limits import Limits
+
+MAX_CHAIN = MAX_NODES + 1  # rows of the longest chain: the pending token and its draft
+BLOCK_SIZE = CacheConfig().block_size
+SHORT = 5e-3  # seconds: a pass below is run twice and timed once
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward pass computes, on top of `context` cached tokens a sequence.
+
+    "chain": `rows` new tokens of one sequence, one of them pending and the rest drafted, logits of all, as verification
+    asks for. "prefill": a prompt of `rows` tokens, logits of the last. "batch": one pending token of each of `rows`
+    sequences.
+    """
+
+    kind: str
+    context: int
+    rows: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.rows if self.kind == "batch" else 1
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of each sequence."""
+        return 1 if self.kind == "batch" else self.rows
+
+    @property
+    def logit_rows(self) -> int:
+        return 1 if self.kind == "prefill" else self.rows
+
+    @property
+    def num_blocks(self) -> int:
+        """Cache blocks that it needs."""
+        return self.num_seqs * -(-(self.context + self.new_tokens) // BLOCK_SIZE)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass must do at least: bytes to read, operations of the matrices, float operations of attention."""
+
+    num_bytes: float
+    matrix_ops: float
+    attention_ops: float
+
+    def memory_s(self, limits: Limits) -> float:
+        """Seconds that reading takes at the machine's limit."""
+        return self.num_bytes / limits.read
+
+    def compute_s(self, limits: Limits, peak: str) -> float:
+        """Seconds that arithmetic takes at the machine's limit; `peak` is the kind of the matrix products."""
+        return self.matrix_ops / limits.peak(peak) + self.attention_ops / limits.fp32
+
+
+def cache_format(dense: str, asked: str) -> str:
+    """Format of the cache as the engine would choose it; `dense`: as ModelWeights.dense."""
+    return kv_format(dense, EngineConfig(cache=CacheConfig(format=asked)))
+
+
+class Subject:
+    """A loaded model with a cache whose rows hold noise: what they say does not matter, that they are read does."""
+
+    def __init__(self, model: Llama, kv_format: str, passes: Iterable[Pass]) -> None:
+        """`kv_format` "auto" is what the engine would take; the cache fits the largest of `passes`."""
+        c = self.config = model.config
+        self.kv_format = cache_format(model.weights.dense, kv_format)
+        num_blocks = max(p.num_blocks for p in passes)
+        device = str(model.device)
+        cache = KVCache(c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim, self.kv_format, device)
+        fill(cache)
+        self.runner = ModelRunner(model, cache)
+        self.kv_row_bytes = cache.nbytes / (num_blocks * BLOCK_SIZE)
+        weights = model.weights
+        self.weight_bytes = sum(m.nbytes for m in weights.matrices)
+        # Of the embedding a pass reads its own rows only, unless it is the head too.
+        self.read_bytes = self.weight_bytes - (0 if weights.lm_head is weights.embedding else weights.embedding.nbytes)
+        largest = weights.layers[0].down
+        self.peak = "int8" if largest.activations == "int8" else "bf16" if largest.format == "bf16" else "fp32"
+
+    def seconds(self, job: Pass) -> float:
+        """Run a pass as the engine would, and time it. Nothing is kept: the next one finds the cache as it was."""
+        seqs = [self._sequence(i, job) for i in range(job.num_seqs)]
+        guessed = job.rows - 1 if job.kind == "chain" else 0
+        draft = Draft.chains([_tokens(7 + i, guessed, self.config.vocab_size) for i in range(len(seqs))])
+        num_pending = [seq.num_pending for seq in seqs]
+        try:
+            start = time.perf_counter()
+            self.runner.forward(seqs, draft, num_pending)
+            took = time.perf_counter() - start
+            if took < SHORT:
+                # The pass before was another model's: in an engine, a small one finds its weights in the CPU's caches.
+                start = time.perf_counter()
+                self.runner.forward(seqs, draft, num_pending)
+                took = time.perf_counter() - start
+            return took
+        finally:
+            for seq in seqs:
+                self.runner.blocks.release(seq)
+
+    def _sequence(self, i: int, job: Pass) -> Sequence:
+        known = job.context + (job.new_tokens if job.kind == "prefill" else 1)
+        seq = Sequence(i, _tokens(i, known, self.config.vocab_size), SamplingParams(), 0)
+        seq.num_cached = job.context
+        assert self.runner.blocks.reserve(seq, job.context + job.new_tokens)
+        return seq
+
+    def work(self, job: Pass) -> Work:
+        """The least that a pass of this model must do."""
+        c = self.config
+        width = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        layers = c.num_layers * (c.hidden_size * width + 3 * c.hidden_size * c.intermediate_size)
+        tokens = job.num_seqs * job.new_tokens
+        matrix_ops = 2.0 * (layers * tokens + c.vocab_size * c.hidden_size * job.logit_rows)
+        keys = read = 0
+        for window in c.windows:
+            reach = job.context + job.new_tokens if window is None else window
+            # Row i of a sequence sees the context and the new rows up to its own, if its window does.
+            keys += sum(min(job.context + i + 1, reach) for i in range(job.new_tokens))
+            read += min(job.context, reach)
+        attention_ops = 4.0 * c.num_heads * c.head_dim * keys * job.num_seqs
+        kv_bytes = self.kv_row_bytes / c.num_layers * read * job.num_seqs
+        return Work(self.read_bytes + kv_bytes, matrix_ops, attention_ops)
+
+
+def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
+    """Tokens without a pattern."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count,), generator=generator).tolist()
+
+
+def fill(cache: KVCache) -> None:
+    """Write noise into every row: memory that was never written is one page of zeros, read at no cost."""
+    fmt = scheme.kv_format(cache.format)
+    generator = torch.Generator().manual_seed(0)
+    for layer in cache.layers:
+        for stored, scale in ((layer.k, layer.k_scale), (layer.v, layer.v_scale)):
+            codes, scales = fmt.encode_kv(torch.randn(*stored.shape[1:3], cache.head_dim, generator=generator))
+            stored.copy_(codes.to(stored.device).expand(stored.shape))  # there: a copy from here would be whole here
+            if scale is not None and scales is not None:
+                scale.copy_(scales.to(scale.device).expand(scale.shape))
+
+
+def cache_bytes(config: ModelConfig, kv_format: str, passes: Seq[Pass]) -> int:
+    """Bytes of a cache that fits the largest of `passes`."""
+    fmt = scheme.kv_format(kv_format)
+    codes, scales = fmt.encode_kv(torch.zeros(1, config.num_kv_heads, config.head_dim))
+    row = 2 * (codes.nbytes + (0 if scales is None else scales.nbytes)) * config.num_layers
+    return row * BLOCK_SIZE * max(p.num_blocks for p in passes)

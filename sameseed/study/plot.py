@@ -1,0 +1,161 @@
+"""The cost curves as a picture: c(M), and milliseconds beside what the machine's limits allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError
+from sameseed.study.costs import Cost, Profile
+
+# Distinct without colour vision too (after Okabe and Ito).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+STYLES = ("-", "--", "-.", (0, (8, 2)))  # contexts
+LIMIT = (0, (1, 1.4))  # dotted
+SUFFIXES = (".png", ".svg")
+
+
+def plot_paths(path: Path) -> tuple[Path, Path]:
+    """The PNG and the SVG that are written for `path`. Raises ConfigError for another suffix, or without matplotlib."""
+    if path.suffix.lower() not in ("", *SUFFIXES):
+        raise ConfigError(f"a plot is written as .png and .svg, not as {path.suffix!r}; name it e.g. {path.stem}.png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("a plot needs matplotlib; install it with: pip install '.[study]'") from None
+    png, svg = (path.with_suffix(suffix) for suffix in SUFFIXES)
+    return png, svg
+
+
+def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
+    """Write the picture of a profile as PNG and SVG beside each other; returns both paths."""
+    paths = plot_paths(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings: dict[Any, Any] = {
+        "font.size": 9,
+        "svg.hashsalt": "sameseed",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with pyplot.rc_context(settings):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6))
+        _c_panel(left, profile)
+        _ms_panel(right, profile)
+        figure.text(0.012, 0.945, _title(profile), fontsize=12, weight="bold")
+        figure.text(0.012, 0.02, _footnote(profile), fontsize=7.5, color="0.35")
+        figure.subplots_adjust(left=0.055, right=0.82, bottom=0.175, top=0.85, wspace=0.19)
+        handles, labels = right.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.825, 0.86), frameon=False)
+        for one in paths:
+            figure.savefig(one, dpi=150, metadata={"Date": None} if one.suffix == ".svg" else None)
+        pyplot.close(figure)
+    return paths
+
+
+def _curves(profile: Profile) -> list[tuple[str, int, int, int, list[Cost]]]:
+    """(format, its index, context, its index, points by rows) of each curve."""
+    found = []
+    for i, name in enumerate(profile.formats):
+        for j, context in enumerate(profile.contexts(name)):
+            points = [x for x in profile.costs if x.format == name and x.context == context]
+            found.append((name, i, context, j, sorted(points, key=lambda x: x.rows)))
+    return found
+
+
+def _draw(panel: Any, profile: Profile, y: Callable[[Cost], float]) -> None:
+    several = len({x.context for x in profile.costs}) > 1
+    for name, i, context, j, points in _curves(profile):
+        rows = [p.rows for p in points]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        label = f"{name}, {context} cached" if several else name
+        line = {"color": colour, "linestyle": STYLES[j % len(STYLES)], "marker": marker, "markersize": 5}
+        panel.plot(rows, [y(p) for p in points], label=label, **line)
+        if j == 0:  # the bands of other contexts would hide the lines
+            low, high = ([y(p) * v / p.ms for p, v in zip(points, values, strict=True)] for values in _spread(points))
+            panel.fill_between(rows, low, high, color=colour, alpha=0.13, linewidth=0)
+
+
+def _spread(points: Seq[Cost]) -> tuple[list[float], list[float]]:
+    return [p.p10 for p in points], [p.p90 for p in points]
+
+
+def _row_axis(panel: Any, profile: Profile) -> None:
+    rows = sorted({x.rows for x in profile.costs})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(rows, [str(r) for r in rows])
+    panel.minorticks_off()
+    panel.grid(alpha=0.25, linewidth=0.6)
+    panel.set_xlabel("M: rows in one pass (1 = plain decoding, M = a draft of M - 1 tokens)")
+
+
+def _c_panel(panel: Any, profile: Profile) -> None:
+    _draw(panel, profile, lambda p: p.c)
+    rows = sorted({x.rows for x in profile.costs})
+    top = max(1.15 * max((x.c for x in profile.costs), default=1.0), 1.6)
+    panel.axhline(1.0, color="0.5", linewidth=0.8)
+    # Where M rows cost as much as M passes of one: beyond this line, speculation cannot win.
+    fine = [m for m in _fine(rows) if m <= top]
+    panel.plot(fine, fine, color="0.6", linewidth=0.8, linestyle=LIMIT)
+    if fine[-1] > 1:
+        panel.annotate("c = M", (fine[-1], fine[-1]), (4, -6), textcoords="offset points", color="0.4", fontsize=8)
+    panel.set_ylim(0, top)
+    _row_axis(panel, profile)
+    panel.set_ylabel("c(M): time against one row")
+    panel.set_title("What checking a draft costs", loc="left")
+
+
+def _ms_panel(panel: Any, profile: Profile) -> None:
+    _draw(panel, profile, lambda p: p.ms)
+    for _, i, _, j, points in _curves(profile):
+        if j:
+            continue  # the limit of the first context stands for all
+        first, last = points[0], points[-1]
+        fine = _fine([p.rows for p in points])
+        limit = [max(_line(first, last, "memory_ms", m), _line(first, last, "compute_ms", m)) for m in fine]
+        panel.plot(fine, limit, color=COLOURS[i % len(COLOURS)], linewidth=1.4, linestyle=LIMIT)
+    text = "limit of the machine:\nmax(bytes / bandwidth,\nM x operations / peak)"
+    panel.plot([], [], color="0.35", linewidth=1.4, linestyle=LIMIT, label=text)
+    _row_axis(panel, profile)
+    panel.set_ylim(bottom=0)
+    panel.set_ylabel("milliseconds a pass")
+    panel.set_title("Milliseconds, and the least that the machine allows", loc="left")
+
+
+def _fine(rows: Seq[int]) -> list[float]:
+    """Points between, so that a line in M is a curve on a logarithmic axis."""
+    steps = 64
+    return [rows[0] * (rows[-1] / rows[0]) ** (i / steps) for i in range(steps + 1)]
+
+
+def _line(first: Cost, last: Cost, name: str, rows: float) -> float:
+    a, b = float(getattr(first, name)), float(getattr(last, name))
+    share = (rows - first.rows) / (last.rows - first.rows) if last.rows > first.rows else 0.0
+    return a + share * (b - a)
+
+
+def _title(profile: Profile) -> str:
+    contexts = sorted({x.context for x in profile.costs})
+    cached = " and ".join(map(str, contexts))
+    return f"{profile.shape['name']}: {profile.threads} threads, {cached} tokens cached"
+
+
+def _footnote(profile: Profile) -> str:
+    limits = profile.limits
+    parts = [str(profile.machine.get("cpu", "")), f"reads {limits.read / 1e9:.1f} GB/s"]
+    for kind, value, unit in (
+        ("int8", limits.int8, "TOPS"),
+        ("fp32", limits.fp32, "TFLOPS"),
+        ("bf16", limits.bf16, "TFLOPS"),
+    ):
+        if value is not None:
+            parts.append(f"{kind} {value / 1e12:.2f} {unit}")
+    parts += [f"commit {profile.commit}", profile.date[:10], "bands: 10th to 90th percentile"]
+    if profile.interrupted:
+        parts.append("interrupted")
+    return "  ·  ".join(p for p in parts if p)

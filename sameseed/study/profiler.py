@@ -1,0 +1,285 @@
+"""The profiler: loads a shape in several formats and times passes that take turns, so that a drift hits all alike."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed import ops
+from sameseed.engine.memory import available_memory
+from sameseed.errors import ConfigError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.loader import load_model, open_checkpoint, resolve_model
+from sameseed.models.synthetic import RandomCheckpoint, random_model
+from sameseed.models.weights import weight_bytes
+from sameseed.study import memory, record
+from sameseed.study.costs import BatchDecode, Cost, Prefill, Profile, Report, Stored
+from sameseed.study.grid import Grid
+from sameseed.study.limits import Limits, measure_limits
+from sameseed.study.passes import Pass, Subject, Work, cache_bytes, cache_format
+from sameseed.study.shapes import get_shape, shape_as_dict
+
+MIN_REPEATS = 3
+OVERDRAFT = 3.0  # times the budget, or so many seconds if that is more: where passes are so slow, one run must do
+PATIENCE = 30.0
+SLOW = 1.0  # seconds
+CURVE_SHARE = 0.7  # of the time budget; the rest is for prompts and batches
+LOADING_BYTES = 512 << 20  # what loading holds besides the weights, generously
+
+
+@dataclass
+class Candidate:
+    """A shape in a format: what is to be loaded, and, later, what was measured of it."""
+
+    role: str  # "target" or "draft"
+    config: ModelConfig
+    folder: Path | None  # None: random weights
+    format: str
+    chains: list[Pass]
+    others: list[Pass]
+    num_bytes: int  # weights and cache, estimated
+    subject: Subject | None = None
+    samples: dict[Pass, list[float]] = field(default_factory=dict)  # seconds
+    work: dict[Pass, Work] = field(default_factory=dict)
+    stored: Stored | None = None
+
+    def seconds(self, job: Pass) -> float:
+        """Time one pass."""
+        assert self.subject is not None
+        return self.subject.seconds(job)
+
+
+class Profiler:
+    """One measurement, checked before any work is done."""
+
+    def __init__(self, grid: Grid, shape: str | None = None, model: str | None = None) -> None:
+        """`shape` is a name, `model` a folder or hub id: one of them. Raises what `costs.profile` raises."""
+        if (shape is None) == (model is None):
+            raise ConfigError("give either a shape by name or a model, e.g. --shape llama-3.2-1b")
+        self.grid = grid
+        self.ops = ops.resolve(grid.backend, grid.device)
+        self.name = shape.lower() if shape is not None else record.model_name(model or "")
+        self.draft_name: str | None = None
+        config, folder = (get_shape(shape), None) if shape is not None else _checkpoint(model or "")
+        self.candidates = [self._candidate("target", config, folder, f) for f in grid.formats]
+        if grid.draft is not None:
+            own = Path(grid.draft).is_dir()
+            self.draft_name = record.model_name(grid.draft) if own else grid.draft.lower()
+            config, folder = _checkpoint(grid.draft) if own else (get_shape(grid.draft), None)
+            self.candidates += [self._candidate("draft", config, folder, f) for f in grid.draft_formats]
+        self.interleaved = self._fits_together()
+        self.machine: dict[str, object] = {}
+        self.limits: Limits | None = None
+        self.peak_memory = 0
+
+    def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
+        chains, others = self.grid.passes(config, role)
+        quant = QuantScheme.parse(format)
+        with nullcontext(RandomCheckpoint(config)) if folder is None else open_checkpoint(folder) as source:
+            if not isinstance(source, RandomCheckpoint):
+                source.check(config)
+            size = weight_bytes(config, source, quant)
+            dense = quant.dense_for(source.dtype("model.embed_tokens.weight"))
+        size += cache_bytes(config, cache_format(dense, self.grid.kv_format), chains + others)
+        return Candidate(role, config, folder, format, chains, others, size)
+
+    def _fits_together(self) -> bool:
+        """Do all formats fit in memory at once? Raises ConfigError if one does not fit even alone."""
+        device = self.grid.device
+        free = available_memory() - LOADING_BYTES if device == "cpu" else ops.devices.free_memory(device)
+        for x in self.candidates:
+            if x.num_bytes > free:
+                raise ConfigError(
+                    f"the {x.role} takes about {x.num_bytes / 2**30:.1f} GiB in {x.format} and "
+                    f"{max(free, 0) / 2**30:.1f} GiB are free: take fewer bits a weight, a shorter context or a "
+                    "smaller shape"
+                )
+        return sum(x.num_bytes for x in self.candidates) <= free
+
+    def run(self, report: Report | None = None) -> Profile:
+        """Measure. A KeyboardInterrupt ends it early; it is raised on only if nothing was measured."""
+        tell: Report = report or (lambda stage, done, total: None)
+        threads = self.grid.threads or record.native_threads()
+        ops.set_num_threads(threads)
+        self.machine = record.machine()  # its load before ours
+        tell("machine limits", 0, 1)
+        self.limits = measure_limits(threads, device=self.grid.device)
+        groups = [self.candidates] if self.interleaved else [[x] for x in self.candidates]
+        interrupted = False
+        try:
+            for group in groups:
+                self._measure(group, self.grid.seconds / len(groups), tell)
+            tell("machine limits", 0, 1)
+            self.limits = self.limits.merged(measure_limits(threads, device=self.grid.device))
+        except KeyboardInterrupt:
+            interrupted = True
+            if not any(x.samples for x in self.candidates):
+                raise
+        finally:
+            for x in self.candidates:
+                x.subject = None
+        return self._profile(threads, interrupted)
+
+    def _measure(self, group: Seq[Candidate], seconds: float, tell: Report) -> None:
+        """Load a group, time its passes, describe it and let it go."""
+        try:
+            for x in group:
+                self._load(x, tell)
+            with _no_collection():
+                chains = [(x, job) for x in group for job in x.chains]
+                self._rounds(chains, seconds * CURVE_SHARE, "c(M)", tell)
+                others = [(x, job) for x in group for job in x.others]
+                self._rounds(others, seconds * (1 - CURVE_SHARE), "prefill and batch", tell)
+        finally:
+            for x in group:
+                self._describe(x)
+
+    def _load(self, x: Candidate, tell: Report) -> None:
+        quant = QuantScheme.parse(x.format)
+        longest = max(job.context + job.new_tokens for job in x.chains + x.others)
+        before = memory.resident(self.grid.device)
+        memory.reset_peak(self.grid.device)
+        start = time.perf_counter()
+
+        def progress(done: int, total: int) -> None:
+            tell(f"loading {x.format}", done, total)
+
+        progress(0, 1)
+        if x.folder is None:
+            model = random_model(x.config, self.ops, quant, longest, device=self.grid.device, progress=progress)
+        else:
+            model = load_model(x.folder, self.ops, quant, longest, self.grid.device, progress)
+        took = time.perf_counter() - start
+        subject = x.subject = Subject(model, self.grid.kv_format, x.chains + x.others)
+        subject.seconds(x.chains[-1])  # scratch memory belongs to what it takes
+        self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
+        first = subject.work(x.chains[0])
+        x.stored = Stored(
+            x.format,
+            subject.kv_format,
+            subject.weight_bytes,
+            first.num_bytes,
+            subject.runner.cache.nbytes,
+            None,
+            subject.peak,
+            took,
+            max(0, memory.peak(self.grid.device) - before),
+        )
+
+    def _rounds(self, visits: list[tuple[Candidate, Pass]], seconds: float, stage: str, tell: Report) -> None:
+        """Every pass in turn, round after round, until the budget is spent."""
+        for i, (x, job) in enumerate(visits):
+            tell(f"{stage}, warm-up", i, len(visits))
+            took = x.seconds(job)
+            if took > SLOW:  # what a warm-up gains does not show in it, and a second run would be dear
+                x.samples[job] = [took]
+        start = time.perf_counter()
+        for done in range(self.grid.repeats):
+            spent = time.perf_counter() - start
+            least = MIN_REPEATS if spent < max(OVERDRAFT * seconds, PATIENCE) else 1
+            enough = all(len(x.samples.get(job, ())) >= least for x, job in visits)
+            if not visits or (enough and spent * (done + 1) / max(done, 1) > seconds):
+                break
+            expected = max(spent, min(seconds, spent / done * self.grid.repeats) if done else seconds)
+            for i in range(len(visits)):
+                x, job = visits[(i + done) % len(visits)]  # who begins rotates
+                tell(stage, min(time.perf_counter() - start, expected), expected)
+                took = x.seconds(job)
+                x.samples.setdefault(job, []).append(took)
+
+    def _describe(self, x: Candidate) -> None:
+        """Free a candidate's model; what the numbers need of it is kept."""
+        if x.subject is None:
+            return
+        x.work = {job: x.subject.work(job) for job in x.samples}
+        x.subject = None
+        gc.collect()
+        self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
+
+    def _profile(self, threads: int, interrupted: bool) -> Profile:
+        assert self.limits is not None
+        shared: dict[str, Any] = {
+            "limits": self.limits,
+            "machine": self.machine,
+            "threads": threads,
+            "backend": self.ops.name,
+            "interleaved": self.interleaved,
+            "interrupted": interrupted,
+            "peak_memory_bytes": self.peak_memory,
+            "commit": record.commit(),
+            "date": record.now(),
+        }
+        target = self._part("target", self.name, shared)
+        if self.draft_name is None:
+            return target
+        return replace(target, draft=self._part("draft", self.draft_name, shared))
+
+    def _part(self, role: str, name: str, shared: dict[str, Any]) -> Profile:
+        mine = [x for x in self.candidates if x.role == role]
+        return Profile(shape=shape_as_dict(name, mine[0].config), **results(mine, shared["limits"]), **shared)
+
+
+def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
+    """costs, prefill, batch and stored of a Profile, from the seconds of every pass."""
+    costs: list[Cost] = []
+    prefill: list[Prefill] = []
+    batch: list[BatchDecode] = []
+    stored: list[Stored] = []
+    for x in candidates:
+        if x.stored is None:
+            continue
+        names = (x.format, x.stored.kv_format)
+        bandwidth = None
+        for job, seconds in sorted(x.samples.items(), key=lambda item: (item[0].context, item[0].rows)):
+            ms, p10, p90 = (quantile(seconds, q) * 1e3 for q in (0.5, 0.1, 0.9))
+            memory_ms = x.work[job].memory_s(limits) * 1e3
+            compute_ms = x.work[job].compute_s(limits, x.stored.peak) * 1e3
+            timing: dict[str, Any] = {"ms": ms, "p10": p10, "p90": p90, "repeats": len(seconds)}
+            speed = job.rows / ms * 1e3
+            if job.kind == "prefill":
+                share = compute_ms / ms
+                prefill.append(Prefill(*names, job.rows, **timing, tokens_per_s=speed, peak_share=share))
+            elif job.kind == "batch":
+                batch.append(BatchDecode(*names, job.context, job.rows, **timing, tokens_per_s=speed))
+            elif (one := x.samples.get(replace(job, rows=1))) is not None:
+                c = ms / (quantile(one, 0.5) * 1e3)
+                timing |= {"c": c, "memory_ms": memory_ms, "compute_ms": compute_ms}
+                costs.append(Cost(*names, job.context, job.rows, **timing))
+                if job == x.chains[0]:
+                    bandwidth = memory_ms / ms
+        peak = x.stored.peak if getattr(limits, x.stored.peak) is not None else "fp32"
+        stored.append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
+    return {"costs": tuple(costs), "prefill": tuple(prefill), "batch": tuple(batch), "stored": tuple(stored)}
+
+
+def quantile(values: Seq[float], share: float) -> float:
+    """The value below which `share` of all lie, linear between neighbours."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def _checkpoint(model: str) -> tuple[ModelConfig, Path]:
+    folder = resolve_model(model)
+    return read_config(folder), folder
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector out of what is timed."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -1,0 +1,109 @@
+"""What to keep in higher precision: as the quantizer recorded it, or measured by giving parts their precision back."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.models.config import ModelConfig
+from sameseed.models.loader import resolve_model
+from sameseed.study.quality.perplexity import perplexity
+from sameseed.study.quality.variant import Variant
+
+FILE = "quantization.json"  # what `sameseed quantize` leaves beside the weights
+TOKENS, WINDOW, STRIDE = 4096, 512, 256
+WORTH = 0.1  # share of the lost log-likelihood from which a part is named
+MOST = 3
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A part (globs over module names), and why it should keep more bits, in words and as a figure where measured."""
+
+    modules: tuple[str, ...]
+    reason: str
+    recovered: float | None = None
+    added_bytes: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a record."""
+        return {
+            "modules": list(self.modules),
+            "reason": self.reason,
+            "recovered": self.recovered,
+            "added_bytes": self.added_bytes,
+        }
+
+
+def recorded(variant: Variant) -> list[Advice]:
+    """The recommendation in the checkpoint's quantization.json; empty where there is none, or it says nothing."""
+    folder = resolve_model(variant.model)
+    path = folder / FILE if folder.is_dir() else folder.with_name(FILE)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        return []
+    rows = found.get("recommendation") if isinstance(found, dict) else None
+    advice = []
+    for row in rows if isinstance(rows, list) else []:
+        modules = row.get("modules") if isinstance(row, dict) else None
+        if isinstance(modules, list) and modules:
+            advice.append(Advice(tuple(map(str, modules)), str(row.get("reason", "named by the quantizer"))))
+    return advice
+
+
+def parts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Parts of a model that are worth a try, by a name for people, as globs over module names."""
+    last = config.num_layers - 1
+    ends = ("model.embed_tokens", "lm_head")
+    found: dict[str, tuple[str, ...]] = {"embedding and head" if config.tied_embeddings else "embedding, head": ends}
+    found["first layer"] = ("model.layers.0.*",)
+    if last:
+        found["last layer"] = (f"model.layers.{last}.*",)
+    found["attention"] = ("model.layers.*.self_attn.*",)
+    found["down projections"] = ("model.layers.*.mlp.down_proj",)
+    return found
+
+
+def measured(
+    variant: Variant, baseline: Variant, text: str, settings: dict[str, Any], tick: Callable[[str], None]
+) -> list[Advice]:
+    """Load the variant again with one part after the other in the checkpoint's own precision, and read a short text.
+
+    A part is named if it wins back at least a tenth of the log-likelihood that the format lost; the most a byte first.
+    Only for formats that are chosen at load: a quantized checkpoint has nothing to give back.
+    """
+    if variant.format == "auto" or variant.model != baseline.model:
+        return []
+
+    def read(format: str) -> tuple[float, int, str, ModelConfig]:
+        llm = LLM(variant.model, **{**settings, "format": format, "kv_format": variant.kv_format, "max_num_seqs": 1})
+        nats = perplexity(llm, text, WINDOW, STRIDE, TOKENS).nats
+        model = llm.engine.runner.model
+        return nats, sum(m.nbytes for m in model.weights.matrices), model.weights.dense, model.config
+
+    best, _, _, _ = read(baseline.format)
+    nats, size, dense, config = read(variant.format)
+    lost = nats - best
+    if lost <= 0:
+        return []
+    found: list[Advice] = []
+    for name, globs in parts(config).items():
+        tick(name)
+        kept = ",".join([variant.format, *(f"{glob}={dense}" for glob in globs)])
+        try:
+            its, larger, _, _ = read(kept)
+        except (ConfigError, ModelLoadError):
+            continue  # not every part of every model can have a scheme of its own
+        gc.collect()
+        share, added = (nats - its) / lost, larger - size
+        if share >= WORTH and added > 0:
+            reason = f"{name}: in {dense} wins back {share:.0%} of the lost log-likelihood for {added / 1e6:.1f} MB"
+            found.append(Advice(globs, reason, share, added))
+    found.sort(key=lambda a: (a.recovered or 0.0) / (a.added_bytes or 1), reverse=True)
+    return found[:MOST]

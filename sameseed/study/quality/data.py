@@ -1,0 +1,190 @@
+"""Evaluation data: files of a folder, or, where no folder is named, the public sets of the hub. Checked on reading."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One set: names that its file may have (each also with .gz), and where the hub keeps it (repository, file).
+
+    `fields` are the fields that each row must have, with their types; a set without fields is plain text.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    hub: tuple[str, str] | None
+    fields: Mapping[str, type] | None = None
+
+
+TEXT = DataSet(
+    "wikitext2",
+    ("wiki.test.raw", "wikitext2-test.txt"),
+    ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet"),
+)
+HUMANEVAL = DataSet(
+    "humaneval",
+    ("humaneval.jsonl",),
+    ("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
+    {"task_id": str, "prompt": str, "entry_point": str, "canonical_solution": str, "test": str},
+)
+GSM8K = DataSet(
+    "gsm8k",
+    ("gsm8k-test.jsonl",),
+    ("openai/gsm8k", "main/test-00000-of-00001.parquet"),
+    {"question": str, "answer": str},
+)
+GSM8K_SHOTS = DataSet(
+    "gsm8k examples",
+    ("gsm8k-train.jsonl",),
+    ("openai/gsm8k", "main/train-00000-of-00001.parquet"),
+    {"question": str, "answer": str},
+)
+MMLU_PRO = DataSet(
+    "mmlu_pro",
+    ("mmlu_pro-test.jsonl", "mmlu_pro-sample.jsonl"),
+    ("TIGER-Lab/MMLU-Pro", "data/test-00000-of-00001.parquet"),
+    {"category": str, "question": str, "options": list, "answer": str},
+)
+MMLU_PRO_SHOTS = DataSet(
+    "mmlu_pro examples",
+    ("mmlu_pro-shots.jsonl",),
+    ("TIGER-Lab/MMLU-Pro", "data/validation-00000-of-00001.parquet"),
+    {"category": str, "question": str, "options": list, "answer": str, "cot_content": str},
+)
+
+
+def find(folder: Path, data: DataSet) -> Path | None:
+    """The file of a set in `folder`, None where it is not there."""
+    names = [n for file in data.files for n in (file, f"{file}.gz")]
+    return next((folder / n for n in names if (folder / n).is_file()), None)
+
+
+def locate(data: DataSet, folder: Path | None) -> Path:
+    """The file of a set: in `folder` where one is given, else fetched from the hub.
+
+    Raises ConfigError that names the file wanted, or --data where the hub does not answer.
+    """
+    if folder is None:
+        return _fetch(data)
+    if not folder.is_dir():
+        raise ConfigError(f"--data {folder} is no folder; name the one that holds {data.files[-1]}")
+    path = find(folder, data)
+    if path is None:
+        raise ConfigError(f"{folder} lacks {' or '.join(data.files)} (or the same with .gz), the data of {data.name}")
+    return path
+
+
+def _fetch(data: DataSet) -> Path:
+    assert data.hub is not None
+    repository, file = data.hub
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, file, repo_type="dataset"))
+    except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"the data of {data.name} ({repository}) did not come from the hub: {first}; give a folder that holds "
+            f"{data.files[-1]} with --data DIR"
+        ) from None
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, .gz unpacked. Raises ConfigError."""
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+                return file.read()
+        return io.StringIO(path.read_bytes().decode("utf-8"), newline="").read()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); check the file") from None
+
+
+def read_rows(path: Path, data: DataSet) -> list[Row]:
+    """The rows of a set, each checked. Raises ConfigError with the row's place."""
+    rows = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+    assert data.fields is not None
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} is no JSON object; {data.name} needs the fields {', '.join(data.fields)}")
+        for name, kind in data.fields.items():
+            if not isinstance(row.get(name), kind):
+                raise ConfigError(f"{where} lacks {name!r} ({kind.__name__}); is this the data of {data.name}?")
+    if not rows:
+        raise ConfigError(f"{path} holds no rows; {data.name} needs the fields {', '.join(data.fields)}")
+    return [row for _, row in rows]
+
+
+def _json_lines(path: Path) -> list[tuple[str, Any]]:
+    found = []
+    # On "\n" only: strings may hold other characters that `splitlines` takes for ends of lines.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append((f"{path}:{number}", json.loads(line)))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(f"{path}:{number} is no JSON ({error}); one object a line") from None
+    return found
+
+
+def _parquet(path: Path) -> list[tuple[str, Any]]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(
+            "the hub's data sets are parquet files, which take pyarrow: pip install '.[eval]', or give --data"
+        ) from None
+    rows: Seq[Any] = parquet.read_table(path).to_pylist()
+    return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def wikitext(folder: Path | None) -> tuple[str, str]:
+    """The WikiText-2 test text and the name of its file.
+
+    Joined as published perplexities have it: the set's lines, each with its line end, empty ones empty, with blank
+    lines between (`"\\n\\n".join`). Raises ConfigError.
+    """
+    path = locate(TEXT, folder)
+    if path.suffix == ".parquet":
+        lines = [str(row.get("text", "")) if isinstance(row, dict) else "" for _, row in _parquet(path)]
+    else:
+        lines = [f"{line}\n" if line.strip() else "" for line in read_text(path).removesuffix("\n").split("\n")]
+    text = "\n\n".join(lines)
+    if not text.strip():
+        raise ConfigError(f"{path} holds no text; fetch it again")
+    return text, path.name
+
+
+def text_of(path: Path) -> str:
+    """The text of a file; of .jsonl and .jsonl.gz the "text" of all rows, blank lines between. Raises ConfigError."""
+    if path.suffix != ".jsonl" and not path.name.endswith(".jsonl.gz"):
+        return read_text(path)
+    corpus = DataSet("a text", (path.name,), None, {"text": str})
+    return "\n\n".join(row["text"].strip("\n") for row in read_rows(path, corpus))
+
+
+def rows(data: DataSet, folder: Path | None) -> list[Row]:
+    """All rows of a set, from the folder or the hub. Raises ConfigError."""
+    return read_rows(locate(data, folder), data)
+
+
+def take(items: Seq[Row], limit: int | None) -> list[Row]:
+    """`limit` rows, spread evenly over the set so that every category stays in; None: all. Raises ConfigError."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    if limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {limit}")
+    return [items[i * len(items) // limit] for i in range(limit)]

@@ -1,0 +1,76 @@
+"""HumanEval (Chen et al., 2021): functions from their docstrings, right if the tests pass; pass@1 of one sample."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence as Seq
+
+from sameseed.engine.llm import LLM
+from sameseed.study.quality import data, sandbox
+from sameseed.study.quality.data import HUMANEVAL, Row
+from sameseed.study.quality.tasks import Report, Result, Settings, answer, encode, room, silent
+
+STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's: what follows the function
+MAX_TOKENS = 512
+ASK = (
+    "Complete this Python function. Answer with the whole function in one code block, and nothing after it.\n\n"
+    "```python\n{prompt}\n```"
+)
+FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+
+
+def program(row: Row, text: str, chat: bool = False) -> str:
+    """What is run: the prompt, the answer, the tests, and the call of the tests.
+
+    In a chat the answer is the first code block; a block that does not define the function is taken for its body.
+    """
+    if chat:
+        block = FENCE.search(text)
+        text = block[1] if block is not None else text
+        if re.search(rf"^\s*def\s+{re.escape(row['entry_point'])}\b", text, re.MULTILINE):
+            text = f"    pass\n\n{text}"  # the prompt's imports and helpers stand; its function is defined anew
+    return f"{row['prompt']}{text}\n\n{row['test']}\n\ncheck({row['entry_point']})\n"
+
+
+def score(
+    rows: Seq[Row],
+    texts: Seq[str],
+    chat: bool = False,
+    limits: sandbox.Limits | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> list[sandbox.Outcome]:
+    """Run each answer with its problem's tests, in a sandbox."""
+    return sandbox.run_all([program(r, t, chat) for r, t in zip(rows, texts, strict=True)], limits, tick)
+
+
+def run(llm: LLM, settings: Settings, report: Report = silent) -> Result:
+    """Write and test a solution for each problem. Raises ConfigError for missing data."""
+    problems = data.take(data.rows(HUMANEVAL, settings.data), settings.limit)
+    params = settings.params(MAX_TOKENS, STOP)
+    prompts, long = [], 0
+    for row in problems:
+        text = ASK.format(prompt=row["prompt"].rstrip()) if settings.chat else row["prompt"]
+        tokens = encode(llm, text, settings.chat)
+        fits = len(tokens) <= room(llm, params.max_tokens)
+        long += not fits
+        prompts.append(tokens if fits else [])
+    texts, _ = answer(llm, prompts, params, lambda done, total: report("humaneval", done, total))
+    tested = 0
+
+    def tick() -> None:
+        nonlocal tested
+        tested += 1
+        report("humaneval, tests", tested, len(problems))
+
+    outcomes = score(problems, texts, settings.chat, tick=tick)
+    errors = Counter(re.split(r"[:;]", o.error)[0] for o in outcomes if o.error)
+    notes = (f"{long} of {len(problems)} prompts do not fit the model's context and count as failed",) if long else ()
+    return Result(
+        "humaneval",
+        "pass@1",
+        tuple(float(o.passed) for o in outcomes),
+        {"errors": dict(errors.most_common(6))},
+        notes,
+        tuple(texts),
+    )

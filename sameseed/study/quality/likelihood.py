@@ -1,0 +1,229 @@
+"""Log-likelihoods of given tokens by the engine's own passes: its kernels, weights and cache are what is measured.
+
+Rows run through the paged cache in bounded passes, so keys and values are read back in the cache's format, and only
+wanted rows make logits: their float32 [R, V] table stays below a fixed size however large the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from sameseed.batch import Rows, build_batch
+from sameseed.engine.engine import Engine
+from sameseed.errors import RequestError
+from sameseed.request import SamplingParams, Sequence
+from sameseed.tokenizer import Tokenizer
+
+LOGIT_BYTES = 64 << 20  # of one pass's table of logits
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens of which those from `start` (at least 1) on are scored, given all that stand before them.
+
+    `others` are tokens that might stand in the last one's place: they are scored there too, at no further pass.
+    """
+
+    tokens: Seq[int]
+    start: int
+    others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of each scored token: its negative log-likelihood (float32, nats) and whether it is the likeliest one.
+
+    `other_nll` float32 and `other_greedy` say the same of the text's `others`.
+    """
+
+    nll: Tensor
+    greedy: Tensor
+    other_nll: Tensor
+    other_greedy: Tensor
+
+
+@dataclass
+class _Job:
+    """One sequence: token i+1 is scored for every row i >= `first`."""
+
+    index: int
+    seq: Sequence
+    first: int
+    others: tuple[int, ...]
+    nll: list[Tensor] = field(default_factory=list)
+    greedy: list[Tensor] = field(default_factory=list)
+    other_nll: Tensor = field(default_factory=lambda: torch.zeros(0))
+    other_greedy: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+
+    @property
+    def left(self) -> int:
+        """Rows that have not run yet; the last token needs none, nothing follows it."""
+        return len(self.seq) - 1 - self.seq.num_cached
+
+    def wanted(self, start: int, stop: int) -> range:
+        """Rows of start..stop-1 whose logits are needed."""
+        return range(max(start, self.first), stop)
+
+
+class Scorer:
+    """Scores tokens on an engine that is not decoding meanwhile; nothing of it stays in the cache."""
+
+    def __init__(self, engine: Engine, logit_bytes: int = LOGIT_BYTES) -> None:
+        self.runner = engine.runner
+        self.max_len = engine.max_model_len
+        self.max_rows = engine.scheduler.max_num_rows
+        self.max_logits = max(1, logit_bytes // (4 * self.runner.model.config.vocab_size))
+
+    def score(self, texts: Iterable[Text]) -> Iterator[Scored]:
+        """The scores of each text, in order; texts are read as they are needed.
+
+        Raises RequestError for one that is longer than the context, or has tokens that the model does not know.
+        """
+        waiting = enumerate(texts)
+        running: deque[_Job] = deque()
+        done: dict[int, _Job] = {}
+        given = 0
+        exhausted = False
+        try:
+            while running or not exhausted:
+                exhausted = self._admit(waiting, running) if not exhausted else True
+                if running:
+                    self._run(running, done)
+                while given in done:
+                    yield _result(done.pop(given))
+                    given += 1
+        finally:
+            for job in running:
+                self.runner.blocks.release(job.seq)
+
+    def _admit(self, waiting: Iterator[tuple[int, Text]], running: deque[_Job]) -> bool:
+        """Take sequences until a pass is full; True if there are no more."""
+        width = self.runner.model.config.vocab_size
+        while sum(job.left for job in running) < self.max_rows:
+            following = next(waiting, None)
+            if following is None:
+                return True
+            index, text = following
+            if len(text.tokens) > self.max_len + 1:  # the last token is scored by the row before it
+                raise RequestError(f"a text of {len(text.tokens)} tokens does not fit the context of {self.max_len}")
+            known = all(0 <= t < width for t in (*text.tokens, *text.others))
+            if not known or not 1 <= text.start <= len(text.tokens):
+                raise RequestError("tokens to score must follow at least one, and be of the model's vocabulary")
+            seq = Sequence(-1 - index, text.tokens, SamplingParams(), 0)
+            running.append(_Job(index, seq, text.start - 1, text.others))
+        return False
+
+    def _run(self, running: deque[_Job], done: dict[int, _Job]) -> None:
+        """One pass: rows of the first jobs, as many as rows, logits and blocks allow."""
+        rows, spans, left, logits = [], [], self.max_rows, self.max_logits
+        for job in running:
+            start = job.seq.num_cached
+            stop = start + min(job.left, left)
+            stop = min(stop, max(start, job.first) + logits) if stop > job.first else stop
+            if (stop <= start and job.left) or not self.runner.blocks.reserve(job.seq, max(stop, 1)):
+                break
+            left -= stop - start
+            logits -= len(job.wanted(start, stop))
+            spans.append((job, start, stop))
+            if stop > start:
+                rows.append(Rows(job.seq.token_ids[start:stop], start, [], [], job.seq.blocks, False))
+            if stop < len(job.seq) - 1:
+                break  # cut short: the pass is full
+        assert spans, "one sequence always fits: the cache holds the longest"
+        if rows:
+            self._pass(rows, [span for span in spans if span[2] > span[1]])
+        for job, _, _ in spans:
+            if not job.left:
+                self.runner.blocks.release(job.seq)
+                running.popleft()
+                done[job.index] = job
+
+    def _pass(self, rows: list[Rows], spans: list[tuple[_Job, int, int]]) -> None:
+        """Run rows; of each wanted one, keep the score of the token that follows it."""
+        wanted: list[int] = []
+        targets: list[int] = []
+        offset = 0
+        for job, start, stop in spans:
+            its = job.wanted(start, stop)
+            wanted += [offset + i - start for i in its]
+            targets += [job.seq.token_ids[i + 1] for i in its]
+            offset += stop - start
+        device = self.runner.model.device
+        batch = build_batch(rows, self.runner.cache.block_size, device)
+        # A pass makes at least one row of logits; where none is wanted, the last one's are thrown away.
+        ask = torch.tensor(wanted or [offset - 1], dtype=torch.int32, device=device)
+        logits, _ = self.runner.model.forward(replace(batch, logit_rows=ask), self.runner.cache)  # [R, V]
+        for job, _, stop in spans:
+            job.seq.num_cached = stop
+        if not wanted:
+            return
+        index = torch.tensor(targets, dtype=torch.int64, device=logits.device)[:, None]
+        whole, best = logits.logsumexp(dim=-1), logits.argmax(dim=-1)  # [R]
+        nll = (whole - logits.gather(1, index)[:, 0]).cpu()
+        greedy = (best == index[:, 0]).cpu()
+        at = 0
+        for job, start, stop in spans:
+            count = len(job.wanted(start, stop))
+            job.nll.append(nll[at : at + count])
+            job.greedy.append(greedy[at : at + count])
+            at += count
+            if job.others and not job.left:
+                others = torch.tensor(job.others, device=logits.device)
+                job.other_nll = (whole[at - 1] - logits[at - 1, others]).cpu()
+                job.other_greedy = (best[at - 1] == others).cpu()
+
+
+def _result(job: _Job) -> Scored:
+    none = torch.zeros(0)
+    nll = torch.cat(job.nll) if job.nll else none
+    greedy = torch.cat(job.greedy) if job.greedy else none.bool()
+    return Scored(nll, greedy, job.other_nll, job.other_greedy)
+
+
+def split(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Tokens of context and continuation written as one text, cut where the continuation first shows.
+
+    Encoded apart they may be tokens that the model never meets; a token that holds the end of the context and the
+    beginning of the continuation belongs to the latter. The context is never empty where it has a token.
+    """
+    whole, before = tokenizer.encode(context + continuation), tokenizer.encode(context)
+    same = next((i for i, (a, b) in enumerate(zip(whole, before)) if a != b), min(len(whole), len(before)))
+    cut = min(max(same, 1), max(len(whole) - 1, 0))
+    return whole[:cut], whole[cut:]
+
+
+def log_likelihoods(
+    scorer: Scorer, pairs: Seq[tuple[Seq[int], Seq[int]]], tick: Callable[[], None] = lambda: None
+) -> list[tuple[float, bool]]:
+    """Log-likelihood of each continuation after its context, and whether greedy decoding would write it.
+
+    Pairs of one context whose continuations are single tokens share its passes where they stand side by side. A context
+    too long for the model loses its beginning. Raises RequestError for an empty context, or a continuation that does
+    not fit. `tick` is called for each group.
+    """
+    groups: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = []
+    for context, continuation in pairs:
+        if not context or not continuation or len(continuation) > scorer.max_len:
+            raise RequestError("a continuation is scored after at least one token, and both must fit the context")
+        pair = tuple(context)[-(scorer.max_len + 1 - len(continuation)) :], tuple(continuation)
+        joins = groups and len(pair[1]) == 1 == len(groups[-1][0][1]) and groups[-1][0][0] == pair[0]
+        groups[-1].append(pair) if joins else groups.append([pair])
+    texts = (
+        Text(
+            (*group[0][0], *group[0][1]), len(group[0][0]), tuple(its[0] for _, its in group) if len(group) > 1 else ()
+        )
+        for group in groups
+    )
+    found: list[tuple[float, bool]] = []
+    for group, scored in zip(groups, scorer.score(texts), strict=True):
+        if len(group) > 1:
+            found += zip((-scored.other_nll).tolist(), scored.other_greedy.tolist(), strict=True)
+        else:
+            found.append((-float(scored.nll.double().sum()), bool(scored.greedy.all())))
+        tick()
+    return found

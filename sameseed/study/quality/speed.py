@@ -1,0 +1,221 @@
+"""Speed and acceptance of variants: all are loaded, and take turns at every batch, so that a drift hits all alike."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from sameseed.config import SpecConfig
+from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError, RequestError, VocabularyError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.loader import resolve_model
+from sameseed.models.nested import is_smaller
+from sameseed.request import SamplingParams
+from sameseed.study.measure import Bench, Run, fitted, run_batch
+from sameseed.study.passes import Pass, Subject
+from sameseed.study.quality.bootstrap import Interval, ratio_interval
+from sameseed.study.quality.variant import Variant, stored_format
+from sameseed.study.workload import PLAIN, Arm, Prompt, Workload
+
+CHAIN = 8  # rows of c(8)
+CONTEXT = 256
+ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Of a run with a draft: accepted over drafted tokens, their interval over prompts, and tokens a draft yields."""
+
+    rate: float | None
+    length: float | None
+    interval: Interval
+    num_drafts: int
+    per_pos: tuple[int, ...]
+
+    @classmethod
+    def of(cls, run: Run, seed: int) -> Acceptance:
+        """From a run's counters."""
+        each = [c.metrics.spec for c in run.completions]
+        interval = ratio_interval([m.num_accepted_tokens for m in each], [m.num_draft_tokens for m in each], seed)
+        m = run.metrics
+        counts = tuple(m.num_accepted_tokens_per_pos)
+        return cls(m.acceptance_rate, m.mean_acceptance_length, interval, m.num_drafts, counts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a record."""
+        low, high = self.interval
+        return {
+            "acceptance_rate": self.rate,
+            "interval": None if low != low else [low, high],
+            "mean_acceptance_length": self.length,
+            "num_drafts": self.num_drafts,
+            "accepted_per_pos": list(self.per_pos),
+        }
+
+
+@dataclass
+class Speed:
+    """One variant's seconds: runs of plain decoding and with the draft, and passes over 1 and CHAIN rows."""
+
+    plain: list[Run] = field(default_factory=list)
+    drafted: list[Run] = field(default_factory=list)
+    one: list[float] = field(default_factory=list)
+    chain: list[float] = field(default_factory=list)
+    weight_bytes: int = 0
+    kv_row_bytes: float = 0.0
+    format: str = "auto"
+    kv_format: str = "auto"
+    backend: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Plain decoding, the median."""
+        return median(run.tokens_per_s for run in self.plain)
+
+    @property
+    def drafted_tokens_per_s(self) -> float:
+        """With the draft, the median."""
+        return median(run.tokens_per_s for run in self.drafted)
+
+    @property
+    def c(self) -> float:
+        """c(CHAIN): time of a pass over CHAIN rows over that of one row, of medians."""
+        return median(self.chain) / median(self.one)
+
+    @property
+    def same_text(self) -> bool:
+        """Did the draft change nothing?"""
+        return all(run.texts == self.plain[0].texts for run in (*self.plain, *self.drafted))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a record."""
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "drafted_tokens_per_s": self.drafted_tokens_per_s,
+            f"c{CHAIN}": self.c,
+            "pass_1_ms": median(self.one) * 1e3,
+            f"pass_{CHAIN}_ms": median(self.chain) * 1e3,
+            "repetitions": [
+                {"tokens_per_s": a.tokens_per_s, "drafted_tokens_per_s": b.tokens_per_s}
+                for a, b in zip(self.plain, self.drafted, strict=True)
+            ],
+            "equals_plain": self.same_text,
+        }
+
+
+@dataclass
+class Subjects:
+    """Loaded variants with what is measured of each."""
+
+    benches: list[Bench]
+    workloads: list[Workload]
+    arms: list[Arm]  # how each is drafted for
+
+
+def load(variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], max_tokens: int, settings: Any) -> Subjects:
+    """Load variants, each with its drafter; the draft itself, if it is among them, is drafted for by n-grams.
+
+    Raises what LLM raises, RequestError for a prompt that does not fit.
+    """
+    ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
+    arms = [Arm("draft", ngram if drafts_for_itself(v, spec) else spec) for v in variants]
+    benches = [
+        Bench(
+            v.model, [PLAIN, arm], fitted(v.model, {**settings, **v.settings, "max_num_seqs": 1}, prompts, max_tokens)
+        )
+        for v, arm in zip(variants, arms, strict=True)
+    ]
+    params = SamplingParams(max_tokens=max_tokens, seed=0)
+    workloads = []
+    for bench in benches:
+        workload = Workload("prompts", tuple(p.encode(bench.llm.tokenizer) for p in prompts), params)
+        bench.check(workload)
+        workloads.append(workload)
+    return Subjects(benches, workloads, arms)
+
+
+def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
+    """Is the draft this very model in as many bits? It would agree with itself and save nothing."""
+    if spec.model is None:
+        return False
+    folder = resolve_model(variant.model)
+    if folder.resolve() != resolve_model(spec.model).resolve():
+        return False
+    return not is_smaller(folder, QuantScheme.parse(spec.format), QuantScheme.parse(variant.format))
+
+
+def same_weights(one: Variant, other: Variant) -> bool:
+    """Do two variants differ in their cache at most?"""
+    folders = resolve_model(one.model).resolve() == resolve_model(other.model).resolve()
+    return folders and QuantScheme.parse(one.format) == QuantScheme.parse(other.format)
+
+
+def measure(subjects: Subjects, repeat: int, tick: Callable[[], None]) -> list[Speed]:
+    """Decode the workload `repeat` times, plain and drafted, and time passes; all variants in turn at each batch."""
+    found = [Speed([Run() for _ in range(repeat)], [Run() for _ in range(repeat)]) for _ in subjects.benches]
+    for bench, workload in zip(subjects.benches, subjects.workloads, strict=True):
+        bench.warm_up(workload)
+    jobs = [list(w.batches()) for w in subjects.workloads]
+    order = list(range(len(found)))
+    for r in range(repeat):
+        for i in range(len(jobs[0])):
+            for v in order[(r + i) % len(order) :] + order[: (r + i) % len(order)]:
+                bench = subjects.benches[v]
+                run_batch(bench.install(PLAIN), jobs[v][i], found[v].plain[r])
+                run_batch(bench.install(subjects.arms[v]), jobs[v][i], found[v].drafted[r])
+                tick()
+    _passes(subjects, found)
+    return found
+
+
+def _passes(subjects: Subjects, found: Seq[Speed]) -> None:
+    """Passes over one row and over CHAIN rows, in turns."""
+    built = []
+    for bench, speed in zip(subjects.benches, found, strict=True):
+        runner = bench.llm.engine.runner
+        context = min(CONTEXT, runner.model.max_model_len - CHAIN)
+        one, chain = (Pass("chain", context, rows) for rows in (1, CHAIN))
+        subject = Subject(runner.model, runner.cache.format, [one, chain])
+        speed.weight_bytes, speed.kv_row_bytes = subject.weight_bytes, subject.kv_row_bytes
+        speed.format = stored_format(bench.llm)
+        speed.kv_format, speed.backend = runner.cache.format, runner.model.ops.name
+        built.append((subject, one, chain, speed))
+    gc.collect()
+    for done in range(ROUNDS + 1):
+        for subject, one, chain, speed in built:
+            a, b = subject.seconds(one), subject.seconds(chain)
+            if done:  # the first round warms up
+                speed.one.append(a)
+                speed.chain.append(b)
+
+
+def as_draft(
+    baseline: Variant,
+    variant: Variant,
+    num_draft_tokens: int,
+    prompts: Seq[Prompt],
+    max_tokens: int,
+    settings: dict[str, Any],
+    seed: int,
+) -> tuple[Acceptance | None, str | None]:
+    """Acceptance of the variant's weights when they draft for the baseline; None, and why, where they cannot.
+
+    None without a reason for the baseline's own weights, which agree by construction. The draft's cache has the
+    engine's format, which is the baseline's: what is measured is the weights.
+    """
+    if same_weights(baseline, variant):
+        return None, None
+    spec = SpecConfig("draft_model", variant.model, variant.format, num_draft_tokens)
+    try:
+        llm = LLM(baseline.model, spec, **{**settings, **baseline.settings, "max_num_seqs": 8, "prefix_cache": False})
+        params = SamplingParams(max_tokens=max_tokens, seed=0)
+        jobs = [(tuple(p.encode(llm.tokenizer)), params) for p in prompts]
+        run = Run()
+        run_batch(llm.engine, [(tokens, replace(params, seed=i)) for i, (tokens, _) in enumerate(jobs)], run)
+    except (VocabularyError, RequestError, ConfigError) as error:
+        return None, str(error)
+    return Acceptance.of(run, seed), None

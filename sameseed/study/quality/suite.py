@@ -1,0 +1,133 @@
+"""The suite: perplexity and tasks of one loaded model, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError
+from sameseed.study.quality import data, gsm8k, humaneval, mmlu_pro
+from sameseed.study.quality.perplexity import STRIDE, WINDOW, Perplexity, perplexity
+from sameseed.study.quality.tasks import Report, Result, Settings, check_names, silent
+
+PERPLEXITY = "perplexity"
+TASKS: dict[str, Callable[[LLM, Settings, Report], Result]] = {
+    "humaneval": humaneval.run,
+    "gsm8k": gsm8k.run,
+    "mmlu_pro": mmlu_pro.run,
+    "mmlu_pro_likelihood": mmlu_pro.run_likelihood,
+}
+NAMES = (PERPLEXITY, *TASKS)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What perplexity reads: the WikiText-2 test set, or a file; how its window moves; how many tokens of it."""
+
+    file: Path | None = None
+    window: int = WINDOW
+    stride: int = STRIDE
+    tokens: int | None = None
+
+    def read(self, folder: Path | None) -> tuple[str, str]:
+        """The text and its name. Raises ConfigError."""
+        if self.file is None:
+            return data.wikitext(folder)
+        text = data.text_of(self.file)
+        if not text.strip():
+            raise ConfigError(f"{self.file} holds no text; name another with --text")
+        return text, self.file.name
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of one model: its perplexity on the text of that name, and what each task found."""
+
+    perplexity: Perplexity | None
+    text: str | None
+    results: tuple[Result, ...]
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self, seed: int) -> dict[str, Any]:
+        """For a record."""
+        found: dict[str, Any] = {"perplexity": None, "tasks": [r.as_dict(seed) for r in self.results]}
+        if self.perplexity is not None:
+            p = self.perplexity
+            low, high = p.interval(seed)
+            found["perplexity"] = {
+                "text": self.text,
+                "value": p.perplexity if p.finite else None,
+                "interval": None if low != low or not p.finite else [low, high],
+                "bits_per_byte": p.bits_per_byte if p.finite else None,
+                "tokens": p.tokens,
+                "bytes": p.num_bytes,
+                "window": p.window,
+                "stride": p.stride,
+                "whole": p.whole,
+                "tokens_digest": p.digest,
+                "notes": list(self.notes),
+            }
+        return found
+
+
+def check(tasks: Seq[str], settings: Settings, text: Text) -> None:
+    """Raise ConfigError for what would fail later: an unknown task, missing or odd data."""
+    check_names(tasks, NAMES)
+    if settings.limit is not None and settings.limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {settings.limit}")
+    sets = {
+        "humaneval": [data.HUMANEVAL],
+        "gsm8k": [data.GSM8K],
+        "mmlu_pro": [data.MMLU_PRO, data.MMLU_PRO_SHOTS],
+        "mmlu_pro_likelihood": [data.MMLU_PRO, data.MMLU_PRO_SHOTS],
+    }
+    for name in tasks:
+        for one in sets.get(name, []):
+            data.rows(one, settings.data)
+    if PERPLEXITY in tasks:
+        text.read(settings.data)
+
+
+def evaluate(llm: LLM, tasks: Seq[str], settings: Settings, text: Text, report: Report = silent) -> Quality:
+    """Run the named tasks, perplexity first. Raises ConfigError as `check` does."""
+    check_names(tasks, NAMES)
+    found: Perplexity | None = None
+    name = None
+    notes: list[str] = []
+    if PERPLEXITY in tasks:
+        content, name = text.read(settings.data)
+        found = perplexity(
+            llm,
+            content,
+            text.window,
+            text.stride,
+            text.tokens,
+            lambda done, total: report(PERPLEXITY, done, total),
+        )
+        notes = text_notes(found, text, content)
+    results = [run(llm, settings, report) for task, run in TASKS.items() if task in tasks]
+    return Quality(found, name, tuple(results), tuple(notes))
+
+
+def text_notes(found: Perplexity, asked: Text, content: str) -> list[str]:
+    """What to say aloud of a perplexity that differs from the published protocol."""
+    notes = []
+    if found.window < asked.window:
+        notes.append(
+            f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {asked.window})"
+        )
+    if found.stride < asked.stride:
+        notes.append(
+            f"the stride is {found.stride}, so that each window overlaps the one before (asked: {asked.stride})"
+        )
+    if not found.whole:
+        notes.append(f"only the first {found.tokens + 1} tokens of the text were read")
+    if asked.file is None and "<unk>" in content:
+        notes.append(
+            "the text is WikiText-2's word-tokenised variant (it holds <unk>), not the raw one: ratios between models "
+            "stand, absolute figures are not comparable with published ones"
+        )
+    return notes

@@ -1,0 +1,156 @@
+"""Tasks: questions of a data set, answers of a model, a score for each. What the tasks share is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError
+from sameseed.request import MAX_SEED, SamplingParams
+from sameseed.study.measure import Run, run_batch
+from sameseed.study.quality.bootstrap import Interval, mean_interval
+from sameseed.study.quality.data import Row
+
+Report = Callable[[str, int, int], None]  # stage, done, total
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Reports nothing."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all tasks obey: where data are (None: the hub), how many questions, how answers are written.
+
+    `chat` puts each prompt into the model's chat template, as one message of the user. `max_tokens` None is each task's
+    own. `seed` is that of sampled answers and of the intervals.
+    """
+
+    data: Path | None = None
+    limit: int | None = None
+    chat: bool = False
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    seed: int = 0
+
+    def params(self, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
+        """Of a task whose own length and stop strings these are."""
+        return SamplingParams(
+            max_tokens=self.max_tokens or max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=() if self.chat else stop,
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a task found: `scores`, one a question in the data's order, 0 to 1; `extra` says more, by name."""
+
+    task: str
+    metric: str
+    scores: tuple[float, ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
+
+    @property
+    def value(self) -> float:
+        """The mean score."""
+        return sum(self.scores) / len(self.scores)
+
+    def interval(self, seed: int) -> Interval:
+        """Of the mean score, over questions."""
+        return mean_interval(self.scores, seed)
+
+    def as_dict(self, seed: int) -> dict[str, Any]:
+        """For a record. Where an interval cannot be had (one question), it is None."""
+        low, high = self.interval(seed)
+        interval = None if low != low else [low, high]
+        return {
+            "task": self.task,
+            "metric": self.metric,
+            "value": self.value,
+            "interval": interval,
+            "num_questions": len(self.scores),
+            **self.extra,
+            "notes": list(self.notes),
+        }
+
+
+def room(llm: LLM, max_tokens: int) -> int:
+    """Tokens that a prompt may have, so that an answer finds room: a quarter of the context, or less if it is short."""
+    return llm.engine.max_model_len - min(max_tokens, llm.engine.max_model_len // 4)
+
+
+def encode(llm: LLM, text: str, chat: bool) -> list[int]:
+    """A prompt's tokens, as plain text or as a message of the user."""
+    return llm.tokenizer.chat([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
+
+
+def few_shot(
+    llm: LLM, build: Callable[[Seq[Row]], str], shots: Seq[Row], most: int, chat: bool
+) -> tuple[list[int], int]:
+    """The prompt with as many examples as fit into `most` tokens, and how many those are; [] where none fits.
+
+    `build(shots)` writes the prompt with these examples.
+    """
+    for count in range(len(shots), -1, -1):
+        tokens = encode(llm, build(shots[:count]), chat)
+        if len(tokens) <= most:
+            return tokens, count
+    return [], 0
+
+
+def answer(
+    llm: LLM, prompts: Seq[Seq[int]], params: SamplingParams, report: Callable[[int, int], None]
+) -> tuple[list[str], Run]:
+    """What the model writes after each prompt, all together by continuous batching; "" after an empty prompt.
+
+    Each prompt has a seed of its own, so that an answer does not depend on how many questions were asked.
+    """
+    jobs = [
+        (tuple(p), replace(params, seed=((params.seed or 0) + i) % (MAX_SEED + 1))) for i, p in enumerate(prompts) if p
+    ]
+    run = Run()
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        report(done, len(jobs))
+
+    run_batch(llm.engine, jobs, run, tick)
+    texts = iter(c.text for c in run.completions)
+    return [next(texts) if p else "" for p in prompts], run
+
+
+def notes_on_shots(shots: Seq[int], wanted: int, unanswered: int) -> tuple[str, ...]:
+    """What to say aloud where prompts had to be cut."""
+    notes = []
+    fewer = sum(n < wanted for n in shots) - unanswered
+    if fewer > 0:
+        notes.append(
+            f"{fewer} of {len(shots)} prompts hold fewer than {wanted} examples: the model's context is too short"
+        )
+    if unanswered:
+        notes.append(f"{unanswered} of {len(shots)} questions do not fit the model's context and count as wrong")
+    return tuple(notes)
+
+
+def check_names(names: Seq[str], known: Seq[str]) -> None:
+    """Raise ConfigError for a name that is no task, with the nearest."""
+    import difflib
+
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"no task {name!r}{hint} (there are: {', '.join(known)})")
+    if not names:
+        raise ConfigError(f"no tasks; give one or more of {', '.join(known)}")

@@ -1,0 +1,120 @@
+"""A variant: one model as it is stored, MODEL[@FORMAT[@KVFORMAT]], and what it takes on disk and in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError
+from sameseed.formats import scheme
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.loader import resolve_model
+from sameseed.study import record
+
+WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model in a weight format and a cache format; "auto" is what the checkpoint has, and what follows from it."""
+
+    model: str
+    format: str = "auto"
+    kv_format: str = "auto"
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Read MODEL[@FORMAT[@KVFORMAT]]; a path that exists is a model, whatever it holds.
+
+        Raises ConfigError or RegistryError.
+        """
+        parts = [text] if Path(text).exists() else text.split("@")
+        if len(parts) > 3 or not all(parts):
+            raise ConfigError(f"a variant is MODEL, MODEL@FORMAT or MODEL@FORMAT@KVFORMAT, got {text!r}")
+        found = cls(*parts)
+        QuantScheme.parse(found.format)
+        if found.kv_format != "auto":
+            scheme.kv_format(found.kv_format)
+        return found
+
+    @property
+    def label(self) -> str:
+        """Its short name."""
+        parts = [record.model_name(self.model)]
+        if self.format != "auto":
+            parts.append(self.format)
+        if self.kv_format != "auto":
+            parts.append(f"kv {self.kv_format}")
+        return " ".join(parts)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of LLM."""
+        return {"format": self.format, "kv_format": self.kv_format}
+
+    def disk_bytes(self) -> int:
+        """Of the checkpoint's weights as they lie there, whatever format they are loaded in."""
+        folder = resolve_model(self.model)
+        files = [folder] if folder.is_file() else next((f for p in WEIGHTS if (f := sorted(folder.glob(p)))), [])
+        return sum(f.stat().st_size for f in files)
+
+
+def stored_format(llm: LLM) -> str:
+    """How a loaded model's matrices are stored: as asked, or, where the checkpoint decides, the formats they have."""
+    if llm.config.format != "auto":
+        return llm.config.format
+    return ", ".join(sorted({m.format for m in llm.engine.runner.model.weights.matrices}))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Resident bytes of a process of its own that loads a variant and writes a few tokens, and before it began."""
+
+    peak: int
+    before: int
+
+    @property
+    def added(self) -> int:
+        """What model and engine add at their peak to an interpreter with everything imported."""
+        return max(0, self.peak - self.before)
+
+
+def footprint(variant: Variant, settings: dict[str, Any], tokens: int = 16) -> Footprint:
+    """Measure a variant's memory in a fresh process. Raises ConfigError with what that process said if it fails."""
+    job = {"model": variant.model, "tokens": tokens, "settings": {**settings, **variant.settings, "max_num_seqs": 1}}
+    done = subprocess.run(
+        [sys.executable, "-m", "sameseed.study.quality.variant"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    try:
+        told = json.loads(done.stdout.splitlines()[-1])
+        return Footprint(told["peak"], told["before"])
+    except (IndexError, KeyError, TypeError, json.JSONDecodeError):
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(f"the process that measures the memory of {variant.label} failed: {said}") from None
+
+
+def _probe() -> None:
+    """What `footprint` runs."""
+    job = json.loads(sys.stdin.read())
+    from sameseed.request import SamplingParams
+    from sameseed.study import memory
+
+    memory.reset_peak()
+    before = memory.resident()
+    llm = LLM(job["model"], **job["settings"])
+    llm.generate("Once upon a time", SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
+    print(json.dumps({"before": before, "peak": memory.peak()}))
+
+
+if __name__ == "__main__":
+    _probe()

@@ -1,0 +1,294 @@
+"""Records: one measurement, one line of JSON, appended, never changed. Numbers in README and docs come from these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence as Seq
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import sameseed
+from sameseed import registry
+from sameseed.config import SpecConfig
+from sameseed.engine.alarm import is_useless
+from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError
+from sameseed.models.loader import resolve_model
+from sameseed.study.fields import BENCH_SCHEMA, check
+from sameseed.study.measure import Bench, Run
+from sameseed.study.workload import Arm, Workload, spec_as_dict
+
+DIGEST_LIMIT = 256 * 2**20  # bytes: larger weights are named, not hashed
+
+
+def now() -> str:
+    """UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@cache
+def commit() -> str:
+    """The commit of the checkout that runs, "+" behind it if a source file was changed; else the package's version."""
+    root = Path(sameseed.__file__).resolve().parent.parent
+    git = ["git", "-C", str(root)]
+    try:
+        top = subprocess.run([*git, "rev-parse", "--show-toplevel", "HEAD"], capture_output=True, text=True, check=True)
+        folder, head = top.stdout.splitlines()
+        if Path(folder) != root:
+            return sameseed.__version__
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no", "--", "sameseed", "csrc"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return sameseed.__version__
+    return head[:12] + ("+" if changed.stdout.strip() else "")
+
+
+def cpu_name() -> str:
+    """The processor's model name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, object]:
+    """What the numbers depend on, without a name that says whose machine it is."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": cpu_name(),
+        "cores": cores,
+        "isa": native_isa(),
+        "threads": native_threads(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def native_isa() -> str | None:
+    """Instruction set of the native kernels; None without them."""
+    if "cpu" not in registry.names("ops") or (module := registry.load("ops", "cpu")).unavailable():
+        return None
+    return str(module.isa())
+
+
+def native_threads() -> int:
+    """Threads of the native kernels, or of PyTorch without them."""
+    if native_isa() is None:
+        return torch.get_num_threads()
+    from sameseed import _native
+
+    return _native.num_threads()
+
+
+@cache
+def weights_digest(model: str) -> str | None:
+    """The first 12 digits of the SHA-256 of a model's weights: which weights a number was measured on."""
+    path = resolve_model(model)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if sum(f.stat().st_size for f in files) > DIGEST_LIMIT:
+        return None
+    found = hashlib.sha256()
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def model_name(model: str) -> str:
+    """A model as a record names it: folders and files without the path, which is nobody's business."""
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
+def speculation(spec: SpecConfig) -> dict[str, object]:
+    """A SpecConfig as a record holds it: models of all levels by name, without the path."""
+    return _anonymous(spec_as_dict(spec))
+
+
+def _anonymous(spec: Any) -> dict[str, object]:
+    changed = dict(spec)
+    if changed.get("draft_model"):
+        changed["draft_model"] = model_name(changed["draft_model"])
+    if "below" in changed:
+        changed["below"] = [_anonymous(b) for b in changed["below"]]
+    return changed
+
+
+def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[str, object]:
+    """The configuration as it was resolved, not as it was asked for."""
+    engine, c, params = llm.engine, llm.config, workload.params
+    weights = engine.runner.model.weights
+    return {
+        "label": arm.label,
+        "model": model_name(model),
+        "model_digest": weights_digest(model),
+        "num_parameters": engine.runner.model.config.num_parameters,
+        **speculation(arm.spec),
+        "draft_digest": weights_digest(arm.spec.model) if arm.spec.model else None,
+        "format": weights.embedding.format if c.format == "auto" else c.format,
+        "kv_format": engine.runner.cache.layers[0].format,
+        "backend": engine.runner.model.ops.name,
+        "device": c.device,
+        "block_size": engine.runner.cache.block_size,
+        "num_blocks": engine.runner.cache.num_blocks,
+        "max_num_rows": c.max_num_rows,
+        "max_num_seqs": c.max_num_seqs,
+        "max_model_len": engine.max_model_len,
+        "batch_size": workload.batch_size,
+        "prompts": workload.name,
+        "num_prompts": len(workload.prompts),
+        "num_prompt_tokens": sum(map(len, workload.prompts)),
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "seed": params.seed,
+        "ignore_eos": params.ignore_eos,
+    }
+
+
+def make_records(
+    bench: Bench, model: str, workload: Workload, runs: Mapping[Arm, Seq[Run]], run_id: str, here: Mapping[str, object]
+) -> list[dict[str, Any]]:
+    """The records of one measured workload, plain decoding first."""
+    plain = runs[bench.arms[0]]
+    records = []
+    for arm in bench.arms:
+        made = make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
+        middle = sorted(range(len(plain)), key=lambda i: made["repetitions"][i]["speedup"])[len(plain) // 2]
+        found = bench.predict(arm, runs[arm][middle], plain[middle], workload.batch_size)
+        records.append(made if found is None else {**made, "prediction": found.as_dict()})
+    return records
+
+
+def make_record(
+    config: Mapping[str, object], runs: Seq[Run], plain: Seq[Run], run_id: str, machine_: Mapping[str, object]
+) -> dict[str, Any]:
+    """The record of one arm. `runs[i]` and `plain[i]` took turns, so `speedup` is the median of their ratios."""
+    ratios = [mine.tokens_per_s / its.tokens_per_s for mine, its in zip(runs, plain, strict=True)]
+    equal = [mine.texts == its.texts for mine, its in zip(runs, plain, strict=True)]
+    metrics = runs[0].metrics
+    done = [c.metrics for run in runs for c in run.completions]
+    return {
+        "schema": BENCH_SCHEMA,
+        "run": run_id,
+        "time": now(),
+        "commit": commit(),
+        "machine": dict(machine_),
+        "config": dict(config),
+        "repetitions": [
+            {
+                "seconds": run.seconds,
+                "num_tokens": run.num_tokens,
+                "tokens_per_s": run.tokens_per_s,
+                "speedup": ratio,
+                "equals_plain": same,
+                "num_steps": run.num_steps,
+                "time_split": _split(run),
+            }
+            for run, ratio, same in zip(runs, ratios, equal, strict=True)
+        ],
+        "tokens_per_s": median(run.tokens_per_s for run in runs),
+        "latency_s": spread([m.total_time for m in done]),
+        "ttft_s": spread([m.time_to_first_token for m in done]),
+        "time_per_output_token_s": spread([m.time_per_output_token for m in done if m.num_output_tokens > 1]),
+        "num_rounds": metrics.num_rounds,
+        "num_drafts": metrics.num_drafts,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
+        "acceptance_rate": metrics.acceptance_rate,
+        "mean_acceptance_length": metrics.mean_acceptance_length,
+        "rollbacks": metrics.num_rollbacks,
+        "num_ahead": metrics.num_ahead,
+        "num_ahead_kept": metrics.num_ahead_kept,
+        "accepted_per_pos": list(metrics.num_accepted_tokens_per_pos),
+        "speedup": median(ratios),
+        "equals_plain": all(equal),
+        "time_split": {name: median(_split(run)[name] for run in runs) for name in _split(runs[0])},
+        "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,
+        **_remarks(str(config.get("draft", "none")), runs[0]),
+    }
+
+
+def _remarks(draft: str, run: Run) -> dict[str, object]:
+    """What not every record has: counters of the drafters below, and whether the draft was no use at all."""
+    found: dict[str, object] = {}
+    if run.levels:
+        found["levels"] = {name: level.as_dict() for name, level in run.levels.items()}
+    if draft != "none" and registry.load("drafters", draft).DRAFTER.needs_model and is_useless(run.metrics):
+        found["useless_draft"] = True
+    return found
+
+
+def _split(run: Run) -> dict[str, float]:
+    t = run.times
+    return {
+        "draft": t.draft,
+        "target": t.target,
+        "verify": t.verify,
+        "schedule": t.schedule,
+        "rest": run.seconds - t.draft - t.target - t.verify - t.schedule,
+    }
+
+
+def spread(values: Seq[float]) -> dict[str, float | None]:
+    """Median, mean and 95th percentile; all None where there is nothing."""
+    if not values:
+        return {"median": None, "mean": None, "p95": None}
+    ordered = sorted(values)
+    return {
+        "median": median(ordered),
+        "mean": sum(ordered) / len(ordered),
+        "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
+    }
+
+
+def prepare(path: Path, flag: str = "--out") -> None:
+    """Make sure that records can be written there, before anything is measured. Raises ConfigError naming the flag."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("a", encoding="utf-8").close()
+        if new:
+            path.unlink()  # what fails later should leave nothing
+    except OSError as error:
+        raise ConfigError(f"cannot write records to {path} ({error.strerror}); choose another with {flag}") from None
+
+
+def append(path: Path, record: Mapping[str, object]) -> None:
+    """Add one line to a record file (made where missing). Raises ConfigError if it is no record."""
+    check(record)
+    prepare(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records of a file, checked. Raises ConfigError with the line."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+            check(record)
+        except (json.JSONDecodeError, ConfigError) as error:
+            raise ConfigError(f"{path}:{number}: {error}") from None
+        records.append(record)
+    return records

@@ -1,0 +1,101 @@
+"""Records as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from sameseed.engine.alarm import REMEDY
+from sameseed.request import SamplingParams
+
+COLUMNS = (
+    "decoding",
+    "tokens/s",
+    "speed-up",
+    "accepted",
+    "per draft",
+    "rollbacks",
+    "first token ms",
+    "overhead ms",
+    "same text",
+)
+LEGEND = (
+    "speed-up: in brackets as costs and acceptance predict it; "
+    "accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one included; "
+    "rollbacks: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
+    "models' passes; same text: token for token as plain decoding"
+)
+
+
+def chosen(params: SamplingParams) -> str:
+    """How tokens are chosen, in a few words."""
+    if params.greedy:
+        return "greedy"
+    top = f" top-p {params.top_p:g}" if params.top_p != 1 else ""
+    return f"temperature {params.temperature:g}{top} seed {params.seed}"
+
+
+def title(config: Mapping[str, Any]) -> str:
+    """What the rows of one table have in common."""
+    how = chosen(SamplingParams(temperature=config["temperature"], top_p=config["top_p"], seed=config["seed"]))
+    return (
+        f"{config['model']} ({config['num_parameters'] / 1e6:.1f} M, {config['format']}), {how}, "
+        f"batch {config['batch_size']}, {config['num_prompts']} prompts"
+    )
+
+
+def cells(record: Mapping[str, Any]) -> list[str]:
+    """One record as a row, in the order of COLUMNS."""
+    plain = record["config"]["draft"] == "none"
+    rate, length, first = record["acceptance_rate"], record["mean_acceptance_length"], record["ttft_s"]["median"]
+    return [
+        record["config"]["label"],
+        f"{record['tokens_per_s']:.1f}",
+        "1" if plain else f"{record['speedup']:.2f}x{_predicted(record)}",
+        "" if rate is None else f"{rate:.0%}",
+        "" if length is None else f"{length:.2f}",
+        "" if plain else str(record["rollbacks"]),
+        f"{first * 1e3:.1f}",
+        f"{record['overhead_ms_per_round']:.2f}",
+        "" if plain else "yes" if record["equals_plain"] else "NO",
+    ]
+
+
+def levels(record: Mapping[str, Any]) -> list[str]:
+    """A line for each drafter below that was counted apart, and one for a draft that was no use."""
+    lines = [
+        f"{record['config']['label']}: {name}: {m['num_accepted_tokens']} of {m['num_draft_tokens']} drafted accepted"
+        + (f", {m['mean_acceptance_length']:.2f} per draft" if m["num_drafts"] else "")
+        for name, m in record.get("levels", {}).items()
+    ]
+    if record.get("useless_draft"):
+        lines.append(f"{record['config']['label']}: next to nothing was accepted. {REMEDY}")
+    return lines
+
+
+def _predicted(record: Mapping[str, Any]) -> str:
+    """The predicted speed-up, in brackets, where the record has one."""
+    found = record.get("prediction")
+    return "" if found is None else f" ({found['speedup']:.2f}x)"
+
+
+def blank(name: str) -> Table:
+    """A table of records without columns yet; `name` stands above it."""
+    return Table(title=name, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+
+
+def table(records: Seq[Mapping[str, Any]]) -> Table:
+    """A table of records that share all but the way to decode; the fastest row stands out."""
+    made = blank(title(records[0]["config"]))
+    for name in COLUMNS:
+        made.add_column(name.replace(" ", "\n"), justify="left" if name == "decoding" else "right", no_wrap=True)
+    best = max(records, key=lambda r: float(r["tokens_per_s"]))
+    for record in records:
+        row = cells(record)
+        if row[-1]:
+            row[-1] = f"[green]{row[-1]}[/]" if record["equals_plain"] else f"[bold red]{row[-1]}[/]"
+        made.add_row(*row, style="bold" if record is best else None)
+    return made

@@ -1,0 +1,108 @@
+"""Shapes of known models by name, so that their speed can be measured without their weights.
+
+The facts are those of each model's public config.json, in its words.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from sameseed.errors import ConfigError
+from sameseed.models.config import ModelConfig, parse_config, read_config
+from sameseed.models.loader import resolve_model
+
+
+def _raw(
+    architecture: str, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    """A config.json; `heads` are query heads, KV heads and head dimension."""
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+        "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "sliding_window": None,
+        **more,
+    }
+
+
+def _llama3(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], factor: float, tied: bool) -> Any:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    own = {"rope_theta": 500000.0, "rope_scaling": scaling, "max_position_embeddings": 131072}
+    return _raw("Llama", hidden, inner, layers, heads, 128256, tie_word_embeddings=tied, **own)
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], tied: bool) -> Any:
+    own = {"rope_theta": 1e6, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "use_sliding_window": False}
+    return _raw("Qwen3", hidden, inner, layers, heads, 151936, tie_word_embeddings=tied, **own)
+
+
+def _smollm2(hidden: int, inner: int, layers: int, heads: tuple[int, int, int]) -> Any:
+    return _raw("Llama", hidden, inner, layers, heads, 49152, rope_theta=1e5, max_position_embeddings=8192)
+
+
+_MISTRAL = {"rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
+_TINY = {"rope_theta": 1e4, "max_position_embeddings": 2048, "tie_word_embeddings": False}
+
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "llama-3.2-1b": _llama3(2048, 8192, 16, (32, 8, 64), 32.0, True),
+    "llama-3.2-3b": _llama3(3072, 8192, 28, (24, 8, 128), 32.0, True),
+    "llama-3.1-8b": _llama3(4096, 14336, 32, (32, 8, 128), 8.0, False),
+    "llama-3.1-70b": _llama3(8192, 28672, 80, (64, 8, 128), 8.0, False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, (16, 8, 128), True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, (16, 8, 128), True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, (32, 8, 128), True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, (32, 8, 128), False),
+    "mistral-7b": _raw("Mistral", 4096, 14336, 32, (32, 8, 128), 32768, **_MISTRAL),  # v0.3: no sliding window
+    "smollm2-135m": _smollm2(576, 1536, 30, (9, 3, 64)),
+    "smollm2-360m": _smollm2(960, 2560, 32, (15, 5, 64)),
+    "tinyllama-1.1b": _raw("Llama", 2048, 5632, 22, (32, 4, 64), 32000, **_TINY),
+}
+NAMES = (*SHAPES, "embedded")
+
+
+def get_shape(name: str, other: str = "--model") -> ModelConfig:
+    """The config of a shape; case does not count.
+
+    Raises ConfigError with the nearest name; `other` tells what takes a checkpoint instead.
+    """
+    known = name.lower()
+    if known == "embedded":
+        return read_config(resolve_model("embedded"))
+    if known not in SHAPES:
+        near = difflib.get_close_matches(known, NAMES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"no shape {name!r}{hint} (there are: {', '.join(NAMES)}; for a checkpoint, {other})")
+    return parse_config(SHAPES[known], where=f"shape {known}")
+
+
+def shape_as_dict(name: str, config: ModelConfig) -> dict[str, object]:
+    """A shape as a record holds it."""
+    return {
+        "name": name,
+        "architecture": config.architecture,
+        "num_parameters": config.num_parameters,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_model_len": config.max_model_len,
+        "tied_embeddings": config.tied_embeddings,
+    }

@@ -1,0 +1,164 @@
+"""Twins: Llama checkpoints of a real model's shape that compute a small model's function (`make_twin`)."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed.models.config import ModelConfig, read_config, read_json
+from sameseed.models.eagle_loader import open_head, target_ids
+from sameseed.models.loader import open_checkpoint, resolve_model
+from sameseed.models.save import SHARD, copy_files, new_folder, source_config, write_file
+from sameseed.models.stream import check_room, num_bytes, stream_weights
+from sameseed.models.weights import Progress
+from sameseed.ops import devices
+from sameseed.study.shapes import NAMES, get_shape
+from sameseed.study.twin.head import HeadLayout, HeadTwinSource, make_head_layout
+from sameseed.study.twin.layout import Layout, make_layout, raw_config
+from sameseed.study.twin.source import TwinSource
+
+SCHEMA = "sameseed.twin/1"
+RECORD = "twin.json"  # beside the weights: where the small model lies
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A written twin: its folder, its layout, and the bytes of its tensors."""
+
+    folder: Path
+    layout: Layout
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class HeadTwin:
+    """A written twin of a draft head."""
+
+    folder: Path
+    head: HeadLayout
+    num_bytes: int
+
+
+def find_shape(name: str) -> ModelConfig:
+    """A shape by its name, or else that of a folder with a config.json. Raises ConfigError, ModelLoadError."""
+    folder = Path(name)
+    return read_config(folder) if folder.is_dir() and name.lower() not in NAMES else get_shape(name, "its folder")
+
+
+def make_twin(
+    shape: ModelConfig,
+    of: str,
+    out: Path,
+    *,
+    name: str = "the shape",
+    seed: int = 0,
+    overwrite: bool = False,
+    device: str = "cpu",
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD,
+) -> Twin:
+    """Write a checkpoint of the dimensions of `shape` (called `name`) that computes what the model `of` computes.
+
+    The folder appears under `out` once it is whole; memory stays at some megabytes. `device` puts matrices together;
+    the file is the same from all. `progress(done, total)` counts values. Raises ConfigError where the device is not
+    here, or the model does not fit the shape, ModelSaveError where `out` is taken or the disk
+    too small (before anything is written), ModelLoadError for an unsound source.
+    """
+    devices.check(device)
+    folder = resolve_model(of)
+    config, raw = read_config(folder), source_config(folder)
+    layout = make_layout(config, shape, raw, name)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(config)
+        source = TwinSource(layout, checkpoint, seed, device)
+        size = num_bytes(layout.config, source)
+        check_room(out, size)
+        with new_folder(out, overwrite, folder) as partial:
+            copy_files(folder, partial)
+            stream_weights(partial, layout.config, source, progress, shard_bytes)
+            record = {"schema": SCHEMA, "of": of, "shape": name, "seed": seed, **layout.as_dict()}
+            dtype = str(source.dtype("model.embed_tokens.weight")).removeprefix("torch.")
+            texts = {
+                "config.json": _json(raw_config(layout, raw, dtype)),
+                RECORD: _json(record),
+                "README.md": _card(of, name, layout),
+            }
+            for file, text in texts.items():
+                write_file(partial / file, [text.encode()])
+    return Twin(Path(os.path.abspath(out)), layout, size)
+
+
+def make_head_twin(
+    shape: ModelConfig,
+    of: str,
+    target: str,
+    out: Path,
+    *,
+    name: str = "the shape",
+    num_tokens: int | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> HeadTwin:
+    """Write a draft head for the twin of `target` in `shape` that drafts what the head `of` drafts for `target`.
+
+    `num_tokens`: its draft vocabulary (None: 32000 where that can be). Raises as `make_twin` does.
+    """
+    devices.check(device)
+    folder, target_folder = resolve_model(of), resolve_model(target)
+    target_layout = make_layout(read_config(target_folder), shape, source_config(target_folder), name)
+    raw = read_json(folder / "config.json")
+    raw = raw.get("transformer_layer_config") or raw
+    with open_checkpoint(target_folder) as theirs, open_head(folder) as (config, own, shapes, at):
+        theirs.check(target_layout.small)
+        ids = target_ids(folder, config, own)
+        head = make_head_layout(config, ids, target_layout, raw, num_tokens, name)
+        source = HeadTwinSource(head, own, theirs, shapes, at, seed, device)
+        size = num_bytes(head.layout.config, source, source.shapes)
+        check_room(out, size)
+        with new_folder(out, overwrite, folder) as partial:
+            copy_files(folder, partial)
+            stream_weights(partial, head.layout.config, source, progress, shapes=source.shapes)
+            record = {"schema": SCHEMA, "of": of, "target": target, "shape": name, "seed": seed}
+            record |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
+            dtype = str(source.dtype("fc.weight")).removeprefix("torch.")
+            texts = {
+                "config.json": _json(head.raw_config(raw, dtype)),
+                RECORD: _json(record),
+                "README.md": _head_card(of, target, name),
+            }
+            for file, text in texts.items():
+                write_file(partial / file, [text.encode()])
+    return HeadTwin(Path(os.path.abspath(out)), head, size)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def _head_card(of: str, target: str, name: str) -> str:
+    return f"""# {of} for a target in the shape of {name}
+
+Written by `sameseed twin`. It drafts for the twin of {target} what {of} drafts for {target}, at the size and cost of
+an EAGLE-3 head of such a target; what is not the small head's is random or zero and without effect. It is for measuring
+speed, and of no use for any other target.
+
+Where the small head lies in it, `{RECORD}` says.
+"""
+
+
+def _card(of: str, name: str, layout: Layout) -> str:
+    small, big = layout.small, layout.config
+    return f"""# {of} in the shape of {name}
+
+Written by `sameseed twin`. This is no trained model of its size: it computes the function of {of}
+({small.num_parameters / 1e6:.1f} million parameters) with {big.num_parameters / 1e6:.0f} million, nearly all of them
+random or zero and without effect. It is for measuring speed: a real model's size and arithmetic with a small model's
+text. What it writes is worth what {of} writes, and says nothing about {name}.
+
+Where the small model lies in it, `{RECORD}` says.
+"""

@@ -1,0 +1,214 @@
+"""Where a small Llama lies in a big one, so that the big one computes the same function.
+
+Each rule below is exact: equal in real numbers, and where it can be, in floating point.
+
+* **Hidden.** Live dimensions come first, the others of the residual stream stay 0. The mean square is then n / C' of
+  what it was (n of C' dimensions live): eps shrinks by n / C', norm weights by sqrt(n / C').
+* **Rotary pairs.** Pair i of D / 2 turns by theta^(-2i / D): pair i D' / D of the bigger head does the same; where D'
+  is no multiple of D, pair i does under theta^(D' / D).
+* **Softmax scale.** D'^-0.5 instead of D^-0.5 asks for queries larger by r = sqrt(D' / D). A power of two goes into
+  the weights. What else there is of r would round every weight; instead the residual stream has a second copy, whose
+  norm weight is (r / power - 1) of the first's: the same weights on both copies add up to r.
+* **Vocabulary.** One more hidden dimension holds a constant c: c^2 takes the place of a part of eps, so that norms
+  still agree. The rows of padding tokens are negative there and 0 on what lives: their logits are far below 0.
+* **Heads, neurons, layers.** What is surplus is random and works, but its values (v) or its up projection are 0, whole
+  rows of zeros, which every number format keeps: exact zeros meet random output weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sameseed.errors import ConfigError
+from sameseed.models.config import ModelConfig, parse_config
+
+ALIGN = 128  # live dimensions begin at multiples of the largest group of a number format, to share scales with nobody
+SIGNAL = 32.0  # the constant after the last norm, times the root mean square of the (small) stream there
+PENALTY = 256.0  # what padding tokens have against it: logit -SIGNAL * PENALTY / root mean square
+MAX_THETA = 1e30  # beyond, float32 loses frequencies
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A small model's places in a big one of `config`. Tuples over the big model say what of the small one is there."""
+
+    small: ModelConfig
+    config: ModelConfig
+    copies: tuple[int, ...]  # hidden dimension that each copy of the stream begins at
+    constant: int | None  # hidden dimension of the constant
+    constant_value: float
+    norm_scale: float
+    query_scale: float  # a power of two
+    copy_share: float  # norm weight of the second copy before q, over the first's
+    layers: tuple[int, ...]  # [L] layer of the big model
+    heads: tuple[int | None, ...]  # [H'] head of the small model, None: surplus
+    kv_heads: tuple[int | None, ...]  # [Hk']
+    pairs: tuple[int, ...]  # [D] dimension of the big head for each of a small query or key
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a record of the twin says: where heads and other readers of its hidden states find the small one's."""
+        return {
+            "hidden_offsets": list(self.copies),
+            "hidden_size": self.small.hidden_size,
+            "layers": list(self.layers),
+            "heads": [i for i, h in enumerate(self.heads) if h is not None],
+            "kv_heads": [i for i, h in enumerate(self.kv_heads) if h is not None],
+            "rotary_dims": list(self.pairs),
+            "intermediate_size": self.small.intermediate_size,
+            "vocab_size": self.small.vocab_size,
+            "constant": None if self.constant is None else {"index": self.constant, "value": self.constant_value},
+            "norm_scale": self.norm_scale,
+            "query_scale": self.query_scale * (1 + self.copy_share),
+        }
+
+
+def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], name: str = "the shape") -> Layout:
+    """Place a model of `small` (whose config.json is `raw`) in the dimensions of `shape`, called `name`.
+
+    Raises ConfigError naming the dimension that is too small, or what a Llama of that shape cannot express.
+    """
+    _check_kind(small)
+    heads, kv_heads = _check_sizes(small, shape, name)
+    ratio = shape.head_dim / small.head_dim
+    query_scale = 2.0 ** math.floor(math.log2(ratio) / 2)
+    share = math.sqrt(ratio) / query_scale - 1
+    copies, constant = _place(small, shape, 2 if share else 1, name)
+    live = len(copies) * small.hidden_size
+    padded = shape.vocab_size > small.vocab_size
+    # The constant takes a part of eps, at most half of it: what is left still guards against division by 0.
+    value = 2.0 ** math.floor(math.log2(small.rms_eps * live / 2) / 2) if padded else 0.0
+    eps = (small.rms_eps * live - value**2) / shape.hidden_size
+    theta, pairs = _rotary(small, shape.head_dim)
+    return Layout(
+        small=small,
+        config=parse_config(_raw_config(small, shape, raw, eps, theta), where=f"twin of shape {name}"),
+        copies=copies,
+        constant=constant if padded else None,
+        constant_value=value,
+        norm_scale=math.sqrt(live / shape.hidden_size),
+        query_scale=query_scale,
+        copy_share=share,
+        layers=tuple(i * shape.num_layers // small.num_layers for i in range(small.num_layers)),
+        heads=heads,
+        kv_heads=kv_heads,
+        pairs=pairs,
+    )
+
+
+def raw_config(layout: Layout, raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """config.json of the twin; `raw` is the small model's, `dtype` the matrices' ("bfloat16")."""
+    c = layout.config
+    return {**_raw_config(layout.small, c, raw, c.rms_eps, c.rope.theta), "torch_dtype": dtype}
+
+
+def _raw_config(
+    small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], eps: float, theta: float
+) -> dict[str, Any]:
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling")
+    if scaling is not None and "rope_theta" in scaling:
+        scaling = {**scaling, "rope_theta": theta}
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **{name: raw[name] for name in kept if name in raw},
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied_embeddings,
+        "rms_norm_eps": eps,
+        "rope_theta": theta,
+        "rope_parameters" if raw.get("rope_parameters") else "rope_scaling": scaling,
+    }
+
+
+def _check_kind(small: ModelConfig) -> None:
+    for there, what in (
+        (small.qkv_bias or small.o_bias or small.mlp_bias, "biases"),
+        (small.qk_norm, "norms of queries and keys"),
+        (any(w is not None for w in small.windows), "a sliding window"),
+        (small.rope.kind == "factors", "rope factors that no config.json can name"),
+    ):
+        if there:
+            raise ConfigError(f"the source has {what}, which a twin (a plain Llama) has not; choose another source")
+
+
+def _check_sizes(
+    small: ModelConfig, shape: ModelConfig, name: str
+) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """Query and KV heads of the big model, as in Layout. Raises ConfigError for a dimension that is too small."""
+    group, big_group = small.num_heads // small.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    spread = -(-group // big_group)  # KV heads of the big model that carry one of the small model
+    for field, least, why in (
+        ("hidden_size", small.hidden_size, ""),
+        ("intermediate_size", small.intermediate_size, ""),
+        ("num_layers", small.num_layers, ""),
+        ("num_heads", small.num_heads, ""),
+        ("num_kv_heads", small.num_kv_heads * spread, f" ({spread} for each of its {small.num_kv_heads})"),
+        ("head_dim", small.head_dim, ""),
+        ("vocab_size", small.vocab_size, ""),
+    ):
+        if getattr(shape, field) < least:
+            raise ConfigError(
+                f"{name} has {field} {getattr(shape, field)}, and the source needs {least}{why if spread > 1 else ''}; "
+                "choose a larger shape or a smaller source"
+            )
+    if shape.tied_embeddings and not small.tied_embeddings:
+        raise ConfigError(
+            f"{name} ties its head to its embedding, and the source does not; choose a shape that does not"
+        )
+    kv_heads = [i // spread if i < small.num_kv_heads * spread else None for i in range(shape.num_kv_heads)]
+    heads: list[int | None] = []
+    for i, kv in enumerate(kv_heads):
+        first = i % spread * big_group  # among the query heads of the small KV head
+        within = [first + j for j in range(big_group)]
+        heads += [None if kv is None or j >= group else kv * group + j for j in within]
+    return tuple(heads), tuple(kv_heads)
+
+
+def _place(small: ModelConfig, shape: ModelConfig, count: int, name: str) -> tuple[tuple[int, ...], int]:
+    """First dimensions of the copies of the stream, and that of the constant: aligned, or packed where that is all."""
+    constants = int(shape.vocab_size > small.vocab_size)
+    for unit in (ALIGN, 1):
+        size = -(-small.hidden_size // unit) * unit
+        last = (count - 1) * size + small.hidden_size
+        if (count * size + 1 if constants else last) <= shape.hidden_size:
+            return tuple(i * size for i in range(count)), count * size
+    why = []
+    if count > 1:
+        why.append(f"head_dim {shape.head_dim} over {small.head_dim} is no power of 4 and takes the stream twice")
+    if constants:
+        why.append("a padded vocabulary takes one more")
+    raise ConfigError(
+        f"{name} has hidden_size {shape.hidden_size}, and the source needs {count * small.hidden_size + constants} "
+        f"({'; '.join(why)}); choose a wider shape"
+    )
+
+
+def _rotary(small: ModelConfig, head_dim: int) -> tuple[float, tuple[int, ...]]:
+    """rope_theta, and the big head's dimension for each of the small one's, whose halves (i, i + D / 2) are pairs."""
+    half, theta = small.head_dim // 2, small.rope.theta
+    if head_dim % small.head_dim == 0:
+        step = head_dim // small.head_dim
+    else:
+        step, theta = 1, theta ** (head_dim / small.head_dim)
+        if theta > MAX_THETA:
+            raise ConfigError(
+                f"head_dim {head_dim} cannot carry the source's frequencies: it would take rope_theta {theta:.0e}; "
+                f"choose a shape whose head_dim is a multiple of {small.head_dim}"
+            )
+    first = [i * step for i in range(half)]
+    return theta, tuple(first + [head_dim // 2 + i for i in first])

@@ -1,0 +1,166 @@
+"""What is measured: prompts from a file, and the settings to run them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed import registry
+from sameseed.config import SpecConfig, draft_text
+from sameseed.engine.levels import resolved_options, with_heads
+from sameseed.errors import ConfigError, RequestError
+from sameseed.request import MAX_SEED, SamplingParams
+from sameseed.tokenizer import Tokenizer
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+DEFAULT_PROMPTS = ASSETS / "prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, or the messages of a conversation, with where it belongs."""
+
+    id: str
+    domain: str
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+
+    def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Its token ids, messages by the chat template."""
+        return tuple(tokenizer.encode(self.text) if self.text is not None else tokenizer.chat(self.messages))
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Prompts of a .jsonl file ({"prompt"} or {"messages"}, optional "id", "domain") or a .txt file (one a line).
+
+    `limit` takes that many, spread over the file, so that every domain stays in. Raises ConfigError with the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read prompts from {path} ({why}); give a .jsonl or .txt file") from None
+    parse = _json_line if path.suffix == ".jsonl" else _text_line
+    prompts = [parse(line, f"{path}:{number}", number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompts; write one a line")
+    if limit is None or limit >= len(prompts):
+        return prompts
+    if limit < 1:
+        raise ConfigError(f"the number of prompts must be at least 1, got {limit}")
+    return [prompts[i * len(prompts) // limit] for i in range(limit)]
+
+
+def _text_line(line: str, where: str, number: int) -> Prompt:
+    return Prompt(str(number), "text", line)
+
+
+def _json_line(line: str, where: str, number: int) -> Prompt:
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is no JSON ({error}); one object a line") from None
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise ConfigError(f'{where}: give {{"prompt": text}} or {{"messages": [...]}}, one of them')
+    name, domain = str(row.get("id", number)), str(row.get("domain", ""))
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str) or not row["prompt"]:
+            raise ConfigError(f"{where}: the prompt must be non-empty text")
+        return Prompt(name, domain, row["prompt"])
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise ConfigError(f'{where}: messages must be a list of {{"role", "content"}} objects')
+    return Prompt(name, domain, None, tuple(messages))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Encoded prompts, how their tokens are chosen, how many run together, and where they came from."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"a batch size must be at least 1, got {self.batch_size}")
+        if self.params.seed is None:
+            raise RequestError("a measurement needs a seed: without one no two runs can be compared; give --seed")
+
+    def batches(self) -> Iterator[list[tuple[tuple[int, ...], SamplingParams]]]:
+        """Prompts with their parameters, `batch_size` at a time; each prompt has a seed of its own."""
+        seed = self.params.seed or 0
+        jobs = [(p, replace(self.params, seed=(seed + i) % (MAX_SEED + 1))) for i, p in enumerate(self.prompts)]
+        for start in range(0, len(jobs), self.batch_size):
+            yield jobs[start : start + self.batch_size]
+
+
+def without_past(spec: SpecConfig) -> SpecConfig:
+    """The same levels, those with an option `past` looking at no past requests where they do not say otherwise."""
+    below = tuple(without_past(b) for b in spec.below)
+    known: set[str] = set()
+    if spec.method in registry.names("drafters"):
+        known = {f.name for f in fields(registry.load("drafters", spec.method).DRAFTER.Options)}
+    options = {"past": "none", **spec.options} if "past" in known else spec.options
+    return replace(spec, options=options, below=below)
+
+
+@dataclass(frozen=True, eq=False)  # each is a key of its own
+class Arm:
+    """One way to decode: a label for people and the speculation behind it ("none" is plain decoding).
+
+    A drafter that learns from past requests gets none of them, unless its options ask for it: the arms write the same
+    texts one after the other, and each would find them in what the one before it, or an earlier repetition, left.
+    """
+
+    label: str
+    spec: SpecConfig
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", without_past(self.spec))
+
+    @property
+    def plain(self) -> bool:
+        return self.spec.method == "none"
+
+
+PLAIN = Arm("plain", SpecConfig())
+
+
+def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
+    """Plain decoding, then each way to guess at each draft length; a draft that is a head is named as one.
+
+    Raises ConfigError for a length out of range, ModelLoadError for a draft that is not there.
+    """
+    made = [PLAIN]
+    for spec in map(with_heads, specs):
+        if spec.method == "none":
+            continue
+        for k in ks:
+            label = f"{draft_text(spec)} k={k}" + (f" p>={spec.confidence:g}" if spec.confidence is not None else "")
+            label = f"{label} {spec.policy}" if spec.policy != "fixed" else label
+            label = f"{label} overlap {spec.overlap}" if spec.overlap else label
+            made.append(Arm(label, replace(spec, num_draft_tokens=k)))
+    return made
+
+
+def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
+    """A SpecConfig as plain data for a record, its options with their defaults.
+
+    Raises ConfigError or RegistryError for bad options.
+    """
+    return {
+        "draft": spec.method,
+        "draft_model": spec.model,
+        "draft_format": spec.format,
+        "num_draft_tokens": 0 if spec.method == "none" else spec.num_draft_tokens,
+        "confidence": spec.confidence,
+        "policy": spec.policy,
+        "draft_options": resolved_options(spec),
+        **({"overlap": spec.overlap} if spec.overlap else {}),
+        **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
+    }

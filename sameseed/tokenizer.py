@@ -1,0 +1,258 @@
+"""Text to tokens and back: encode, decode, incremental decode (no broken UTF-8 across chunks), chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as HFTokenizer
+
+from sameseed.errors import ModelLoadError, RequestError
+
+MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
+BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+LONGEST_CHARACTER = 4  # bytes of UTF-8, and a token that gives text has one of them at least
+LONGEST_WAIT = 12  # tokens that may wait for a character to be whole; more than that are bytes that never will be
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer.json with its special tokens and chat template."""
+
+    def __init__(
+        self, backend: HFTokenizer, chat_template: str | None = None, special: dict[str, str] | None = None
+    ) -> None:
+        self._backend = backend
+        self._template = chat_template
+        self._silent = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._compiled: Template | None = None
+        self.special = special or {}
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json and, if present, tokenizer_config.json, chat_template.jinja. Raises ModelLoadError."""
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            if (folder / "tokenizer.model").exists():
+                raise ModelLoadError(
+                    f"{folder} has a sentencepiece file only; convert it once: "
+                    "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` with transformers writes it"
+                )
+            raise ModelLoadError(f"{path} is missing; the model's tokenizer.json belongs beside its weights")
+        try:
+            backend = HFTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelLoadError(f"{path} is no tokenizer that the tokenizers library can read ({error})") from None
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_object(folder / "tokenizer_config.json")
+        template = config.get("chat_template")
+        jinja = folder / "chat_template.jinja"
+        if jinja.exists():
+            try:
+                template = jinja.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ModelLoadError(f"{jinja} is no UTF-8 text ({error}); download it again") from None
+        elif isinstance(template, list):  # several templates by name
+            template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+        special = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v)}
+        return cls(backend, template if isinstance(template, str) else None, special)
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, str]) -> Tokenizer:
+        """The inverse of `as_files`."""
+        config = json.loads(files["tokenizer_config.json"])
+        backend = HFTokenizer.from_str(files["tokenizer.json"])
+        backend.no_truncation()
+        backend.no_padding()
+        special = {k: v for k, v in config.items() if k.endswith("_token")}
+        return cls(backend, config.get("chat_template"), special)
+
+    def as_files(self) -> dict[str, str]:
+        """What `from_folder` reads, by file name: for a tokenizer that came from elsewhere."""
+        config = {**self.special, "tokenizer_class": "PreTrainedTokenizerFast"}
+        if self._template is not None:
+            config["chat_template"] = self._template
+        return {"tokenizer.json": self._backend.to_str(), "tokenizer_config.json": json.dumps(config, indent=2)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises RequestError for text that is no Unicode (lone surrogates)."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text is no valid UTF-8 ({error.reason} at {error.start}); convert it first"
+            ) from None
+        # The batched form lets other threads run meanwhile, and computes no character offsets.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, None beyond the vocabulary."""
+        piece: str | None = self._backend.id_to_token(token_id)
+        return piece
+
+    def is_silent(self, token_id: int) -> bool:
+        """Does the token give no text when special ones are skipped?"""
+        return token_id in self._silent or self.token(token_id) is None
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every real token's spelling and id."""
+        entries: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return entries
+
+    def chat(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Seq[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation ({"role", "content"} each) by the model's chat template, rendered in a sandbox.
+
+        Raises RequestError if there is no template or it refuses the messages.
+        """
+        return self.encode(self.render_chat(messages, add_generation_prompt, tools), add_special_tokens=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can render conversations."""
+        return self._template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template itself."""
+        return self._template
+
+    def render_chat(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Seq[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The conversation as the template writes it; `tools` as OpenAI's API has them."""
+        if self._template is None:
+            raise RequestError("this model has no chat template; use a plain prompt instead of messages")
+        if not messages:
+            raise RequestError("the conversation is empty; give at least one message")
+        for m in messages:
+            if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
+                raise RequestError(f"a message needs 'role' and 'content', both text, got {m!r}")
+        values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self.special}
+        most = MAX_ADDED + sum(len(m["content"]) for m in messages)
+        try:
+            if self._compiled is None:
+                self._compiled = _environment().from_string(self._template)
+            offered = list(tools) if tools else None
+            return _bounded(self._compiled.generate(tools=offered, documents=None, **values), most)
+        except RequestError:
+            raise
+        except TemplateError as error:
+            raise RequestError(f"the chat template refuses these messages: {error}") from None
+        except Exception as error:  # whatever the template's own code runs into
+            raise RequestError(
+                f"the chat template fails on these messages ({type(error).__name__}: {error}); use a plain prompt"
+            ) from None
+
+    def stream(self) -> IncrementalDecoder:
+        """A decoder for one output."""
+        return IncrementalDecoder(self)
+
+
+class IncrementalDecoder:
+    """Decodes token after token; a character is given out once it is whole. The pieces join to the whole text.
+
+    The last piece's tokens stay as context, since some decoders strip a space at the start of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # tokens of the last piece given out
+        self._waiting: list[int] = []  # tokens not given out yet
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes (may be empty). Takes the same time however many came before."""
+        if self._tokenizer.is_silent(token_id):
+            return ""
+        self._waiting.append(token_id)
+        new = self._pending_text()
+        if new and not new.endswith(BROKEN):
+            self._context, self._waiting = self._waiting, []
+            return new
+        return self._settled(new) if len(self._waiting) > LONGEST_WAIT else ""
+
+    def _settled(self, new: str) -> str:
+        """The part of `new`, bytes that are no text, which no later token can change."""
+        last = len(self._waiting) - LONGEST_CHARACTER
+        known = self._tokenizer.decode(self._context)
+        # Not within a character: one of so many boundaries in a row lies between two.
+        for cut in range(last, last - LONGEST_CHARACTER, -1):
+            head = self._tokenizer.decode(self._context + self._waiting[:cut])[len(known) :]
+            if new.startswith(head):
+                self._context, self._waiting = self._waiting[:cut], self._waiting[cut:]
+                return head
+        return ""
+
+    def flush(self) -> str:
+        """What is left at the end: an incomplete character as the replacement character."""
+        new = self._pending_text() if self._waiting else ""
+        self._context, self._waiting = [], []
+        return new
+
+    def _pending_text(self) -> str:
+        known = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._waiting)[len(known) :]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As transformers sets it up, but for the date (strftime_now): the same messages give the same tokens every day."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _bounded(parts: Iterable[str], most: int) -> str:
+    """The parts joined, unless they are longer than anything that a template should write."""
+    kept, size = [], 0
+    for part in parts:
+        size += len(part)
+        if size > most:
+            raise RequestError(f"the chat template writes more than {most} characters; use a plain prompt")
+        kept.append(part)
+    return "".join(kept)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Jinja's own filter writes < > & ' as HTML needs them, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
+    return value if isinstance(value, dict) else {}

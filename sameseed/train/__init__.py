@@ -1,0 +1,57 @@
+"""`sameseed train`: a recipe makes a tokenizer, a target and a draft distilled from it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError
+
+__all__ = ["TrainResult", "run"]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where the pair lies, and what it was measured by (also in `out/results.json`)."""
+
+    target: Path
+    draft: Path
+    loss_plot: Path
+    results: dict[str, Any]
+
+
+def run(
+    config: Path, *, data: Path, out: Path, device: str = "cpu", resume: bool = False, quiet: bool = False
+) -> TrainResult:
+    """Train the pair of a recipe into `out/target` and `out/draft`; `device`: where models are.
+
+    With `resume`, finished stages are skipped and the unfinished one goes on from its last checkpoint. Raises
+    ConfigError on a bad recipe, a device that is not here, a missing or damaged data folder, or an `out` that holds a
+    run without `resume`.
+    """
+    from sameseed.ops import devices
+    from sameseed.train.recipe import load_recipe
+
+    devices.check(device)
+    recipe = load_recipe(config)
+    if not data.is_dir():
+        raise ConfigError(f"no data folder at {data}; give the folder that holds {recipe.valid_file} with --data")
+    if out.exists() and any(out.iterdir()) and not resume:
+        raise ConfigError(f"{out} is not empty; add --resume to go on, or choose another folder with --out")
+    import torch
+
+    from sameseed.train.pipeline import run_stages
+
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(config, out / "recipe.toml")
+    threads = torch.get_num_threads()
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(recipe.threads or threads)
+    try:
+        results = run_stages(recipe, data, out, device, quiet=quiet)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+    return TrainResult(out / "target", out / "draft", out / "loss.png", results)

@@ -1,0 +1,84 @@
+"""Checkpoints: one safetensors file that holds weights, optimizer state and progress, replaced atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from sameseed.errors import ConfigError
+from sameseed.train.model import LlamaForTraining
+from sameseed.train.optim import MuonAdamW
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, progress: dict[str, Any]) -> None:
+    """Write tensors and a JSON object to one file; a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file(tensors, str(partial), metadata={"format": "pt", "progress": json.dumps(progress)})
+    os.replace(partial, path)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The inverse of `save_tensors`. Raises ConfigError on a damaged file."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            progress = json.loads((file.metadata() or {}).get("progress", "{}"))
+            names = list(file.keys())
+            return {name: file.get_tensor(name) for name in names}, progress
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); delete it and run again") from None
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW, progress: dict[str, Any]) -> None:
+    """Everything that decides the next step: float32 weights, optimizer state, and the step count in `progress`."""
+    tensors = {f"model.{n}": p.detach().cpu() for n, p in model.named_parameters()}
+    tensors |= {f"optim.{n}": t.cpu() for n, t in optimizer.state().items()}
+    save_tensors(tensors, path, {**progress, "optim_steps": optimizer.num_steps})
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW | None) -> dict[str, Any]:
+    """Take a checkpoint's weights (and, where an optimizer is given, its state); returns the progress."""
+    tensors, progress = read_tensors(path)
+    named = dict(model.named_parameters())
+    if {n.removeprefix("model.") for n in tensors if n.startswith("model.")} != set(named) or any(
+        tensors[f"model.{n}"].shape != p.shape for n, p in named.items()
+    ):
+        raise ConfigError(f"{path} was written for another model shape; delete it or restore the recipe")
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(tensors[f"model.{name}"])
+    if optimizer is not None:
+        optimizer.load({n.removeprefix("optim."): t for n, t in tensors.items()}, progress["optim_steps"])
+    return progress
+
+
+def export_model(
+    model: LlamaForTraining, folder: Path, ids: Mapping[str, int | None], ends: Seq[int] | None = None
+) -> None:
+    """Write the model in Hugging Face layout, weights in bfloat16; ids holds `begin_id`, `end_id`, `pad_id`.
+
+    `ends`: all tokens that end a text, where there are more than `end_id`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {n: p.detach().to(torch.bfloat16).contiguous().cpu() for n, p in model.named_parameters()}
+    partial = folder / "model.partial"
+    save_file(weights, str(partial), metadata={"format": "pt"})
+    partial.chmod(0o644)  # written as private, but made to be shared
+    os.replace(partial, folder / "model.safetensors")
+    config = model.shape.hf_config(begin_id=ids["begin_id"], end_id=ids["end_id"], pad_id=ids["pad_id"])
+    generation = {
+        "bos_token_id": ids["begin_id"],
+        "eos_token_id": [ids["end_id"]] if ends is None else list(ends),
+        "pad_token_id": ids["pad_id"],
+        "do_sample": False,
+    }
+    for name, table in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

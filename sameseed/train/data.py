@@ -1,0 +1,232 @@
+"""From a data folder to documents to token rows.
+
+A row of `row_tokens + 1` tokens holds whole documents where they fit; each document opens with the begin token, so that
+every row starts where a prompt would. Attention is not cut between documents of a row.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.train.recipe import Recipe, SourceSettings
+from sameseed.train.tokenizer import ASSISTANT, BEGIN, END, USER, token_id
+
+# Parts of the standard library that are tests, tables or vendored wheels rather than code.
+STDLIB_SKIP = re.compile(
+    r"(^|/)(site-packages|dist-packages|tests?|idle_test|encodings|pydoc_data|ensurepip|lib2to3|turtledemo)/"
+)
+HELD_OUT_PER_MILLE = 20  # of the standard library's files, chosen by a hash of the path
+POOL = 256  # pieces among which the packer looks for one that fits
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text: either plain (`turns` empty) or a conversation of (role, content) turns."""
+
+    domain: str
+    source: str
+    text: str
+    turns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode())
+
+
+def read_rows(path: Path) -> Iterator[dict[str, object]]:
+    """Rows of a .jsonl.gz file. Raises ConfigError that names the line."""
+    if not path.is_file():
+        raise ConfigError(f"no data file {path}; give the folder that holds the corpus with --data")
+    try:
+        with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
+            yield from (parse_row(line, f"{path.name} line {number}") for number, line in enumerate(lines, 1))
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name} is damaged ({error}); fetch the data folder again") from None
+
+
+def parse_row(line: str, where: str) -> dict[str, object]:
+    """One line's object. Raises ConfigError unless it has the strings `text` and `source`."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        row = None
+    if isinstance(row, dict) and isinstance(row.get("text"), str) and isinstance(row.get("source"), str):
+        return row
+    raise ConfigError(f"{where}: expected an object with the strings 'text' and 'source'")
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a source's name is among the patterns."""
+    return any(name.startswith(p[:-1]) if p.endswith("*") else name == p for p in patterns)
+
+
+def split_turns(text: str) -> tuple[tuple[str, str], ...]:
+    """Turns of `User: ...` / `Assistant: ...` text; a marker counts at the start of a line only."""
+    parts = re.split(r"^(User|Assistant): ", text, flags=re.MULTILINE)
+    if parts[0].strip() or len(parts) < 5:
+        return ()
+    return tuple((role.lower(), content.strip()) for role, content in zip(parts[1::2], parts[2::2], strict=True))
+
+
+def question_and_answer(row: dict[str, object]) -> tuple[tuple[str, str], ...]:
+    """The two turns of an instruction row, cut at `answer_start` where it is given."""
+    text, start = str(row["text"]), row.get("answer_start")
+    if not isinstance(start, int):
+        found = text.find("\n\nAssistant: ")
+        start = found + len("\n\nAssistant: ") if found >= 0 else 0
+    question = text[:start].removeprefix("User: ").removesuffix("Assistant: ").strip()
+    answer = text[start:].strip()
+    return (("user", question), ("assistant", answer)) if question and answer else ()
+
+
+def mostly_ascii(text: str) -> bool:
+    """Whether at most 2 % of the characters lie outside ASCII: a cheap test for English."""
+    return sum(c > "\x7f" for c in text) <= 0.02 * len(text)
+
+
+def stdlib_files() -> Iterator[tuple[str, Path]]:
+    """(relative path, path) of the running interpreter's library modules, without tests and data."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if not STDLIB_SKIP.search(name) and 400 < path.stat().st_size < 200_000:
+            yield name, path
+
+
+def stdlib_documents(domain: str, held_out: bool) -> Iterator[Document]:
+    """The library's files as documents: either those trained on or those held out."""
+    for name, path in stdlib_files():
+        if (zlib.crc32(name.encode()) % 1000 < HELD_OUT_PER_MILLE) == held_out:
+            yield Document(domain, f"python-stdlib/{name}", path.read_text(encoding="utf-8", errors="replace"))
+
+
+def to_document(row: dict[str, object], source: SourceSettings) -> Document | None:
+    """A row as a document of its source's kind, or None where it is unfit."""
+    text = str(row["text"])
+    if source.ascii_only and not mostly_ascii(text):
+        return None
+    turns: tuple[tuple[str, str], ...] = ()
+    if source.kind != "text":
+        turns = question_and_answer(row) if source.kind == "chat" else split_turns(text)
+        if not turns:
+            return None
+    return Document(source.domain, str(row["source"]), text, turns)
+
+
+def source_documents(source: SourceSettings, data: Path, seed: int) -> list[Document]:
+    """All documents of one source, shuffled, cut to `max_mb`."""
+    if source.kind == "stdlib":
+        documents = list(stdlib_documents(source.domain, held_out=False))
+    else:
+        rows = (r for r in read_rows(data / source.file) if matches(str(r["source"]), source.names))
+        documents = [d for d in (to_document(r, source) for r in rows) if d is not None]
+    if not documents:
+        raise ConfigError(f"source {source.domain!r}: no row of {source.file} is named {', '.join(source.names)}")
+    random.Random(f"{seed}/{source.domain}/{source.names}").shuffle(documents)
+    kept: list[Document] = []
+    size = 0.0
+    for document in documents:
+        size += document.num_bytes / 1e6
+        if kept and size > source.max_mb:
+            break
+        kept.append(document)
+    return kept
+
+
+def held_out_documents(recipe: Recipe, data: Path) -> list[Document]:
+    """What no stage trains on: the rows of the valid file whose source the recipe uses, and held-out library files."""
+    documents: list[Document] = []
+    rows = list(read_rows(data / recipe.valid_file))
+    for source in recipe.source:
+        if source.kind == "stdlib":
+            documents += stdlib_documents(source.domain, held_out=True)
+            continue
+        for row in rows:
+            if matches(str(row["source"]), source.names):
+                document = to_document(row, source)
+                documents += [document] if document else []
+    return documents
+
+
+def encode(tokenizer: Tokenizer, document: Document) -> list[int]:
+    """Token ids: begin, then plain text or role-marked turns, each turn (and the text) closed by the end token."""
+    begin, end = token_id(tokenizer, BEGIN), token_id(tokenizer, END)
+    if not document.turns:
+        return [begin, *tokenizer.encode(document.text, add_special_tokens=False).ids, end]
+    ids = [begin]
+    for role, content in document.turns:
+        ids.append(token_id(tokenizer, USER if role == "user" else ASSISTANT))
+        ids += [*tokenizer.encode(content, add_special_tokens=False).ids, end]
+    return ids
+
+
+def pieces(ids: list[int], length: int) -> Iterator[list[int]]:
+    """Cut a long document; each later piece opens with the begin token again."""
+    yield ids[:length]
+    for start in range(length, len(ids) - 32, length - 1):
+        yield [ids[0], *ids[start : start + length - 1]]
+
+
+def pack(documents: list[list[int]], length: int, pad: int) -> Tensor:
+    """Rows int32 `[num_rows, length]`: whole pieces while one of the pool fits, the rest is padding."""
+    queue = (piece for ids in documents for piece in pieces(ids, length))
+    pool = [piece for _, piece in zip(range(POOL), queue, strict=False)]
+    rows: list[list[int]] = []
+    row: list[int] = []
+    while pool:
+        room = length - len(row)
+        fit = min(range(len(pool)), key=lambda i: (len(pool[i]) > room, i if not row else room - len(pool[i])))
+        if len(pool[fit]) > room:
+            rows.append(row + [pad] * room)
+            row = []
+            continue
+        row += pool.pop(fit)
+        pool += [piece for _, piece in zip(range(1), queue, strict=False)]
+    if row:
+        rows.append(row + [pad] * (length - len(row)))
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def training_order(recipe: Recipe, data: Path) -> list[Document]:
+    """Every document as often as its source's `epochs` says, in one seeded order."""
+    rng = random.Random(recipe.seed)
+    documents: list[Document] = []
+    for source in recipe.source:
+        own = source_documents(source, data, recipe.seed)
+        whole = int(source.epochs)
+        documents += own * whole + own[: round((source.epochs - whole) * len(own))]
+    rng.shuffle(documents)
+    return documents
+
+
+def batch_rows(rows: Tensor, step: int, count: int, seed: int) -> Tensor:
+    """The `count` rows of a step: the stored order on the first pass, another permutation on each later one."""
+    index = [(step * count + i) for i in range(count)]
+    number = rows.shape[0]
+    chosen = []
+    for i in index:
+        epoch, place = divmod(i, number)
+        if epoch:
+            order = torch.randperm(number, generator=torch.Generator().manual_seed(seed + epoch))
+            place = int(order[place])
+        chosen.append(place)
+    return rows[chosen].long()  # [count, length]
+
+
+def inputs_and_targets(batch: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    """Shifted views of rows `[B, S+1]`; padding becomes a target of -1, which no loss counts."""
+    targets = batch[:, 1:]
+    return batch[:, :-1].contiguous(), targets.masked_fill(targets == pad, -1).contiguous()

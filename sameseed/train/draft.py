@@ -1,0 +1,185 @@
+"""`sameseed train draft`: a small Llama learns a target's distribution on the texts that the target writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.models.config import ModelConfig
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_tokenizer
+from sameseed.train.checkpoint import export_model
+from sameseed.train.head_job import dense, teacher
+from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
+from sameseed.train.model import LlamaForTraining, ModelShape
+from sameseed.train.own import Machine, OwnRecipe, Sources, check_run, open_target, read_seeds, texts_stage
+from sameseed.train.own_card import write_draft_card
+from sameseed.train.recipe import TrainSettings
+from sameseed.train.resume import settle_texts, write_record
+from sameseed.train.states import Text, Texts
+from sameseed.train.trainer import Job, Log, checkpoint_path, train
+
+NAME = "draft"  # of the job, and so of its checkpoint
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """Sizes of the draft, in the words of a Hugging Face config.json; 0: a half, or a third, of the target's."""
+
+    num_layers: int = 2
+    hidden_size: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+
+
+@dataclass(frozen=True)
+class DraftRecipe(OwnRecipe):
+    """Everything that decides a draft's weights, but for the data and the machine's arithmetic."""
+
+    name: str = "draft"
+    size: DraftSize = field(default_factory=DraftSize)
+    argmax_weight: float = 0.5
+    train: TrainSettings = field(default_factory=lambda: TrainSettings(600, rows=12, warmup=30, decay=0.5))
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """Where the draft lies, and what is known of it (also in `out/results.json`)."""
+
+    draft: Path
+    results: dict[str, Any]
+
+
+def draft_shape(recipe: DraftRecipe, target: ModelConfig) -> ModelShape:
+    """The draft's sizes for a target. Raises ConfigError for sizes that make no model."""
+    size = recipe.size
+    dim = size.head_dim or target.head_dim
+    hidden = size.hidden_size or target.hidden_size // 2
+    kv_heads = size.num_kv_heads or max(1, target.num_kv_heads // 2)
+    heads = size.num_heads or kv_heads * (target.num_heads // target.num_kv_heads)
+    if min(size.num_layers, hidden, dim, kv_heads, heads) < 1 or dim % 2 or heads % kv_heads:
+        raise ConfigError(
+            f"a draft of {size.num_layers} layers, {heads} heads and {kv_heads} KV heads of {dim} is no model: sizes "
+            "must be at least 1, head_dim even, num_heads a multiple of num_kv_heads"
+        )
+    return ModelShape(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        num_layers=size.num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        intermediate_size=size.intermediate_size or 8 * hidden // 3,
+        max_positions=target.max_model_len,
+    )
+
+
+def run_draft(
+    recipe: DraftRecipe,
+    sources: Sources,
+    out: Path,
+    machine: Machine | None = None,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+) -> DraftResult:
+    """Train a draft for `recipe.target` into `out/draft`, a Hugging Face folder with the target's tokenizer.
+
+    With `resume`, texts that are written stay and training goes on from its last checkpoint; of the recipe only what
+    `resume.EDITABLE` names may be another then. Raises ConfigError or ModelLoadError with the remedy.
+    """
+    machine = machine or Machine()
+    if sources.measure is not None:
+        raise ConfigError("a draft is not measured in training; leave --measure out, and use sameseed bench --prompts")
+    folder, config, seeds = check_run(recipe, sources, out, resume)
+    shape = draft_shape(recipe, config)
+    lots, begun = settle_texts(
+        recipe, (), checkpoint_path(out, NAME), seeds, lambda n: read_seeds(recipe, sources, folder, n)
+    )
+    target = open_target(recipe, folder, machine)
+    write_record(begun, checkpoint_path(out, NAME))
+    log = Log(out / "log.jsonl")
+    texts = texts_stage(recipe, target, (), lots, out, log, quiet=quiet)
+    draft = LlamaForTraining(shape, recipe.seed)
+    with torch.no_grad():
+        components(draft.model.embed_tokens.weight, dense(target.ops, target.weights.lm_head).cpu())
+    draft.to(machine.device)
+    progress = train(draft_job(draft, target, texts, recipe, out), log, quiet=quiet)
+    end = config.eos_token_ids
+    export_model(draft, out / "draft", {"begin_id": None, "end_id": end[0] if end else None, "pad_id": None}, end)
+    for name, content in load_tokenizer(folder).as_files().items():
+        (out / "draft" / name).write_text(content, encoding="utf-8")
+    results: dict[str, Any] = {
+        "recipe": dataclasses.asdict(recipe),
+        "parameters": draft.num_parameters(),
+        "texts": len(texts),
+        "text_tokens": texts.num_tokens,
+        "training": progress,
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_draft_card(recipe, shape, results, out / "draft")
+    return DraftResult(out / "draft", results)
+
+
+def components(embedding: Tensor, weight: Tensor) -> None:
+    """Set the first columns of embedding [V, C] to the principal components of weight [V, K]."""
+    width = min(embedding.shape[1], weight.shape[1])
+    _, basis = torch.linalg.eigh((weight.T @ weight).double())  # their shares rise
+    embedding[:, :width] = weight @ basis.flip(1)[:, :width].to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """ids int64 [B, T]; counts bool [B, T]: where the next token is learned; last [R, C]: the target's states there."""
+
+    ids: Tensor
+    counts: Tensor
+    last: Tensor
+
+
+def draft_batch(texts: list[Text], width: int, longest: int, device: str) -> DraftBatch:
+    """Padded texts; the place of the last given token is the first that counts."""
+    lengths = [min(len(t.states), longest) for t in texts]
+    ids = torch.zeros(len(texts), max(lengths), dtype=torch.long)
+    counts = torch.zeros_like(ids, dtype=torch.bool)
+    last = []
+    for b, (text, n) in enumerate(zip(texts, lengths, strict=True)):
+        first = min(n, max(0, text.num_given - 1))
+        ids[b, :n] = text.ids[:n].long()
+        counts[b, first:n] = True
+        last.append(text.states[first:n, -width:].float())
+    return DraftBatch(ids.to(device), counts.to(device), torch.cat(last).to(device))
+
+
+def draft_job(draft: LlamaForTraining, target: Llama, texts: Texts, recipe: DraftRecipe, folder: Path) -> Job:
+    """The draft's training on stored texts: KL(target || draft) + argmax_weight * CE on the target's likeliest."""
+    settings, device, width = recipe.train, str(target.device), target.config.hidden_size
+
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> list[list[int]]:
+        return texts.length_order(recipe.seed + epoch, settings.rows)
+
+    def batch(step: int) -> DraftBatch:
+        epoch, place = divmod(step, len(order(0)))
+        return draft_batch([texts[i] for i in order(epoch)[place]], width, settings.row_tokens, device)
+
+    def loss(b: DraftBatch) -> Tensor:
+        targets, entropy = soft_targets(teacher(target, b.last, None), recipe.argmax_weight)
+        shares = torch.full_like(entropy, 1.0 / max(1, len(entropy)))
+        hidden = draft.hidden(b.ids)[b.counts]  # [R, C]
+        cross = fused_soft_cross_entropy(hidden, draft.model.embed_tokens.weight, targets, shares)
+        return cross - (shares * entropy).sum()
+
+    count: Callable[[DraftBatch], int] = lambda b: int(b.counts.sum())  # noqa: E731
+    return Job(NAME, draft, settings, batch, loss, folder, count)

@@ -1,0 +1,167 @@
+"""The trainable EAGLE-3 head, unrolled on its own features as it drafts (training-time test: Li et al., 2025).
+
+Row t of a text pairs the target's hidden states at position t with token t + 1 and guesses token t + 2. At unrolled
+step s the row's feature is the head's own, of row t - 1 at step s - 1; it attends to rows up to t - s as step 0 made
+them, which is what drafting finds in its cache, and to its own path. Parameter names are the published checkpoint's.
+
+Letters as in `models.eagle`; B texts of a batch, N rows of a text, A rows that are run, S steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sameseed.models.config import RopeConfig
+from sameseed.models.layers import rope_table
+from sameseed.train.model import Mlp, RMSNorm, rotate
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of a head. `num_captures`: hidden states of the target side by side, each `target_hidden` wide."""
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden: int
+    num_captures: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_eps: float
+    rope: RopeConfig
+    max_positions: int
+
+
+class HeadAttention(nn.Module):
+    """Projections of the attention; q, k and v read [norm(embedding); norm(feature)]."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(2 * shape.hidden_size, heads, bias=False)
+        self.k_proj = nn.Linear(2 * shape.hidden_size, kv_heads, bias=False)
+        self.v_proj = nn.Linear(2 * shape.hidden_size, kv_heads, bias=False)
+        self.o_proj = nn.Linear(heads, shape.hidden_size, bias=False)
+
+
+class HeadLayer(nn.Module):
+    """The decoder layer of a head."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
+        self.self_attn = HeadAttention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
+        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a batch of texts are run. Every row gives keys and values; only some are queries.
+
+    `num_rows` int64 [B]; `index` int64 [A]: places in the flattened [B, N] of rows that guess, or lead to one that
+    does, in order; `counts` bool [A]: those whose guess is learned from.
+    """
+
+    num_rows: Tensor
+    index: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, num_rows: Tensor, first: Tensor, num_steps: int, width: int) -> Rows:
+        """Rows that guess are `first`[b] to num_rows[b] - 1; the `num_steps` - 1 before them lead to these."""
+        place = torch.arange(width)[None, :]  # [1, N]
+        inside = place < num_rows[:, None]
+        runs = inside & (place >= first[:, None] - num_steps + 1)
+        index = runs.flatten().nonzero().flatten()
+        return cls(num_rows, index, (inside & (place >= first[:, None])).flatten()[index])
+
+
+class HeadForTraining(nn.Module):
+    """An EAGLE-3 head. Embedding, and with a whole vocabulary the LM head, are the target's and stay as they are."""
+
+    def __init__(self, shape: HeadShape, seed: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(shape.num_captures * shape.target_hidden, shape.hidden_size, bias=False)
+        self.midlayer = HeadLayer(shape)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_eps)
+        if shape.draft_vocab_size < shape.vocab_size:
+            self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        rope = rope_table(shape.rope, shape.head_dim, shape.max_positions)  # [P, D]
+        self.register_buffer("rope", rope, persistent=False)
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        """Draw the first weights: normal with 0.02."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.parameters():
+                if weight.ndim == 2:
+                    weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+
+    def forward(self, embedding: Tensor, states: Tensor, rows: Rows, num_steps: int) -> list[Tensor]:
+        """embedding [B, N, C] of each row's token, states [B, N, F] -> per step, normed outputs [A, C].
+
+        At step s only rows t >= s mean something: their path begins at row t - s.
+        """
+        layer = self.midlayer
+        features = self.fc(states)  # [B, N, C]
+        entering = layer.input_layernorm(embedding)
+        keys, values, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
+        for step in range(num_steps):
+            x = torch.cat((entering, layer.hidden_norm(features)), dim=-1)  # [B, N, 2 C]
+            q, k, v = self._project(x)
+            keys.append(k)
+            values.append(v)
+            attended = self._attend(q, keys, values, rows)  # [A, H D]
+            h = features.flatten(0, 1)[rows.index] + layer.self_attn.o_proj(attended)
+            h = h + layer.mlp(layer.post_attention_layernorm(h))
+            outputs.append(self.norm(h))
+            if step + 1 < num_steps:
+                own = torch.zeros_like(features).flatten(0, 1).index_copy(0, rows.index, h)
+                features = _later(own.view_as(features), 1, dim=1)
+        return outputs
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, N, D], k and v [B, Hk, N, D] of x [B, N, 2 C]."""
+        b, n, _ = x.shape
+        a, d = self.midlayer.self_attn, self.shape.head_dim
+        cos, sin = self.rope[:n].chunk(2, dim=-1)  # type: ignore[index]  # [N, D/2]
+        q, k, v = (p(x).view(b, n, -1, d).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], rows: Rows) -> Tensor:
+        """Attention [A, H D]: of step 0, rows up to t - s; of the path, for r = 1..s, row t - s + r of step r."""
+        b, heads, n, d = q.shape
+        step, group = len(keys) - 1, heads // self.shape.num_kv_heads
+        q = q.view(b, -1, group, n, d)  # [B, Hk, G, N, D]
+        scores = q.flatten(2, 3) @ keys[0].transpose(-1, -2)  # [B, Hk, G N, N]
+        hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1 - step)  # key j > t - s
+        scores = scores.view(b, -1, group, n, n).masked_fill(hidden, float("-inf"))
+        path = [_later(k, step - r, dim=2).unsqueeze(2) for r, k in enumerate(keys) if r]  # [B, Hk, 1, N, D]
+        own = [(q * k).sum(-1, keepdim=True) for k in path]  # [B, Hk, G, N, 1]
+        weights = torch.softmax(torch.cat([scores, *own], dim=-1) * d**-0.5, dim=-1)
+        out = (weights[..., :n].flatten(2, 3) @ values[0]).view_as(q)
+        for r in range(1, step + 1):
+            out = out + weights[..., n + r - 1 : n + r] * _later(values[r], step - r, dim=2).unsqueeze(2)
+        return out.reshape(b, heads, n, d).transpose(1, 2).reshape(b * n, heads * d)[rows.index]
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+def _later(x: Tensor, count: int, dim: int) -> Tensor:
+    """Entry t becomes entry t - count along `dim`, zeros before."""
+    if not count:
+        return x
+    size = x.shape[dim]
+    count = min(count, size)
+    zeros = torch.zeros_like(x.narrow(dim, 0, count))
+    return torch.cat((zeros, x.narrow(dim, 0, size - count)), dim=dim)

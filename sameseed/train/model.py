@@ -1,0 +1,223 @@
+"""The trainable Llama: a plain `nn.Module` whose parameter names are those of a Hugging Face checkpoint.
+
+Letters: B rows of a batch, S tokens of a row, C hidden, H/Hk heads / KV heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sameseed.train.losses import fused_cross_entropy
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The size of a Llama model, in the words of its Hugging Face config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    max_positions: int = 2048
+
+    def hf_config(
+        self, *, begin_id: int | None, end_id: int | None, pad_id: int | None, dtype: str = "bfloat16"
+    ) -> dict[str, Any]:
+        """The config.json of this model, as `transformers` and sameseed read it."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": begin_id,
+            "eos_token_id": end_id,
+            "pad_token_id": pad_id,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.max_positions,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "num_attention_heads": self.num_heads,
+            "num_hidden_layers": self.num_layers,
+            "num_key_value_heads": self.num_kv_heads,
+            "rms_norm_eps": self.rms_eps,
+            "rope_scaling": None,
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": True,
+            "torch_dtype": dtype,
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
+        }
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions `[S]`, each `[S, D/2]` (Su et al., 2021)."""
+    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)  # [D/2]
+    angles = positions.float()[:, None] * inverse  # [S, D/2]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split rotation of x `[..., D]` by cos, sin that broadcast to `[..., D/2]`, as Hugging Face stores Llama."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+@dataclass
+class KVState:
+    """Keys and values of what a batch of rows has read so far, for fast generation while training."""
+
+    k: list[Tensor]  # per layer [B, Hk, S, D]
+    v: list[Tensor]
+    length: int
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention with rotary positions."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, heads, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_heads, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_heads, bias=False)
+        self.o_proj = nn.Linear(heads, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int) -> Tensor:
+        b, s, _ = x.shape
+        d, repeats = self.shape.head_dim, self.shape.num_heads // self.shape.num_kv_heads
+        cos, sin = cos[:, None], sin[:, None]  # [S, 1, D/2]: all heads turn alike
+        q = rotate(self.q_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, H, S, D]
+        k = rotate(self.k_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, Hk, S, D]
+        v = self.v_proj(x).view(b, s, -1, d).transpose(1, 2)
+        if cache is not None:
+            end = cache.length + s
+            cache.k[layer][:, :, cache.length : end] = k
+            cache.v[layer][:, :, cache.length : end] = v
+            k, v = cache.k[layer][:, :, :end], cache.v[layer][:, :, :end]
+        if s == 1:  # the queries of a KV head stand side by side: nothing is masked, and no key is copied
+            out = F.scaled_dot_product_attention(q.reshape(b, -1, repeats, d), k, v).reshape(b, -1, 1, d)
+        else:  # rows of several tokens meet an empty cache, so that the causal mask is the plain one
+            k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))  # [B, H, S, D]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))  # type: ignore[no-any-return]
+
+
+class Mlp(nn.Module):
+    """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """One transformer layer: attention, then the feed-forward block, each behind a norm and with a residual."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
+        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_eps)
+
+
+class LlamaForTraining(nn.Module):
+    """A Llama model with tied embeddings; `state_dict` names equal those of `transformers`."""
+
+    def __init__(self, shape: ModelShape, seed: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        """Draw the first weights: normal with 0.02; the outputs of each block smaller by sqrt(2 * layers)."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                if weight.ndim < 2:
+                    continue
+                small = name.endswith(("o_proj.weight", "down_proj.weight"))
+                std = 0.02 / (2 * self.shape.num_layers) ** 0.5 if small else 0.02
+                weight.normal_(0.0, std, generator=generator)
+
+    def hidden(self, ids: Tensor, cache: KVState | None = None) -> Tensor:
+        """Token ids `[B, S]` to normed hidden states `[B, S, C]`."""
+        start = 0 if cache is None else cache.length
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+        cos, sin = rope_table(positions, self.shape.head_dim, self.shape.rope_theta)
+        x = self.model.embed_tokens(ids)
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, cache, index)
+        if cache is not None:
+            cache.length += ids.shape[1]
+        return self.model.norm(x)  # type: ignore[no-any-return]
+
+    def forward(self, ids: Tensor, cache: KVState | None = None) -> Tensor:
+        """Token ids `[B, S]` to logits `[B, S, V]`."""
+        return self.hidden(ids, cache) @ self.model.embed_tokens.weight.T
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy over targets `[B, S]` that are not negative; ids `[B, S]`."""
+        hidden = self.hidden(ids).flatten(0, 1)  # [B*S, C]
+        return fused_cross_entropy(hidden, self.model.embed_tokens.weight, targets.flatten())
+
+    def new_cache(self, batch: int, length: int) -> KVState:
+        """An empty KV state for `batch` rows of at most `length` tokens."""
+        size = (batch, self.shape.num_kv_heads, length, self.shape.head_dim)
+        layers = range(self.shape.num_layers)
+        k, v = ([torch.zeros(size, device=self.device) for _ in layers] for _ in range(2))
+        return KVState(k, v, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.model.embed_tokens.weight.device
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())

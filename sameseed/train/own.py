@@ -1,0 +1,147 @@
+"""What the training of heads and of drafts shares: any target of the engine writes the texts that they learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from sameseed import ops
+from sameseed.errors import ConfigError
+from sameseed.formats.scheme import QuantScheme
+from sameseed.models.config import ModelConfig, read_config
+from sameseed.models.llama import Llama
+from sameseed.models.loader import load_model, load_tokenizer, resolve_model
+from sameseed.train.pipeline import digest_of
+from sameseed.train.recipe import TrainSettings, read_table
+from sameseed.train.seeds import TextSettings, file_seeds, recipe_seeds
+from sameseed.train.states import Seed, Texts, collect
+from sameseed.train.trainer import Log, progress_bar
+
+
+@dataclass(frozen=True)
+class OwnRecipe:
+    """What heads and drafts have in common.
+
+    `mixture`: a pair's recipe, beside this one, whose sources give the prompts. `format`, `kv_format`: of the target's
+    weights and cache. `batch`: texts that are written together. `threads` 0: as many as torch and the backend take.
+    """
+
+    name: str = ""
+    seed: int = 1
+    target: str = ""
+    format: str = "auto"
+    kv_format: str = "auto"
+    mixture: str = ""
+    batch: int = 64
+    threads: int = 0
+    texts: TextSettings = field(default_factory=TextSettings)
+    train: TrainSettings = field(default_factory=lambda: TrainSettings(600))
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.train.rows < 1 or self.train.steps < 1:
+            raise ConfigError("batch, rows and steps must be at least 1")
+        if self.train.row_tokens < 8:
+            raise ConfigError(f"row_tokens must be at least 8, got {self.train.row_tokens}")
+
+
+R = TypeVar("R", bound=OwnRecipe)
+
+
+def load_own_recipe(kind: type[R], path: Path | None, own: str) -> R:
+    """Read and check a recipe; None: all defaults. Raises ConfigError that names the key and the remedy."""
+    if path is None:
+        return kind()
+    recipe: R = read_table(kind, path, own)
+    return replace(recipe, mixture=str(path.parent / recipe.mixture)) if recipe.mixture else recipe
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where prompts come from: a file of JSON lines, or the corpus folder of the recipe's mixture; `measure`: held-out
+    prompts on which a head's acceptance is counted.
+    """
+
+    prompts: Path | None = None
+    data: Path | None = None
+    measure: Path | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Who computes."""
+
+    backend: str = "auto"
+    device: str = "cpu"
+
+
+def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> tuple[Path, ModelConfig, list[Seed]]:
+    """The target's folder and config, and what its texts begin with. Raises ConfigError or ModelLoadError, early."""
+    if not recipe.target:
+        raise ConfigError("no target; name the model to learn from with --target")
+    if sources.prompts is None and (not recipe.mixture or sources.data is None):
+        raise ConfigError("nothing to write from; give --prompts FILE, or a recipe with a mixture and --data DIR")
+    if out.exists() and any(out.iterdir()) and not resume:
+        raise ConfigError(f"{out} is not empty; add --resume to go on, or choose another folder with --out")
+    folder = resolve_model(recipe.target)
+    config = read_config(folder)
+    longest = recipe.texts.prompt_tokens + recipe.texts.new_tokens
+    if longest > config.max_model_len:
+        raise ConfigError(
+            f"prompt_tokens + new_tokens = {longest} exceed the target's context of {config.max_model_len}; lower one"
+        )
+    return folder, config, read_seeds(recipe, sources, folder, recipe.texts.num_texts)
+
+
+def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path, num_texts: int) -> list[Seed]:
+    """What `num_texts` texts of the target in `folder` begin with. Raises ConfigError."""
+    settings = replace(recipe.texts, num_texts=num_texts)
+    if sources.prompts is not None:
+        seeds = file_seeds(sources.prompts, load_tokenizer(folder), settings, recipe.seed)
+    else:
+        assert sources.data is not None
+        file = folder / "tokenizer.json"
+        seeds = recipe_seeds(Path(recipe.mixture), sources.data, file, settings, recipe.seed)
+    if not seeds:
+        raise ConfigError("no prompt is long enough to learn from; give others with --prompts")
+    return seeds
+
+
+def open_target(recipe: OwnRecipe, folder: Path, machine: Machine) -> Llama:
+    """The target in the recipe's format."""
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+        ops.set_num_threads(recipe.threads)
+    backend = ops.resolve(machine.backend, machine.device)
+    return load_model(folder, backend, QuantScheme.parse(recipe.format), None, machine.device)
+
+
+def kv_format(recipe: OwnRecipe, target: Llama) -> str:
+    """The cache's format: as the engine's own choice is."""
+    dense = target.weights.dense
+    return recipe.kv_format if recipe.kv_format != "auto" else dense if dense in ("bf16", "fp16") else "fp32"
+
+
+def texts_stage(
+    recipe: OwnRecipe, target: Llama, captures: Seq[int], lots: Seq[list[Seed]], out: Path, log: Log, *, quiet: bool
+) -> Texts:
+    """Write all texts, or those that are missing, and open them; each lot of seeds has a folder of its own."""
+    cache, before, parts = kv_format(recipe, target), 0, 0
+    paths: list[Path] = []
+    with progress_bar(quiet) as bar:
+        task = bar.add_task("texts", total=sum(map(len, lots)), loss=0.0, rate=0.0)
+        for seeds in lots:
+            kept = digest_of((recipe.target, recipe.format, recipe.kv_format, recipe.seed, captures, seeds))
+            folder, noise = out / "texts" / kept, recipe.seed + parts
+            written = collect(target, captures, seeds, folder, batch=recipe.batch, kv_format=cache, seed=noise)
+            for done, tokens in written:
+                log.write(stage="texts", texts=before + done, tokens=tokens)
+                bar.update(task, completed=before + done)
+                parts += 1
+            before += len(seeds)
+            paths += sorted(folder.glob("*.safetensors"))
+    return Texts(paths)

@@ -1,0 +1,178 @@
+"""The recipe: one .toml file, read into frozen dataclasses, refused with the near name when a word is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError
+from sameseed.train.model import ModelShape
+from sameseed.train.optim import OptimSettings
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+KINDS = ("chat", "dialog", "text", "stdlib")
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """One kind of training text: where it lies, how often it is read, and under which licence it came."""
+
+    domain: str
+    kind: str  # how a row becomes tokens: one of KINDS
+    licence: str
+    file: str = ""  # a .jsonl.gz in the data folder; unused for "stdlib"
+    names: tuple[str, ...] = ()  # values of a row's "source"; a trailing * matches any ending
+    epochs: float = 1.0
+    max_mb: float = 1e9  # megabytes of text kept, before epochs
+    ascii_only: bool = False
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """The vocabulary's size, and how many megabytes of the mixture it is trained on."""
+
+    vocab_size: int = 4096
+    sample_mb: float = 12.0
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How long and how fast: the rate rises over `warmup` steps, stays, and falls to zero over the last `decay`."""
+
+    steps: int
+    rows: int = 12
+    row_tokens: int = 512
+    warmup: int = 40
+    decay: float = 0.4  # share of all steps; edit `steps` and resume to begin the decay early
+    clip: float = 1.0
+    checkpoint_minutes: float = 5.0
+    optim: OptimSettings = field(default_factory=OptimSettings)
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """What the target writes for the draft to learn from: continuations of training prompts."""
+
+    num_prompts: int
+    prompt_tokens: int = 200
+    new_tokens: int = 160
+    batch: int = 64
+    greedy: float = 0.75  # share of prompts continued greedily; the others are sampled
+    temperature: float = 0.8
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The target: its size and its training."""
+
+    shape: ModelShape
+    train: TrainSettings
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """The draft: its size, its training, and what it learns from."""
+
+    shape: ModelShape
+    train: TrainSettings
+    rollouts: RolloutSettings
+    corpus_share: float = 0.25  # share of rows from the corpus; the others are the target's own text
+    argmax_weight: float = 0.5  # cross entropy on the target's argmax, beside the KL divergence
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights, but for the data folder and the machine's arithmetic."""
+
+    name: str
+    seed: int
+    source: tuple[SourceSettings, ...]
+    tokenizer: TokenizerSettings
+    target: ModelSettings
+    draft: DraftSettings
+    threads: int = 0  # 0: torch's default
+    valid_file: str = "valid.jsonl.gz"
+    note: str = ""  # what the model cards should say besides
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read and check a recipe. Raises ConfigError that names the key and the remedy."""
+    recipe: Recipe = read_table(Recipe, path, "recipes/embedded.toml")
+    _check(recipe, path.name)
+    return recipe
+
+
+def read_table(kind: Any, path: Path, own: str) -> Any:
+    """A dataclass from a TOML file; `own` is the project's own file of that kind. Raises ConfigError."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no recipe at {path}; the project's own is {own}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no valid TOML: {error}") from None
+    return _build(kind, table, path.name)
+
+
+def _build(kind: Any, table: Any, where: str) -> Any:
+    """A dataclass, a tuple of them or a plain value from parsed TOML; every unknown or missing key is an error."""
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        if not isinstance(table, list):
+            raise ConfigError(f"{where}: expected a list, got {table!r}")
+        inner = typing.get_args(kind)[0]
+        return tuple(_build(inner, item, f"{where}[{i}]") for i, item in enumerate(table))
+    if not dataclasses.is_dataclass(kind):
+        if kind is float and isinstance(table, int) and not isinstance(table, bool):
+            return float(table)
+        if not isinstance(table, kind) or (kind is int and isinstance(table, bool)):
+            raise ConfigError(f"{where}: expected {kind.__name__}, got {table!r}")
+        return table
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: expected a table, got {table!r}")
+    hints = typing.get_type_hints(kind)
+    for key in table:
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(hints)}"
+            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+    for f in dataclasses.fields(kind):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in table:
+            raise ConfigError(f"{where}: {f.name!r} is missing; add it")
+    build: Any = kind  # a class, as is_dataclass does not tell it from an instance
+    return build(**{key: _build(hints[key], value, f"{where}: {key}") for key, value in table.items()})
+
+
+def _check(recipe: Recipe, where: str) -> None:
+    """Values that would fail late are refused early."""
+    if not recipe.source:
+        raise ConfigError(f"{where}: no [[source]]; name at least one")
+    for source in recipe.source:
+        if source.kind not in KINDS:
+            near = difflib.get_close_matches(source.kind, KINDS, n=1, cutoff=0.0)
+            raise ConfigError(f"{where}: source kind {source.kind!r} is unknown; did you mean {near[0]!r}?")
+        if source.kind != "stdlib" and not (source.file and source.names):
+            raise ConfigError(f"{where}: source {source.domain!r} needs 'file' and 'names'")
+    for name, settings in (("target", recipe.target), ("draft", recipe.draft)):
+        shape, train = settings.shape, settings.train
+        if shape.vocab_size != recipe.tokenizer.vocab_size:
+            raise ConfigError(f"{where}: {name}.shape.vocab_size must equal tokenizer.vocab_size")
+        if shape.num_heads % shape.num_kv_heads:
+            raise ConfigError(f"{where}: {name}.shape.num_heads must be a multiple of num_kv_heads")
+        if shape.head_dim % 2:
+            raise ConfigError(f"{where}: {name}.shape.head_dim must be even")
+        if train.steps < 1 or train.rows < 1 or train.row_tokens < 8:
+            raise ConfigError(f"{where}: {name}.train needs steps >= 1, rows >= 1 and row_tokens >= 8")
+        if not 0.0 <= train.decay <= 1.0:
+            raise ConfigError(f"{where}: {name}.train.decay must lie in 0..1")
+        if train.row_tokens > shape.max_positions:
+            raise ConfigError(f"{where}: {name}.train.row_tokens exceeds shape.max_positions")

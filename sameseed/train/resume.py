@@ -1,0 +1,155 @@
+"""What a run was begun with, kept beside its checkpoint: weights of one recipe must not go on as another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError
+from sameseed.train.pipeline import digest_of
+from sameseed.train.states import Seed
+
+log = logging.getLogger("sameseed.train")
+
+# What may be edited before a resume: how long, how fast and by whom, and what the card says. `texts.num_texts` may
+# grow, and where prompts lie does not matter, but which they are.
+EDITABLE = frozenset(
+    {
+        "name",
+        "note",
+        "threads",
+        "batch",
+        "mixture",
+        "texts.num_texts",
+        "train.steps",
+        "train.checkpoint_minutes",
+        "train.optim.matrix_lr",
+        "train.optim.lr",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run as it was begun: settings by dotted name, layers that it reads, and each lot of texts (number, digest)."""
+
+    settings: dict[str, Any]
+    layers: list[int]
+    texts: list[tuple[int, str]]
+
+
+def settle_texts(
+    recipe: Any, layers: Seq[int], checkpoint: Path, seeds: list[Seed], seeds_of: Callable[[int], list[Seed]]
+) -> tuple[list[list[Seed]], Begun]:
+    """The lots of texts that a run learns from: its first, and what later resumes added by a higher `num_texts`; and
+    what to keep of the run with `write_record`.
+
+    `recipe`: a frozen dataclass with `texts.num_texts`; `layers`: of the target, that are read; `seeds`: what its texts
+    begin with; `seeds_of(n)`: the same for n texts. Raises ConfigError where there is a checkpoint of other settings or
+    texts, or of more texts.
+    """
+    settings = {name: value for name, value in flat(dataclasses.asdict(recipe)).items() if name not in EDITABLE}
+    number = recipe.texts.num_texts
+    now = Begun(settings, list(layers), [(number, digest_of(seeds))])
+    if not record_path(checkpoint).exists():
+        if checkpoint.exists():
+            log.warning(
+                "%s says nothing of the recipe that it was made by: going on with this one, unchecked; if layers, "
+                "formats, sizes or prompts were others, the result is wrong: then train anew, with another --out",
+                checkpoint,
+            )
+        return [seeds], now
+    try:
+        begun = read_record(record_path(checkpoint))
+        _check_settings(begun, now, checkpoint)
+        lots, texts = _lots(begun, number, seeds, seeds_of, checkpoint)
+    except ConfigError:
+        if checkpoint.exists():
+            raise
+        return [seeds], now  # nothing was learned yet
+    return lots, dataclasses.replace(now, texts=texts)
+
+
+def record_path(checkpoint: Path) -> Path:
+    """Where the record of a checkpoint's run is: beside it."""
+    return checkpoint.with_name(checkpoint.name.split(".")[0] + ".run.json")
+
+
+def write_record(begun: Begun, checkpoint: Path) -> None:
+    """Keep what a run was begun with, before it has a checkpoint."""
+    path = record_path(checkpoint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(dataclasses.asdict(begun), indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names, as JSON gives them back."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        inner = isinstance(value, dict)
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: json.loads(json.dumps(value))}
+    return found
+
+
+def read_record(path: Path) -> Begun:
+    """The record of a run. Raises ConfigError for a damaged one."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        return Begun(dict(table["settings"]), list(table["layers"]), [(int(n), str(d)) for n, d in table["texts"]])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error!r}); train anew, with another --out") from None
+
+
+def _check_settings(begun: Begun, asked: Begun, checkpoint: Path) -> None:
+    then, now = ({**b.settings, "layers": b.layers} for b in (begun, asked))
+    changed = [f"{name} {then[name]} (now {now[name]})" for name in now if name in then and then[name] != now[name]]
+    if changed:
+        raise ConfigError(
+            f"{checkpoint} was trained with other settings: {', '.join(changed)}; restore them to go on, or train anew "
+            f"with another --out (on a resume may change: {', '.join(sorted(EDITABLE))})"
+        )
+
+
+def _lots(
+    begun: Begun, number: int, seeds: list[Seed], seeds_of: Callable[[int], list[Seed]], checkpoint: Path
+) -> tuple[list[list[Seed]], list[tuple[int, str]]]:
+    """The lots of before, checked, and one more where `number` exceeds theirs."""
+    last = begun.texts[-1][0]
+    if number < last:
+        raise ConfigError(
+            f"{checkpoint} was trained on {last} texts; --num-texts may grow on a resume, not fall to {number}: leave "
+            "it, or train anew with another --out"
+        )
+    lots: list[list[Seed]] = []
+    for size, digest in begun.texts:
+        lots.append(added(lots, seeds if size == number else seeds_of(size)))
+        if digest_of(lots[-1]) != digest:
+            raise ConfigError(
+                f"{checkpoint} was trained on texts of other prompts; give the same --prompts or --data to go on, or "
+                "train anew with another --out"
+            )
+    if number == last:
+        return lots, begun.texts
+    more = added(lots, seeds)
+    if not more:
+        return lots, begun.texts
+    return [*lots, more], [*begun.texts, (number, digest_of(more))]
+
+
+def added(lots: Seq[Seq[Seed]], seeds: list[Seed]) -> list[Seed]:
+    """What `seeds` have beyond the lots, at most as many as they are more; lots that are there are not changed."""
+    have = Counter(seed.ids for lot in lots for seed in lot)
+    new = list[Seed]()
+    for seed in seeds:
+        have[seed.ids] -= 1
+        new += [seed] if have[seed.ids] < 0 else []
+    return new[: max(0, len(seeds) - sum(map(len, lots)))]

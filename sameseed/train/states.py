@@ -1,0 +1,219 @@
+"""Texts that a target writes, with its hidden states on them: what a draft head learns from.
+
+All of it comes from sameseed's own ModelRunner, so any model and number format that the engine runs can be learned
+from: the states are those that the head will read. (EAGLE: Li et al., 2024; EAGLE-3: Li et al., 2025.)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sameseed.errors import ConfigError
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.llama import Llama
+from sameseed.models.runner import ModelRunner
+from sameseed.request import SamplingParams, Sequence
+from sameseed.train.checkpoint import save_tensors
+
+PART = 256  # texts of one file: an interruption costs no more
+BLOCK = 16  # tokens in a block of the cache
+MAX_ROWS = 1024  # of one pass
+
+
+@dataclass(frozen=True)
+class Seed:
+    """What a text begins with: `num_new` tokens are written after `ids`, by `temperature` (0: greedy).
+
+    With `num_new` 0 the text is `ids` itself, all of which is learned from.
+    """
+
+    ids: tuple[int, ...]
+    num_new: int
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """ids int32 [T]; the first `num_given` were not written by the target; states [T - 1, L * C], all but the last."""
+
+    ids: Tensor
+    num_given: int
+    states: Tensor
+
+
+class _NoNodes:
+    """No guesses: what ModelRunner.forward asks for."""
+
+    def nodes(self, b: int) -> tuple[list[int], list[int]]:
+        return [], []
+
+
+def captured_layers(captures: Seq[int], num_layers: int) -> tuple[int, ...]:
+    """Layers whose outputs are stored: the head's, and the last, of which the target's distribution is made."""
+    return tuple(sorted({*captures, num_layers - 1}))
+
+
+def new_runner(target: Llama, captures: tuple[int, ...], batch: int, longest: int, kv_format: str) -> ModelRunner:
+    """A runner for `batch` texts of at most `longest` tokens."""
+    c = target.config
+    blocks = batch * -(-longest // BLOCK)
+    device = str(target.device)
+    cache = KVCache(c.num_layers, blocks, BLOCK, c.num_kv_heads, c.head_dim, kv_format, device)
+    return ModelRunner(target, cache, captures)
+
+
+@torch.inference_mode()
+def write_texts(
+    runner: ModelRunner, seeds: Seq[Seed], batch: int, seed: int, advance: Callable[[int], None] = lambda tokens: None
+) -> list[Text]:
+    """Write every seed's text with the states of all its tokens; a place in the batch is filled as soon as it is free.
+
+    The noise of sampled texts comes from `seed`: the same call writes the same texts. `advance` hears of tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    queue, running = list(range(len(seeds)))[::-1], list[Sequence]()
+    kept: dict[int, list[Tensor]] = {i: [] for i in queue}
+    done: dict[int, Text] = {}
+    ends = frozenset(runner.model.config.eos_token_ids)
+    while queue or running:
+        _admit(runner, seeds, queue, running, batch)
+        pending = _rows(running)
+        now = list(running)
+        out = runner.forward(now, _NoNodes(), pending)
+        states = runner.commit(now, pending, [[]] * len(now), out)
+        assert states is not None
+        for seq, rows in zip(now, states.cpu().to(torch.bfloat16).split_with_sizes(pending), strict=True):
+            kept[seq.seq_id].append(rows)
+        whole = [seq for seq, wanted in zip(now, out.wants_logits, strict=True) if wanted]
+        chosen = choose([seeds[s.seq_id].temperature for s in whole], out.logits.cpu(), generator) if whole else []
+        for seq, token in zip(whole, chosen, strict=True):
+            written = len(seq) - len(seeds[seq.seq_id].ids) + 1
+            if seeds[seq.seq_id].num_new:
+                seq.token_ids.append(token)
+            if written >= seeds[seq.seq_id].num_new or token in ends:
+                running.remove(seq)
+                runner.blocks.release(seq)
+                done[seq.seq_id] = _text(seq, seeds[seq.seq_id], kept.pop(seq.seq_id))
+        advance(sum(pending))
+    return [done[i] for i in range(len(seeds))]
+
+
+def _admit(runner: ModelRunner, seeds: Seq[Seed], queue: list[int], running: list[Sequence], batch: int) -> None:
+    """Fill the batch from the queue."""
+    while queue and len(running) < batch:
+        i = queue.pop()
+        seq = Sequence(i, seeds[i].ids, SamplingParams(), 0)
+        if not runner.blocks.reserve(seq, len(seeds[i].ids) + seeds[i].num_new):
+            raise ConfigError(f"no room for {batch} texts of {len(seeds[i].ids) + seeds[i].num_new} tokens")
+        running.append(seq)
+
+
+def _rows(running: Seq[Sequence]) -> list[int]:
+    """Rows of each sequence in the next pass: MAX_ROWS in all."""
+    left, rows = max(MAX_ROWS, len(running)), []
+    for place, seq in enumerate(running):
+        rows.append(min(len(seq) - seq.num_cached, left - (len(running) - place - 1)))
+        left -= rows[-1]
+    return rows
+
+
+def _text(seq: Sequence, seed: Seed, states: list[Tensor]) -> Text:
+    ids = torch.tensor(seq.token_ids, dtype=torch.int32)
+    return Text(ids, len(seed.ids) if seed.num_new else 0, torch.cat(states)[: len(ids) - 1])
+
+
+def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator) -> list[int]:
+    """A token of each row of logits [R, V]: the likeliest, or a draw by the row's temperature."""
+    best: list[int] = logits.argmax(-1).tolist()
+    for row, heat in enumerate(temperatures):
+        if heat > 0:
+            noise = -torch.empty(logits.shape[1]).exponential_(generator=generator).log()  # Gumbel
+            best[row] = int((logits[row] / heat + noise).argmax())
+    return best
+
+
+def save_part(texts: Seq[Text], path: Path) -> None:
+    """Texts as one file: ids and states one text after another."""
+    tensors = {
+        "ids": torch.cat([t.ids for t in texts]),
+        "lengths": torch.tensor([len(t.ids) for t in texts], dtype=torch.int32),
+        "given": torch.tensor([t.num_given for t in texts], dtype=torch.int32),
+        "states": torch.cat([t.states for t in texts]),
+    }
+    save_tensors(tensors, path, {"texts": len(texts)})
+
+
+def collect(
+    target: Llama, captures: Seq[int], seeds: Seq[Seed], folder: Path, *, batch: int, kv_format: str, seed: int
+) -> Iterator[tuple[int, int]]:
+    """Write the texts of all seeds into files of `folder`; those that are there stay. Yields (texts done, tokens)."""
+    layers = captured_layers(captures, target.config.num_layers)
+    longest = max(len(s.ids) + s.num_new for s in seeds)
+    runner = new_runner(target, layers, batch, longest, kv_format)
+    for number, start in enumerate(range(0, len(seeds), PART)):
+        path = folder / f"{number:04}.safetensors"
+        own = list(seeds[start : start + PART])
+        if not path.exists():
+            save_part(write_texts(runner, own, batch, seed + number), path)
+        yield start + len(own), Texts([path]).num_tokens
+
+
+class Texts:
+    """Stored texts, read when they are asked for: ids and sizes are in memory, states stay on the disk."""
+
+    def __init__(self, paths: Seq[Path]) -> None:
+        """Raises ConfigError for a file that cannot be read, or where there is none."""
+        if not paths:
+            raise ConfigError(
+                "no texts to learn from; name prompts with --prompts or a recipe with --recipe and --data"
+            )
+        self._files: list[Any] = []
+        self._places: list[tuple[int, int]] = []  # of each text: its file, its first state there
+        self.ids: list[Tensor] = []
+        self.num_given: list[int] = []
+        for path in paths:
+            try:
+                file: Any = safe_open(str(path), framework="pt")
+                lengths = file.get_tensor("lengths").tolist()
+                self.ids += file.get_tensor("ids").split_with_sizes(lengths)
+                self.num_given += file.get_tensor("given").tolist()
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} cannot be read ({error}); delete it and run again") from None
+            first = 0
+            for length in lengths:
+                self._places.append((len(self._files), first))
+                first += length - 1
+            self._files.append(file.get_slice("states"))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the target wrote, or that are learned from as they are."""
+        return sum(len(ids) - given for ids, given in zip(self.ids, self.num_given, strict=True))
+
+    def __getitem__(self, i: int) -> Text:
+        file, first = self._places[i]
+        states = self._files[file][first : first + len(self.ids[i]) - 1]
+        return Text(self.ids[i], self.num_given[i], states)
+
+    def length_order(self, seed: int, rows: int) -> list[list[int]]:
+        """All texts in batches of `rows`, like lengths together, in a seeded order."""
+        rng = random.Random(seed)
+        order = list(range(len(self)))
+        rng.shuffle(order)
+        batches: list[list[int]] = []
+        for start in range(0, len(order), 32 * rows):  # within a pool, lengths are alike; pools are chance
+            pool = sorted(order[start : start + 32 * rows], key=lambda i: len(self.ids[i]))
+            batches += [pool[i : i + rows] for i in range(0, len(pool), rows)]
+        rng.shuffle(batches)
+        return batches

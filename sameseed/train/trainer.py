@@ -1,0 +1,160 @@
+"""The training loop: the same for target and draft, which differ in their batches and their loss."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from sameseed.errors import SameseedError
+from sameseed.train.checkpoint import load_checkpoint, save_checkpoint
+from sameseed.train.optim import MuonAdamW
+from sameseed.train.recipe import TrainSettings
+
+
+def schedule(step: int, settings: TrainSettings) -> float:
+    """The share of the learning rate at a step: warm up, stay, fall linearly to almost zero (WSD, Hu et al., 2024)."""
+    falling = max(1, round(settings.steps * settings.decay))
+    return min(1.0, (step + 1) / max(1, settings.warmup), max(0.0, (settings.steps - step) / falling))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model to train: the loss of a batch, and where the progress is kept."""
+
+    name: str
+    model: nn.Module
+    settings: TrainSettings
+    batch: Callable[[int], Any]  # step -> what `loss` takes: rows [B, S+1], or a head's Batch
+    loss: Callable[[Any], Tensor]  # batch -> a scalar
+    folder: Path
+    count: Callable[[Any], int] = lambda rows: rows[:, 1:].numel()  # tokens that a batch teaches
+
+    @property
+    def checkpoint(self) -> Path:
+        return checkpoint_path(self.folder, self.name)
+
+
+def checkpoint_path(folder: Path, name: str) -> Path:
+    """Where the job of this name keeps its progress."""
+    return folder / f"{name}.checkpoint.safetensors"
+
+
+class Log:
+    """JSON lines, one a step, appended and flushed."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+
+    def write(self, **values: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[list[int]]:
+    """Signals that would end the run are noted in the yielded list instead: a step is done whole or not at all."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    old = {kind: signal.signal(kind, lambda number, _: noted.append(number)) for kind in kinds}
+    try:
+        yield noted
+    finally:
+        for kind, handler in old.items():
+            signal.signal(kind, handler)
+
+
+def progress_bar(quiet: bool) -> Progress:
+    """A bar with loss, rate and remaining time, on standard error."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=quiet,
+    )
+
+
+def one_step(job: Job, optimizer: MuonAdamW, step: int) -> tuple[float, float, int]:
+    """Forward, backward, clip, update. Returns (loss, gradient norm, tokens).
+
+    Raises SameseedError on a loss that is no number.
+    """
+    batch = job.batch(step)
+    loss = job.loss(batch)
+    value = loss.detach().item()
+    if value != value or value == float("inf"):
+        raise SameseedError(f"{job.name}: the loss of step {step} is {value}; lower matrix_lr and lr, then resume")
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = float(torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.settings.clip))
+    optimizer.step(schedule(step, job.settings))
+    job.model.zero_grad(set_to_none=True)
+    return value, norm, job.count(batch)
+
+
+def train(job: Job, log: Log, *, quiet: bool, stop_after: int | None = None) -> dict[str, Any]:
+    """Train until `settings.steps`, from the last checkpoint if there is one; returns the progress.
+
+    `stop_after` ends the run with a checkpoint once that many steps are done, as an interruption would.
+    """
+    settings = job.settings
+    optimizer = MuonAdamW(job.model, settings.optim)
+    progress: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "loss": 0.0}
+    if job.checkpoint.exists():
+        progress = load_checkpoint(job.checkpoint, job.model, optimizer)
+    last = min(settings.steps, stop_after if stop_after is not None else settings.steps)
+    job.model.train()
+    saved = time.monotonic()
+    with progress_bar(quiet) as bar, deferred_interrupts() as interrupts:
+        task = bar.add_task(job.name, total=settings.steps, completed=progress["step"], loss=progress["loss"], rate=0.0)
+        while progress["step"] < last and not interrupts:
+            progress, rate = timed_step(job, optimizer, progress, log)
+            bar.update(task, completed=progress["step"], loss=progress["loss"], rate=rate)
+            if time.monotonic() - saved > 60 * settings.checkpoint_minutes:
+                save_checkpoint(job.checkpoint, job.model, optimizer, progress)
+                saved = time.monotonic()
+    save_checkpoint(job.checkpoint, job.model, optimizer, progress)
+    if interrupts:
+        raise KeyboardInterrupt
+    return progress
+
+
+def timed_step(job: Job, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
+    """One step with its line in the log; returns the new progress and the rate in tokens a second."""
+    started, step, settings = time.monotonic(), progress["step"], job.settings
+    loss, norm, tokens = one_step(job, optimizer, step)
+    seconds = time.monotonic() - started
+    progress = {
+        "step": step + 1,
+        "tokens": progress["tokens"] + tokens,
+        "seconds": progress["seconds"] + seconds,
+        "loss": loss if step == 0 else 0.95 * progress["loss"] + 0.05 * loss,
+    }
+    log.write(
+        stage=job.name,
+        step=step,
+        loss=round(loss, 5),
+        norm=round(norm, 4),
+        lr=round(schedule(step, settings), 5),
+        tokens=progress["tokens"],
+        tokens_per_s=round(tokens / seconds, 1),
+        time=round(time.time(), 1),
+    )
+    return progress, tokens / seconds
