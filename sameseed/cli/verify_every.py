@@ -12,15 +12,15 @@ from sameseed.config import EngineConfig, SpecConfig
 from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
-    from sameseed.study.certificate.every import Outcome
-    from sameseed.study.certificate.suite import Asked
+    from sameseed.study.certificate import Asked
+    from sameseed.study.certificate_every import Outcome
 
 COLOURS = {"passed": "green", "these checks passed": "green", "failed": "bold red", "impossible": "yellow"}
 
 
 def drafts_of(engine: EngineChoice) -> list[tuple[str, SpecConfig]]:
     """Every way to guess for a model: the embedded pair's, or those without a model, and the one that --draft names."""
-    from sameseed.study.certificate import every
+    from sameseed.study import certificate_every as every
 
     own: SpecConfig | None = engine.settings["draft"]
     embedded = engine.model in EMBEDDED
@@ -38,8 +38,7 @@ def run(
 ) -> tuple[list[Outcome], str]:
     """Make the certificates and append each to `out` as it is made; returns them, and the verdict of all."""
     from sameseed.cli.console import progress
-    from sameseed.study import record
-    from sameseed.study.certificate import every
+    from sameseed.study import certificate_every as every, record
 
     outcomes: list[Outcome] = []
     with progress("certificates", as_json) as bar:

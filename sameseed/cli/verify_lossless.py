@@ -13,7 +13,7 @@ from sameseed.cli.options import EngineChoice, option, parse
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.study.certificate.suite import Certificate
+    from sameseed.study.certificate import Certificate
 
 LEFT_OUT = ("n", "logprobs")
 
@@ -43,15 +43,15 @@ def run(argv: Seq[str], prog: str) -> int:
     defaults = {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32}
     parsed = parse(Args, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=LEFT_OUT)
     args = parsed.args
-    from sameseed.study.certificate.check import Effort
+    from sameseed.laws.check import Effort
 
     effort = Effort.parse(args.effort)
     if args.num_prompts is not None and args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     from sameseed.cli.console import stderr_console
     from sameseed.engine.settings import make_config
-    from sameseed.study import record
-    from sameseed.study.certificate import mutants, suite
+    from sameseed.laws import mutants
+    from sameseed.study import certificate as suite, record
     from sameseed.study.workload import DEFAULT_PROMPTS
 
     if args.every and (args.only or args.mutants):
@@ -76,7 +76,7 @@ def run(argv: Seq[str], prog: str) -> int:
         resolve(config.backend, config.device)  # what is not here is said once, not by every certificate
         outcomes, verdict = verify_every.run(parsed.engine, asked, config, parsed.params, args.out, args.json)
         if args.html is not None:
-            from sameseed.study.certificate.pages import render_every
+            from sameseed.study.certificate_pages import render_every
 
             args.html.write_text(render_every(outcomes, verdict), encoding="utf-8")
         return 1 if verdict == "failed" else 0
@@ -92,7 +92,7 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.out is not None:
         record.append(args.out, found)
     if args.html is not None:
-        from sameseed.study.certificate.page import render
+        from sameseed.study.certificate_page import render
 
         args.html.write_text(render(found), encoding="utf-8")
     if args.json:
@@ -131,8 +131,8 @@ def _show(certificate: Certificate) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from sameseed.study.certificate.page import sizes_text, statistic_text
-    from sameseed.study.certificate.statistics import bound_text
+    from sameseed.laws.statistics import bound_text
+    from sameseed.study.certificate_page import sizes_text, statistic_text
 
     console = Console(highlight=False)
     colours = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "dim"}

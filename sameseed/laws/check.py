@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sameseed.errors import ConfigError, SameseedError
 
 if TYPE_CHECKING:
-    from sameseed.study.certificate.subject import Subject
+    from sameseed.laws.subject import Subject
 
 PASSED, FAILED, WARNING, SKIPPED = "passed", "failed", "warning", "skipped"
 IN_PART = "these checks passed"  # of a certificate that left some out

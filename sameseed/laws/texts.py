@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence as Seq
 from dataclasses import replace
 
 from sameseed.engine.engine import Engine
+from sameseed.laws.check import WARNING, Check, Effort, Found
+from sameseed.laws.subject import Job, Subject, first_difference, outcome
 from sameseed.request import Completion, SamplingParams
-from sameseed.study.certificate.check import WARNING, Check, Effort, Found
-from sameseed.study.certificate.subject import Job, Subject, first_difference, outcome
 
 SHOWN = 12  # tokens on either side of the first difference that a report quotes
 NEAR = 1e-4  # margin between the two best logits that makes a near tie

@@ -11,9 +11,9 @@ import torch
 
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.errors import SameseedError
+from sameseed.laws.check import FAILED, IN_PART, PASSED, Effort
 from sameseed.request import SamplingParams
-from sameseed.study.certificate import suite
-from sameseed.study.certificate.check import FAILED, IN_PART, PASSED, Effort
+from sameseed.study import certificate as suite
 
 # Every way to guess, for the embedded pair; of other models those that need no model beside the target.
 EMBEDDED = (

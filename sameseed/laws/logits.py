@@ -12,12 +12,12 @@ from torch import Tensor
 from sameseed import ops as backends
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
+from sameseed.laws.check import Check, Effort, Found
+from sameseed.laws.kernels import differing, threads_kept
+from sameseed.laws.subject import Job, Subject, Tokens
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
-from sameseed.study.certificate.check import Check, Effort, Found
-from sameseed.study.certificate.kernels import differing, threads_kept
-from sameseed.study.certificate.subject import Job, Subject, Tokens
 
 Way = Callable[["_Paths", random.Random], Tensor]
 

@@ -15,10 +15,10 @@ from sameseed.batch import Rows, build_batch
 from sameseed.errors import SameseedError
 from sameseed.formats.scheme import PRESETS, QuantScheme, QuantTensor
 from sameseed.kvcache.cache import KVCache
+from sameseed.laws.check import EFFORTS, Check, Effort, Found
+from sameseed.laws.subject import Subject
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops
-from sameseed.study.certificate.check import EFFORTS, Check, Effort, Found
-from sameseed.study.certificate.subject import Subject
 
 NUM_ROWS = 128
 SIZES = (*range(1, 34), 64, 128)  # rows of a pass

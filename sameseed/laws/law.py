@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
+from sameseed.laws.check import Check, Effort, Found
+from sameseed.laws.script import ScriptDrafter
+from sameseed.laws.statistics import ALPHA, Cell, Fit, fit, g_test, marginal, normal_tail
+from sameseed.laws.subject import Job, Subject, Tokens
+from sameseed.laws.toy import needs_head, toy_loaded
 from sameseed.models.llama import Llama
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
-from sameseed.study.certificate.check import Check, Effort, Found
-from sameseed.study.certificate.script import ScriptDrafter
-from sameseed.study.certificate.statistics import ALPHA, Cell, Fit, fit, g_test, marginal, normal_tail
-from sameseed.study.certificate.subject import Job, Subject, Tokens
-from sameseed.study.certificate.toy import needs_head, toy_loaded
 
 VOCAB, LENGTH = 16, 3
 PROMPT: Tokens = (3, 1, 4, 1)

@@ -17,12 +17,12 @@ from sameseed.cli import main, verify_every
 from sameseed.cli.options import EngineChoice
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.errors import ConfigError
+from sameseed.laws import wrong
+from sameseed.laws.check import Effort
 from sameseed.request import SamplingParams
 from sameseed.spec import step
-from sameseed.study import record
-from sameseed.study.certificate import every, suite, wrong
-from sameseed.study.certificate.check import Effort
-from sameseed.study.certificate.pages import render_every
+from sameseed.study import certificate as suite, certificate_every as every, record
+from sameseed.study.certificate_pages import render_every
 
 
 def methods(spec: SpecConfig) -> set[str]:

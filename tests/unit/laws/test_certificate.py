@@ -21,18 +21,18 @@ from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded
 from sameseed.errors import ConfigError
 from sameseed.formats.scheme import QuantTensor
+from sameseed.laws import acceptance, kernels, law, mutants, texts, wrong
+from sameseed.laws.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
+from sameseed.laws.script import Guesses, Watched
+from sameseed.laws.subject import Subject
+from sameseed.laws.toy import toy_model
 from sameseed.models.layers import LayerWeights
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import step
 from sameseed.spec.draft import Draft
-from sameseed.study import fields, record
-from sameseed.study.certificate import acceptance, kernels, law, mutants, suite, texts, wrong
-from sameseed.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
-from sameseed.study.certificate.page import render
-from sameseed.study.certificate.script import Guesses, Watched
-from sameseed.study.certificate.subject import Subject
-from sameseed.study.certificate.toy import toy_model
+from sameseed.study import certificate as suite, fields, record
+from sameseed.study.certificate_page import render
 from sameseed.tokenizer import Tokenizer
 
 LEAST = Effort(1e-9, 0.2)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from sameseed.study.certificate.check import IN_PART, PASSED
-from sameseed.study.certificate.statistics import bound_text
+from sameseed.laws.check import IN_PART, PASSED
+from sameseed.laws.statistics import bound_text
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6472; --line: #d9dee7; --ground: #fbfcfe; --card: #fff;

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from sameseed.formats import scheme
 from sameseed.formats.scheme import QuantTensor
-from sameseed.models.llama import Llama
-from sameseed.ops import SUMS, Ops, reference
-from sameseed.study.certificate.check import Check, Effort, Found
-from sameseed.study.certificate.kernels import (
+from sameseed.laws.check import Check, Effort, Found
+from sameseed.laws.kernels import (
     Stored,
     differing,
     kv_name,
@@ -23,7 +21,9 @@ from sameseed.study.certificate.kernels import (
     random_weights,
     threads_kept,
 )
-from sameseed.study.certificate.subject import Subject
+from sameseed.laws.subject import Subject
+from sameseed.models.llama import Llama
+from sameseed.ops import SUMS, Ops, reference
 
 ROWS = 5  # of a product
 LENGTHS = (1, 70, 300)  # of the sequences that attention reads

@@ -10,8 +10,8 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import Tensor
 
-from sameseed.study.certificate.check import WARNING, Check, Effort, Found
-from sameseed.study.certificate.subject import Subject
+from sameseed.laws.check import WARNING, Check, Effort, Found
+from sameseed.laws.subject import Subject
 
 LEAST_RATE = 0.01  # of first guesses that are right: below this, drafting is broken or pointless
 DEVIATIONS = 4.0  # above chance, that a draft that knows something reaches

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from html import escape
 
-from sameseed.study.certificate.every import Outcome
-from sameseed.study.certificate.page import HEADLINES, STYLE, statistic_text
+from sameseed.study.certificate_every import Outcome
+from sameseed.study.certificate_page import HEADLINES, STYLE, statistic_text
 
 TONES = {"passed": "passed", "these checks passed": "passed", "impossible": "warning"}
 

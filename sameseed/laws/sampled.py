@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+from sameseed.laws.check import SKIPPED, WARNING, Check, Effort, Finding, Found
+from sameseed.laws.subject import Job, Subject, Tokens
+from sameseed.laws.texts import SAME_TEXTS, compare
 from sameseed.request import Completion, Delta, SamplingParams
-from sameseed.study.certificate.check import SKIPPED, WARNING, Check, Effort, Finding, Found
-from sameseed.study.certificate.subject import Job, Subject, Tokens
-from sameseed.study.certificate.texts import SAME_TEXTS, compare
 
 
 def sampling_settings(own: SamplingParams) -> dict[str, SamplingParams]:

@@ -12,13 +12,13 @@ from sameseed import ops
 from sameseed.config import EngineConfig, draft_text
 from sameseed.engine.build import load_parts
 from sameseed.errors import ConfigError, RequestError
+from sameseed.laws import acceptance, closeness, kernels, law, logits, sampled, texts
+from sameseed.laws.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
+from sameseed.laws.subject import Subject, storeless
 from sameseed.models.weights import Progress
 from sameseed.ops import devices
 from sameseed.request import SamplingParams
 from sameseed.study import record
-from sameseed.study.certificate import acceptance, closeness, kernels, law, logits, sampled, texts
-from sameseed.study.certificate.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
-from sameseed.study.certificate.subject import Subject, storeless
 from sameseed.study.fields import CERTIFICATE_SCHEMA
 from sameseed.study.workload import read_prompts
 

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sameseed.request import SamplingParams
-from sameseed.spec.sampling import survivors
-from sameseed.study.certificate.law import distribution
-from sameseed.study.certificate.statistics import (
+from sameseed.laws.law import distribution
+from sameseed.laws.statistics import (
     ALPHA,
     bound_text,
     chi_square_tail,
@@ -20,6 +18,8 @@ from sameseed.study.certificate.statistics import (
     marginal,
     normal_tail,
 )
+from sameseed.request import SamplingParams
+from sameseed.spec.sampling import survivors
 
 LAW = {(i,): p for i, p in enumerate((0.4, 0.3, 0.2, 0.0999, 0.0001))}
 

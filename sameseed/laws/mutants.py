@@ -15,12 +15,7 @@ from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.running import Running
 from sameseed.engine.scheduler import Scheduler
 from sameseed.formats import int8, scheme
-from sameseed.models.runner import ModelRunner
-from sameseed.ops import Ops, reference
-from sameseed.request import SamplingParams
-from sameseed.spec import sampling, step
-from sameseed.spec.verify import verify
-from sameseed.study.certificate import (
+from sameseed.laws import (
     acceptance,
     closeness,
     kernels,
@@ -31,9 +26,14 @@ from sameseed.study.certificate import (
     wrong,
     wrong_kernels,
 )
-from sameseed.study.certificate.check import FAILED, PASSED, Check, Effort, Result, run_check
-from sameseed.study.certificate.subject import Subject
-from sameseed.study.certificate.toy import toy_loaded
+from sameseed.laws.check import FAILED, PASSED, Check, Effort, Result, run_check
+from sameseed.laws.subject import Subject
+from sameseed.laws.toy import toy_loaded
+from sameseed.models.runner import ModelRunner
+from sameseed.ops import Ops, reference
+from sameseed.request import SamplingParams
+from sameseed.spec import sampling, step
+from sameseed.spec.verify import verify
 from sameseed.tokenizer import Tokenizer
 
 log = logging.getLogger("sameseed")
