@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class SameseedError(ValueError):
     """Base class: something the user asked for cannot be done; the text says what to do instead."""
@@ -28,4 +31,10 @@ class VocabularyError(SameseedError):
 
 
 class RegistryError(SameseedError):
-    """A name that is on no shelf; the text names the nearest one that is."""
+    """A name that is in no registry; the text names the nearest one that is."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What an error adds for a word that is not known: "; did you mean 'x'?", or nothing."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

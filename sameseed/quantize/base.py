@@ -5,8 +5,6 @@ A method on this shelf is a file with a class `METHOD`, a `Quantizer`. Letters a
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed import registry
+from sameseed import fields, registry
 from sameseed.errors import ConfigError
 from sameseed.formats import scheme as formats
 from sameseed.formats.scheme import DENSE, QuantScheme, QuantTensor
@@ -155,30 +153,16 @@ def parse_method(text: str, options: Mapping[str, object] | None = None, seed: i
             raise ConfigError(f"method {text!r}: {name} undoes what stands before it; write {name} first")
         if name in names[:i]:
             raise ConfigError(f"method {text!r} names {name} twice; leave one out")
-    last = len(names) - 1
-    wrong = [n for i, (n, c) in enumerate(zip(names, classes, strict=True)) if i < last and n in ("rtn", "gptq")]
+    wrong = [n for n, cls in zip(names[:-1], classes, strict=False) if cls.prepare is Quantizer.prepare]
     if wrong:
-        raise ConfigError(f"method {text!r}: {wrong[0]} rounds, so it comes last, e.g. {names[last]}+{wrong[0]}")
+        raise ConfigError(f"method {text!r}: {wrong[0]} rounds, so it comes last, e.g. {names[-1]}+{wrong[0]}")
     given = dict(options or {})
-    known = {f.name: f for cls in classes for f in dataclasses.fields(cls.Options)}
-    for key, value in given.items():
-        _check_option(text, key, value, known)
+    fields.check_keys(given, [key for cls in classes for key in fields.hints(cls.Options)], f"method {text!r}")
     made = []
     for cls in classes:
-        own = {f.name for f in dataclasses.fields(cls.Options)}
-        made.append(cls(cls.Options(**{k: v for k, v in given.items() if k in own}), seed))
+        own = {key: value for key, value in given.items() if key in fields.hints(cls.Options)}
+        made.append(cls(fields.parse(cls.Options, own), seed))
     return Pipeline(made, "+".join(names))
-
-
-def _check_option(text: str, key: str, value: object, known: Mapping[str, dataclasses.Field[Any]]) -> None:
-    if key not in known:
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"method {text!r} has no option {key!r}{hint} (there are: {', '.join(known) or 'none'})")
-    default = known[key].default
-    wanted = (int, float) if isinstance(default, float) else type(default)
-    if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, wanted):
-        raise ConfigError(f"option {key!r} must be of type {type(default).__name__}, got {value!r}")
 
 
 def is_dense(scheme: QuantScheme) -> bool:

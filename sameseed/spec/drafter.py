@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from sameseed.errors import ConfigError
+from sameseed import fields
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, SpecMetrics
@@ -133,22 +131,5 @@ class NoDrafter(Drafter):
 
 
 def parse_options(drafter: type[Drafter], options: Mapping[str, object]) -> Drafter.Options:
-    """The drafter's Options from plain data; a whole number for a text is its digits (`vocabulary`: 2048).
-
-    Raises ConfigError: unknown key (with the nearest), wrong type.
-    """
-    given: dict[str, Any] = {}
-    fields = {f.name: f for f in dataclasses.fields(drafter.Options)}
-    for key, value in options.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"unknown option {key!r}{hint} (there are: {', '.join(fields) or 'none'})")
-        default = fields[key].default
-        if isinstance(default, str) and type(value) is int:
-            value = str(value)
-        wanted = (int, float) if isinstance(default, float) else type(default)
-        if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, wanted):
-            raise ConfigError(f"option {key!r} must be of type {type(default).__name__}, got {value!r}")
-        given[key] = value
-    return drafter.Options(**given)
+    """The drafter's Options from plain data. Raises ConfigError: unknown key (with the nearest), wrong type."""
+    return fields.parse(drafter.Options, options)

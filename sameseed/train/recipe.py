@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import sys
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from sameseed.errors import ConfigError
+from sameseed import fields
+from sameseed.errors import ConfigError, nearest
 from sameseed.train.model import ModelShape
 from sameseed.train.optim import OptimSettings
 
@@ -19,6 +17,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+T = TypeVar("T")
 KINDS = ("chat", "dialog", "text", "stdlib")
 
 
@@ -106,12 +105,12 @@ class Recipe:
 
 def load_recipe(path: Path) -> Recipe:
     """Read and check a recipe. Raises ConfigError that names the key and the remedy."""
-    recipe: Recipe = read_table(Recipe, path, "recipes/embedded.toml")
+    recipe = read_table(Recipe, path, "recipes/embedded.toml")
     _check(recipe, path.name)
     return recipe
 
 
-def read_table(kind: Any, path: Path, own: str) -> Any:
+def read_table(kind: type[T], path: Path, own: str) -> T:
     """A dataclass from a TOML file; `own` is the project's own file of that kind. Raises ConfigError."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -119,37 +118,7 @@ def read_table(kind: Any, path: Path, own: str) -> Any:
         raise ConfigError(f"no recipe at {path}; the project's own is {own}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from None
-    return _build(kind, table, path.name)
-
-
-def _build(kind: Any, table: Any, where: str) -> Any:
-    """A dataclass, a tuple of them or a plain value from parsed TOML; every unknown or missing key is an error."""
-    origin = typing.get_origin(kind)
-    if origin is tuple:
-        if not isinstance(table, list):
-            raise ConfigError(f"{where}: expected a list, got {table!r}")
-        inner = typing.get_args(kind)[0]
-        return tuple(_build(inner, item, f"{where}[{i}]") for i, item in enumerate(table))
-    if not dataclasses.is_dataclass(kind):
-        if kind is float and isinstance(table, int) and not isinstance(table, bool):
-            return float(table)
-        if not isinstance(table, kind) or (kind is int and isinstance(table, bool)):
-            raise ConfigError(f"{where}: expected {kind.__name__}, got {table!r}")
-        return table
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where}: expected a table, got {table!r}")
-    hints = typing.get_type_hints(kind)
-    for key in table:
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(hints)}"
-            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
-    for f in dataclasses.fields(kind):
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and f.name not in table:
-            raise ConfigError(f"{where}: {f.name!r} is missing; add it")
-    build: Any = kind  # a class, as is_dataclass does not tell it from an instance
-    return build(**{key: _build(hints[key], value, f"{where}: {key}") for key, value in table.items()})
+    return fields.parse(kind, table, path.name)
 
 
 def _check(recipe: Recipe, where: str) -> None:
@@ -158,8 +127,8 @@ def _check(recipe: Recipe, where: str) -> None:
         raise ConfigError(f"{where}: no [[source]]; name at least one")
     for source in recipe.source:
         if source.kind not in KINDS:
-            near = difflib.get_close_matches(source.kind, KINDS, n=1, cutoff=0.0)
-            raise ConfigError(f"{where}: source kind {source.kind!r} is unknown; did you mean {near[0]!r}?")
+            hint = nearest(source.kind, KINDS) + f" (there are: {', '.join(KINDS)})"
+            raise ConfigError(f"{where}: source kind {source.kind!r} is unknown{hint}")
         if source.kind != "stdlib" and not (source.file and source.names):
             raise ConfigError(f"{where}: source {source.domain!r} needs 'file' and 'names'")
     for name, settings in (("target", recipe.target), ("draft", recipe.draft)):

@@ -30,8 +30,8 @@ def test_the_projects_own_recipe_is_valid() -> None:
     ("old", "new", "message"),
     [
         ("hidden_size = 32", "hiden_size = 32", "did you mean 'hidden_size'"),
-        ("steps = 12", 'steps = "many"', "expected int"),
-        ("steps = 12", "steps = true", "expected int"),
+        ("steps = 12", 'steps = "many"', "must be of type int"),
+        ("steps = 12", "steps = true", "must be of type int"),
         ("steps = 12\n", "", "'steps' is missing"),
         ("steps = 12", "steps = 0", "steps >= 1"),
         ('kind = "chat"', 'kind = "chats"', "did you mean 'chat'"),

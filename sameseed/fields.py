@@ -1,0 +1,78 @@
+"""Options: a frozen dataclass from plain data (a TOML table, JSON keys, flags), with errors that tell the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from sameseed.errors import ConfigError, nearest
+
+T = TypeVar("T")
+NAMES = {Mapping: "object", tuple: "list", type(None): "none"}
+
+
+def parse(kind: type[T], data: object, where: str = "") -> T:
+    """The dataclass `kind` from a mapping; tables within it are dataclasses or tuples of them.
+
+    A whole number serves as a float, and as a text (its digits). `where` opens the text of an error.
+    Raises ConfigError: a key that is unknown (with the nearest), one that is missing, a value of a wrong type.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where or 'options'}: expected a table, got {data!r}")
+    wanted = hints(kind)
+    check_keys(data, wanted, where)
+    for f in dataclasses.fields(kind):  # type: ignore[arg-type]  # a dataclass
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in data:
+            raise ConfigError(f"{_place(where)}option {f.name!r} is missing; add it")
+    given = {k: str(v) if wanted[k] is str and type(v) is int else v for k, v in data.items()}
+    return kind(**{k: value_of(wanted[k], v, k, where) for k, v in given.items()})
+
+
+def check(options: object) -> None:
+    """Refuse a dataclass that holds a value of another type than its field. Raises ConfigError."""
+    for name, kind in hints(type(options)).items():
+        value_of(kind, getattr(options, name), name)
+
+
+def check_keys(given: Iterable[str], known: Iterable[str], where: str = "") -> None:
+    """Refuse a key that is not known, with the nearest. Raises ConfigError."""
+    known = tuple(known)
+    for key in given:
+        if key not in known:
+            there = f" (there are: {', '.join(known) or 'none'})"
+            raise ConfigError(f"{_place(where)}unknown option {key!r}{nearest(key, known)}{there}")
+
+
+def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
+    """A value as the type `kind`: a class, a union of classes, `tuple[X, ...]`, a mapping, a dataclass."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        for choice in arguments:
+            with suppress(ConfigError):
+                return value_of(choice, value, name, where)
+    elif origin is tuple and isinstance(value, list | tuple):
+        return tuple(value_of(arguments[0], item, f"{name}[{i}]", where) for i, item in enumerate(value))
+    elif isinstance(value, origin or kind) and not (isinstance(value, bool) and kind is int):
+        return value
+    elif kind is float and type(value) is int:
+        return float(value)
+    elif dataclasses.is_dataclass(kind):
+        return parse(kind, value, f"{_place(where)}{name}")  # type: ignore[arg-type]  # a class
+    choices = arguments if origin in (typing.Union, types.UnionType) else (kind,)
+    wanted = " or ".join(NAMES.get(typing.get_origin(c) or c) or c.__name__ for c in choices)
+    raise ConfigError(f"{_place(where)}option {name!r} must be of type {wanted}, got {value!r}")
+
+
+def hints(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, by name."""
+    found = typing.get_type_hints(kind)
+    return {f.name: found[f.name] for f in dataclasses.fields(kind)}
+
+
+def _place(where: str) -> str:
+    return f"{where}: " if where else ""
