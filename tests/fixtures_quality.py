@@ -27,8 +27,8 @@ def problem(number: int) -> dict[str, Any]:
     }
 
 
-def exam(number: int, category: str, size: int = 4) -> dict[str, Any]:
-    names = [f"option {i} of {number}" for i in range(size)] + ["N/A"] * (10 - size)
+def exam(number: int, category: str) -> dict[str, Any]:
+    names = [f"option {i} of {number}" for i in range(4)]
     return {
         "question_id": number,
         "category": category,
@@ -48,6 +48,7 @@ def write_data(folder: Path) -> Path:
     write_rows(folder / "mmlu_pro-test.jsonl.gz", [exam(n, subjects[n % 2]) for n in range(8)])
     shots = [exam(n, subjects[n % 2]) for n in range(100, 110)]
     for row in shots:
+        row["options"] += ["N/A"] * 6  # as the set's own examples have it
         row["cot_content"] = f"A: Let's think step by step. It is so. The answer is ({row['answer']})."
     write_rows(folder / "mmlu_pro-shots.jsonl", shots)
     lines = [" \n", " = the whole = \n", " \n", " the sum of all parts is a whole ; the loop ends . \n", " \n"] * 12

@@ -40,7 +40,7 @@ def colourful(stream: IO[str]) -> bool:
 @contextmanager
 def progress(title: str, quiet: bool = False) -> Iterator[Progress]:
     """A progress bar on stderr that leaves nothing behind; silent where stderr is no terminal."""
-    console = stderr_console()
+    console = Console(file=sys.stderr)  # that of now: a library may be silenced while the bar runs
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -11,7 +11,7 @@ or the harness's own command with this model in it:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, RequestError
 from sameseed.request import SamplingParams
 from sameseed.study.quality.likelihood import Scorer, log_likelihoods, split
+from sameseed.study.quality.tasks import answer
 
 try:
     from lm_eval.api.model import LM
@@ -43,24 +44,28 @@ IGNORED = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens",
 
 @register_model("sameseed")
 class SameseedLM(LM):
-    """A model of sameseed as the harness sees one; `settings` are keyword arguments of LLM (format, kv_format, draft).
+    """A model of sameseed as the harness sees one: a loaded LLM, or a name and keyword arguments of LLM.
 
-    `batch_size` and `max_batch_size` are the harness's and have no meaning here: batching is continuous.
+    `batch_size` and `max_batch_size` are the harness's and have no meaning here: batching is continuous. `report(done,
+    total)` counts answers. `num_cut`: prompts that were longer than the context and lost their beginning.
     """
 
     def __init__(
         self,
-        pretrained: str = "embedded",
+        pretrained: str | LLM = "embedded",
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
+        report: Callable[[int, int], None] = lambda done, total: None,
         **settings: Any,
     ) -> None:
         super().__init__()
         # The harness names a GPU where nobody chose a device.
         self._device = device if device and (torch.cuda.is_available() or not device.startswith("cuda")) else "cpu"
-        self.llm = LLM(pretrained, device=self._device, **settings)
-        self.name = pretrained
+        self.llm = LLM(pretrained, device=self._device, **settings) if isinstance(pretrained, str) else pretrained
+        self.name = pretrained if isinstance(pretrained, str) else "sameseed"
+        self.report = report
+        self.num_cut = 0
 
     @property
     def tokenizer_name(self) -> str:
@@ -79,8 +84,10 @@ class SameseedLM(LM):
         """Log-likelihood of each continuation after its context, and whether it is what greedy decoding writes."""
         requests = list(requests)
         pairs = [self._pair(*r.args) for r in requests]
+        scorer = Scorer(self.llm.engine)
+        self.num_cut += sum(len(before) + len(after) > scorer.max_len + 1 for before, after in pairs)
         # An empty continuation is certain, log 1 = 0, and greedy decoding has nothing to miss.
-        scores = iter(log_likelihoods(Scorer(self.llm.engine), [pair for pair in pairs if pair[1]]))
+        scores = iter(log_likelihoods(scorer, [pair for pair in pairs if pair[1]], self.report))
         found = [next(scores) if pair[1] else (0.0, True) for pair in pairs]
         return self._kept("loglikelihood", requests, found)
 
@@ -105,8 +112,7 @@ class SameseedLM(LM):
         requests = list(requests)
         params = [_params(r.args[1]) for r in requests]
         prompts = [self._prompt(r.args[0], p.max_tokens) for r, p in zip(requests, params, strict=True)]
-        completions = self.llm.generate(prompts, params) if prompts else []
-        return self._kept("generate_until", requests, [c.text for c in completions])
+        return self._kept("generate_until", requests, answer(self.llm, prompts, params, self.report)[0])
 
     @property
     def _prefix(self) -> int:
@@ -137,10 +143,15 @@ class SameseedLM(LM):
         return (before[1:] if len(before) > 1 and before[0] == before[1] == bos else before), after
 
     def _prompt(self, context: str, max_tokens: int) -> list[int]:
-        """The context's tokens, its end where it is too long to leave room for the answer."""
+        """The context's tokens; its end alone where it is too long to leave room for the answer.
+
+        An answer may claim half of the model's context.
+        """
         tokens = self._encode(context) if context else [self._prefix]
         longest = self.llm.engine.max_model_len
-        return tokens[-max(1, longest - min(max_tokens, longest - 1)) :]
+        most = max(1, longest - min(max_tokens, longest // 2))
+        self.num_cut += len(tokens) > most
+        return tokens[-most:]
 
     def _kept(self, kind: str, requests: Seq[Any], found: list[Any]) -> list[Any]:
         """Tell the harness's cache what was found."""

@@ -55,7 +55,7 @@ def run(llm: LLM, settings: Settings, report: Report = silent) -> Result:
         fits = len(tokens) <= room(llm, params.max_tokens)
         long += not fits
         prompts.append(tokens if fits else [])
-    texts, _ = answer(llm, prompts, params, lambda done, total: report("humaneval", done, total))
+    texts, _ = answer(llm, prompts, [params] * len(prompts), lambda done, total: report("humaneval", done, total))
     tested = 0
 
     def tick() -> None:

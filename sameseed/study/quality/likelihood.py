@@ -198,13 +198,15 @@ def split(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[i
 
 
 def log_likelihoods(
-    scorer: Scorer, pairs: Seq[tuple[Seq[int], Seq[int]]], tick: Callable[[], None] = lambda: None
+    scorer: Scorer,
+    pairs: Seq[tuple[Seq[int], Seq[int]]],
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of each continuation after its context, and whether greedy decoding would write it.
 
     Pairs of one context whose continuations are single tokens share its passes where they stand side by side. A context
     too long for the model loses its beginning. Raises RequestError for an empty context, or a continuation that does
-    not fit. `tick` is called for each group.
+    not fit. `report(done, total)` counts groups.
     """
     groups: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = []
     for context, continuation in pairs:
@@ -220,10 +222,10 @@ def log_likelihoods(
         for group in groups
     )
     found: list[tuple[float, bool]] = []
-    for group, scored in zip(groups, scorer.score(texts), strict=True):
+    for done, (group, scored) in enumerate(zip(groups, scorer.score(texts), strict=True), 1):
         if len(group) > 1:
             found += zip((-scored.other_nll).tolist(), scored.other_greedy.tolist(), strict=True)
         else:
             found.append((-float(scored.nll.double().sum()), bool(scored.greedy.all())))
-        tick()
+        report(done, len(groups))
     return found

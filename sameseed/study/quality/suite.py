@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
-from sameseed.study.quality import data, gsm8k, humaneval, mmlu_pro
+from sameseed.study.quality import data, harness, humaneval
 from sameseed.study.quality.perplexity import STRIDE, WINDOW, Perplexity, perplexity
 from sameseed.study.quality.tasks import Report, Result, Settings, check_names, silent
 
 PERPLEXITY = "perplexity"
-TASKS: dict[str, Callable[[LLM, Settings, Report], Result]] = {
-    "humaneval": humaneval.run,
-    "gsm8k": gsm8k.run,
-    "mmlu_pro": mmlu_pro.run,
-    "mmlu_pro_likelihood": mmlu_pro.run_likelihood,
-}
+TASKS = ("humaneval", *harness.NAMES)
 NAMES = (PERPLEXITY, *TASKS)
 
 
@@ -78,15 +73,11 @@ def check(tasks: Seq[str], settings: Settings, text: Text) -> None:
     check_names(tasks, NAMES)
     if settings.limit is not None and settings.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {settings.limit}")
-    sets = {
-        "humaneval": [data.HUMANEVAL],
-        "gsm8k": [data.GSM8K],
-        "mmlu_pro": [data.MMLU_PRO, data.MMLU_PRO_SHOTS],
-        "mmlu_pro_likelihood": [data.MMLU_PRO, data.MMLU_PRO_SHOTS],
-    }
     for name in tasks:
-        for one in sets.get(name, []):
-            data.rows(one, settings.data)
+        if name == "humaneval":
+            data.rows(data.HUMANEVAL, settings.data)
+        elif name in harness.NAMES:
+            harness.read(name, settings)
     if PERPLEXITY in tasks:
         text.read(settings.data)
 
@@ -108,7 +99,11 @@ def evaluate(llm: LLM, tasks: Seq[str], settings: Settings, text: Text, report: 
             lambda done, total: report(PERPLEXITY, done, total),
         )
         notes = text_notes(found, text, content)
-    results = [run(llm, settings, report) for task, run in TASKS.items() if task in tasks]
+    results = [
+        humaneval.run(llm, settings, report) if task == "humaneval" else harness.run(llm, task, settings, report)
+        for task in TASKS
+        if task in tasks
+    ]
     return Quality(found, name, tuple(results), tuple(notes))
 
 

@@ -12,7 +12,6 @@ from sameseed.errors import ConfigError
 from sameseed.request import MAX_SEED, SamplingParams
 from sameseed.study.measure import Run, run_batch
 from sameseed.study.quality.bootstrap import Interval, mean_interval
-from sameseed.study.quality.data import Row
 
 Report = Callable[[str, int, int], None]  # stage, done, total
 
@@ -93,29 +92,17 @@ def encode(llm: LLM, text: str, chat: bool) -> list[int]:
     return llm.tokenizer.chat([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
 
 
-def few_shot(
-    llm: LLM, build: Callable[[Seq[Row]], str], shots: Seq[Row], most: int, chat: bool
-) -> tuple[list[int], int]:
-    """The prompt with as many examples as fit into `most` tokens, and how many those are; [] where none fits.
-
-    `build(shots)` writes the prompt with these examples.
-    """
-    for count in range(len(shots), -1, -1):
-        tokens = encode(llm, build(shots[:count]), chat)
-        if len(tokens) <= most:
-            return tokens, count
-    return [], 0
-
-
 def answer(
-    llm: LLM, prompts: Seq[Seq[int]], params: SamplingParams, report: Callable[[int, int], None]
+    llm: LLM, prompts: Seq[Seq[int]], params: Seq[SamplingParams], report: Callable[[int, int], None]
 ) -> tuple[list[str], Run]:
     """What the model writes after each prompt, all together by continuous batching; "" after an empty prompt.
 
     Each prompt has a seed of its own, so that an answer does not depend on how many questions were asked.
     """
     jobs = [
-        (tuple(p), replace(params, seed=((params.seed or 0) + i) % (MAX_SEED + 1))) for i, p in enumerate(prompts) if p
+        (tuple(prompt), replace(its, seed=((its.seed or 0) + i) % (MAX_SEED + 1)))
+        for i, (prompt, its) in enumerate(zip(prompts, params, strict=True))
+        if prompt
     ]
     run = Run()
     done = 0
@@ -128,19 +115,6 @@ def answer(
     run_batch(llm.engine, jobs, run, tick)
     texts = iter(c.text for c in run.completions)
     return [next(texts) if p else "" for p in prompts], run
-
-
-def notes_on_shots(shots: Seq[int], wanted: int, unanswered: int) -> tuple[str, ...]:
-    """What to say aloud where prompts had to be cut."""
-    notes = []
-    fewer = sum(n < wanted for n in shots) - unanswered
-    if fewer > 0:
-        notes.append(
-            f"{fewer} of {len(shots)} prompts hold fewer than {wanted} examples: the model's context is too short"
-        )
-    if unanswered:
-        notes.append(f"{unanswered} of {len(shots)} questions do not fit the model's context and count as wrong")
-    return tuple(notes)
 
 
 def check_names(names: Seq[str], known: Seq[str]) -> None:

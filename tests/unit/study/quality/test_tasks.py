@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from lawkit import write_model
 from sameseed import LLM
 from sameseed.errors import ConfigError
 from sameseed.study.measure import Run
-from sameseed.study.quality import data, gsm8k, humaneval, mmlu_pro, suite, tasks
+from sameseed.study.quality import data, humaneval, suite, tasks
 from sameseed.study.quality.tasks import Result, Settings
 
 Answers = dict[str, str]  # the end of a prompt -> what the "model" writes
@@ -23,7 +23,7 @@ Answers = dict[str, str]  # the end of a prompt -> what the "model" writes
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = tmp_path_factory.mktemp("model")
-    write_model(folder, max_position_embeddings=2048)
+    write_model(folder, max_position_embeddings=4096)
     return LLM(str(folder), max_num_seqs=8)
 
 
@@ -87,126 +87,128 @@ def test_humaneval_reads_code_blocks_of_a_chat(data_folder: Path, text: str) -> 
     assert humaneval.score([row], [text], chat=True)[0].passed
 
 
-# --- GSM8K ---
+# --- GSM8K and MMLU-Pro, by lm-evaluation-harness ---
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        (" 3 + 4 = 7\n#### 7", 7),
-        ("#### 7 and then 9", 7),
-        ("#### $1,234.50.", Decimal("1234.5")),
-        ("She pays $18 for 3.", 3),
-        ("so it is -12.", -12),
-        ("half is .5", Decimal("0.5")),
-        ("the total is 70,000", 70000),
-        ("#### 7.00", 7),
-        ("no number", None),
-        ("", None),
-        ("1.2.3", None),
-    ],
-)
-def test_gsm8k_reads_numbers(text: str, value: Any) -> None:
-    assert gsm8k.extract(text) == value
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tasks that run through the harness; skipped where it is not installed."""
+    pytest.importorskip("lm_eval", reason="the harness is an extra: pip install '.[eval]'")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from sameseed.study.quality import harness
+
+    return harness
 
 
-def test_gsm8k_scores_and_leaves_its_examples_out(llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def harness_answers(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> list[str]:
+    """As `answering`, behind the harness."""
+    from sameseed.study import lm_eval
+
+    return answering(monkeypatch, lm_eval, answers)
+
+
+def test_gsm8k_scores_and_leaves_its_examples_out(
+    harness: Any, llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = {"the sum of 1003?\nAnswer:": "it is\n#### 1004", "the sum of 1005?\nAnswer:": "1005 + 1 = 1,006"}
-    asked = answering(monkeypatch, gsm8k, answers)
-    result = gsm8k.run(llm, Settings(data_folder))
+    asked = harness_answers(monkeypatch, answers)
+    result = harness.run(llm, "gsm8k", Settings(data_folder))
     assert len(asked) == len(result.scores) == 9 and result.scores[0] == result.scores[2] == 1.0
-    assert sum(result.scores) == 2 and result.extra["strict"] == pytest.approx(1 / 9)
+    assert sum(result.scores) == 2 and result.extra == {"strict": pytest.approx(1 / 9), "without_number": 7}
     assert all(text.count("Question:") == 6 and "the sum of 998?" in text for text in asked)
-    assert "serve as examples" in result.notes[0]
+    assert "are examples" in result.notes[0]
 
 
 def test_gsm8k_takes_the_training_set_for_examples(
-    llm: LLM, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harness: Any, llm: LLM, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = data.rows(data.GSM8K, data_folder)
     write_rows(tmp_path / "gsm8k-test.jsonl", rows)
     write_rows(tmp_path / "gsm8k-train.jsonl", [{"question": f"train {n}", "answer": "#### 1"} for n in range(9)])
-    asked = answering(monkeypatch, gsm8k, {})
-    result = gsm8k.run(llm, Settings(tmp_path, limit=4))
-    assert len(asked) == 4 and result.notes == () and "train 4" in asked[0] and "train 5" not in asked[0]
+    asked = harness_answers(monkeypatch, {})
+    result = harness.run(llm, "gsm8k", Settings(tmp_path, limit=4))
+    assert len(asked) == 4 and result.notes == () and asked[0].count("train ") == 5
+    assert "the sum of 998?" in asked[0] and "the sum of 1001?" in asked[1]  # spread over the set
 
 
-def test_few_examples_where_the_context_is_short(
-    pair_folders: tuple[Path, Path], data_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_short_context_cuts_the_beginning(
+    harness: Any, pair_folders: tuple[Path, Path], data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = LLM(str(pair_folders[0]))
-    asked = answering(monkeypatch, gsm8k, {})
-    result = gsm8k.run(short, Settings(data_folder, limit=3))
-    assert 0 < asked[0].count("Question:") < 6
-    assert "fewer than 5 examples" in result.notes[1]
-
-
-# --- MMLU-Pro ---
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("so the answer is (C).", "C"),
-        ("the answer is D", "D"),
-        ("The answer is (A). The answer is (B).", "A"),
-        ("the answer is (K)", None),
-        ("I think C", None),
-    ],
-)
-def test_mmlu_pro_reads_letters(text: str, letter: str | None) -> None:
-    assert mmlu_pro.extract(text) == letter
+    asked = harness_answers(monkeypatch, {})
+    result = harness.run(LLM(str(pair_folders[0])), "gsm8k", Settings(data_folder, limit=3))
+    assert asked[0].count("Question:") < 6 and asked[0].endswith("the sum of 1003?\nAnswer:")
+    assert "3 prompts lost their beginning" in result.notes[1]
 
 
 def test_mmlu_pro_asks_after_examples_of_its_subject(
-    llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
+    harness: Any, llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = answering(monkeypatch, mmlu_pro, {f"option 3 of 1\nAnswer: {mmlu_pro.THINK}": "so the answer is (B)."})
-    result = mmlu_pro.run(llm, Settings(data_folder))
-    assert result.scores == (0, 1, 0, 0, 0, 0, 0, 0)
+    answers = {"option 3 of 1\nAnswer: Let's think step by step.": "so the answer is (B)."}
+    asked = harness_answers(monkeypatch, answers)
+    result = harness.run(llm, "mmlu_pro", Settings(data_folder))
+    assert result.scores == (1, 0, 0, 0, 0, 0, 0, 0)  # of law, then of math
     assert result.extra["subjects"]["law"] == {"value": 0.25, "num_questions": 4}
     assert result.extra["without_letter"] == 7 and result.extra["chance"] == 0.25
-    text = asked[1]
-    assert "about law." in text and text.count("Question:") == 6 and "N/A" not in text
+    text = asked[0]
+    assert "about law." in text and text.count("Question:") == 6
     assert text.count("It is so. The answer is (") == 5 and "A: Let's" not in text
     assert "option 3 of 101" in text and "of 100" not in text
 
 
-def test_mmlu_pro_takes_the_likeliest_letter(llm: LLM, data_folder: Path) -> None:
-    result = mmlu_pro.run_likelihood(llm, Settings(data_folder, limit=4))
+def test_mmlu_pro_takes_the_likeliest_letter(harness: Any, llm: LLM, data_folder: Path) -> None:
+    from sameseed.study.lm_eval import SameseedLM
+
+    result = harness.run(llm, "mmlu_pro_likelihood", Settings(data_folder, limit=4))
     assert len(result.scores) == 4 and result.extra["without_letter"] == 0
-    rows, shots = mmlu_pro.read(Settings(data_folder, limit=4))
-    for row, score in zip(rows, result.scores, strict=True):
-        prompt = mmlu_pro.short_prompt(shots[row["category"]], row)
-        options = llm.tokenizer.encode(" A B C D")
-        assert len(options) == 8, "in this vocabulary a letter is two tokens: a blank and itself"
-        context = (*llm.tokenizer.encode(prompt), options[0])
-        letters = options[1::2]
-        out = llm.generate(
-            [list(context)], tasks.SamplingParams(max_tokens=1, allowed_token_ids=tuple(letters), ignore_eos=True)
-        )[0]
-        assert score == float("ABCD"[letters.index(out.token_ids[0])] == row["answer"])
+    splits, _ = harness.read("mmlu_pro_likelihood", Settings(data_folder, limit=4))
+    examples = ""
+    for row in [*splits["validation"][:5], *splits["test"]]:
+        options = "".join(f"{letter}. {option}\n" for letter, option in zip("ABCDEFGHIJ", row["options"], strict=False))
+        asked = f"{row['question']}\n{options}Answer:"
+        if row in splits["test"]:
+            pairs = [SimpleNamespace(args=(examples + asked, f" {letter}")) for letter in "ABCD"]
+            values = [value for value, _ in SameseedLM(llm).loglikelihood(pairs)]
+            score = result.scores[splits["test"].index(row)]
+            assert score == float("ABCD"[values.index(max(values))] == row["answer"])
+        else:
+            examples += f"{asked} {row['answer']}\n\n"
 
 
 @pytest.mark.parametrize("letter", ["H", "", "AB", "a"])
-def test_a_wrong_letter_in_the_data_is_refused(llm: LLM, data_folder: Path, tmp_path: Path, letter: str) -> None:
+def test_a_wrong_letter_in_the_data_is_refused(harness: Any, data_folder: Path, tmp_path: Path, letter: str) -> None:
     rows = data.rows(data.MMLU_PRO, data_folder)
     write_rows(tmp_path / "mmlu_pro-test.jsonl", [{**rows[0], "answer": letter}])
     write_rows(tmp_path / "mmlu_pro-shots.jsonl", data.rows(data.MMLU_PRO_SHOTS, data_folder))
     with pytest.raises(ConfigError, match=f"no option '{letter}'"):
-        mmlu_pro.run(llm, Settings(tmp_path))
+        harness.read("mmlu_pro", Settings(tmp_path))
+
+
+def test_a_subject_that_the_harness_lacks_is_refused(
+    harness: Any, llm: LLM, data_folder: Path, tmp_path: Path
+) -> None:
+    for kind, name in ((data.MMLU_PRO, "test"), (data.MMLU_PRO_SHOTS, "shots")):
+        rows = [{**row, "category": "astrology"} for row in data.rows(kind, data_folder)]
+        write_rows(tmp_path / f"mmlu_pro-{name}.jsonl", rows)
+    with pytest.raises(ConfigError, match="mmlu_pro_astrology"):
+        harness.run(llm, "mmlu_pro", Settings(tmp_path))
+
+
+def test_without_the_harness_the_extra_is_named(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sameseed.study.quality.harness.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
+        suite.check(["gsm8k"], Settings(data_folder), suite.Text())
 
 
 # --- what they share ---
 
 
-def test_all_tasks_run_on_a_model_and_report(llm: LLM, data_folder: Path) -> None:
+def test_all_tasks_run_on_a_model_and_report(harness: Any, llm: LLM, data_folder: Path) -> None:
     seen: dict[str, int] = {}
     settings = Settings(data_folder, limit=2, max_tokens=12, chat=True, temperature=0.7, seed=3)
     found = suite.evaluate(
         llm, suite.NAMES, settings, suite.Text(window=64, stride=32), lambda s, d, t: seen.update({s: d})
     )
-    assert [r.task for r in found.results] == list(suite.TASKS)
+    assert [r.task for r in found.results] == [*suite.TASKS]
     assert found.perplexity is not None and found.perplexity.perplexity > 1
     assert {"perplexity", "humaneval", "humaneval, tests", "gsm8k", "mmlu_pro"} <= set(seen)
     assert json.loads(json.dumps(found.as_dict(0)))["tasks"][1]["num_questions"] == 2
@@ -218,9 +220,9 @@ def test_all_tasks_run_on_a_model_and_report(llm: LLM, data_folder: Path) -> Non
 def test_the_answer_to_a_question_does_not_depend_on_the_others(llm: LLM) -> None:
     params = tasks.SamplingParams(max_tokens=8, temperature=1.0, seed=5)
     prompts = [llm.tokenizer.encode(t) for t in ("the sum", "the list", "the loop")]
-    texts, run = tasks.answer(llm, [prompts[0], [], *prompts[1:]], params, lambda done, total: None)
+    texts, run = tasks.answer(llm, [prompts[0], [], *prompts[1:]], [params] * 4, lambda done, total: None)
     assert texts[1] == "" and len(run.completions) == 3
-    assert tasks.answer(llm, prompts[:1], params, lambda done, total: None)[0] == texts[:1]
+    assert tasks.answer(llm, prompts[:1], [params], lambda done, total: None)[0] == texts[:1]
 
 
 def test_a_result_has_its_interval() -> None:
@@ -240,6 +242,6 @@ def test_unknown_tasks_name_the_nearest() -> None:
 
 def test_text_that_differs_from_the_protocol_is_said(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "wikitext2-test.txt").write_text("\n = <unk> = \n \n the sum of <unk> parts \n" * 8)
-    found = suite.evaluate(llm, ["perplexity"], Settings(tmp_path), suite.Text(window=4096, stride=64, tokens=90))
+    found = suite.evaluate(llm, ["perplexity"], Settings(tmp_path), suite.Text(window=8192, stride=64, tokens=90))
     said = " ".join(found.notes)
     assert "clipped" in said and "<unk>" in said and "first 90 tokens" in said

@@ -1,0 +1,151 @@
+"""GSM8K and MMLU-Pro by lm-evaluation-harness: its task files decide prompts, stops and what counts as right.
+
+Ours are only the rows: from a folder or the hub, checked, and spread over the set where `limit` asks for a part.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError
+from sameseed.study.quality import data
+from sameseed.study.quality.data import GSM8K, GSM8K_SHOTS, MMLU_PRO, MMLU_PRO_SHOTS, Row
+from sameseed.study.quality.tasks import Report, Result, Settings, silent
+
+NAMES = ("gsm8k", "mmlu_pro", "mmlu_pro_likelihood")
+SHOTS = 5
+LETTERS = "ABCDEFGHIJ"
+INVALID = "[invalid]"  # the harness's word for an answer without what was asked for
+Splits = dict[str, list[Row]]
+
+
+def read(name: str, settings: Settings) -> tuple[Splits, tuple[str, ...]]:
+    """The rows of a task by the harness's name of their split, and what to say of them.
+
+    Raises ConfigError for missing or odd data, or where the harness is not installed.
+    """
+    if find_spec("lm_eval") is None:
+        raise ConfigError(f"{name} runs through lm-evaluation-harness: pip install '.[eval]'")
+    if name == "gsm8k":
+        rows = data.rows(GSM8K, settings.data)
+        if settings.data is None or data.find(settings.data, GSM8K_SHOTS) is not None:
+            splits, notes = {"train": data.rows(GSM8K_SHOTS, settings.data)}, ()
+        else:
+            splits, rows = {"train": rows[:SHOTS]}, rows[SHOTS:]
+            notes = (f"no {GSM8K_SHOTS.files[0]}: the first {SHOTS} test questions are examples and are not asked",)
+        if not rows:
+            raise ConfigError(f"the test set holds no more than the {SHOTS} examples; give more rows")
+        return {**splits, "test": data.take(rows, settings.limit)}, notes
+    rows = data.take(data.rows(MMLU_PRO, settings.data), settings.limit)
+    for row in rows:
+        if row["answer"] not in list(LETTERS[: len(row["options"])]):  # as a text, it would hold "" and "AB" too
+            raise ConfigError(f"mmlu_pro: question {row.get('question_id')} has no option {row['answer']!r}")
+    return {"validation": data.rows(MMLU_PRO_SHOTS, settings.data), "test": rows}, ()
+
+
+def run(llm: LLM, name: str, settings: Settings, report: Report = silent) -> Result:
+    """Ask a task's questions of a model. Raises ConfigError as `read` does."""
+    splits, notes = read(name, settings)
+    import datasets
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from sameseed.study.lm_eval import SameseedLM
+
+    model = SameseedLM(llm, report=lambda done, total: report(name, done, total))
+    # The harness's own bars and remarks would run into ours.
+    with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+        datasets.disable_progress_bars()
+        tasks = _write_tasks(name, splits, Path(lm_eval.__file__).parent / "tasks", Path(folder))
+        found = lm_eval.simple_evaluate(
+            model=model,
+            tasks=tasks,
+            task_manager=TaskManager(include_path=folder, include_defaults=False),
+            bootstrap_iters=0,
+            apply_chat_template=settings.chat,
+            gen_kwargs=_gen_kwargs(settings) or None,
+        )
+    samples = [sample for task in tasks for sample in found["samples"][task]]
+    if model.num_cut:
+        length = llm.engine.max_model_len
+        notes += (f"{model.num_cut} prompts lost their beginning: the model's context has {length} tokens",)
+    return _gsm8k(samples, notes) if name == "gsm8k" else _mmlu_pro(name, samples, notes)
+
+
+def _gen_kwargs(settings: Settings) -> dict[str, Any]:
+    """What differs from the task's own way to write an answer."""
+    given: dict[str, Any] = {}
+    if settings.temperature > 0:
+        given = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed}
+    if settings.max_tokens is not None:
+        given["max_gen_toks"] = settings.max_tokens
+    return given
+
+
+def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[str]:
+    """Write the rows, and task files that are the harness's own but for where the rows are; returns their names."""
+    files = {}
+    for split, rows in splits.items():
+        files[split] = str(folder / f"{split}.jsonl")
+        Path(files[split]).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if name == "gsm8k":
+        sources = {name: theirs / "gsm8k" / "gsm8k.yaml"}
+    elif name == "mmlu_pro_likelihood":
+        sources = {name: theirs / "leaderboard" / "mmlu_pro" / "mmlu_pro.yaml"}
+    else:  # a task for each subject
+        subjects = sorted({row["category"].replace(" ", "_") for row in splits["test"]})
+        sources = {f"{name}_{s}": theirs / name / f"{name}_{s}.yaml" for s in subjects}
+    for task, source in sources.items():
+        if not source.is_file():
+            raise ConfigError(f"lm-evaluation-harness has no {source.stem!r}; is this the data of {name}?")
+        own = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+        own["dataset_kwargs"]["cache_dir"] = str(folder)
+        # JSON is YAML.
+        (folder / f"{task}.yaml").write_text(json.dumps({"include": str(source), "task": task, **own}))
+    return list(sources)
+
+
+def _gsm8k(samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> Result:
+    strict = [s["exact_match"] for s in samples if s["filter"] == "strict-match"]
+    asked = [s for s in samples if s["filter"] == "flexible-extract"]
+    return Result(
+        "gsm8k",
+        "exact match",
+        tuple(float(s["exact_match"]) for s in asked),
+        {
+            "strict": sum(strict) / len(strict),
+            "without_number": sum(s["filtered_resps"][0] == INVALID for s in asked),
+        },
+        notes,
+        tuple(s["resps"][0][0] for s in asked),
+    )
+
+
+def _mmlu_pro(name: str, asked: Seq[dict[str, Any]], notes: tuple[str, ...]) -> Result:
+    letters = name == "mmlu_pro_likelihood"
+    scores = tuple(float(s["acc" if letters else "exact_match"]) for s in asked)
+    subjects: dict[str, list[float]] = defaultdict(list)
+    for score, sample in zip(scores, asked, strict=True):
+        subjects[sample["doc"]["category"]].append(score)
+    return Result(
+        name,
+        "accuracy",
+        scores,
+        {
+            # The mean over questions weighs each subject by its size.
+            "subjects": {s: {"value": sum(v) / len(v), "num_questions": len(v)} for s, v in sorted(subjects.items())},
+            "without_letter": 0 if letters else sum(s["filtered_resps"][0] == INVALID for s in asked),
+            "chance": sum(1 / len(s["doc"]["options"]) for s in asked) / len(asked),
+        },
+        notes,
+        () if letters else tuple(s["resps"][0][0] for s in asked),
+    )
