@@ -35,21 +35,22 @@ def read(name: str, settings: Settings) -> tuple[Splits, tuple[str, ...]]:
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(f"{name} runs through lm-evaluation-harness: pip install '.[eval]'")
+    notes: tuple[str, ...] = ()
     if name == "gsm8k":
         rows = data.rows(GSM8K, settings.data)
         if settings.data is None or data.find(settings.data, GSM8K_SHOTS) is not None:
-            splits, notes = {"train": data.rows(GSM8K_SHOTS, settings.data)}, ()
+            shots = data.rows(GSM8K_SHOTS, settings.data)
         else:
-            splits, rows = {"train": rows[:SHOTS]}, rows[SHOTS:]
+            shots, rows = rows[:SHOTS], rows[SHOTS:]
             notes = (f"no {GSM8K_SHOTS.files[0]}: the first {SHOTS} test questions are examples and are not asked",)
         if not rows:
             raise ConfigError(f"the test set holds no more than the {SHOTS} examples; give more rows")
-        return {**splits, "test": data.take(rows, settings.limit)}, notes
+        return {"train": shots, "test": data.take(rows, settings.limit)}, notes
     rows = data.take(data.rows(MMLU_PRO, settings.data), settings.limit)
     for row in rows:
         if row["answer"] not in list(LETTERS[: len(row["options"])]):  # as a text, it would hold "" and "AB" too
             raise ConfigError(f"mmlu_pro: question {row.get('question_id')} has no option {row['answer']!r}")
-    return {"validation": data.rows(MMLU_PRO_SHOTS, settings.data), "test": rows}, ()
+    return {"validation": data.rows(MMLU_PRO_SHOTS, settings.data), "test": rows}, notes
 
 
 def run(llm: LLM, name: str, settings: Settings, report: Report = silent) -> Result:
@@ -107,8 +108,8 @@ def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[
     for task, source in sources.items():
         if not source.is_file():
             raise ConfigError(f"lm-evaluation-harness has no {source.stem!r}; is this the data of {name}?")
-        own = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
-        own["dataset_kwargs"]["cache_dir"] = str(folder)
+        where = {"data_files": files, "cache_dir": str(folder)}
+        own = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": where}
         # JSON is YAML.
         (folder / f"{task}.yaml").write_text(json.dumps({"include": str(source), "task": task, **own}))
     return list(sources)

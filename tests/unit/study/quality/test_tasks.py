@@ -183,9 +183,7 @@ def test_a_wrong_letter_in_the_data_is_refused(harness: Any, data_folder: Path, 
         harness.read("mmlu_pro", Settings(tmp_path))
 
 
-def test_a_subject_that_the_harness_lacks_is_refused(
-    harness: Any, llm: LLM, data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_subject_that_the_harness_lacks_is_refused(harness: Any, llm: LLM, data_folder: Path, tmp_path: Path) -> None:
     for kind, name in ((data.MMLU_PRO, "test"), (data.MMLU_PRO_SHOTS, "shots")):
         rows = [{**row, "category": "astrology"} for row in data.rows(kind, data_folder)]
         write_rows(tmp_path / f"mmlu_pro-{name}.jsonl", rows)
