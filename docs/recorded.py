@@ -8,8 +8,11 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import mean, median
 from types import ModuleType
 from typing import Any
+
+Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
@@ -34,152 +37,128 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def peers() -> str:
-    """sameseed beside other engines, as benchmarks/peers/table.py shows it."""
-    path = RECORDS / "peers.jsonl"
-    if not path.exists():
-        return "*No record yet: `make peers`, then `make bench-peers` write one.*"
-    module = script("peers/table.py")
-    return "\n\n".join(module.render(record) for record in module.newest(path)) + "\n"
-
-
-def gpu() -> str:
-    """What was aimed at on a GPU beside what was found, by benchmarks/gpu_summary.py; dry runs do not count."""
-    path = RECORDS / "gpu.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    lines = [x for x in lines if not x["dry_run"]]
-    if not lines:
-        return "*No record yet: `make bench-gpu` writes one, on a machine with a GPU.*"
-    newest = [x for x in lines if x["run"] == lines[-1]["run"]]
-    rows = [[row.what, row.aim, row.got, row.verdict] for row in script("gpu_summary.py").rows(newest)]
-    first = newest[0]
-    where = f"{first['machine']['gpu']}, PyTorch {first['machine']['torch']}, CUDA {first['cuda']}"
-    left = [x for x in newest if x["part"] == "end"]
-    lost = "; ".join(f"{x['what']} ({x['why']})" for x in left[-1]["left_out"]) if left else "what an interrupt cut off"
-    about = f"{where}, {first['time'][:10]}, commit {first['commit']}. Left out: {lost or 'nothing'}."
-    return f"{markdown(['what', 'aim', 'found', ''], rows)}\n\n{about}\n"
-
-
-def evaluations() -> str:
-    """What number formats cost: the newest comparison of `sameseed eval`."""
-    from sameseed.study import record
-    from sameseed.study.quality import tables
-
-    path = RECORDS / "eval.jsonl"
-    found = [r for r in record.read(path) if r["comparison"] is not None] if path.exists() else []
-    if not found:
-        return "*No record yet: `sameseed eval --compare ... --out benchmarks/results/eval.jsonl` writes one.*"
-    newest = [r for r in found if r["run"] == found[-1]["run"]]
-    head, rows = tables.compared(newest)
-    machine = newest[0]["machine"]
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['isa']}"
-    where += f"; {newest[0]['time'][:10]}, commit {newest[0]['commit']}"
-    return f"{markdown(head, rows, range(1, len(head)))}\n\n{where}.\n"
-
-
-def newest(name: str, key: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
-    """The last record of each kind in a file that is not read by study.record."""
+def lines(name: str) -> list[Record]:
+    """All records of a file in benchmarks/results; none where it is not there."""
     path = RECORDS / f"{name}.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return list({key(r): r for r in map(json.loads, lines)}.values())
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def measured_on(found: dict[str, Any]) -> str:
+def newest(found: Iterable[Record], key: Callable[[Record], Any]) -> list[Record]:
+    """The last record of each kind, in the order in which the kinds first came."""
+    return list({key(r): r for r in found}.values())
+
+
+def last_run(found: list[Record]) -> list[Record]:
+    """The records of the run that wrote the last one."""
+    return [r for r in found if r["run"] == found[-1]["run"]]
+
+
+def measured_on(found: Record) -> str:
     """Where and when a record was made."""
     machine = found["machine"]
-    return f"{machine['cpu']}, {machine['cores']} cores; {found['time'][:10]}, commit {found['commit']}"
+    day = found.get("time", found.get("date"))
+    return f"{machine['cpu']}, {machine['cores']} cores; {day[:10]}, commit {found['commit']}"
 
 
-def quantizers() -> str:
-    """Held-out perplexity by method and format, as benchmarks/quantize.py found it."""
-    found = newest("quantize", lambda r: (r["config"]["scheme"], r["config"]["method"]))
+def yes(same: bool) -> str:
+    """Whether all texts were equal; a difference is loud."""
+    return "yes" if same else "NO"
+
+
+def peers(found: list[Record]) -> str:
+    """sameseed beside other engines, as benchmarks/peers/table.py shows it."""
+    module = script("peers/table.py")
+    return "\n\n".join(module.render(record) for record in module.newest(RECORDS / "peers.jsonl"))
+
+
+def gpu(found: list[Record]) -> str:
+    """What was aimed at on a GPU beside what was found, by benchmarks/gpu_summary.py; dry runs do not count."""
+    found = [r for r in found if not r["dry_run"]]
     if not found:
-        return "*No record yet: `benchmarks/quantize.py` writes one.*"
-    rows = []
-    for r in sorted(found, key=lambda r: (r["bits_per_weight"], r["config"]["scheme"], r["relative"]["ratio"])):
-        c, ratio = r["config"], r["relative"]
-        interval = f"{ratio['low']:.4f} .. {ratio['high']:.4f}"
-        bits = f"{r['bits_per_weight']:.3f}"
-        rows.append([c["scheme"], c["method"], bits, f"{ratio['ratio']:.4f}", interval, c["calibration"] or ""])
-    head = ["scheme", "method", "bits a weight", "perplexity over the original's", "95 %", "calibrated on"]
-    c = found[-1]["config"]
-    about = f"{c['model']}, {c['held_out_tokens']} held-out tokens; linear layers of the decoder only."
-    return f"{markdown(head, rows, (2, 3))}\n\n{about} {measured_on(found[-1])}.\n"
-
-
-def gguf() -> str:
-    """Our logits beside llama.cpp's on the same file, as benchmarks/gguf_logits.py found them."""
-    found = newest("gguf", lambda r: (r["file"], r["format"]))
-    if not found:
-        return "*No record yet: `benchmarks/gguf_logits.py` writes one.*"
-    rows = [
-        [
-            r["file"],
-            r["format"],
-            f"{r['mean_difference']:.4f}",
-            f"{r['max_difference']:.3f}",
-            f"{r['kl']:.1e}",
-            f"{r['argmax_agreement']:.1%}",
-        ]
-        for r in found
-    ]
-    head = ["file", "--format", "mean difference", "largest", "KL", "same likeliest token"]
-    last = found[-1]
-    about = f"{last['num_tokens']} tokens; the logits' standard deviation is {last['logit_deviation']:.2f}"
+        return hint("gpu")
+    found = last_run(found)
+    rows = [[row.what, row.aim, row.got, row.verdict] for row in script("gpu_summary.py").rows(found)]
+    first, left = found[0], [r for r in found if r["part"] == "end"]
+    lost = "; ".join(f"{r['what']} ({r['why']})" for r in left[-1]["left_out"]) if left else "what an interrupt cut off"
+    about = (
+        f"{first['machine']['gpu']}, PyTorch {first['machine']['torch']}, CUDA {first['cuda']}, {first['time'][:10]}"
+    )
     return (
-        f"{markdown(head, rows, range(2, 6))}\n\n{about}; llama-cpp-python {last['llama_cpp_python']}. "
-        f"{measured_on(last)}.\n"
+        f"{markdown(['what', 'aim', 'found', ''], rows)}\n\n"
+        f"{about}, commit {first['commit']}. Left out: {lost or 'nothing'}."
     )
 
 
-def certificates() -> str:
+def evaluations(found: list[Record]) -> str:
+    """What number formats cost: the newest comparison of `sameseed eval`."""
+    from sameseed.study.quality import tables
+
+    found = last_run([r for r in found if r["comparison"] is not None])
+    head, rows = tables.compared(found)
+    text, c = found[0]["perplexity"], found[0]["config"]
+    about = f"Perplexity of {text['tokens']:,} tokens of {text['text'].split('.')[0]}; acceptance and speed of "
+    about += f"{c['num_prompts']} prompts, {c['max_tokens_of_speed']} tokens each, draft {c['draft']}"
+    return f"{markdown(head, rows, range(1, len(head)))}\n\n{about}. {measured_on(found[0])}."
+
+
+def quantizers(found: list[Record]) -> str:
+    """Held-out perplexity by method and format, as benchmarks/quantize.py found it."""
+    found = newest(found, lambda r: (r["config"]["scheme"], r["config"]["method"]))
+    rows = []
+    for r in sorted(found, key=lambda r: (r["bits_per_weight"], r["config"]["scheme"], r["relative"]["ratio"])):
+        c, ratio = r["config"], r["relative"]
+        cells = [c["scheme"], c["method"], f"{r['bits_per_weight']:.3f}", f"{ratio['ratio']:.4f}"]
+        rows.append([*cells, f"{ratio['low']:.4f} .. {ratio['high']:.4f}", c["calibration"] or ""])
+    head = ["scheme", "method", "bits a weight", "perplexity over the original's", "95 %", "calibrated on"]
+    c = found[-1]["config"]
+    about = f"{c['model']}, {c['held_out_tokens']} held-out tokens; linear layers of the decoder only."
+    return f"{markdown(head, rows, (2, 3))}\n\n{about} {measured_on(found[-1])}."
+
+
+def gguf(found: list[Record]) -> str:
+    """Our logits beside llama.cpp's on the same file, as benchmarks/gguf_logits.py found them."""
+    rows = []
+    for r in newest(found, lambda r: (r["file"], r["format"])):
+        figures = [f"{r['mean_difference']:.4f}", f"{r['max_difference']:.3f}", f"{r['kl']:.1e}"]
+        rows.append([r["file"], r["format"], *figures, f"{r['argmax_agreement']:.1%}"])
+    head = ["file", "--format", "mean difference", "largest", "KL", "same likeliest token"]
+    last = found[-1]
+    about = f"{last['num_tokens']} tokens; the logits' standard deviation is {last['logit_deviation']:.2f}"
+    about += f"; llama-cpp-python {last['llama_cpp_python']}. {measured_on(last)}."
+    return f"{markdown(head, rows, range(2, 6))}\n\n{about}"
+
+
+def certificates(found: list[Record]) -> str:
     """What was certified: how much was looked at, and what differed. The newest of the same checks counts."""
-    path = RECORDS / "certificates.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    if not lines:
-        return "*No record yet: `sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one.*"
-    newest: dict[tuple[object, ...], dict[str, Any]] = {}
-    for r in map(json.loads, lines):
+    last: dict[tuple[object, ...], Record] = {}
+    for r in found:
         c = r["config"]
         key = (c["label"], c["format"], c["kv_format"], r["mutants"] is None, *(check["id"] for check in r["checks"]))
-        newest.pop(key, None)  # the newest comes last
-        newest[key] = r
-    found = list(newest.values())
+        last.pop(key, None)  # the newest comes last
+        last[key] = r
     sizes = {"L1": "products", "L2": "compared_rows", "L3": "tokens", "L6": "texts", "L5": "sequences", "L5s": "draws"}
     rows = []
-    for r in found:
-        checks = {c["id"]: c for c in r["checks"]}
-        seen = [
-            {**checks[i]["sizes"], **checks[i]["statistic"]}[key] if i in checks else None for i, key in sizes.items()
-        ]
-        cells = ["" if n is None else f"{n:,.0f}" for n in seen]
-        if "L1" in checks and "row_counts" not in checks["L1"]["sizes"]:
+    for r in last.values():
+        checks = {c["id"]: {**c["sizes"], **c["statistic"]} for c in r["checks"]}
+        cells = [f"{checks[i][key]:,.0f}" if i in checks else "" for i, key in sizes.items()]
+        if "row_counts" not in checks.get("L1", {"row_counts": 0}):
             cells[0] += " \\*"
         differing = sum(v for c in r["checks"] for k, v in c["statistic"].items() if k.startswith("differing"))
         passed = sum(c["status"] == "passed" for c in r["checks"])
-        mutants = r["mutants"]
-        c = r["config"]
+        c, mutants = r["config"], r["mutants"]
         cells += [f"{differing:,.0f}", f"{mutants['caught']} of {mutants['total']}" if mutants else ""]
         rows.append([c["label"], c["format"], c["kv_format"], f"{passed} of {len(r['checks'])}", *cells])
     head = ["draft", "weights", "cache", "checks passed", "products", "logits rows", "greedy tokens", "seeded texts"]
     head += ["texts of the law", "draws of the sampler", "differing values and texts", "mutants rejected"]
-    where = f"Model `{found[-1]['config']['model']}`; the last: {measured_on(found[-1])}."
+    about = f"Model `{r['config']['model']}`; the last: {measured_on(r)}."
     if any("\\*" in cell for row in rows for cell in row):
-        where += "\n\n\\* An older record: passes of six sizes only (2, 9, 16, 23, 30 and 128 rows)."
-    return f"{markdown(head, rows, range(3, len(head)))}\n\n{where}\n"
+        about += "\n\n\\* An older record: passes of six sizes only (2, 9, 16, 23, 30 and 128 rows)."
+    return f"{markdown(head, rows, range(3, len(head)))}\n\n{about}"
 
 
-def policies() -> str:
+def policies(found: list[Record]) -> str:
     """Goodput beside the best fixed length of the same draft, as benchmarks/policies.py measured them."""
-    from statistics import median
-
-    from sameseed.study import record
-
-    path = RECORDS / "policies.jsonl"
-    found = record.read(path) if path.exists() else []
-    if not found:
-        return "*No record yet: `benchmarks/policies.py` writes one.*"
-    found = [r for r in found if r["run"] == found[-1]["run"]]
+    found = last_run(found)
     rows, errors, ratios = [], [], []
     for (workload, batch), group in itertools.groupby(found, lambda r: (r["workload"], r["config"]["batch_size"])):
         settings = list(group)
@@ -189,33 +168,28 @@ def policies() -> str:
             fixed = [r for r in settings if r["config"]["label"].startswith(f"{draft} k=") and r is not good]
             best = max((r for r in fixed if r["config"]["policy"] == "fixed"), key=lambda r: float(r["speedup"]))
             pairs = zip(good["repetitions"], best["repetitions"], strict=True)
-            ratio = median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs)
-            ratios.append(ratio)
-            predicted = f"{good['prediction']['speedup']:.2f}x"
+            ratios.append(median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs))
             cells = [workload, str(batch), draft, f"{best['speedup']:.2f}x (k={best['config']['num_draft_tokens']})"]
-            rows.append([*cells, f"{good['speedup']:.2f}x", predicted, f"{ratio:.2f}"])
+            cells += [f"{good['speedup']:.2f}x", f"{good['prediction']['speedup']:.2f}x", f"{ratios[-1]:.2f}"]
+            rows.append(cells)
     head = ["workload", "batch", "draft", "best fixed", "goodput", "predicted", "over best fixed"]
-    c = found[-1]["config"]
-    text = "all texts as plain decoding's" if all(r["equals_plain"] for r in found) else "SOME TEXTS DIFFER"
+    c, same = found[-1]["config"], yes(all(r["equals_plain"] for r in found))
     about = (
         f"{c['model']} ({c['num_parameters'] / 1e6:.1f} M, {c['format']}), greedy, {c['num_prompts']} prompts a "
-        f"workload, {len(found[-1]['repetitions'])} runs; {text}. Goodput over the best fixed length: "
-        f"{min(ratios):.2f} at least, {sum(ratios) / len(ratios):.2f} in the mean. Predicted against measured, "
-        f"all settings: {median(errors):.0%} apart in the median, {max(errors):.0%} at most. "
-        "Load before the last workload: "
-        f"{found[-1]['machine']['load_1min']}; {measured_on(found[-1])}."
+        f"workload, {c['max_tokens']} tokens each, {len(found[-1]['repetitions'])} runs; all texts as plain "
+        f"decoding's: {same}. Goodput over the best fixed length: {min(ratios):.2f} "
+        f"at least, {mean(ratios):.2f} in the mean. Predicted against measured, all settings: {median(errors):.0%} "
+        f"apart in the median, {max(errors):.0%} at most. Load before the last workload: "
+        f"{found[-1]['machine']['load_1min']}."
     )
-    return f"{markdown(head, rows, (1, 3, 4, 5, 6))}\n\n{about}\n"
+    return f"{markdown(head, rows, (1, 3, 4, 5, 6))}\n\n{about} {measured_on(found[-1])}."
 
 
-def headline() -> str:
+def headline(found: list[Record]) -> str:
     """Speculation on real shapes beside plain decoding and a peer, as benchmarks/speculation.py found it."""
-    found = newest("headline", lambda r: r["title"])
-    if not found:
-        return "*No record yet: `benchmarks/speculation.py` writes one.*"
     head = ["decoding", "tokens/s", "over its own plain", "over our plain", "accepted", "first token", "same text"]
     parts = []
-    for r in found:
+    for r in newest(found, lambda r: r["title"]):
         ours, count, rows = r["ways"][0]["tokens_per_s"], r["prompts"]["count"], []
         for way in r["ways"]:
             own = "1" if way["num_draft_tokens"] == 0 else f"{way['speedup_mean']:.2f}x"
@@ -226,83 +200,99 @@ def headline() -> str:
         about = (
             f"{count} prompts of {r['prompts']['file']}, {r['prompts']['max_tokens']} tokens each, greedy, one at a "
         )
-        about += f"time; {r['repeat']} run(s). {r['note']} {measured_on(r | {'time': r['date']})}, load "
-        about += f"{r['machine']['load_1min']} at the end."
+        about += (
+            f"time; {r['repeat']} run(s). {r['note']} {measured_on(r)}, load {r['machine']['load_1min']} at the end."
+        )
         parts.append(f"**{r['title']}**\n\n{markdown(head, rows, range(1, 6))}\n\n{about}\n")
     return "\n".join(parts)
 
 
-def load() -> str:
+def load(found: list[Record]) -> str:
     """Speculation on against off through the server, as `sameseed bench serve` found it."""
-    found = newest("load", lambda r: tuple(str(r["config"][k]) for k in ("model", "lengths", "concurrency", "label")))
+    keys = ("model", "lengths", "concurrency", "label")
+    found = newest(found, lambda r: tuple(str(r["config"][k]) for k in keys))
     found = [r for r in found if r["config"]["label"] == "on" and r["config"].get("served")]
-    if not found:
-        return "*No record yet: `sameseed bench serve --compare-speculation` writes one.*"
-    head = ["model", "draft", "prompt-answer", "clients", "tokens/s", "over off", "first token over off", "accepted"]
+    head = ["model", "draft", "prompt-answer", "clients", "requests", "tokens/s", "over off", "first token over off"]
     rows = []
     for r in sorted(found, key=lambda r: (r["config"]["model"], r["config"]["lengths"], r["config"]["concurrency"])):
         c, rate = r["config"], (r["acceptance"] or {}).get("acceptance_rate")
         cells = [c["model"], f"{c['served']['method']}, {c['served']['policy']}", c["lengths"], str(c["concurrency"])]
-        cells += [f"{r['output_tokens_per_s']:.1f}", f"{r['speedup']:.2f}x", f"{r['ttft_ratio']:.2f}x"]
-        rows.append([*cells, "" if rate is None else f"{rate:.0%}", "yes" if len(set(r["same_texts"])) == 1 else "NO"])
+        cells += [str(c["num_requests"]), f"{r['output_tokens_per_s']:.1f}", f"{r['speedup']:.2f}x"]
+        cells += [f"{r['ttft_ratio']:.2f}x", "" if rate is None else f"{rate:.0%}"]
+        rows.append([*cells, yes(len(set(r["same_texts"])) == 1)])
     loads = [r["machine"]["load_1min"] for r in found]
     about = f"Medians of {len(found[-1]['repetitions'])} runs, arms in turns; load before a cell "
     about += f"{min(loads)} to {max(loads)}; the last: {measured_on(found[-1])}."
-    return f"{markdown([*head, 'same text'], rows, range(3, 8))}\n\n{about}\n"
+    return f"{markdown([*head, 'accepted', 'same text'], rows, range(3, 9))}\n\n{about}"
 
 
-def server() -> str:
+def server(_: list[Record]) -> str:
     """The costs of what surrounds the engine, a row a record."""
-    rows = []
-    for r in newest("overhead", lambda r: r["config"]["draft"]):
-        figures = f"{r['overhead_ms']:.2f} ms a token; CPU {r['path_cpu_ms']:.2f} ms, of which the server's process "
-        rows.append(["HTTP at one client", f"{figures}{r['server_cpu_ms']:.2f} ms", r])
-    for r in newest("prefix", lambda r: tuple(str(r.get("config", {}).get(k)) for k in ("draft", "prefix_tokens"))):
-        if "hit" in r and "ttft_s" in r["hit"]:
-            c, hit, miss = r["config"], r["hit"]["ttft_s"] * 1e3, r["miss"]["ttft_s"] * 1e3
-            about = f"first token {hit:.0f} ms where it is known, {miss:.0f} ms where not"
-            rows.append([f"a beginning of {c['prefix_tokens']} tokens, draft {c['draft']}", about, r])
-    for r in newest("grammar", lambda r: r["grammar"]):
-        if r.get("mask"):
-            about = f"mask {r['mask']['mean_ms']:.2f} ms a decision in the mean, compiled in {r['compile_s']:.2f} s"
-            rows.append([f"grammar '{r['grammar']}', {r['vocab_size']:,} tokens", about, r])
-    for r in newest("soak", lambda r: r["num_requests"]):
+    rows: list[tuple[str, str, Record]] = []
+    for r in newest(lines("overhead"), lambda r: r["config"]["draft"]):
+        about = f"{r['overhead_ms']:.2f} ms a token; CPU {r['path_cpu_ms']:.2f} ms, of which the server's process "
+        rows.append(("HTTP at one client", f"{about}{r['server_cpu_ms']:.2f} ms; {len(r['repetitions'])} runs", r))
+    known = [r for r in lines("prefix") if "ttft_s" in r.get("hit", {})]
+    for r in newest(known, lambda r: (r["config"]["draft"], r["config"]["prefix_tokens"])):
+        c, hit, miss = r["config"], r["hit"]["ttft_s"] * 1e3, r["miss"]["ttft_s"] * 1e3
+        about = f"first token {hit:.0f} ms where it is known, {miss:.0f} ms where not"
+        rows.append((f"a beginning of {c['prefix_tokens']} tokens, draft {c['draft']}", about, r))
+    for r in newest((r for r in lines("grammar") if r.get("mask")), lambda r: r["grammar"]):
+        about = f"mask {r['mask']['mean_ms']:.2f} ms a decision in the mean of {r['num_decisions']:,}, compiled in "
+        rows.append((f"grammar '{r['grammar']}', {r['vocab_size']:,} tokens", f"{about}{r['compile_s']:.2f} s", r))
+    for r in newest(lines("soak"), lambda r: r["num_requests"]):
         before, after = r["resident_kb"]["before"], r["resident_kb"]["after"]
         grown = ", ".join(f"{b / a - 1:+.1%}" for a, b in zip(before, after, strict=True))
         counts = ", ".join(f"{k} {v}" for k, v in r["answers"].items())
         about = f"{counts}; memory of server and engine {grown}; {r['num_texts_equal']} of {r['num_texts_compared']} "
-        rows.append([f"{r['num_requests']:,} requests, {r['concurrency']} at once", f"{about}texts as alone", r])
-    if not rows:
-        return "*No record yet: `benchmarks/overhead.py` and others write some.*"
+        rows.append((f"{r['num_requests']:,} requests, {r['concurrency']} at once", f"{about}texts as alone", r))
     cells = [
-        [what, found, str(r["machine"]["load_1min"]), f"{r['time'][:10]}, {r['commit']}"] for what, found, r in rows
+        [what, about, str(r["machine"]["load_1min"]), f"{r['time'][:10]}, {r['commit']}"] for what, about, r in rows
     ]
-    return markdown(["what", "found", "load", "measured"], cells, (2,)) + "\n"
+    return markdown(["what", "found", "load", "measured"], cells, (2,)) if rows else hint("server")
 
 
-def table(name: str) -> str:
-    """The newest run of one record file, a table for each workload, and where and when it was measured."""
-    if name in OWN:
-        return OWN[name]()
-    from sameseed.study import record, report
+def summary(_: list[Record]) -> str:
+    """README's table: the embedded pair, greedy and sampled, and a real shape, with prompts, tokens and runs."""
+    rows, bench, shape = [], last_run(lines("bench")), lines("headline")[0]["title"]
+    for r in bench:
+        c = r["config"]
+        if c["num_draft_tokens"] in (0, 5):
+            text = f"temperature {c['temperature']}" if c["temperature"] else "greedy"
+            cells = [f"embedded, {c['num_parameters'] / 1e6:.1f} M", text, c["label"], f"{r['tokens_per_s']:.0f}"]
+            runs = f"{c['num_prompts']} x {c['max_tokens']}, {len(r['repetitions'])}"
+            rows.append([*cells, f"{r['speedup']:.2f}x" if c["num_draft_tokens"] else "1", runs])
+    r = newest((r for r in lines("headline") if r["title"] == shape), lambda r: r["title"])[0]
+    ours = r["ways"][0]["tokens_per_s"]
+    for way in (w for w in r["ways"] if w["label"].startswith(("plain", "suffix", "1B", "llama.cpp"))):
+        ratio = "1" if way["label"] == "plain" else f"{way['tokens_per_s'] / ours:.2f}x"
+        prompts = f"{r['prompts']['count']} x {r['prompts']['max_tokens']}, {r['repeat']}"
+        rows.append([shape, "greedy", way["label"], f"{way['tokens_per_s']:.1f}", ratio, prompts])
+    head = ["model", "text", "decoding", "tokens/s", "times plain", "prompts x tokens, runs"]
+    same = yes(all(b["equals_plain"] for b in bench))
+    about = f"Tokens: at most this many a prompt. Texts of the embedded pair equal plain decoding's: {same}."
+    return f"{markdown(head, rows, (3, 4))}\n\n{about} Records: {measured_on(bench[-1])}; {measured_on(r)}."
 
-    path = RECORDS / f"{name}.jsonl"
-    found = record.read(path) if path.exists() else []
-    if not found:
-        return f"*No record yet: `sameseed {name} --out benchmarks/results/{name}.jsonl` writes one.*"
-    newest = [r for r in found if r["run"] == found[-1]["run"]]
+
+def runs(found: list[Record]) -> str:
+    """The newest run of a record file, a table for each workload, and where and when it was measured."""
+    from sameseed.study import report
+
+    found = last_run(found)
     parts = []
-    for title, group in itertools.groupby(newest, key=lambda r: report.title(r["config"])):
+    for title, group in itertools.groupby(found, key=lambda r: report.title(r["config"])):
         rows = [report.cells(r) for r in group]
         parts.append(f"**{title}**\n\n{markdown(report.COLUMNS, rows, range(1, len(report.COLUMNS) - 1))}\n")
-    machine, times = found[-1]["machine"], len(newest[-1]["repetitions"])
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['isa']}"
-    median = f"median of {times} runs" if times > 1 else "one run"
-    parts.append(f"{where}; {median}, {newest[-1]['time'][:10]}, commit {newest[-1]['commit']}. {report.LEGEND}.")
-    return "\n".join(parts)
+    machine, times = found[-1]["machine"], len(found[-1]["repetitions"])
+    about = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['isa']}; "
+    about += (
+        f"{f'median of {times} runs' if times > 1 else 'one run'}, at most {found[-1]['config']['max_tokens']} tokens "
+    )
+    about += f"a prompt, {found[-1]['time'][:10]}, commit {found[-1]['commit']}. {report.LEGEND}."
+    return "\n".join([*parts, about])
 
 
-OWN: dict[str, Callable[[], str]] = {
+OWN: dict[str, Callable[[list[Record]], str]] = {
     "peers": peers,
     "gpu": gpu,
     "eval": evaluations,
@@ -313,4 +303,31 @@ OWN: dict[str, Callable[[], str]] = {
     "headline": headline,
     "load": load,
     "server": server,
+    "summary": summary,
 }
+COMBINED = {"server", "summary"}  # of several files
+
+WRITERS = {
+    "peers": "`make peers`, then `make bench-peers` write one",
+    "gpu": "`make bench-gpu` writes one, on a machine with a GPU",
+    "eval": "`sameseed eval --compare ... --out benchmarks/results/eval.jsonl` writes one",
+    "quantize": "`benchmarks/quantize.py` writes one",
+    "gguf": "`benchmarks/gguf_logits.py` writes one",
+    "certificates": "`sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one",
+    "policies": "`benchmarks/policies.py` writes one",
+    "headline": "`benchmarks/speculation.py` writes one",
+    "load": "`sameseed bench serve --compare-speculation` writes one",
+    "server": "`benchmarks/overhead.py` and others write some",
+}
+
+
+def hint(name: str) -> str:
+    """What stands where a table has no record: the command that writes one."""
+    writer = WRITERS.get(name, f"`sameseed {name} --out benchmarks/results/{name}.jsonl` writes one")
+    return f"*No record yet: {writer}.*"
+
+
+def table(name: str) -> str:
+    """The table of one marker, or what is missing for it."""
+    found = lines(name)
+    return OWN.get(name, runs)(found).rstrip("\n") + "\n" if found or name in COMBINED else hint(name)

@@ -1,12 +1,14 @@
-"""The pages say what is true: generated tables are current, links lead somewhere, the examples run."""
+"""The pages say what is true: generated tables are current, links lead somewhere, commands exist, examples run."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,7 @@ import make_tables
 import pytest
 import recorded
 
+from sameseed import cli
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.drafter import parse_options
 from sameseed.study.fields import BENCH_SCHEMA
@@ -47,6 +50,57 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
 
 
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_to_headings_find_them(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        there = (page.parent / target).resolve() if target else page
+        assert anchor in anchors(there), f"{page.name} links to #{anchor}, which {there.name} has not"
+
+
+def prose(page: Path) -> str:
+    """A page without its code and tables."""
+    return re.sub(
+        r"^\|.*$", "", re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(), flags=re.DOTALL), flags=re.MULTILINE
+    )
+
+
+def test_the_readme_is_short() -> None:
+    # Words outside tables and code; addresses of links are no words.
+    text = re.sub(r"\]\([^)]*\)", "]", prose(ROOT / "README.md"))
+    assert len(re.findall(r"\w\S*", text)) < 600
+
+
+def commands() -> dict[str, set[str]]:
+    """The flags that the pages give to each command of ours, in blocks of code and in the text."""
+    found: dict[str, set[str]] = defaultdict(set)
+    pages = [*PAGES, ROOT / "benchmarks" / "README.md"]
+    for text in (page.read_text().replace("\\\n", " ") for page in pages):
+        blocks = "\n".join(re.findall(r"```(?:bash)?\n(.*?)```", text, re.DOTALL)) + "\n"
+        blocks += "\n".join(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+        for line in re.findall(r"(?:^|[ /(])sameseed ([a-z].*)$", blocks, re.MULTILINE):
+            words = shlex.split(line.replace("...", ""), comments=True)
+            name = " ".join(
+                words[: 2 if words[:2] in (["bench", "serve"], ["train", "head"], ["train", "draft"]) else 1]
+            )
+            if words[0] in cli.COMMANDS:
+                found[name] |= {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+    return found
+
+
+@pytest.mark.parametrize("command", sorted(commands()))
+def test_commands_of_the_pages_have_their_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    known = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
+    assert not commands()[command] - known, f"`sameseed {command}` has no such flags"
+
+
 def test_the_drafter_of_the_extension_guide_works(tmp_path: Path) -> None:
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL)[0]
     (tmp_path / "repeat.py").write_text(code)
@@ -61,7 +115,7 @@ def test_the_drafter_of_the_extension_guide_works(tmp_path: Path) -> None:
 def line(run: str, label: str, speedup: float) -> str:
     """A record as `sameseed bench` writes it, with made-up numbers."""
     config = {"model": "m", "num_parameters": 1_000_000, "format": "fp32", "batch_size": 1, "num_prompts": 2}
-    config |= {"temperature": 0.0, "top_p": 1.0, "seed": 1, "label": label, "draft": label}
+    config |= {"temperature": 0.0, "top_p": 1.0, "seed": 1, "label": label, "draft": label, "max_tokens": 96}
     record = {
         "schema": BENCH_SCHEMA,
         "run": run,
@@ -88,7 +142,7 @@ def test_a_table_shows_the_newest_run_of_its_file(tmp_path: Path, monkeypatch: p
     (tmp_path / "trial.jsonl").write_text("".join(lines))
     text = make_tables.render("<!-- table:trial -->\nold\n<!-- end -->\n")
     assert "1.22x" in text and "1.33x" in text and "1.11x" not in text and "old" not in text
-    assert "median of 2 runs, 2026-01-02, commit c0ffee" in text
+    assert "median of 2 runs, at most 96 tokens a prompt, 2026-01-02, commit c0ffee" in text
     assert make_tables.render(text) == text
 
 
