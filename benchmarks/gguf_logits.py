@@ -23,9 +23,9 @@ from torch import Tensor
 
 from sameseed import ops
 from sameseed.batch import Rows, build_batch
-from sameseed.formats.scheme import QuantScheme
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.loader import load_model, resolve_model
+from sameseed.scheme import QuantScheme
 from sameseed.study import record
 from sameseed.tokenizer import Tokenizer
 

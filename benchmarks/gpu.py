@@ -47,14 +47,13 @@ from gpu_plan import (
     warm_ups,
 )
 
-from sameseed import ops
+from sameseed import devices, ops
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError, SameseedError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig
 from sameseed.models.loader import resolve_model
 from sameseed.models.save import source_config
-from sameseed.ops import devices
+from sameseed.scheme import QuantScheme
 from sameseed.study import record
 from sameseed.study.shapes import SHAPES
 

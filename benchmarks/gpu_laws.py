@@ -12,17 +12,16 @@ from gpu_parts import Tell, attempted
 from gpu_plan import Sizes
 from torch import Tensor
 
-from sameseed import registry
+from sameseed import registry, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import assemble
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.ops import Ops, reference
 from sameseed.request import FinishReason, SamplingParams
+from sameseed.scheme import QuantScheme
 from sameseed.study.measure import Job, Run, run_batch
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 

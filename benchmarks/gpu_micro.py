@@ -18,12 +18,12 @@ from gpu_parts import Tell, attempted, one_layer
 from gpu_plan import Sizes
 
 from sameseed.batch import Rows, build_batch
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import WeightReader
 from sameseed.ops import Ops
+from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study.passes import fill
 
 CACHES = 256 << 20  # bytes that calls walk through before they come back to the first: above any level-2 cache

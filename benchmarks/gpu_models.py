@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head, open_head, read_head, target_ids
@@ -25,6 +24,7 @@ from sameseed.models.save import source_config
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import Source, WeightReader
 from sameseed.ops import Ops
+from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study import memory
 from sameseed.study.shapes import get_shape
 from sameseed.study.twin.head import NAMES, HeadTwinSource, make_head_layout

@@ -18,9 +18,9 @@ from gpu_plan import Sizes, passes
 from sameseed import ops as backends
 from sameseed.batch import Batch
 from sameseed.engine.calibrate import measure_curve
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig
 from sameseed.ops import Ops
+from sameseed.scheme import QuantScheme
 from sameseed.study import limits as machine
 from sameseed.study.limits import Limits
 from sameseed.study.passes import Pass, Subject

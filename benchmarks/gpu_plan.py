@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import weight_bytes
+from sameseed.scheme import QuantScheme
 from sameseed.study.passes import Pass, cache_bytes
 
 GIB = 2**30

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.ops import triton as backend
 from sameseed.ops.triton import dispatch
 from sameseed.ops.triton.guard import Launch
+from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study import record
 
 SCHEMA = "sameseed.gpu_static/1"

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import triton
 
+from sameseed import scheme
 from sameseed.batch import Batch
-from sameseed.formats import scheme
-from sameseed.formats.scheme import KVLayer
 from sameseed.ops.triton.guard import Launch
+from sameseed.scheme import KVLayer
 from sameseed.study import record
 from sameseed.study.shapes import get_shape
 

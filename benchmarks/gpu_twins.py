@@ -15,11 +15,11 @@ from gpu_plan import Sizes
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import assemble
 from sameseed.engine.engine import Engine
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.ops import Ops
 from sameseed.request import SamplingParams
+from sameseed.scheme import QuantScheme
 from sameseed.study.measure import Job, Run, run_batch
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 

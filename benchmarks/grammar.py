@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from sameseed.grammar import matching
+from sameseed.grammar.matching import Language, Matching
 from sameseed.request import SamplingParams, Sequence
 from sameseed.server.text import vocabulary
-from sameseed.spec import matching
-from sameseed.spec.matching import Language, Matching
 from sameseed.spec.sampling import choose
 from sameseed.study import record
 from sameseed.tokenizer import Tokenizer

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from sameseed import ops
 from sameseed.drafters.self_quant import SelfQuantDrafter
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.nested import nested_view
 from sameseed.models.synthetic import random_model
+from sameseed.scheme import QuantScheme
 from sameseed.study import record
 from sameseed.study.passes import Pass, Subject
 from sameseed.study.shapes import get_shape, shape_as_dict

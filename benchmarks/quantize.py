@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
+from sameseed.quantize._calibrate import read_calibration
 from sameseed.quantize._losses import token_losses
-from sameseed.quantize.calibrate import read_calibration
-from sameseed.quantize.run import Plan, quantize
+from sameseed.quantize._run import Plan, quantize
 from sameseed.study import record
 from sameseed.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from sameseed.config import CacheConfig, EngineConfig, SpecConfig
     from sameseed.engine.llm import LLM, AsyncLLM
-    from sameseed.formats.scheme import QuantScheme
     from sameseed.request import Completion, SamplingParams
+    from sameseed.scheme import QuantScheme
 
 _HOMES = {
     "LLM": "sameseed.engine.llm",
@@ -21,7 +21,7 @@ _HOMES = {
     "SpecConfig": "sameseed.config",
     "CacheConfig": "sameseed.config",
     "EngineConfig": "sameseed.config",
-    "QuantScheme": "sameseed.formats.scheme",
+    "QuantScheme": "sameseed.scheme",
 }
 
 __all__ = [

@@ -11,16 +11,13 @@ from types import ModuleType
 
 from sameseed.errors import RegistryError
 
-# Files on a shelf that are its furniture, not entries.
-FURNITURE = frozenset({"scheme", "base", "run", "calibrate", "budget", "devices"})
-
 
 @cache
 def names(shelf: str) -> tuple[str, ...]:
     """Names of the entries on a shelf (`"drafters"`, `"formats"`, ...), sorted; nothing is imported."""
     folder = Path(__file__).parent / shelf
     found = (m.name for m in pkgutil.iter_modules([str(folder)]))
-    return tuple(sorted(n for n in found if not n.startswith("_") and n not in FURNITURE))
+    return tuple(sorted(n for n in found if not n.startswith("_")))
 
 
 @cache

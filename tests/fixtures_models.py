@@ -14,10 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sameseed import ops, registry
+from sameseed import ops, registry, scheme
 from sameseed.batch import Rows, build_batch
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, parse_config
 from sameseed.models.llama import Llama
@@ -25,6 +23,7 @@ from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import expected_shapes, read_weights
 from sameseed.request import SamplingParams, Sequence
+from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.spec.draft import Draft
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sameseed import ops
 from sameseed.batch import Batch, Rows, ancestor_masks, build_batch
-from sameseed.formats.scheme import KVLayer
+from sameseed.scheme import KVLayer
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -9,11 +9,11 @@ import torch
 from fixtures_models import VARIANTS, Stored, random_tensors
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig, parse_config
+from sameseed.quantize import Stats, parse_method
 from sameseed.quantize._decoder import Block
 from sameseed.quantize._walk import Walk
-from sameseed.quantize.base import Stats, parse_method
+from sameseed.scheme import QuantScheme
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # groups of 32 divide all rows
 

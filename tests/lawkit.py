@@ -18,7 +18,7 @@ from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.drafters.cascade import CascadeDrafter
 from sameseed.engine.build import assemble
 from sameseed.engine.engine import Engine
-from sameseed.formats.scheme import QuantScheme
+from sameseed.lengths.fixed import FixedLength
 from sameseed.models.config import parse_config
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
@@ -26,9 +26,9 @@ from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.models.weights import expected_shapes
 from sameseed.request import Completion, Request, SamplingParams, Sequence
+from sameseed.scheme import QuantScheme
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
-from sameseed.spec.length import FixedLength
 from sameseed.spec.sampling import derive_seed
 from sameseed.tokenizer import Tokenizer
 

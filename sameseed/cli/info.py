@@ -39,8 +39,7 @@ def run(argv: Seq[str], prog: str) -> int:
 def collect() -> dict[str, Any]:
     """Everything that `info` says, as plain data."""
     import sameseed
-    from sameseed import registry
-    from sameseed.ops import devices
+    from sameseed import devices, registry
     from sameseed.study import record
 
     return {
@@ -71,7 +70,7 @@ def _backend(name: str) -> dict[str, Any]:
 
 
 def _format(name: str) -> dict[str, Any]:
-    from sameseed.formats import scheme
+    from sameseed import scheme
     from sameseed.registry import load
 
     fmt = scheme.get(name)
@@ -86,7 +85,7 @@ def _format(name: str) -> dict[str, Any]:
 
 def _presets() -> dict[str, Any]:
     """The names that --format takes besides the shelf's, with the formats of weights and activations."""
-    from sameseed.formats.scheme import PRESETS
+    from sameseed.scheme import PRESETS
 
     return {n: {"weights": w, "activations": a or "float32"} for n, (w, a) in PRESETS.items()}
 

@@ -16,7 +16,7 @@ from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.quantize.run import Plan, Progress, Report, Result
+    from sameseed.quantize._run import Plan, Progress, Report, Result
     from sameseed.study.quality.compare import Comparing
 
 OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
@@ -56,7 +56,7 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parse(Args, argv, prog).args
     if args.out is None:
         raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16-g128 -o runs/w4a16")
-    from sameseed.quantize.run import Plan
+    from sameseed.quantize._run import Plan
 
     plan = Plan(
         model=args.model,
@@ -108,7 +108,7 @@ def _report_settings(args: Args) -> Comparing:
 def quantized(plan: Plan, quiet: bool = False) -> Result:
     """Run a plan with a progress bar; an interruption says how to go on."""
     from sameseed.cli.console import progress
-    from sameseed.quantize import run as quantizing
+    from sameseed.quantize import _run as quantizing
 
     with progress(f"{plan.method} {plan.scheme}", quiet) as bar:
 

@@ -44,10 +44,10 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError(f"--shape is missing; {example}")
     if args.out is None:
         raise ConfigError(f"-o is missing; {example}")
+    from sameseed import devices
     from sameseed.cli.console import progress
     from sameseed.models.eagle_config import is_head
     from sameseed.models.loader import resolve_model
-    from sameseed.ops import devices
     from sameseed.study.twin import find_shape, make_head_twin, make_twin
 
     devices.check(args.device)

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from sameseed.drafters._followers import Followers
+from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
 from sameseed.models.vocabulary import with_tokens
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, Parts
-from sameseed.spec.followers import Followers
-from sameseed.spec.length import Round
+from sameseed.spec.drafter import Drafter, Parts, Round
 from sameseed.spec.step import decode_step
-from sameseed.spec.vocabulary import read_vocabulary
 
 
 class CascadeDrafter(Drafter):

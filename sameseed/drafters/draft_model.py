@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
+from sameseed.drafters._chains import Chain, extend_chains
+from sameseed.drafters._followers import Followers
+from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
 from sameseed.models.vocabulary import with_tokens
 from sameseed.request import Sequence
-from sameseed.spec.chains import Chain, extend_chains
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Parts
-from sameseed.spec.followers import Followers
-from sameseed.spec.vocabulary import read_vocabulary
 
 
 class DraftModelDrafter(Drafter):

@@ -17,6 +17,8 @@ from torch import Tensor
 from sameseed.batch import MAX_NODES
 from sameseed.drafters._eagle_context import Contexts
 from sameseed.drafters._eagle_guesses import CANDIDATES, Guesses, Ints, Rows
+from sameseed.drafters._tree import Tree
+from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, Level
@@ -24,8 +26,6 @@ from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Parts, Span
 from sameseed.spec.sampling import needs_adjusting
-from sameseed.spec.tree import Tree
-from sameseed.spec.vocabulary import read_vocabulary
 
 
 class EagleDrafter(Drafter):

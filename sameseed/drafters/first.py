@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
+from sameseed.lengths._capped import CappedLength
+from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, SpecMetrics
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Parts, Span
-from sameseed.spec.length import CappedLength, FixedLength
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from sameseed.drafters._chains import write_chains
+from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
 from sameseed.models.vocabulary import with_tokens
 from sameseed.request import Sequence
-from sameseed.spec.chains import write_chains
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Parts
-from sameseed.spec.vocabulary import read_vocabulary
 
 
 class SelfQuantDrafter(Drafter):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from sameseed.drafters._history import History, Place
+from sameseed.drafters._store import TextStore
 from sameseed.errors import ConfigError
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Parts
-from sameseed.spec.history import History, Place
-from sameseed.spec.store import TextStore
 
 PAST = ("tenant", "all", "none")
 

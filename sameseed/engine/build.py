@@ -21,9 +21,10 @@ from sameseed.engine.levels import (
     with_heads,
 )
 from sameseed.engine.memory import Demand, demand, head_demand, kv_format, plan_blocks
+from sameseed.engine.overlap import make_overlap
+from sameseed.engine.policies import make_policy
 from sameseed.engine.scheduler import Scheduler
 from sameseed.errors import ConfigError, VocabularyError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, read_config
@@ -36,9 +37,8 @@ from sameseed.models.loader import load_model, load_tokenizer, resolve_model
 from sameseed.models.nested import is_nested, is_smaller, nested_view
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
-from sameseed.spec.ahead import make_ahead
+from sameseed.scheme import QuantScheme
 from sameseed.spec.drafter import Drafter, Parts, parse_options
-from sameseed.spec.policies import make_policy
 from sameseed.tokenizer import Tokenizer
 
 SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said and none is nested in its own
@@ -127,7 +127,7 @@ def assemble(
     drafter = _build_drafter(config.spec, config, num_blocks, runner, iter(drafts))
     max_len = config.max_model_len or target.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
-    return Engine(runner, drafter, drafter.policy, tokenizer, scheduler, make_ahead(config.spec))
+    return Engine(runner, drafter, drafter.policy, tokenizer, scheduler, make_overlap(config.spec))
 
 
 def _build_drafter(

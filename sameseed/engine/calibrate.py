@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from statistics import median
 
+from sameseed.lengths._cost import SHORT, Curve
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
-from sameseed.spec.cost import SHORT, Curve
 from sameseed.spec.draft import Draft
 
 ROWS = (1, 2, 4, 8, 16, 32)

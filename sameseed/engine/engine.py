@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from sameseed.batch import MAX_NODES
 from sameseed.engine.alarm import Alarm
 from sameseed.engine.output import OutputText
+from sameseed.engine.policies import ByRequest
 from sameseed.engine.running import Running
 from sameseed.engine.scheduler import Plan, Scheduler
 from sameseed.errors import RequestError
@@ -20,12 +21,9 @@ from sameseed.request import (
     SpecMetrics,
     TimeSplit,
 )
-from sameseed.spec.ahead import NOT_AHEAD, NotAhead
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, NoDrafter
-from sameseed.spec.length import LengthPolicy, Round
-from sameseed.spec.policies import ByRequest
-from sameseed.spec.step import decode_step
+from sameseed.spec.drafter import Drafter, LengthPolicy, NoDrafter, Round
+from sameseed.spec.step import NO_OVERLAP, NoOverlap, decode_step
 from sameseed.spec.verify import Verified
 from sameseed.tokenizer import Tokenizer
 
@@ -40,7 +38,7 @@ class Engine:
         policy: LengthPolicy,
         tokenizer: Tokenizer,
         scheduler: Scheduler,
-        ahead: NotAhead = NOT_AHEAD,
+        ahead: NoOverlap = NO_OVERLAP,
     ) -> None:
         self.runner = runner
         self.ahead = ahead  # what the drafter does while the target checks

@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from sameseed import ops, registry
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.eagle_config import is_head
 from sameseed.models.loader import resolve_model
+from sameseed.scheme import QuantScheme
 from sameseed.spec.drafter import Drafter, NoDrafter, parse_options
 
 NESTED = "nested"  # draft format: the lower weights inside the target's own

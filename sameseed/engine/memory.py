@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
+from sameseed import devices, scheme
 from sameseed.config import EngineConfig
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.eagle_loader import head_bytes
 from sameseed.models.loader import open_checkpoint
 from sameseed.models.weights import weight_bytes
-from sameseed.ops import devices
+from sameseed.scheme import QuantScheme
 
 GIB = 2**30
 CACHE_SHARE = 0.3  # of the memory that the weights leave: the most that a cache of unstated size takes on the CPU

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import SMALLEST, QuantArgs, QuantTensor, own_args
+from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, own_args
 
 
 def plain(q: QuantTensor) -> QuantTensor:

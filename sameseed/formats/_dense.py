@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.formats._coded import part, plain
-from sameseed.formats.scheme import QuantArgs, QuantTensor
+from sameseed.scheme import QuantArgs, QuantTensor
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
 from sameseed.formats._coded import FLOATS, Coded, compressed_tensors, fitting, part, plain
-from sameseed.formats.scheme import SMALLEST, QuantArgs, QuantTensor
+from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor
 
 BLOCK = 128  # rows and columns that share a scale under -b128 (DeepSeek-AI, 2024)
 KINDS = ("fp8_e4m3", "fp8_e5m2")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import SMALLEST
+from sameseed.scheme import SMALLEST
 
 LOWEST_BYTES = 2
 

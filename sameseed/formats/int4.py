@@ -20,7 +20,7 @@ from sameseed.formats._coded import (
     shape_part,
 )
 from sameseed.formats._hadamard import hadamard
-from sameseed.formats.scheme import QuantArgs, QuantTensor
+from sameseed.scheme import QuantArgs, QuantTensor
 
 ZERO = 8  # the code of 0 where there are no zero points
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.formats import _kv4
-from sameseed.formats.scheme import QuantArgs, QuantTensor
+from sameseed.scheme import QuantArgs, QuantTensor
 
 NAME = "int4_sparse"
 LARGEST = torch.finfo(torch.bfloat16).max

@@ -20,7 +20,7 @@ from sameseed.formats._coded import (
     shape_part,
 )
 from sameseed.formats.int4 import pack_int32, unpack_int32
-from sameseed.formats.scheme import QuantArgs, QuantTensor, quantize_rows
+from sameseed.scheme import QuantArgs, QuantTensor, quantize_rows
 
 
 class Int8(Coded):

@@ -18,7 +18,7 @@ from sameseed.formats._coded import (
     plain,
     scales_part,
 )
-from sameseed.formats.scheme import QuantArgs, QuantTensor
+from sameseed.scheme import QuantArgs, QuantTensor
 
 LOWEST, HIGHEST = -128, 119
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sameseed.errors import ConfigError
 from sameseed.formats import _dynamic8
 from sameseed.formats._coded import FLOATS, Coded, bf16_scales, divided, grouped, part, plain
-from sameseed.formats.scheme import SMALLEST, QuantArgs, QuantTensor
+from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor
 
 # Appendix E of the paper, as float32.
 TABLE = torch.tensor(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sameseed.formats import scheme
-from sameseed.formats.scheme import KVLayer
+from sameseed import scheme
+from sameseed.scheme import KVLayer
 
 
 class KVCache:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantTensor
+from sameseed import scheme
 from sameseed.laws.check import Check, Effort, Found
 from sameseed.laws.kernels import (
     Stored,
@@ -24,6 +23,7 @@ from sameseed.laws.kernels import (
 from sameseed.laws.subject import Subject
 from sameseed.models.llama import Llama
 from sameseed.ops import SUMS, Ops, reference
+from sameseed.scheme import QuantTensor
 
 ROWS = 5  # of a product
 LENGTHS = (1, 70, 300)  # of the sequences that attention reads

@@ -13,12 +13,12 @@ from torch import Tensor
 from sameseed import ops as backends, registry
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import SameseedError
-from sameseed.formats.scheme import PRESETS, QuantScheme, QuantTensor
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws.check import EFFORTS, Check, Effort, Found
 from sameseed.laws.subject import Subject
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops
+from sameseed.scheme import PRESETS, QuantScheme, QuantTensor
 
 NUM_ROWS = 128
 SIZES = (*range(1, 34), 64, 128)  # rows of a pass

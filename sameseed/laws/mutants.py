@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sameseed import batch
+from sameseed import batch, scheme
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.running import Running
 from sameseed.engine.scheduler import Scheduler
-from sameseed.formats import int8, scheme
+from sameseed.formats import int8
 from sameseed.laws import (
     acceptance,
     closeness,

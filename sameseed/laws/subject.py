@@ -10,10 +10,10 @@ from sameseed.engine.build import Loaded, assemble
 from sameseed.engine.engine import Engine
 from sameseed.laws.check import ContradictionError
 from sameseed.laws.script import Guesses, ScriptDrafter, Watched, knowing
+from sameseed.lengths.fixed import FixedLength
 from sameseed.models.llama import Llama
 from sameseed.request import Completion, Delta, Request, SamplingParams, Sequence, SpecMetrics
 from sameseed.spec.drafter import Drafter
-from sameseed.spec.length import FixedLength
 
 Tokens = tuple[int, ...]
 ROOM = 80  # rows of cache beyond prompt and answer: a tree of 64 nodes, and half a block

@@ -11,12 +11,12 @@ from sameseed import ops as backends, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import SELF_FORMAT, Loaded
 from sameseed.errors import SameseedError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig, parse_config
 from sameseed.models.llama import Llama
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import read_weights
 from sameseed.ops import Ops
+from sameseed.scheme import QuantScheme
 from sameseed.tokenizer import Tokenizer
 
 DRAFT_NOISE = 0.5  # share of other weights in the toy draft: it is right often, not always

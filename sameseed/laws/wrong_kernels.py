@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed.formats import scheme
-from sameseed.formats.scheme import KVLayer, QuantTensor
+from sameseed import scheme
 from sameseed.ops import reference
+from sameseed.scheme import KVLayer, QuantTensor
 
 _rms_norm, _attention = reference.rms_norm, reference.attention
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.formats.scheme import QuantScheme, QuantTensor, get
 from sameseed.models._file import TensorFile
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.layouts import make_layout
 from sameseed.models.layouts.base import Layout, Stored, say_once
 from sameseed.models.layouts.finite import finite
 from sameseed.models.weights import Shapes, expected_shapes
+from sameseed.scheme import QuantScheme, QuantTensor, get
 
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.formats.scheme import QuantTensor
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_config import HeadConfig, expected_tensors
 from sameseed.models.layers import LayerWeights, rope_table
 from sameseed.ops import Ops
+from sameseed.scheme import QuantTensor
 
 __all__ = ["EagleHead", "HeadWeights", "expected_tensors"]
 

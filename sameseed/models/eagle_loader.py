@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sameseed import scheme
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle import EagleHead, HeadWeights
@@ -21,6 +20,7 @@ from sameseed.models.llama import Llama
 from sameseed.models.vocabulary import take_rows
 from sameseed.models.weights import Progress, WeightReader, weight_bytes
 from sameseed.ops import Ops
+from sameseed.scheme import QuantScheme, QuantTensor
 
 SPARE = ("d2t", "t2d")  # whole numbers; what the second says, the first does too
 CHUNK = 4096  # rows that are floats at one time

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantTensor
 from sameseed.models.config import RopeConfig
+from sameseed.scheme import QuantTensor
 
 
 @dataclass(frozen=True)

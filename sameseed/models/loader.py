@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sameseed.errors import ModelLoadError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import GGUF, read_config
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Progress, read_weights
 from sameseed.ops import Ops
+from sameseed.scheme import QuantScheme
 from sameseed.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.config import read_config
 from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
 from sameseed.models.loader import open_checkpoint
 from sameseed.models.weights import check_rules, expected_shapes, matrix_bits, resolve_scheme
+from sameseed.scheme import QuantScheme, QuantTensor
 
 Stack = QuantTensor | tuple[QuantTensor, ...]
 

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sameseed import devices
 from sameseed.batch import Rows, build_batch, int_tensors
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.llama import Llama
-from sameseed.ops import devices
 from sameseed.request import Sequence
 
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelSaveError
-from sameseed.formats.scheme import QuantScheme, QuantTensor, get
 from sameseed.models.checkpoint import RAW
 from sameseed.models.config import GGUF, parse_config, read_json
 from sameseed.models.layouts import sameseed as own
 from sameseed.models.weights import expected_shapes
+from sameseed.scheme import QuantScheme, QuantTensor, get
 
 SHARD = 1 << 30  # bytes; what is gathered in memory before a file is written
 COPIED = (

@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.config import ModelConfig
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Progress, Shapes, expected_shapes, read_weights
 from sameseed.ops import Ops
+from sameseed.scheme import QuantScheme, QuantTensor
 
 NOISE = 4_194_301  # values of the one block that all weights are cut from; a prime: rows repeat after that many only
 

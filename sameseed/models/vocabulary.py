@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantTensor
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops
+from sameseed.scheme import QuantTensor
 
 
 def take_rows(ops: Ops, w: QuantTensor, rows: Tensor) -> QuantTensor:

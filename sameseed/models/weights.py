@@ -17,13 +17,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
 from sameseed.formats._memory import roomy
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.config import ModelConfig
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.ops import Ops
+from sameseed.scheme import QuantScheme, QuantTensor
 
 log = logging.getLogger("sameseed.models")
 

@@ -22,11 +22,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sameseed import registry
+from sameseed import devices, registry
 from sameseed.batch import Batch
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import KVLayer, QuantScheme, QuantTensor
-from sameseed.ops import devices, reference
+from sameseed.ops import reference
+from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
 
 log = logging.getLogger("sameseed.ops")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sameseed.formats._memory import roomy
 from sameseed.formats.nf4 import single
-from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
     from sameseed import _native

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.formats.scheme import KVLayer, QuantTensor
 from sameseed.ops import by_part, cpu
+from sameseed.scheme import KVLayer, QuantTensor
 
 if TYPE_CHECKING:
     from sameseed import _native

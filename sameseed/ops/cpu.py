@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import KVLayer, QuantTensor, round_rows
 from sameseed.ops import _packed
+from sameseed.scheme import KVLayer, QuantTensor, round_rows
 
 try:
     from sameseed import _native

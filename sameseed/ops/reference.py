@@ -16,10 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sameseed import registry
+from sameseed import registry, scheme
 from sameseed.batch import MAX_NODES, Batch
-from sameseed.formats import scheme
-from sameseed.formats.scheme import KVLayer, QuantTensor
+from sameseed.scheme import KVLayer, QuantTensor
 
 row_invariant = True
 LINEAR_FORMATS = frozenset(name for name in registry.names("formats") if scheme.get(name).weights)

@@ -1,1 +1,174 @@
-"""Shelf of quantizers: how codes are chosen for weights. One file, one method; `run.py` does a whole model."""
+"""What the quantizers share: statistics of a product's inputs, the hooks of a method, and the text that names methods.
+
+A method on this shelf is a file with a class `METHOD`, a `Quantizer`. Letters as in `_decoder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sameseed import fields, registry, scheme as formats
+from sameseed.errors import ConfigError
+from sameseed.models.config import ModelConfig
+from sameseed.quantize._decoder import CPU, Block
+from sameseed.scheme import DENSE, QuantScheme, QuantTensor
+
+DOUBLE = 4096  # widths up to this are summed and factored in float64
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What calibration saw enter a product: `hessian` [K, K], the mean of x x^T; max and mean of |x| by channel [K]."""
+
+    hessian: Tensor
+    absmax: Tensor
+    mean_abs: Tensor
+    _kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, inputs: Callable[[], Any], width: int, device: torch.device = CPU) -> Stats:
+        """Statistics over the tensors [..., K] on `device` that `inputs()` yields, summed in float64 (wide ones in
+        float32).
+        """
+        exact = torch.float64
+        hessian = torch.zeros(width, width, dtype=exact if width <= DOUBLE else torch.float32, device=device)
+        absmax = torch.zeros(width, device=device)
+        total, count = torch.zeros(width, dtype=exact, device=device), 0
+        for x in inputs():
+            rows = x.reshape(-1, width)
+            hessian += rows.T @ rows
+            size = rows.abs()
+            absmax = torch.maximum(absmax, size.amax(0))
+            total += size.sum(0).double()
+            count += len(rows)
+        if not hessian.isfinite().all():
+            raise ConfigError("the calibration text drives the model to NaN or infinity; are the weights sound?")
+        return cls((hessian / max(count, 1)).float(), absmax, (total / max(count, 1)).float())
+
+    def kept(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """What `make()` gave for this key the first time: weights that share inputs share what follows from them."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def error(self, weight: Tensor, stored: Tensor) -> Tensor:
+        """Mean square of what leaves `weight` [O, K] but not `stored`, by output [O]."""
+        delta = stored - weight
+        return ((delta @ self.hessian) * delta).sum(1).clamp_(min=0)
+
+
+SchemeOf = Callable[[str], QuantScheme]  # by the name of a linear layer within its block
+
+
+class Quantizer:
+    """One way to choose codes. `prepare` may rewrite a layer as long as it computes the same; `quantize` rounds.
+
+    `needs`: "hessian" where it cannot work without calibration. `rounds`: whether `quantize` is its own. `first`:
+    whether it must stand before the others. `turns`: whether it mixes the dimensions of the residual stream.
+    """
+
+    needs: frozenset[str] = frozenset()
+    rounds = False
+    first = False
+    turns = False
+    unties = False  # embedding and head part ways
+
+    @dataclass(frozen=True)
+    class Options:
+        """None."""
+
+    def __init__(self, options: Any = None, seed: int = 0) -> None:
+        self.options: Any = self.Options() if options is None else options
+        self.seed = seed
+
+    def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
+        """Rewrite a layer in place; `stats` by stage, of the layer as it is (empty if nothing needs them)."""
+
+    def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
+        """Store weight [O, K] by `scheme`; stats of its inputs (None: no calibration)."""
+        return scheme.encode(weight)
+
+    def embedding(self, rows: Tensor) -> Tensor:
+        """Rows [n, C] of the embedding as the rewritten layers want them."""
+        return rows
+
+    def head(self, rows: Tensor, norm: Tensor) -> Tensor:
+        """Rows [n, C] of the head, which follows the last norm [C]."""
+        return rows
+
+    def last_norm(self, norm: Tensor) -> Tensor:
+        """The norm [C] before the head."""
+        return norm
+
+
+class Pipeline(Quantizer):
+    """Several methods as one: each prepares in turn, the last that rounds does so (none: to nearest)."""
+
+    def __init__(self, methods: list[Quantizer], text: str) -> None:
+        super().__init__()
+        self.methods = methods
+        self.text = text
+        self.needs = frozenset[str]().union(*(m.needs for m in methods))
+        self.unties = any(m.unties for m in methods)
+
+    def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
+        raise NotImplementedError("run.py prepares method by method, with fresh statistics")
+
+    def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
+        rounding = next((m for m in reversed(self.methods) if m.rounds), None)
+        return scheme.encode(weight) if rounding is None else rounding.quantize(weight, scheme, stats)
+
+    def embedding(self, rows: Tensor) -> Tensor:
+        for method in self.methods:
+            rows = method.embedding(rows)
+        return rows
+
+    def head(self, rows: Tensor, norm: Tensor) -> Tensor:
+        for method in self.methods:
+            rows = method.head(rows, norm)
+            norm = method.last_norm(norm)
+        return rows
+
+    def last_norm(self, norm: Tensor) -> Tensor:
+        for method in self.methods:
+            norm = method.last_norm(norm)
+        return norm
+
+
+def parse_method(text: str, options: Mapping[str, object] | None = None, seed: int = 0) -> Pipeline:
+    """The methods named in `text`, joined with + (e.g. "rotate+gptq"); each option goes to the methods that have it.
+
+    Raises RegistryError with the nearest name, ConfigError for an order that cannot be or an unknown option.
+    """
+    names = [n.strip().lower() for n in text.split("+")]
+    classes: list[type[Quantizer]] = [registry.load("quantize", n).METHOD for n in names]
+    for i, (name, cls) in enumerate(zip(names, classes, strict=True)):
+        if cls.first and i:
+            raise ConfigError(f"method {text!r}: {name} undoes what stands before it; write {name} first")
+        if name in names[:i]:
+            raise ConfigError(f"method {text!r} names {name} twice; leave one out")
+    wrong = [n for n, cls in zip(names[:-1], classes, strict=False) if cls.prepare is Quantizer.prepare]
+    if wrong:
+        raise ConfigError(f"method {text!r}: {wrong[0]} rounds, so it comes last, e.g. {names[-1]}+{wrong[0]}")
+    given = dict(options or {})
+    fields.check_keys(given, [key for cls in classes for key in fields.hints(cls.Options)], f"method {text!r}")
+    made = []
+    for cls in classes:
+        own = {key: value for key, value in given.items() if key in fields.hints(cls.Options)}
+        made.append(cls(fields.parse(cls.Options, own), seed))
+    return Pipeline(made, "+".join(names))
+
+
+def is_dense(scheme: QuantScheme) -> bool:
+    """Whether a scheme leaves floats of a usual width: nothing is to be chosen."""
+    return scheme.weights == "auto" or scheme.weights in DENSE.values()
+
+
+def decoded(q: QuantTensor) -> Tensor:
+    """The values that a weight stores, float32 [O, K]."""
+    return formats.get(q.format).decode(q)

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sameseed.formats import scheme as formats
-from sameseed.formats.scheme import QuantTensor
+from sameseed import scheme as formats
 from sameseed.models.config import ModelConfig
 from sameseed.models.layers import rope_table
 from sameseed.models.weights import Source
 from sameseed.ops import reference
+from sameseed.scheme import QuantTensor
 
 Q, K, V, O = (f"self_attn.{n}_proj" for n in "qkvo")  # noqa: E741 - the field's own names
 GATE, UP, DOWN = (f"mlp.{n}_proj" for n in ("gate", "up", "down"))

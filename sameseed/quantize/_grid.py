@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sameseed import scheme as formats
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme as formats
-from sameseed.formats.scheme import QuantTensor
+from sameseed.scheme import QuantTensor
 
 Encode = Callable[[Tensor], QuantTensor]
 RATIOS = (0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6)  # of a group's range, tried by `clip`

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import read_config
 from sameseed.quantize._decoder import Decoder, Linear, advance, read_block
+from sameseed.scheme import QuantScheme
 
 
 @torch.inference_mode()

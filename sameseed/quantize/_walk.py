@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig
 from sameseed.models.weights import Source
+from sameseed.quantize import Pipeline, Quantizer, SchemeOf, Stats, is_dense
 from sameseed.quantize._decoder import (
     CPU,
     DOWN,
@@ -31,7 +31,7 @@ from sameseed.quantize._decoder import (
     chunks,
     read_block,
 )
-from sameseed.quantize.base import Pipeline, Quantizer, SchemeOf, Stats, is_dense
+from sameseed.scheme import QuantScheme
 
 
 @dataclass(frozen=True)

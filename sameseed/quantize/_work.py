@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelSaveError
-from sameseed.formats.scheme import QuantTensor
 from sameseed.quantize._decoder import CPU, Block, Linear
 from sameseed.quantize._walk import ModuleError
+from sameseed.scheme import QuantTensor
 
 MANIFEST = "manifest.json"
 PROBE = 1 << 20  # bytes at both ends of a weight file that stand for the whole

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.config import ModelConfig
+from sameseed.quantize import Quantizer, SchemeOf, Stats, decoded, is_dense
 from sameseed.quantize._decoder import NORM_OF, STAGES, UP, Block, O, V
 from sameseed.quantize._grid import clip
-from sameseed.quantize.base import Quantizer, SchemeOf, Stats, decoded, is_dense
 from sameseed.quantize.smooth import fold_into_norm, powers_of_two
+from sameseed.scheme import QuantScheme, QuantTensor
 
 
 class Awq(Quantizer):

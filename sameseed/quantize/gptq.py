@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.quantize import DOUBLE, Quantizer, Stats, decoded, is_dense
 from sameseed.quantize._grid import Encode, Grid, clip, independent
-from sameseed.quantize.base import DOUBLE, Quantizer, Stats, decoded, is_dense
+from sameseed.scheme import QuantScheme, QuantTensor
 
 
 class Gptq(Quantizer):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sameseed.models.config import ModelConfig
+from sameseed.quantize import Quantizer, SchemeOf, Stats
 from sameseed.quantize._decoder import DOWN, NORM_OF, STAGES, Block, O, V
 from sameseed.quantize._hadamard import rotate_columns, rotate_rows, spread
-from sameseed.quantize.base import Quantizer, SchemeOf, Stats
 
 
 class Rotate(Quantizer):

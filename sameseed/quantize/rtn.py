@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sameseed.quantize.base import Quantizer
+from sameseed.quantize import Quantizer
 
 
 class Rtn(Quantizer):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
+from sameseed.quantize import Quantizer, SchemeOf, Stats, is_dense
 from sameseed.quantize._decoder import NORM_OF, STAGES, Block
-from sameseed.quantize.base import Quantizer, SchemeOf, Stats, is_dense
 
 
 class Smooth(Quantizer):

@@ -66,8 +66,8 @@ class Aside:
 
         self._tokenizer = Tokenizer.from_files(frame["tokenizer"])
         if frame["grammars"]:
+            from sameseed.grammar.matching import Matching
             from sameseed.server.text import vocabulary
-            from sameseed.spec.matching import Matching
 
             self._matching = Matching(vocabulary(self._tokenizer, frame["vocab_size"], frame["eos_token_ids"]))
         else:

@@ -14,8 +14,8 @@ from sameseed.request import Grammar
 from sameseed.server.frames import Frame
 
 if TYPE_CHECKING:
-    from sameseed.spec.grammar import Vocabulary
-    from sameseed.spec.matching import Matching
+    from sameseed.grammar import Vocabulary
+    from sameseed.grammar.matching import Matching
 
 log = logging.getLogger("sameseed")
 
@@ -88,7 +88,7 @@ class Loader:
                 self._deliver(frame)
 
     def _maker(self, choice: list[str] | None, key: str | None) -> Callable[[], Grammar]:
-        from sameseed.spec.grammar import Choice
+        from sameseed.grammar import Choice
 
         if choice:
             shared = Choice(choice, self._words())
@@ -99,7 +99,7 @@ class Loader:
         return lambda: matching.matched(grammar)
 
     def _ready(self) -> Matching:
-        from sameseed.spec.matching import Matching
+        from sameseed.grammar.matching import Matching
 
         if self._matching is None:
             self._matching = Matching(self._words())

@@ -15,7 +15,7 @@ from sameseed.server.errors import ApiError, bad_request
 from sameseed.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from sameseed.spec.grammar import Vocabulary
+    from sameseed.grammar import Vocabulary
 
 T = TypeVar("T")
 Render = Callable[[Seq[dict[str, Any]], Seq[dict[str, Any]], int], Awaitable[str]]
@@ -188,7 +188,7 @@ class Pieces:
 
 def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -> Vocabulary:
     """What each token of a model writes, for grammars."""
-    from sameseed.spec.grammar import Vocabulary
+    from sameseed.grammar import Vocabulary
 
     pieces = Pieces.of(tokenizer)
     return Vocabulary([pieces.written(token) for token in range(vocab_size)], eos_token_ids)

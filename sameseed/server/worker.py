@@ -27,7 +27,7 @@ from sameseed.server.loading import Loader
 
 if TYPE_CHECKING:
     from sameseed.engine.engine import Engine
-    from sameseed.spec.grammar import Vocabulary
+    from sameseed.grammar import Vocabulary
 
 log = logging.getLogger("sameseed")
 BEAT = 0.25  # seconds between heartbeats

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from sameseed import fields
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.runner import ModelRunner
-from sameseed.request import Sequence, SpecMetrics
+from sameseed.request import Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
-from sameseed.spec.length import FixedLength, LengthPolicy
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,88 @@ class Span:
     start: int
     end: int
     num_draft: int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass brought: for each sequence the draft tokens that were asked for, guessed, and right.
+
+    `num_rows`: of the target's pass; `times`: seconds of its stages, or None where nobody looked;
+    `nodes`: the accepted path of each, or None where drafts are chains.
+    """
+
+    seqs: Seq[Sequence]
+    num_asked: Seq[int]
+    num_draft: Seq[int]
+    num_accepted: Seq[int]
+    num_rows: int = 0
+    times: TimeSplit | None = None
+    nodes: Seq[Seq[int]] | None = None
+
+
+class Trims(Protocol):
+    """Who may drop nodes of a draft before it is checked."""
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        """The draft, maybe with fewer nodes. `num_rows`: of known tokens in the pass.
+
+        Only drafts of `members` (indices of sequences; None: of all) may lose nodes.
+        """
+
+
+class LengthPolicy(Trims, Protocol):
+    """Decides draft lengths from what happened so far."""
+
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+        """The most tokens to draft for each sequence in the next round; 0 for none.
+
+        `num_rows`: of known tokens in the pass, of all its sequences; `budget`: draft tokens that it has room for.
+        """
+
+    def update(self, round_: Round) -> None:
+        """What the round brought."""
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence is gone: forget it."""
+
+    @property
+    def uses_confidence(self) -> bool:
+        """Does `stop` look at the probability (so that a drafter must compute it)?"""
+
+    def stop(self, confidence: float) -> bool:
+        """Should a draft end after a token to which the drafter gave this probability?"""
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        """Should chains that grow together all end? `paths`: of each, its probability up to each of its tokens."""
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Always `num_draft_tokens`; 0 is plain decoding."""
+
+    num_draft_tokens: int = 0
+
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+        return [self.num_draft_tokens] * len(seqs)
+
+    def update(self, round_: Round) -> None:
+        return None
+
+    def release(self, seq: Sequence) -> None:
+        return None
+
+    @property
+    def uses_confidence(self) -> bool:
+        return False
+
+    def stop(self, confidence: float) -> bool:
+        return False
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        return False
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        return draft
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager
 
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, TimeSplit
-from sameseed.spec.ahead import NOT_AHEAD, NotAhead
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, Span
-from sameseed.spec.length import Trims
+from sameseed.spec.drafter import Drafter, Span, Trims
 from sameseed.spec.verify import Verified, verify
 
 log = logging.getLogger("sameseed")
+
+
+class NoOverlap:
+    """The drafter waits while the target checks."""
+
+    @contextmanager
+    def beside(
+        self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int]
+    ) -> Iterator[Callable[[], None]]:
+        """What is inside runs while the drafter goes ahead, which begins no further pass once the function is called.
+
+        After it the drafter does nothing any more. Whoever grows the sequences inside may: it looks at their ids only.
+        """
+        yield lambda: None
+
+    def outcome(self, b: int, draft: Draft, result: Verified) -> bool | None:
+        """What was guessed ahead for sequence b in the round: None for nothing, else whether the rest may be used."""
+        return None
+
+
+NO_OVERLAP = NoOverlap()
 
 
 def decode_step(
@@ -25,7 +45,7 @@ def decode_step(
     num_draft: Seq[int],
     times: TimeSplit | None = None,
     policy: Trims | None = None,
-    ahead: NotAhead = NOT_AHEAD,
+    ahead: NoOverlap = NO_OVERLAP,
 ) -> tuple[Draft, Verified]:
     """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] guesses each.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sameseed import ops
+from sameseed import devices, ops
 from sameseed.config import EngineConfig, draft_text
 from sameseed.engine.build import load_parts
 from sameseed.errors import ConfigError, RequestError
@@ -16,7 +16,6 @@ from sameseed.laws import acceptance, closeness, kernels, law, logits, sampled, 
 from sameseed.laws.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
 from sameseed.laws.subject import Subject, storeless
 from sameseed.models.weights import Progress
-from sameseed.ops import devices
 from sameseed.request import SamplingParams
 from sameseed.study import record
 from sameseed.study.fields import CERTIFICATE_SCHEMA

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import asdict, dataclass
 
+from sameseed.lengths._cost import Curve
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SpecMetrics
-from sameseed.spec.cost import Curve
 from sameseed.spec.drafter import Drafter
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig
+from sameseed.scheme import QuantScheme
 from sameseed.study.passes import MAX_CHAIN, Pass
 
 

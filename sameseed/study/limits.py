@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from sameseed import registry
+from sameseed import devices, registry
 from sameseed.engine.memory import available_memory
-from sameseed.ops import devices
 
 BYTES = 512 << 20  # far beyond the caches
 REPEATS = 8

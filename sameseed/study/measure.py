@@ -14,14 +14,13 @@ from sameseed.engine.calibrate import LONG, measure_curve
 from sameseed.engine.engine import Engine
 from sameseed.engine.levels import check_overlap
 from sameseed.engine.llm import LLM
+from sameseed.engine.overlap import make_overlap
+from sameseed.engine.policies import make_policy
+from sameseed.lengths._cost import Curve
 from sameseed.models.config import read_config
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
-from sameseed.spec.ahead import make_ahead
-from sameseed.spec.cost import Curve
-from sameseed.spec.drafter import Drafter, NoDrafter
-from sameseed.spec.length import LengthPolicy
-from sameseed.spec.policies import make_policy
+from sameseed.spec.drafter import Drafter, LengthPolicy, NoDrafter
 from sameseed.study.estimate import Counted, Prediction, draft_curve, predict
 from sameseed.study.workload import Arm, Prompt, Workload, spec_as_dict
 
@@ -97,7 +96,7 @@ class Bench:
         self._policies: dict[Arm, LengthPolicy] = {}
         self._target: Curve | None = None  # costs of passes, for predictions
         self._curves: dict[object, Curve | None] = {}  # of draft models
-        self._aheads = {arm.spec.overlap: make_ahead(arm.spec) for arm in arms}
+        self._aheads = {arm.spec.overlap: make_overlap(arm.spec) for arm in arms}
         for arm in arms:
             check_overlap(arm.spec)
         self.llm = load(model, None, **settings)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from sameseed import scheme
 from sameseed.batch import MAX_NODES
 from sameseed.config import CacheConfig, EngineConfig
 from sameseed.engine.memory import kv_format
-from sameseed.formats import scheme
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
 from sameseed.models.llama import Llama

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sameseed import ops
+from sameseed import devices, ops
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.loader import load_model, open_checkpoint, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint, random_model
 from sameseed.models.weights import weight_bytes
+from sameseed.scheme import QuantScheme
 from sameseed.study import memory, record
 from sameseed.study.costs import BatchDecode, Cost, Prefill, Profile, Report, Stored
 from sameseed.study.grid import Grid
@@ -92,7 +92,7 @@ class Profiler:
     def _fits_together(self) -> bool:
         """Do all formats fit in memory at once? Raises ConfigError if one does not fit even alone."""
         device = self.grid.device
-        free = available_memory() - LOADING_BYTES if device == "cpu" else ops.devices.free_memory(device)
+        free = available_memory() - LOADING_BYTES if device == "cpu" else devices.free_memory(device)
         for x in self.candidates:
             if x.num_bytes > free:
                 raise ConfigError(

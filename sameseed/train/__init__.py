@@ -31,7 +31,7 @@ def run(
     ConfigError on a bad recipe, a device that is not here, a missing or damaged data folder, or an `out` that holds a
     run without `resume`.
     """
-    from sameseed.ops import devices
+    from sameseed import devices
     from sameseed.train.recipe import load_recipe
 
     devices.check(device)

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantTensor
+from sameseed import scheme
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops
+from sameseed.scheme import QuantTensor
 from sameseed.train.head_model import HeadForTraining, Rows
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed.train.recipe import TrainSettings

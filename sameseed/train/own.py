@@ -11,10 +11,10 @@ import torch
 
 from sameseed import ops
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, load_tokenizer, resolve_model
+from sameseed.scheme import QuantScheme
 from sameseed.train.pipeline import digest_of
 from sameseed.train.recipe import TrainSettings, read_table
 from sameseed.train.seeds import TextSettings, file_seeds, recipe_seeds

@@ -14,10 +14,10 @@ from sameseed.config import SpecConfig
 from sameseed.engine.engine import Engine
 from sameseed.engine.levels import heeds_confidence
 from sameseed.errors import ConfigError
+from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, parse_options
-from sameseed.spec.length import ConfidenceLength
 from sameseed.spec.step import decode_step
 
 NAMES = registry.names("drafters")

@@ -13,10 +13,9 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load, save
 from torch import Tensor
 
-from sameseed import ops, registry
+from sameseed import ops, registry, scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme, QuantTensor
 
 NAMES = [n for n in registry.names("formats") if scheme.get(n).weights]
 KV_NAMES = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]

@@ -10,8 +10,7 @@ from fixtures_models import backends
 from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, randn, threads
 from torch import Tensor
 
-from sameseed import ops, registry
-from sameseed.formats import scheme
+from sameseed import ops, registry, scheme
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
 

@@ -8,13 +8,12 @@ from fixtures_models import VARIANTS, all_logits, prompt
 from fixtures_quantize import SMALL, correlated, logits_of, randn, source_of, stats_of, tokens, walk_of
 from torch import Tensor
 
-from sameseed import ops, registry
-from sameseed.formats import scheme as formats
-from sameseed.formats.scheme import DENSE, QuantScheme
+from sameseed import ops, registry, scheme as formats
 from sameseed.models.llama import Llama
 from sameseed.models.weights import read_weights
+from sameseed.quantize import Stats, decoded, parse_method
 from sameseed.quantize._grid import Grid
-from sameseed.quantize.base import Stats, decoded, parse_method
+from sameseed.scheme import DENSE, QuantScheme
 
 METHODS = registry.names("quantize")
 K = 256

@@ -14,10 +14,10 @@ from fixtures_models import read_tensors
 
 from sameseed import LLM, SamplingParams
 from sameseed.cli import main
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import read_json
 from sameseed.models.loader import resolve_model
 from sameseed.models.save import save_quantized
+from sameseed.scheme import QuantScheme
 from sameseed.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time"

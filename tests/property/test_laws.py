@@ -17,8 +17,8 @@ from lawkit import DEVICES, NO_GPU, SAMPLED, Pair, load_pair, make_engine, rando
 
 from sameseed import registry
 from sameseed.engine.engine import Engine
+from sameseed.engine.overlap import Overlap
 from sameseed.request import SamplingParams, Sequence
-from sameseed.spec.ahead import Ahead
 from sameseed.spec.draft import Draft
 
 FORMATS = [("cpu", "auto", weights, kv) for weights in ("bf16", "w8a8", "w4a8") for kv in ("bf16", "int8")]
@@ -64,7 +64,7 @@ def engine_of(pair: Pair, name: str, **settings: Any) -> Engine:
     """An engine with a drafter of the shelf; one that can go ahead of the target does."""
     engine = make_engine(pair, name, k=5, **settings)
     if engine.drafter.goes_ahead:
-        engine.ahead = Ahead(1)
+        engine.ahead = Overlap(1)
     return engine
 
 

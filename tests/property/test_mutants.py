@@ -22,9 +22,9 @@ import pytest
 import textbook
 from lawkit import Pair, TreeDrafter, knowing, make_engine, random_prompts, run
 
-from sameseed import batch
+from sameseed import batch, scheme
 from sameseed.engine.scheduler import Scheduler
-from sameseed.formats import int8, scheme
+from sameseed.formats import int8
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Completion, SamplingParams, Sequence
 from sameseed.spec import sampling, step, verify

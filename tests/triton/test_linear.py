@@ -10,13 +10,12 @@ import torch
 from fixtures_ops import randn
 from torch import Tensor
 
-from sameseed import ops
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed import ops, scheme
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
 from sameseed.ops import reference, triton as gpu
 from sameseed.ops.triton import dispatch as host, guard, packing, tiling as cuts
+from sameseed.scheme import QuantScheme, QuantTensor
 
 # Law 4, written down: the largest difference from the reference over the sum of |x w|. Rows in float16 under a power of
 # two keep 11 bits, bfloat16 8; other rows enter as the reference has them.

@@ -12,11 +12,10 @@ from fixtures_device import DEVICE, Elsewhere, counted_waits
 from fixtures_eagle import fit_head
 from lawkit import Pair, load_pair, make_engine, run, texts, write_model
 
-from sameseed import SamplingParams, ops
-from sameseed.formats.scheme import QuantScheme
+from sameseed import SamplingParams, devices, ops
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.loader import load_model
-from sameseed.ops import devices
+from sameseed.scheme import QuantScheme
 
 pytestmark = pytest.mark.skipif(os.environ.get("SAMESEED_TEST_GPU") != "pretended", reason="of the pretended GPU")
 IN, OUT = "copy to the device", "copy to the host"

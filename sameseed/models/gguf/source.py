@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.checkpoint import notice_decoded
 from sameseed.models.config import ModelConfig
 from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
 from sameseed.models.weights import expected_shapes
+from sameseed.scheme import QuantScheme, QuantTensor
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEPT = {"Q4_0": ("int4", 32), "Q5_0": ("int8", 32), "Q8_0": ("int8", 32)}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.formats.scheme import QuantTensor
 from sameseed.models.layouts.base import FLOATS, Files, Stored, by_group, keep, nibbles, spread, whole
+from sameseed.scheme import QuantTensor
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where outputs 0..7 lie among the eight codes of an int32
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.formats.scheme import GROUPS, QuantScheme, QuantTensor
+from sameseed.scheme import GROUPS, QuantScheme, QuantTensor
 
 log = logging.getLogger("sameseed.models")
 FLOATS = ("F32", "BF16", "F16")
@@ -113,7 +113,7 @@ def keep(
 
 
 def _options(name: str) -> frozenset[str]:
-    from sameseed.formats.scheme import get
+    from sameseed.scheme import get
 
     return get(name).options
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.formats.nf4 import TABLE
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.layouts.base import FLOATS, Files, Stored, spread
+from sameseed.scheme import QuantScheme, QuantTensor
 
 STATE = "weight.quant_state.bitsandbytes__"
 MAX_STATE = 1 << 16  # bytes

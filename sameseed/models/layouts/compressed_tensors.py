@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.formats.scheme import QuantTensor
 from sameseed.models.layouts.base import (
     FLOATS,
     Files,
@@ -27,6 +26,7 @@ from sameseed.models.layouts.base import (
 )
 from sameseed.models.layouts.patterns import fits
 from sameseed.models.layouts.scaled import float8, mxfp4
+from sameseed.scheme import QuantTensor
 
 SPARE = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_global_scale")
 CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")

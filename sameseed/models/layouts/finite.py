@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantTensor
+from sameseed.scheme import QuantTensor
 
 # Codes of 8-bit floats, less their sign, from which on they are NaN or infinity (Micikevicius et al., 2022, table 1).
 ENDS = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7C}

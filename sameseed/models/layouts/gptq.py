@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.formats.scheme import QuantTensor
 from sameseed.models.layouts.base import FLOATS, Files, Stored, by_group, keep, say_once, spread, unpacked, whole
 from sameseed.models.layouts.patterns import fits
+from sameseed.scheme import QuantTensor
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError
-from sameseed.formats.scheme import QuantScheme, QuantTensor, get
 from sameseed.models.layouts.base import FLOATS, Files, Stored, nibbles
+from sameseed.scheme import QuantScheme, QuantTensor, get
 
 VERSION = 1
 WIDEST = 1 << 18  # columns

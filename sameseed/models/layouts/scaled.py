@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.formats import _fp8
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.layouts.base import FLOATS, Files, Stored
+from sameseed.scheme import QuantScheme, QuantTensor
 
 FORMATS = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
 TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}

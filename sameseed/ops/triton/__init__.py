@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from sameseed.ops import devices
+from sameseed import devices
 from sameseed.ops.triton import packing
 from sameseed.ops.triton.interpreter import interpreted
 from sameseed.ops.triton.packing import embedding, pack, serves, unpack

@@ -12,7 +12,6 @@ import triton
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.formats.scheme import KVLayer
 from sameseed.ops import reference
 from sameseed.ops.triton.attend import attend
 from sameseed.ops.triton.combine import AT_ONCE, combine
@@ -20,6 +19,7 @@ from sameseed.ops.triton.dispatch import converts_fp8
 from sameseed.ops.triton.guard import Launch, guarded, interpreted
 from sameseed.ops.triton.kv import KINDS, LARGEST, heads_packed
 from sameseed.ops.triton.tiling import MULTIPROCESSORS
+from sameseed.scheme import KVLayer
 
 KEYS = 64  # keys of a block
 STAGES = 3  # of the loop over blocks: where the next keys lie, the next keys, these keys

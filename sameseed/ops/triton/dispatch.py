@@ -9,11 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantTensor
 from sameseed.ops import reference
 from sameseed.ops.triton import packing, product, rows as row_kernels
 from sameseed.ops.triton.guard import Launch, guarded, interpreted
 from sameseed.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling
+from sameseed.scheme import QuantTensor
 
 ROWS_AT_ONCE = 256  # of a split product: bounds the memory of its parts
 _FORMS = {  # of prepared rows: how they are stored

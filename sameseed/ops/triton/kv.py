@@ -9,11 +9,11 @@ import triton
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.formats.scheme import KVLayer
 from sameseed.ops import reference
 from sameseed.ops.triton.cached_rows import copy_rows, rotate_store, store
 from sameseed.ops.triton.dispatch import rms_norm, rope
 from sameseed.ops.triton.guard import Launch, guarded
+from sameseed.scheme import KVLayer
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}  # codes of formats with scales
 KINDS = {"fp32": "float", "bf16": "float", "fp16": "float", "int8": "int8", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}

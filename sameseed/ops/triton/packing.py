@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sameseed.formats import scheme
+from sameseed import scheme
 from sameseed.formats.nf4 import single
-from sameseed.formats.scheme import QuantTensor
+from sameseed.scheme import QuantTensor
 
 LAYOUT = "triton"
 BLOCK = 32  # outputs that lie together

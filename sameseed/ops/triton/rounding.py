@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # formats.scheme.SMALLEST
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # scheme.SMALLEST
 ROUND: tl.constexpr = tl.constexpr(1.5 * 2.0**23)  # added and taken away, it rounds to nearest even
 
 

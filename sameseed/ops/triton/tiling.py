@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from sameseed.formats.scheme import QuantTensor
 from sameseed.ops.triton import packing
+from sameseed.scheme import QuantTensor
 
 TILE = 16  # rows of one chain of sums (product.TILE)
 MAX_TILES = 4  # tiles that share a decoded tile of the weight in one program

@@ -20,8 +20,8 @@ from sameseed.engine.llm import LLM
 from sameseed.engine.memory import available_memory, demand
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.loader import EMBEDDED, resolve_model
+from sameseed.scheme import QuantScheme
 from sameseed.study.quality import advice, speed, suite
 from sameseed.study.quality.advice import Advice
 from sameseed.study.quality.bootstrap import Interval, paired_interval

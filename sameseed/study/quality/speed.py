@@ -11,10 +11,10 @@ from typing import Any
 from sameseed.config import SpecConfig
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, RequestError, VocabularyError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.loader import resolve_model
 from sameseed.models.nested import is_smaller
 from sameseed.request import SamplingParams
+from sameseed.scheme import QuantScheme
 from sameseed.study.measure import Bench, Run, fitted, run_batch
 from sameseed.study.passes import Pass, Subject
 from sameseed.study.quality.bootstrap import Interval, ratio_interval

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sameseed import scheme
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.loader import resolve_model
+from sameseed.scheme import QuantScheme
 from sameseed.study import record
 
 WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")

@@ -8,9 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import Source, expected_shapes
+from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study.twin.layout import PENALTY, SIGNAL, Layout
 
 # What a row is that carries none of the small model's, in a map of rows.

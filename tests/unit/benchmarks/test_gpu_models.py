@@ -8,10 +8,10 @@ import torch
 from fixtures_device import Elsewhere, pretended_device
 
 from sameseed import ops
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.models.config import parse_config
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.loader import load_model
+from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study import shapes
 from sameseed.study.twin import make_head_twin, make_twin
 

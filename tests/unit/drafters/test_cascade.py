@@ -11,17 +11,17 @@ import pytest
 from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
 
 from sameseed.config import SpecConfig, parse_draft
+from sameseed.drafters._history import History
 from sameseed.drafters.cascade import CascadeDrafter
 from sameseed.drafters.first import FirstDrafter
 from sameseed.drafters.ngram import NgramDrafter
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.lengths.fixed import FixedLength
+from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
-from sameseed.spec.goodput import GoodputLength
-from sameseed.spec.history import History
-from sameseed.spec.length import FixedLength
 
 PROMPTS = random_prompts(6, seed=12)
 GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)

@@ -14,13 +14,13 @@ from sameseed import ops
 from sameseed.drafters.draft_model import DraftModelDrafter
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantTensor
 from sameseed.kvcache.blocks import BlockManager
+from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
+from sameseed.scheme import QuantTensor
 from sameseed.spec.draft import Draft
-from sameseed.spec.length import ConfidenceLength
 
 PROMPTS = random_prompts(5, seed=4)
 ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)
@@ -180,7 +180,7 @@ def test_confidence_ends_a_chain_with_the_first_unsure_token(pair: Pair, monkeyp
     drafter = drafter_of(engine)
     drafter.policy = ConfidenceLength(8, threshold=0.2)
     sure = iter([0.9, 0.5, 0.1, 0.8])
-    monkeypatch.setattr("sameseed.spec.chains.probability", lambda *args: next(sure))
+    monkeypatch.setattr("sameseed.drafters._chains.probability", lambda *args: next(sure))
     draft = drafter.propose([Sequence(0, [5, 6, 7], SamplingParams(), 0)], [8])
     assert draft.count(0) == 3
     assert draft.confidence is not None

@@ -18,20 +18,20 @@ from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, load_pair, r
 from sameseed import ops
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
 from sameseed.drafters import _eagle_context
+from sameseed.drafters._tree import Tree
 from sameseed.drafters.eagle import EagleDrafter
 from sameseed.engine.build import assemble, build_engine
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError, VocabularyError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.kvcache.blocks import BlockManager
+from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.models.eagle_config import parse_head_config
 from sameseed.models.eagle_loader import load_head
 from sameseed.request import SamplingParams, Sequence
+from sameseed.scheme import QuantScheme
 from sameseed.spec.drafter import Span
-from sameseed.spec.length import ConfidenceLength
 from sameseed.spec.sampling import choose, needs_adjusting
 from sameseed.spec.step import decode_step
-from sameseed.spec.tree import Tree
 
 PROMPTS = random_prompts(5, seed=4)
 GREEDY = SamplingParams(max_tokens=24, seed=6, ignore_eos=True)

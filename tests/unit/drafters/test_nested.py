@@ -23,11 +23,11 @@ from sameseed.batch import Rows, build_batch
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine import build
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.nested import is_nested, nested_view
 from sameseed.ops import resolve
 from sameseed.request import SamplingParams
+from sameseed.scheme import QuantScheme
 
 PROMPTS = random_prompts(6, seed=17)
 GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from lawkit import Pair, make_engine, random_prompts, run
 
+from sameseed.drafters._history import History
+from sameseed.drafters._store import TextStore
 from sameseed.drafters.suffix import SuffixDrafter
 from sameseed.errors import ConfigError
 from sameseed.request import SamplingParams, Sequence
-from sameseed.spec.history import History
-from sameseed.spec.store import TextStore
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=25), min_size=1, max_size=5)
 

@@ -13,9 +13,9 @@ from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine import build, memory
 from sameseed.engine.memory import Demand, available_memory, block_bytes, demand, plan_blocks
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import parse_config
+from sameseed.scheme import QuantScheme
 
 MIB = 2**20
 SHAPE = parse_config(VARIANTS["llama3"].raw)

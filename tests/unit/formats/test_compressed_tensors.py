@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantArgs, QuantScheme
+from sameseed import scheme
+from sameseed.scheme import QuantArgs, QuantScheme
 
 pytest.importorskip("compressed_tensors")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from sameseed import scheme
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import DENSE, QuantScheme, QuantTensor
+from sameseed.scheme import DENSE, QuantScheme, QuantTensor
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

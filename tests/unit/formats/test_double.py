@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import _dynamic8, scheme
+from sameseed.formats import _dynamic8
 from sameseed.formats.nf4 import STATE, single
-from sameseed.formats.scheme import QuantArgs, QuantScheme
+from sameseed.scheme import QuantArgs, QuantScheme
 
 NF4 = scheme.get("nf4")
 DQ = QuantScheme.parse("nf4-dq")

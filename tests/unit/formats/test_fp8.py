@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
 from sameseed.formats._fp8 import choose
-from sameseed.formats.scheme import QuantArgs, QuantScheme
+from sameseed.scheme import QuantArgs, QuantScheme
 
 KINDS = {"fp8_e4m3": (4, 3, 448.0, torch.float8_e4m3fn), "fp8_e5m2": (5, 2, 57344.0, torch.float8_e5m2)}
 every_kind = pytest.mark.parametrize("name", KINDS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sameseed import ops, registry
-from sameseed.formats.scheme import QuantScheme
+from sameseed.scheme import QuantScheme
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "extend.md"
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hn
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
 from sameseed.formats.int4 import pack_int32, unpack_int32
-from sameseed.formats.scheme import QuantArgs
+from sameseed.scheme import QuantArgs
 
 INT4 = scheme.get("int4")
 rows = hn.arrays("float32", st.tuples(st.integers(1, 4), st.just(64)), elements=st.floats(-1e4, 1e4, width=32))

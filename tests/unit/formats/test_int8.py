@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hn
 
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme
+from sameseed import scheme
+from sameseed.scheme import QuantScheme
 
 INT8 = scheme.get("int8")
 rows = hn.arrays("float32", st.tuples(st.integers(1, 5), st.integers(1, 40)), elements=st.floats(-1e4, 1e4, width=32))

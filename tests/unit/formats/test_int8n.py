@@ -13,8 +13,8 @@ from sameseed import ops
 from sameseed.formats.int4 import FORMAT as INT4
 from sameseed.formats.int8 import FORMAT as INT8
 from sameseed.formats.int8n import FORMAT, high
-from sameseed.formats.scheme import QuantArgs, QuantScheme, QuantTensor
 from sameseed.quantize._grid import possible_codes
+from sameseed.scheme import QuantArgs, QuantScheme, QuantTensor
 
 every_group = pytest.mark.parametrize("group", [32, 64, 128, None])
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import _kv4, scheme
+from sameseed.formats import _kv4
 from sameseed.formats._hadamard import hadamard
 from sameseed.formats.int4_sparse import num_outliers
 from sameseed.kvcache.cache import KVCache

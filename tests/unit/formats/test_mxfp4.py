@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
 from sameseed.formats.mxfp4 import TABLE, from_e8m0, to_e8m0
-from sameseed.formats.scheme import QuantArgs
+from sameseed.scheme import QuantArgs
 
 MXFP4 = scheme.get("mxfp4")
 

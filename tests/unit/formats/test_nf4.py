@@ -7,7 +7,7 @@ import json
 import torch
 from hypothesis import given, strategies as st
 
-from sameseed.formats import scheme
+from sameseed import scheme
 from sameseed.formats.nf4 import BORDERS, TABLE, nearest
 
 NF4 = scheme.get("nf4")

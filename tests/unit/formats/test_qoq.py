@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
 from sameseed.formats.qoq import PROTECTED, steps
-from sameseed.formats.scheme import QuantArgs, QuantScheme
+from sameseed.scheme import QuantArgs, QuantScheme
 
 QOQ = scheme.get("qoq")
 rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=64, max_size=64)

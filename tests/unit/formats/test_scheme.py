@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.formats.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
+from sameseed.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from sameseed.cli import main
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantTensor
 from sameseed.laws import acceptance, kernels, law, mutants, texts, wrong
 from sameseed.laws.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
 from sameseed.laws.script import Guesses, Watched
@@ -29,6 +28,7 @@ from sameseed.laws.toy import toy_model
 from sameseed.models.layers import LayerWeights
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
+from sameseed.scheme import QuantTensor
 from sameseed.spec import step
 from sameseed.spec.draft import Draft
 from sameseed.study import certificate as suite, fields, record

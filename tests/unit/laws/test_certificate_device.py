@@ -12,13 +12,13 @@ from fixtures_device import Elsewhere, pretended_device
 from sameseed import ops
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded
-from sameseed.formats.scheme import QuantScheme
 from sameseed.laws import acceptance, closeness, kernels, law, logits, mutants
 from sameseed.laws.check import FAILED, PASSED, WARNING, Effort, run_check
 from sameseed.laws.subject import Subject
 from sameseed.models.loader import load_model
 from sameseed.ops import Ops, devices, reference
 from sameseed.request import SamplingParams
+from sameseed.scheme import QuantScheme
 from sameseed.study import certificate as suite
 from sameseed.study.certificate_page import render
 from sameseed.tokenizer import Tokenizer

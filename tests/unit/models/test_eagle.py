@@ -14,11 +14,9 @@ from lawkit import MODEL_VOCAB, write_model
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sameseed import ops
+from sameseed import ops, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_config import HeadConfig, expected_tensors, is_head, parse_head_config, read_head_config
@@ -27,6 +25,7 @@ from sameseed.models.eagle_runner import HeadRunner, Level
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
+from sameseed.scheme import QuantScheme
 
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "eagle": ("eagle", {}, ("embed_tokens.weight", "lm_head.weight")),

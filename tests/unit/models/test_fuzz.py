@@ -23,10 +23,10 @@ from tokenizers import Tokenizer as HFTokenizer, models, pre_tokenizers
 
 from sameseed import ops
 from sameseed.errors import SameseedError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import parse_config
 from sameseed.models.loader import load_model, load_tokenizer
 from sameseed.models.save import save_quantized
+from sameseed.scheme import QuantScheme
 
 ROOM = 600 << 20  # bytes of address space that a case may take above what the process has
 SECONDS = 60  # until a case counts as hanging

@@ -16,13 +16,13 @@ from fixtures_models import LLAMA3_ROPE, VARIANTS, all_logits, backends, load, p
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.formats.scheme import get
 from sameseed.models.config import parse_config, read_config
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
 from sameseed.models.layers import inverse_frequencies
 from sameseed.models.layouts import base
 from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
+from sameseed.scheme import get
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64, "vocab_size": 96}
 RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, **WIDE, "num_key_value_heads": 2}

@@ -29,10 +29,10 @@ from fixtures_models import all_logits, backends, load, prompt, read_tensors, wr
 from safetensors.torch import save_file
 
 from sameseed.errors import ModelLoadError
-from sameseed.formats.scheme import QuantScheme, get
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
 from sameseed.models.layouts import METHODS, base, sameseed as own
+from sameseed.scheme import QuantScheme, get
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}

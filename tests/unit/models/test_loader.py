@@ -27,12 +27,12 @@ from fixtures_models import (
 from safetensors.torch import load_file, save_file
 
 from sameseed.errors import ConfigError, ModelLoadError, SameseedError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models import loader, weights as weights_module
 from sameseed.models.checkpoint import Checkpoint, SafetensorsFile
 from sameseed.models.config import parse_config
 from sameseed.models.loader import resolve_model
 from sameseed.models.weights import expected_shapes, read_weights, weight_bytes
+from sameseed.scheme import QuantScheme
 
 
 @pytest.fixture
@@ -620,7 +620,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from sameseed import ops
-from sameseed.formats.scheme import QuantScheme
+from sameseed.scheme import QuantScheme
 from sameseed.models.loader import load_model
 
 def kib(field):

@@ -17,8 +17,7 @@ from fixtures_models import (
     tiny_model,
 )
 
-from sameseed import registry
-from sameseed.formats import scheme
+from sameseed import registry, scheme
 from sameseed.spec.draft import Draft
 
 VOCAB = 97

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError, ModelSaveError
-from sameseed.formats.scheme import QuantScheme, QuantTensor, get
 from sameseed.models import save as save_module
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config, read_config
 from sameseed.models.save import method_for, save_quantized, write_safetensors
+from sameseed.scheme import QuantScheme, QuantTensor, get
 
 LAYER0 = "model.layers.0"
 

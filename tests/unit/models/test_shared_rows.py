@@ -6,14 +6,13 @@ import pytest
 import torch
 from fixtures_models import VARIANTS, Stored, all_logits, backends, prompt, random_tensors
 
-from sameseed import ops
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme, QuantTensor
+from sameseed import ops, scheme
 from sameseed.models import weights
 from sameseed.models.config import parse_config
 from sameseed.models.llama import Llama
 from sameseed.models.weights import read_weights
 from sameseed.ops import Ops
+from sameseed.scheme import QuantScheme, QuantTensor
 
 RAW = {**VARIANTS["llama3"].raw, "hidden_size": 64, "intermediate_size": 320, "head_dim": 16, "num_hidden_layers": 1}
 AT = "model.layers.0"

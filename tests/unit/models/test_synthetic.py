@@ -6,10 +6,10 @@ import torch
 from fixtures_models import VARIANTS, all_logits, prompt
 
 from sameseed import ops
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import parse_config
 from sameseed.models.synthetic import NOISE, RandomCheckpoint, random_model
 from sameseed.models.weights import expected_shapes
+from sameseed.scheme import QuantScheme
 
 CONFIG = parse_config(VARIANTS["qwen2"].raw)
 

@@ -14,12 +14,11 @@ from fixtures_ops import randn
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from sameseed import _native
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantTensor
+from sameseed import _native, scheme
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
 from sameseed.ops import cpu
+from sameseed.scheme import QuantTensor
 
 EPS = 2.0**-24  # half a unit in the last place of 1: one rounding
 formats = st.sampled_from(sorted(cpu._DTYPES))

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from sameseed.batch import Rows, build_batch
-from sameseed.formats.scheme import KVLayer, QuantTensor
 from sameseed.ops import cpu
+from sameseed.scheme import KVLayer, QuantTensor
 
 every_kv_format = pytest.mark.parametrize("name", KV_FORMATS)
 every_scaled_format = pytest.mark.parametrize("name", sorted(LARGEST))

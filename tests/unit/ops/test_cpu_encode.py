@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from sameseed import ops
-from sameseed.formats.scheme import QuantScheme, QuantTensor
 from sameseed.ops import _packed, cpu
+from sameseed.scheme import QuantScheme, QuantTensor
 
 SMALLEST = 2.0**-100
 

@@ -11,8 +11,8 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantTensor
 from sameseed.ops import cpu, resolve
+from sameseed.scheme import QuantTensor
 
 EPS = 2.0**-24
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

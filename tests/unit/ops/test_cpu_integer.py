@@ -12,8 +12,8 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from sameseed.formats.scheme import QuantTensor
 from sameseed.ops import cpu, resolve
+from sameseed.scheme import QuantTensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -8,11 +8,11 @@ from fixtures_cpu import ISAS, every_isa, instructions
 from fixtures_ops import Part, make_pass, randn, threads
 from torch import Tensor
 
+from sameseed import scheme
 from sameseed.batch import Batch
-from sameseed.formats import scheme
-from sameseed.formats.scheme import KVLayer
 from sameseed.kvcache.cache import KVCache
 from sameseed.ops import cpu, reference
+from sameseed.scheme import KVLayer
 
 NAMES = ["int4", "int4_sparse"]
 every_name = pytest.mark.parametrize("name", NAMES)

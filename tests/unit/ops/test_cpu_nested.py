@@ -11,8 +11,8 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 
 from sameseed.formats.int8n import FORMAT
-from sameseed.formats.scheme import QuantArgs, QuantScheme, QuantTensor
 from sameseed.ops import cpu, resolve
+from sameseed.scheme import QuantArgs, QuantScheme, QuantTensor
 
 REFERENCE = resolve("reference")
 

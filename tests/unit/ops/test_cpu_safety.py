@@ -17,11 +17,11 @@ from fixtures_kv import LARGEST, kv_oracle
 from fixtures_ops import Part, empty_layer, make_pass, randn, threads
 from torch import Tensor
 
+from sameseed import scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme
-from sameseed.formats.scheme import KVLayer, QuantTensor
 from sameseed.ops import cpu
+from sameseed.scheme import KVLayer, QuantTensor
 
 # --- threads ---
 

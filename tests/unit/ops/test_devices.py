@@ -10,17 +10,16 @@ from fixtures_device import Elsewhere, counted_waits, pretended_device
 from fixtures_ops import randn
 from lawkit import load_pair, make_engine, random_prompts, run, texts
 
-from sameseed import SamplingParams, ops
+from sameseed import SamplingParams, devices, ops
 from sameseed.config import CacheConfig, EngineConfig
 from sameseed.engine import build
 from sameseed.engine.memory import Demand, plan_blocks
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head, with_vocabulary
 from sameseed.models.loader import load_model
 from sameseed.models.vocabulary import with_tokens
-from sameseed.ops import devices
+from sameseed.scheme import QuantScheme
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import pytest
 import torch
 from fixtures_ops import Part, empty_layer, exact_attention, flat, make_pass, randn
 
-from sameseed import ops
+from sameseed import ops, scheme
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.formats import scheme
 from sameseed.ops import Ops, reference
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from sameseed.formats import scheme
-from sameseed.formats.scheme import QuantScheme, quantize_rows
+from sameseed import scheme
 from sameseed.ops import reference
+from sameseed.scheme import QuantScheme, quantize_rows
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -15,8 +15,8 @@ import torch
 from fixtures_ops import randn
 
 from sameseed import registry
-from sameseed.formats.scheme import QuantScheme
 from sameseed.ops import reference
+from sameseed.scheme import QuantScheme
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
 from sameseed.ops import triton as gpu  # noqa: E402

@@ -10,7 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from sameseed.formats import nf4, scheme
+from sameseed import scheme
+from sameseed.formats import nf4
 from sameseed.ops.triton import packing, ptx
 
 Register = NDArray[np.uint32]

@@ -11,8 +11,8 @@ import torch
 from fixtures_quantize import randn
 
 from sameseed.errors import ConfigError
+from sameseed.quantize._budget import STEPS, Sensitivity, as_dicts, assign, from_dicts, recommend
 from sameseed.quantize._hadamard import rotate_columns, rotate_rows, spread
-from sameseed.quantize.budget import STEPS, Sensitivity, as_dicts, assign, from_dicts, recommend
 
 CANDIDATES = [("w4a16-g128", 4.125), ("w4a16-g32", 4.5), ("w8a16", 8.1), ("bf16", 16.0)]
 

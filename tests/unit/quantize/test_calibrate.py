@@ -9,7 +9,7 @@ import pytest
 from lawkit import write_tokenizer
 
 from sameseed.errors import ConfigError
-from sameseed.quantize.calibrate import pack, read_calibration
+from sameseed.quantize._calibrate import pack, read_calibration
 from sameseed.tokenizer import Tokenizer
 
 

@@ -13,10 +13,10 @@ from fixtures_quantize import write_text
 from lawkit import write_model
 from safetensors.torch import load_file
 
+from sameseed import devices
 from sameseed.errors import ConfigError
-from sameseed.ops import devices
 from sameseed.quantize import _walk
-from sameseed.quantize.run import Plan, Progress, quantize
+from sameseed.quantize._run import Plan, Progress, quantize
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 from fixtures_models import need
 
 from sameseed.models.loader import resolve_model
+from sameseed.quantize._calibrate import read_calibration
 from sameseed.quantize._losses import token_losses
-from sameseed.quantize.calibrate import read_calibration
-from sameseed.quantize.run import Plan, quantize
+from sameseed.quantize._run import Plan, quantize
 from sameseed.tokenizer import Tokenizer
 
 ASSETS = resolve_model("embedded").parent

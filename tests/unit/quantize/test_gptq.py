@@ -7,12 +7,12 @@ import torch
 from fixtures_quantize import correlated, randn, stats_of
 from torch import Tensor
 
+from sameseed import scheme as formats
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme as formats
-from sameseed.formats.scheme import QuantScheme
+from sameseed.quantize import Stats, decoded, parse_method
 from sameseed.quantize._grid import Grid, clip
-from sameseed.quantize.base import Stats, decoded, parse_method
 from sameseed.quantize.gptq import inverse_factor
+from sameseed.scheme import QuantScheme
 
 K = 128
 

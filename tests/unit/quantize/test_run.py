@@ -20,9 +20,9 @@ from sameseed.errors import ConfigError, ModelSaveError, RegistryError, Sameseed
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import read_config
 from sameseed.models.loader import load_model
-from sameseed.quantize import _work, run as quantizing
-from sameseed.quantize.budget import recommend
-from sameseed.quantize.run import FILE, Plan, Progress, quantize
+from sameseed.quantize import _run as quantizing, _work
+from sameseed.quantize._budget import recommend
+from sameseed.quantize._run import FILE, Plan, Progress, quantize
 
 
 @pytest.fixture(scope="module")

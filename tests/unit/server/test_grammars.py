@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from lawkit import EOS, MODEL_VOCAB, Pair
 
+from sameseed.grammar import Vocabulary
+from sameseed.grammar.matching import Matching
 from sameseed.server import frames as frames_of_server, helper as helper_of_server
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.grammars import MAX_REFUSALS, Grammars
@@ -26,8 +28,6 @@ from sameseed.server.reading import read
 from sameseed.server.structured import Source
 from sameseed.server.text import vocabulary
 from sameseed.server.tools import PARSERS, Call, More
-from sameseed.spec.grammar import Vocabulary
-from sameseed.spec.matching import Matching
 
 
 class Pretended:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from sameseed.lengths._cost import Curve
 from sameseed.request import SpecMetrics
-from sameseed.spec.cost import Curve
 from sameseed.study.estimate import Counted, chain_speedup, expected_tokens, predict, rates_of
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from sameseed import devices
 from sameseed.config import SpecConfig
 from sameseed.engine.memory import Demand, plan_blocks
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError
-from sameseed.formats.scheme import QuantScheme
 from sameseed.models.config import read_config
 from sameseed.models.loader import load_tokenizer, resolve_model
-from sameseed.ops import devices
 from sameseed.request import SamplingParams, SpecMetrics
+from sameseed.scheme import QuantScheme
 from sameseed.study import fields, record, report
 from sameseed.study.measure import Bench, Run, fitted
 from sameseed.study.workload import Prompt, Workload, arms

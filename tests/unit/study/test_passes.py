@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from fixtures_models import tiny_model
 
-from sameseed import registry
-from sameseed.formats import scheme
+from sameseed import registry, scheme
 from sameseed.study.passes import Pass, Subject, cache_bytes
 
 KV_FORMATS = [name for name in registry.names("formats") if scheme.get(name).kv_dtype is not None]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from fixtures_device import pretended_device
 
-from sameseed import ops
-from sameseed.ops import devices
+from sameseed import devices, ops
 from sameseed.study import costs, profiler
 from sameseed.study.limits import from_rates
 from sameseed.study.shapes import get_shape

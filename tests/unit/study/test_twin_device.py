@@ -12,11 +12,11 @@ from fixtures_device import Elsewhere, pretended_device
 from fixtures_eagle import random_head, raw_config, write_head
 from lawkit import MODEL_VOCAB, write_model
 
+from sameseed import devices
 from sameseed.errors import ConfigError
 from sameseed.models.config import parse_config
 from sameseed.models.eagle_config import parse_head_config
 from sameseed.models.synthetic import RandomCheckpoint
-from sameseed.ops import devices
 from sameseed.study.twin import make_head_twin, make_twin
 from sameseed.study.twin.source import TwinSource
 

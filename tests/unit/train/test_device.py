@@ -12,9 +12,8 @@ import torch
 from fixtures_device import Elsewhere, pretended_device
 from safetensors.torch import load_file
 
-from sameseed import ops
+from sameseed import devices, ops
 from sameseed.errors import ConfigError
-from sameseed.ops import devices
 from sameseed.train import measure, run, trainer
 from sameseed.train.checkpoint import read_tensors
 from sameseed.train.draft import DraftRecipe, run_draft

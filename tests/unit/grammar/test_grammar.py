@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from lawkit import EOS, MODEL_VOCAB, Pair, TreeDrafter, assert_nothing_left, finished, knowing, make_engine
 
+from sameseed import grammar as grammars
 from sameseed.drafters._eagle_guesses import Guesses, Rows
 from sameseed.engine.engine import Engine
 from sameseed.errors import RequestError
+from sameseed.grammar import MAX_KNOWN, Choice, Vocabulary
 from sameseed.request import Completion, FinishReason, Grammar, Request, SamplingParams, Sequence
-from sameseed.spec import grammar as grammars
-from sameseed.spec.grammar import MAX_KNOWN, Choice, Vocabulary
 
 CHOICES = ["the sum", "the whole", "the", "für", "你好", "list"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
 
+from sameseed.drafters._shadow import Shadow
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.drafter import Drafter, NoDrafter
-from sameseed.spec.shadow import Shadow
 from sameseed.spec.step import decode_step
 
 

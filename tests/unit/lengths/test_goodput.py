@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from lawkit import Pair, make_engine, random_prompts, run, texts
 
+from sameseed.engine.policies import ByRequest
 from sameseed.errors import RequestError
+from sameseed.lengths._acceptance import PRIOR_RATE, Acceptance, Nodes
+from sameseed.lengths._cost import Curve
+from sameseed.lengths._probing import Probing
+from sameseed.lengths._search import MARGIN
+from sameseed.lengths.fixed import FixedLength
+from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
-from sameseed.spec.acceptance import PRIOR_RATE, Acceptance, Nodes
-from sameseed.spec.cost import Curve
-from sameseed.spec.goodput import GoodputLength
-from sameseed.spec.length import FixedLength, Round
-from sameseed.spec.policies import ByRequest
-from sameseed.spec.probing import Probing
-from sameseed.spec.worth import MARGIN
+from sameseed.spec.drafter import Round
 
 
 def sequences(count: int) -> list[Sequence]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.length import LengthPolicy
+from sameseed.spec.drafter import LengthPolicy
 from sameseed.spec.sampling import FAILED, choose, plain_greedy, probability
 
 

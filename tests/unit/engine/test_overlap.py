@@ -18,13 +18,13 @@ from sameseed import LLM, SpecConfig, ops
 from sameseed.drafters.draft_model import DraftModelDrafter
 from sameseed.engine.engine import Engine
 from sameseed.engine.levels import check_overlap
+from sameseed.engine.overlap import Overlap
 from sameseed.errors import ConfigError
 from sameseed.kvcache.blocks import BlockManager
+from sameseed.lengths.fixed import FixedLength
 from sameseed.request import SamplingParams, Sequence, SpecMetrics
-from sameseed.spec.ahead import Ahead
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
-from sameseed.spec.length import FixedLength
 from sameseed.spec.verify import Verified
 
 PROMPTS = random_prompts(6, seed=8)
@@ -35,7 +35,7 @@ ASKED = {
 }
 
 
-class Inline(Ahead):
+class Inline(Overlap):
     """Goes ahead in the same thread, for a random number of passes: what a race would decide, repeatably."""
 
     def __init__(self, most: int, seed: int = 0) -> None:
@@ -52,7 +52,7 @@ class Inline(Ahead):
         yield lambda: None
 
 
-class Tireless(Ahead):
+class Tireless(Overlap):
     """Guesses on as long as the target has not ended."""
 
     def fits(self, seconds: float) -> bool:
@@ -121,12 +121,12 @@ def test_beside_a_real_thread(pair: Pair, asked: str) -> None:
     """However the two run: first as they come, then with a target that is always later."""
     plain = texts(run(make_engine(pair), PROMPTS, ASKED[asked]))
     engine = make_engine(pair, "draft_model", k=4)
-    engine.ahead = Ahead(1)
+    engine.ahead = Overlap(1)
     assert texts(run(engine, PROMPTS, ASKED[asked])) == plain
     engine = patient(make_engine(pair, "draft_model", k=4))
     assert texts(run(engine, PROMPTS, ASKED[asked])) == plain
     assert engine.metrics.num_ahead_kept > 10
-    assert isinstance(engine.ahead, Ahead)
+    assert isinstance(engine.ahead, Overlap)
     assert engine.ahead.seconds > 0
 
 
@@ -158,7 +158,7 @@ def test_a_failure_costs_a_guess(pair: Pair, caplog: Any) -> None:
 def test_a_target_that_fails_waits_for_the_drafter(pair: Pair) -> None:
     """After an interrupted pass nothing runs beside any more, and the thread's limit is gone."""
     engine = make_engine(pair, "draft_model", k=4)
-    engine.ahead = ahead = Ahead(1)
+    engine.ahead = ahead = Overlap(1)
     running = threading.Event()
 
     class Slow(Drafter):
@@ -251,7 +251,7 @@ def test_cores_for_both(pair_folders: tuple[Path, Path], monkeypatch: Any) -> No
     with pytest.raises(ConfigError, match=r"--overlap 4 would leave the target none of 4 core\(s\)"):
         LLM(target, draft, overlap=4)
     ahead = LLM(target, draft, overlap=3).engine.ahead
-    assert isinstance(ahead, Ahead)
+    assert isinstance(ahead, Overlap)
     assert (ahead.threads, ahead.others) == (3, 1)
     for wrong in (-1, True, 1.5):
         with pytest.raises(ConfigError, match="overlap is a number of cores"):
@@ -259,7 +259,7 @@ def test_cores_for_both(pair_folders: tuple[Path, Path], monkeypatch: Any) -> No
 
 
 def test_no_pass_that_the_target_would_wait_for() -> None:
-    ahead, stop = Ahead(1), threading.Event()
+    ahead, stop = Overlap(1), threading.Event()
     assert ahead.fits(1e9), "nothing is known of the target yet"
     ahead._target_seconds, ahead._pass_seconds = 0.01, 0.002
     assert ahead.fits(0.007)
@@ -286,7 +286,7 @@ def test_no_pass_that_the_target_would_wait_for() -> None:
 
 def test_what_held() -> None:
     """All of the draft and the token after it; anything else throws the rest away."""
-    ahead, draft = Ahead(1), Draft.chains([[7, 8]] * 5)
+    ahead, draft = Overlap(1), Draft.chains([[7, 8]] * 5)
     ahead._guesses = [[9, 1], [9, 1], [9, 1], [], [9, 1]]
     nodes: list[list[int]] = [[0, 1], [0, 1], [0], [0, 1], [0, 1]]
     result = Verified([[7, 8, 9], [7, 8, 5], [7, 9], [7, 8, 9], [7, 8]], nodes)
@@ -307,6 +307,6 @@ def test_counters_add_up() -> None:
 def test_goes_ahead_is_off_unless_asked(pair: Pair) -> None:
     engine = make_engine(pair, "draft_model")
     run(engine, PROMPTS[:1], ASKED["greedy"])
-    assert not isinstance(engine.ahead, Ahead)
+    assert not isinstance(engine.ahead, Overlap)
     assert engine.metrics.num_ahead == 0
     assert engine.policy == FixedLength(4)

@@ -13,21 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed import __version__
+from sameseed import __version__, devices, scheme as formats
 from sameseed.errors import ConfigError
-from sameseed.formats import scheme as formats
-from sameseed.formats.scheme import DENSE, QuantScheme, QuantTensor
 from sameseed.models.config import ModelConfig, read_config, read_json
 from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
 from sameseed.models.save import check_destination, save_quantized
 from sameseed.models.weights import Source, expected_shapes
-from sameseed.ops import devices
-from sameseed.quantize import budget as bits
+from sameseed.quantize import Pipeline, Stats, _budget as bits, is_dense, parse_method
+from sameseed.quantize._calibrate import Calibration, read_calibration
 from sameseed.quantize._decoder import CPU, Linear, chunks, moved
 from sameseed.quantize._walk import ModuleError, Walk, module_error
 from sameseed.quantize._work import Work, digest, fingerprint
-from sameseed.quantize.base import Pipeline, Stats, is_dense, parse_method
-from sameseed.quantize.calibrate import Calibration, read_calibration
+from sameseed.scheme import DENSE, QuantScheme, QuantTensor
 
 SCHEMA = "sameseed.quantization/1"
 FILE = "quantization.json"  # beside the weights: what was done, and what it lost

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats.scheme import QuantScheme
+from sameseed.quantize import is_dense
 from sameseed.quantize._decoder import STAGES, Block, Linear, advance
 from sameseed.quantize._walk import Walk
-from sameseed.quantize.base import is_dense
+from sameseed.scheme import QuantScheme
 
 CANDIDATES = ("w4a16-g128", "w4a16-g32", "w8a16", "bf16")
 STEPS = 20_000  # of the budget, in the knapsack

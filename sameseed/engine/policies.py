@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 
 from sameseed.config import MAX_DRAFT_TOKENS, SpecConfig
+from sameseed.lengths._cost import Curve
+from sameseed.lengths.confidence import ConfidenceLength
+from sameseed.lengths.fixed import FixedLength
+from sameseed.lengths.goodput import GoodputLength
+from sameseed.lengths.history import HistoryLength
 from sameseed.request import Sequence
-from sameseed.spec.cost import Curve
 from sameseed.spec.draft import Draft
-from sameseed.spec.goodput import GoodputLength
-from sameseed.spec.length import ConfidenceLength, FixedLength, HistoryLength, LengthPolicy, Round
+from sameseed.spec.drafter import LengthPolicy, Round
 
 
 def make_policy(spec: SpecConfig, measure: Callable[[], Curve] | None = None) -> LengthPolicy:

@@ -12,13 +12,13 @@ from operator import itemgetter
 
 import numpy as np
 
+from sameseed.lengths._acceptance import Acceptance, Nodes, Rates
+from sameseed.lengths._cost import Curve, DraftCost, Prices
+from sameseed.lengths._probing import PROBE_ROUNDS, PROBE_TOKENS, Probing
+from sameseed.lengths._search import alone, shared, within
 from sameseed.request import Sequence
-from sameseed.spec.acceptance import Acceptance, Nodes, Rates
-from sameseed.spec.cost import Curve, DraftCost, Prices
 from sameseed.spec.draft import Draft
-from sameseed.spec.length import Round
-from sameseed.spec.probing import PROBE_ROUNDS, PROBE_TOKENS, Probing
-from sameseed.spec.worth import alone, shared, within
+from sameseed.spec.drafter import Round
 
 FIRST_DRAFTS, FIRST_ROUNDS = 12, 3  # of sequences, and rounds with some, before anything is decided
 FIRST_REQUESTS = 8  # so many are tried at their start, where that may pay: one text tells little of others
@@ -285,3 +285,6 @@ class GoodputLength:
         self._nodes.pop(seq.seq_id, None)
         self._asked.discard(seq.seq_id)
         self._starts.pop(seq.seq_id, None)
+
+
+POLICY = GoodputLength

@@ -12,13 +12,13 @@ from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
 
 from sameseed.cli import main
 from sameseed.config import SpecConfig
+from sameseed.drafters._vocabulary import frequent_tokens, read_vocabulary
 from sameseed.drafters.draft_model import DraftModelDrafter
 from sameseed.errors import ConfigError
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.models.vocabulary import with_tokens
 from sameseed.request import SamplingParams
 from sameseed.spec.drafter import parse_options
-from sameseed.spec.vocabulary import frequent_tokens, read_vocabulary
 
 PROMPTS = random_prompts(4, seed=4)
 GREEDY = SamplingParams(max_tokens=30, seed=6, ignore_eos=True)

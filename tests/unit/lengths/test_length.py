@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from sameseed.config import SpecConfig
+from sameseed.engine.policies import make_policy
 from sameseed.errors import ConfigError
+from sameseed.lengths.confidence import ConfidenceLength
+from sameseed.lengths.fixed import FixedLength
+from sameseed.lengths.history import HistoryLength
 from sameseed.request import SamplingParams, Sequence
-from sameseed.spec.length import ConfidenceLength, FixedLength, HistoryLength, Round
-from sameseed.spec.policies import make_policy
+from sameseed.spec.drafter import Round
 
 SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
 

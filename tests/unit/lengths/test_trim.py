@@ -11,14 +11,14 @@ import pytest
 from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
 
 from sameseed.engine.engine import Engine
+from sameseed.engine.policies import ByRequest
+from sameseed.lengths._acceptance import Acceptance, Nodes
+from sameseed.lengths._cost import Curve, DraftCost
+from sameseed.lengths.goodput import FIRST_DRAFTS, GoodputLength
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
-from sameseed.spec.acceptance import Acceptance, Nodes
-from sameseed.spec.cost import Curve, DraftCost
 from sameseed.spec.draft import Draft
-from sameseed.spec.goodput import FIRST_DRAFTS, GoodputLength
-from sameseed.spec.length import Round
-from sameseed.spec.policies import ByRequest
+from sameseed.spec.drafter import Round
 
 STEEP = Curve([(m, 0.03 * (1 + 0.1 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])
 FLAT = Curve([(m, 0.03 * (1 + 0.001 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])

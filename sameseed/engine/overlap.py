@@ -20,6 +20,7 @@ from sameseed.config import SpecConfig
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
+from sameseed.spec.step import NO_OVERLAP, NoOverlap
 from sameseed.spec.verify import Verified
 
 FORGET = 0.95
@@ -27,25 +28,7 @@ FORGET = 0.95
 log = logging.getLogger("sameseed.spec")
 
 
-class NotAhead:
-    """The drafter waits while the target checks."""
-
-    @contextmanager
-    def beside(
-        self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int]
-    ) -> Iterator[Callable[[], None]]:
-        """What is inside runs while the drafter goes ahead, which begins no further pass once the function is called.
-
-        After it the drafter does nothing any more. Whoever grows the sequences inside may: it looks at their ids only.
-        """
-        yield lambda: None
-
-    def outcome(self, b: int, draft: Draft, result: Verified) -> bool | None:
-        """What was guessed ahead for sequence b in the round: None for nothing, else whether the rest may be used."""
-        return None
-
-
-class Ahead(NotAhead):
+class Overlap(NoOverlap):
     """Gives the drafter `threads` of the cores and leaves the target the others, for the time of the target's pass."""
 
     def __init__(self, threads: int) -> None:
@@ -127,9 +110,6 @@ class Ahead(NotAhead):
         return all_right and result.tokens[b][-1] == self._guesses[b][0]
 
 
-NOT_AHEAD = NotAhead()
-
-
-def make_ahead(spec: SpecConfig) -> NotAhead:
+def make_overlap(spec: SpecConfig) -> NoOverlap:
     """What a SpecConfig asks for."""
-    return Ahead(spec.overlap) if spec.overlap else NOT_AHEAD
+    return Overlap(spec.overlap) if spec.overlap else NO_OVERLAP

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sameseed.errors import RequestError
-from sameseed.spec.grammar import Allowance, Vocabulary
+from sameseed.grammar import Allowance, Vocabulary
 
 TRIED = 96  # tokens of a trial: a grammar that cannot write so many in time is not taken
 _PLACE = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")

@@ -26,15 +26,14 @@ from lawkit import (
 )
 
 from sameseed import registry
+from sameseed.drafters._shadow import Shadow
 from sameseed.engine.engine import Engine
+from sameseed.engine.overlap import Overlap
 from sameseed.errors import RequestError
+from sameseed.grammar import Vocabulary, matching
+from sameseed.grammar.matching import Matched, Matching
 from sameseed.request import Completion, FinishReason, Request, SamplingParams, Sequence
 from sameseed.server.text import vocabulary as vocabulary_of
-from sameseed.spec import matching
-from sameseed.spec.ahead import Ahead
-from sameseed.spec.grammar import Vocabulary
-from sameseed.spec.matching import Matched, Matching
-from sameseed.spec.shadow import Shadow
 
 PERSON = {
     "type": "object",
@@ -213,7 +212,7 @@ def test_a_drafter_that_guesses_while_the_target_checks(pair: Pair, words: Match
     assert own is not None and own is not seq.grammar and own._matcher is not seq.grammar._matcher
 
 
-class Tireless(Ahead):
+class Tireless(Overlap):
     """Guesses on as long as the target has not ended."""
 
     def fits(self, seconds: float) -> bool:

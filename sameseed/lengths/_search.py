@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from sameseed.spec.cost import Prices
+from sameseed.lengths._cost import Prices
 
 MARGIN = 0.02  # drafting must promise so much more than not drafting
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # longest drafts that are compared in a batch

@@ -6,11 +6,11 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+from sameseed.drafters._shadow import Shadow
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.sampling import SamplingState
-from sameseed.spec.shadow import Shadow
 
 
 def nobody(seq: Sequence, length: int) -> None:

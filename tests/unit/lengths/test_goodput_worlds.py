@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from sameseed.lengths._cost import Curve
+from sameseed.lengths.fixed import FixedLength
+from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams, Sequence, TimeSplit
-from sameseed.spec.cost import Curve
 from sameseed.spec.draft import Draft
-from sameseed.spec.goodput import GoodputLength
-from sameseed.spec.length import FixedLength, LengthPolicy, Round
+from sameseed.spec.drafter import LengthPolicy, Round
 
 LENGTH = 64  # tokens of a text
 FIXED = (1, 2, 4, 8)

@@ -1,0 +1,25 @@
+"""What another policy decides, within a cap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from sameseed.spec.drafter import FixedLength, LengthPolicy
+
+
+@dataclass(frozen=True)
+class CappedLength(FixedLength):
+    """Another policy's judgement of tokens, at most `num_draft_tokens`: for a drafter that serves a larger one."""
+
+    policy: LengthPolicy = field(default_factory=FixedLength)
+
+    @property
+    def uses_confidence(self) -> bool:
+        return self.policy.uses_confidence
+
+    def stop(self, confidence: float) -> bool:
+        return self.policy.stop(confidence)
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        return self.policy.ends(paths)

@@ -1,0 +1,24 @@
+"""confidence: a draft ends with the first token that its drafter thinks unlikely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sameseed.spec.drafter import FixedLength
+
+
+@dataclass(frozen=True)
+class ConfidenceLength(FixedLength):
+    """At most `num_draft_tokens`, ending with the first token whose draft probability is below `threshold`."""
+
+    threshold: float = 0.0
+
+    @property
+    def uses_confidence(self) -> bool:
+        return True
+
+    def stop(self, confidence: float) -> bool:
+        return confidence < self.threshold
+
+
+POLICY = ConfidenceLength
