@@ -13,7 +13,7 @@ import torch
 
 from sameseed import devices
 from sameseed.ops.triton import packing
-from sameseed.ops.triton.interpreter import interpreted
+from sameseed.ops.triton.interpreter import interpreted, order_dots
 from sameseed.ops.triton.packing import embedding, pack, serves, unpack
 
 _missing: str | None = None
@@ -29,6 +29,9 @@ try:
         silu_mul,
     )
     from sameseed.ops.triton.kv import move_kv, rope_store, store_kv
+
+    if interpreted():
+        order_dots()
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "triton":
         raise

@@ -3,8 +3,41 @@
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import numpy as np
 
 
 def interpreted() -> bool:
     """Whether Triton's interpreter stands in for a GPU (TRITON_INTERPRET=1 before the first import): for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def order_dots() -> None:
+    """Make the interpreter's `tl.dot` add in an order of its own.
+
+    It calls `np.matmul`. Its order of sums depends on BLAS, processor, shape and memory layout: bits of a row would
+    depend on its company.
+    """
+    from triton.runtime import interpreter
+
+    theirs = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, acc: Any, *how: Any) -> Any:
+        if a.data.dtype.kind != "f":  # integers are exact in any order
+            return theirs(self, a, b, acc, *how)
+        return interpreter.TensorHandle(acc.data + dot(a.data, b.data), acc.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def dot(a: Any, b: Any) -> Any:
+    """a [M, K] times b [K, N] in float32; K is a power of two.
+
+    The halves of K are added until one product is left. Each step is elementwise, which IEEE 754 defines to the last
+    bit, so an output's bits depend on its row of a and its column of b alone.
+    """
+    sums = a.astype(np.float32)[:, :, None] * b.astype(np.float32)[None]  # [M, K, N]
+    while (half := sums.shape[1] // 2) > 0:
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]

@@ -21,6 +21,7 @@ from sameseed.scheme import QuantScheme
 triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
 from sameseed.ops import triton as gpu  # noqa: E402
 from sameseed.ops.triton import dispatch, guard  # noqa: E402
+from sameseed.ops.triton.interpreter import dot  # noqa: E402
 
 pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
@@ -60,6 +61,15 @@ def test_on_a_pretended_gpu(name):
     themselves, which a GPU's owner will run.
     """
     run_cases(name, TRITON_INTERPRET="1", SAMESEED_TEST_GPU="pretended")
+
+
+def test_the_dot_of_the_interpreter_has_an_order_of_its_own():
+    a, b = randn(16, 64).numpy(), randn(64, 32, seed=1).numpy()
+    whole = dot(a, b)
+    assert abs(whole - a.astype("float64") @ b).max() < 1e-5
+    assert (dot(a[3:4], b[:, 5:9]) == whole[3:4, 5:9]).all()
+    assert (dot(numpy.asfortranarray(a), b.T.copy().T) == whole).all()
+    assert (dot(a.round(), b.round()) == a.round().astype(int) @ b.round().astype(int)).all()
 
 
 # --- kernels that fail ---
