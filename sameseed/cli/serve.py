@@ -44,7 +44,7 @@ def run(argv: Seq[str], prog: str) -> int:
     """Parse, check, serve until told to stop."""
     parsed = parse(Args, argv, prog, engine=True)
     args, engine = parsed.args, parsed.engine
-    missing = [m for m in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(m) is None]
+    missing = [m for m in ("fastapi", "msgspec", "uvicorn", "prometheus_client") if importlib.util.find_spec(m) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}; install it: pip install '.[server]'")
     from sameseed.export.vllm import Spread

@@ -13,12 +13,11 @@ from typing import Any
 
 from sameseed.config import SpecConfig
 from sameseed.engine.build import build_engine
-from sameseed.engine.engine import Engine
 from sameseed.engine.settings import make_config
 from sameseed.errors import RequestError, SameseedError
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Progress
-from sameseed.request import Completion, Delta, Request, SamplingParams
+from sameseed.request import Completion, Delta, Grammar, Request, SamplingParams
 from sameseed.spec.sampling import derive_seed
 
 log = logging.getLogger("sameseed")
@@ -26,17 +25,24 @@ Prompt = str | Seq[int]
 Message = dict[str, str]
 
 
-def make_requests(engine: Engine, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
-    """The `n` requests of one prompt, checked. Raises RequestError."""
-    if isinstance(prompt, str):
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token of text")
-        text, token_ids = prompt, tuple(engine.tokenizer.encode(prompt))
-    else:
-        text, token_ids = None, tuple(prompt)
-    engine.check(token_ids)
+def make_requests(
+    request_id: str,
+    prompts: Seq[Seq[int]],
+    params: SamplingParams,
+    make_grammar: Callable[[], Grammar] | None = None,
+    **shared: Any,
+) -> list[Request]:
+    """The `n` requests of each prompt, numbered in that order; `shared`: further fields of all of them.
+
+    Without a seed one is drawn; all prompts have the same `n` seeds. `make_grammar` makes one for each request.
+    """
     seed = secrets.randbelow(2**63) if params.seed is None else params.seed
-    return [Request(request_id, token_ids, params, derive_seed(seed, i), i, text) for i in range(params.n)]
+    made: list[Request] = []
+    for prompt in map(tuple, prompts):
+        for i in range(params.n):
+            grammar = None if make_grammar is None else make_grammar()
+            made.append(Request(request_id, prompt, params, derive_seed(seed, i), len(made), grammar=grammar, **shared))
+    return made
 
 
 class _Front:
@@ -56,6 +62,17 @@ class _Front:
         self.engine = build_engine(model, self.config, progress, target)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
+
+    def _requests(self, prompt: Prompt, params: SamplingParams, request_id: str) -> list[Request]:
+        """The `n` requests of one prompt, checked. Raises RequestError."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("the prompt is empty; give at least one token of text")
+            text, token_ids = prompt, tuple(self.tokenizer.encode(prompt))
+        else:
+            text, token_ids = None, tuple(prompt)
+        self.engine.check(token_ids)
+        return make_requests(request_id, [token_ids], params, prompt=text)
 
 
 class LLM(_Front):
@@ -80,9 +97,7 @@ class LLM(_Front):
                 f"{len(batch)} prompts but {len(each)} sampling parameters; give one for all, or one each"
             )
         finished: dict[tuple[str, int], Completion] = {}
-        requests = [
-            make_requests(self.engine, prompt, p, f"r{next(self._ids)}") for prompt, p in zip(batch, each, strict=True)
-        ]
+        requests = [self._requests(prompt, p, f"r{next(self._ids)}") for prompt, p in zip(batch, each, strict=True)]
         for delta in self._run([r for group in requests for r in group]):
             if delta.completion is not None:
                 finished[delta.request_id, delta.index] = delta.completion
@@ -90,7 +105,7 @@ class LLM(_Front):
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt, giving out each step's new text; the last delta of each index carries the completion."""
-        return self._run(make_requests(self.engine, prompt, params or SamplingParams(), f"r{next(self._ids)}"))
+        return self._run(self._requests(prompt, params or SamplingParams(), f"r{next(self._ids)}"))
 
     def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation of {"role", "content"} messages by the model's chat template."""
@@ -159,7 +174,7 @@ class AsyncLLM(_Front):
         queue: asyncio.Queue[Delta | SameseedError] = asyncio.Queue()
         self._sinks[request_id] = lambda item: _put(loop, queue, item)  # from here on the id is taken
         try:
-            requests = await asyncio.to_thread(make_requests, self.engine, prompt, params, request_id)
+            requests = await asyncio.to_thread(self._requests, prompt, params, request_id)
             if not self._post(lambda: self._add(requests)):
                 raise RequestError("this engine is closed; make a new AsyncLLM")
             open_ends = len(requests)

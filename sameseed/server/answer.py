@@ -12,10 +12,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from sameseed.server.errors import ApiError, internal
+from sameseed.server.frames import Piece
 from sameseed.server.gate import Ticket
 from sameseed.server.metrics import Metrics
 from sameseed.server.replies import Reply
-from sameseed.server.stream import Piece, Stream
+from sameseed.server.stream import Stream
 
 log = logging.getLogger("sameseed.server")
 INLINE = 256  # tokens with log-probabilities that are written out on the event loop; more keep a thread busy

@@ -20,7 +20,7 @@ from typing import Any
 from sameseed.errors import RequestError
 from sameseed.server import frames
 from sameseed.server.arguments import opened
-from sameseed.server.frames import Frame
+from sameseed.server.frames import Done, FromHelper, Rejected, Render, Setup, Stalled, ToHelper
 from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS
 
 log = logging.getLogger("sameseed")
@@ -43,40 +43,38 @@ class Aside:
 
     def run(self) -> None:
         """Work until the socket closes."""
-        unpacker = frames.Unpacker()
+        unpacker: frames.Unpacker[ToHelper] = frames.Unpacker(ToHelper)
         while data := self._socket.recv(2**16):
             for frame in unpacker.feed(data):
                 self._socket.sendall(frames.pack(self._answer(frame)))
 
-    def _answer(self, frame: Frame) -> Frame:
-        kind = frame["type"]
+    def _answer(self, frame: ToHelper) -> FromHelper:
         try:
-            if kind == "setup":
+            if isinstance(frame, Setup):
                 self._set_up(frame)
-                return {"type": "done", "text": ""}
-            text = self._render(frame) if kind == "render" else self._compile(frame["kind"], frame["source"])
+                return Done("")
+            return Done(self._render(frame) if isinstance(frame, Render) else self._compile(frame.kind, frame.source))
         except RequestError as error:
-            return {"type": "refused", "message": str(error)}
+            return Rejected(str(error))
         except StalledError as error:
-            return {"type": "failed", "message": str(error)}
-        return {"type": "done", "text": text}
+            return Stalled(str(error))
 
-    def _set_up(self, frame: Frame) -> None:
+    def _set_up(self, frame: Setup) -> None:
         from sameseed.tokenizer import Tokenizer
 
-        self._tokenizer = Tokenizer.from_files(frame["tokenizer"])
-        if frame["grammars"]:
+        self._tokenizer = Tokenizer.from_files(frame.tokenizer)
+        if frame.grammars:
             from sameseed.grammar.matching import Matching
             from sameseed.server.text import vocabulary
 
-            self._matching = Matching(vocabulary(self._tokenizer, frame["vocab_size"], frame["eos_token_ids"]))
+            self._matching = Matching(vocabulary(self._tokenizer, frame.vocab_size, frame.eos_token_ids))
         else:
             _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
 
-    def _render(self, frame: Frame) -> str:
+    def _render(self, frame: Render) -> str:
         signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
         try:
-            text: str = self._tokenizer.render_chat(opened(frame["messages"]), tools=frame["tools"])
+            text: str = self._tokenizer.render_chat(opened(frame.messages), tools=frame.tools)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
         return text

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence as Seq
 from typing import Any
 
+from sameseed.server.frames import Piece
 from sameseed.server.replies import Choice, Reply, shown_tokens
-from sameseed.server.stream import Piece
 from sameseed.server.tools import Call, Found, More, Parser
 
 

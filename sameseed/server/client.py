@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
+import msgspec
+
 from sameseed.server import frames, process
 from sameseed.server.errors import ApiError, bad_request, internal, unavailable
-from sameseed.server.frames import Frame
+from sameseed.server.frames import Add, Piece
 from sameseed.server.grammars import Compiled, Grammars
 from sameseed.server.helper import ENDED, Helper, HelperDiedError
-from sameseed.server.stream import Job, Piece, Stream
+from sameseed.server.stream import Stream
 from sameseed.server.supervised import Supervised, starting
 from sameseed.server.text import Text
 
@@ -51,15 +53,16 @@ class EngineClient(Supervised):
         super().__init__(max_restarts, on_failure)
         self.model = model
         self.text: Text | None = None
-        self.facts: Frame = {}
-        self.stats: Frame = {}
-        self.past_stats: list[Frame] = []  # what engines had counted when they died
-        self._load = {"type": "load", "model": model, "settings": frames.settings_to_data(settings)}
+        self.facts: dict[str, Any] = {}  # what a loaded engine says of itself
+        self.stats: dict[str, Any] = {}
+        self.past_stats: list[dict[str, Any]] = []  # what engines had counted when they died
+        others = {k: v for k, v in settings.items() if k != "draft"}
+        self._load = frames.Load(model, settings.get("draft"), others)
         self._beat_timeout, self._step_timeout = beat_timeout, step_timeout
         self._streams: dict[str, Stream] = {}
-        self._templates = Helper(lambda: self._aside(grammars=False), PATIENCE, MAX_RENDERING)
-        self._compiler = Helper(lambda: self._aside(grammars=True), 2 * PATIENCE, MAX_COMPILING)
-        self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send({"type": "prepare"}))
+        self._templates = Helper(lambda: self._setup(grammars=False), PATIENCE, MAX_RENDERING)
+        self._compiler = Helper(lambda: self._setup(grammars=True), 2 * PATIENCE, MAX_COMPILING)
+        self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send(frames.Prepare()))
         self._sent: set[str] = set()  # keys of the grammars that the engine has
         self._transport: asyncio.WriteTransport | None = None
         self._over = False  # is nothing taken any more?
@@ -69,42 +72,37 @@ class EngineClient(Supervised):
         """Raise ApiError 503 where there is no engine."""
         self.check_ready()
 
-    def submit(self, job: Job, frame: bytes | None = None) -> Stream:
-        """Hand a job to the engine; `frame`: the job packed, where that was done elsewhere.
+    def submit(self, request: Add, packed: bytes, grammar: Compiled | None = None) -> Stream:
+        """Hand a request to the engine; `packed`: the same as bytes; `grammar`: what its text must match.
 
         Raises ApiError 503 where there is no engine, or after `end_all`.
         """
         if self._over:
             raise unavailable(ENDED)
         self.check()
-        stream = Stream(job, self.forget)
-        if job.grammar is not None:
-            self._send_grammar(job.grammar)
-        self._write(job.packed() if frame is None else frame)
-        self._streams[job.id] = stream
-        if job.grammar is not None and job.grammar.key not in self.grammars:
-            self._forget_grammar(job.grammar.key)
-        return stream
-
-    def _send_grammar(self, grammar: Compiled) -> None:
-        """Once an engine."""
-        if grammar.key not in self._sent:
+        stream = Stream(request, self.forget)
+        if grammar is not None and grammar.key not in self._sent:  # once an engine
             self._sent.add(grammar.key)
             self._write(grammar.frame)
+        self._write(packed)
+        self._streams[request.id] = stream
+        if grammar is not None and grammar.key not in self.grammars:
+            self._forget_grammar(grammar.key)
+        return stream
 
     def _forget_grammar(self, key: str) -> None:
         if key in self._sent:
             self._sent.discard(key)
-            self._send({"type": "forget", "key": key})
+            self._send(frames.Forget(key))
 
-    def forget(self, job_id: str) -> None:
-        """Let the engine drop a job, wherever it is."""
-        if self._streams.pop(job_id, None) is not None:
-            self._send({"type": "abort", "id": job_id})
+    def forget(self, request_id: str) -> None:
+        """Let the engine drop a request, wherever it is."""
+        if self._streams.pop(request_id, None) is not None:
+            self._send(frames.Abort(request_id))
 
     @property
     def num_streams(self) -> int:
-        """Jobs that somebody waits for."""
+        """Requests that somebody waits for."""
         return len(self._streams)
 
     def end_all(self, error: ApiError) -> None:
@@ -136,19 +134,18 @@ class EngineClient(Supervised):
     async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
         """A conversation as the model's template writes it; `size`: bytes that it came in. Raises ApiError 400, 503."""
         try:
-            frame = {"type": "render", "messages": list(messages), "tools": list(tools)}
-            return await self._templates.ask(frame, "messages", size)
+            return await self._templates.ask(frames.Render(list(messages), list(tools)), "messages", size)
         except HelperDiedError as error:
             if not error.spent:  # the machine's doing, perhaps
                 raise unavailable("the messages could not be prepared in time; try again later") from None
             raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
 
-    def _aside(self, grammars: bool) -> Frame:
+    def _setup(self, grammars: bool) -> frames.Setup:
         """What a helper's process must know of the model."""
         known = {name: self.facts[name] for name in ("tokenizer", "vocab_size", "eos_token_ids")}
-        return {"type": "setup", "grammars": grammars, **known}
+        return frames.Setup(grammars, **known)
 
-    def _send(self, frame: Frame) -> None:
+    def _send(self, frame: frames.Frame) -> None:
         self._write(frames.pack(frame))
 
     def _write(self, data: bytes) -> None:
@@ -193,40 +190,40 @@ class EngineClient(Supervised):
             transport.close()
             self._transport = None
 
-    def _receive(self, frame: Frame, pid: int) -> None:
+    def _receive(self, frame: frames.FromEngine, pid: int) -> None:
         self._heard = time.monotonic()
-        kind = frame["type"]
-        if kind == "deltas":
-            for item in frame["items"]:
-                stream = self._streams.get(item[0])
-                if stream is not None:
-                    piece = Piece(*item[1:])
-                    stream.push(piece)
-                    if piece.completion is not None and piece.completion["finish_reason"] == "error":
-                        self.forget(stream.id)
-                    elif not stream.num_open:
-                        del self._streams[stream.id]
-            self.stats = frame["stats"] or self.stats
-        elif kind == "scores":
-            stream = self._streams.get(frame["id"])
-            if stream is not None:
-                stream.hold(frame["index"], frame["items"])
-        elif kind == "beat":
-            self.stats = frame["stats"] or self.stats
-            if frame["step_seconds"] > self._step_timeout:
-                log.error("a step of the engine takes %.0f s; its process is ended", frame["step_seconds"])
+        if isinstance(frame, frames.Deltas):
+            for request_id, piece in frame.items:
+                self._hand_on(request_id, piece)
+            self.stats = frame.stats or self.stats
+        elif isinstance(frame, frames.Beat):
+            self.stats = frame.stats or self.stats
+            if frame.step_seconds > self._step_timeout:
+                log.error("a step of the engine takes %.0f s; its process is ended", frame.step_seconds)
                 os.kill(pid, signal.SIGKILL)
-        elif kind == "ready":
-            self.facts = frame
+        elif isinstance(frame, frames.Scores):
+            if (stream := self._streams.get(frame.id)) is not None:
+                stream.hold(frame.index, frame.items)
+        elif isinstance(frame, frames.Ready):
+            self.facts = msgspec.structs.asdict(frame)
             if self.text is None:
-                self.text = Text(frame["tokenizer"], frame["vocab_size"], frame["max_model_len"], self.render)
+                self.text = Text(frame.tokenizer, frame.vocab_size, frame.max_model_len, self.render)
             self._serves()
-        elif kind == "refused":
-            stream = self._streams.pop(frame["id"], None)
-            if stream is not None:
-                stream.push(internal() if frame["message"] is None else bad_request(frame["message"]))
-        elif kind == "failed":
-            self._message = frame["message"]
+        elif isinstance(frame, frames.Refused):
+            if (stream := self._streams.pop(frame.id, None)) is not None:
+                stream.push(internal() if frame.message is None else bad_request(frame.message))
+        else:
+            self._message = frame.message
+
+    def _hand_on(self, request_id: str, piece: Piece) -> None:
+        """A piece to its stream, if somebody still reads that."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.push(piece)
+            if piece.completion is not None and piece.completion["finish_reason"] == "error":
+                self.forget(request_id)
+            elif not stream.num_open:
+                del self._streams[request_id]
 
     async def _watch(self, pid: int) -> None:
         """End a process that has not been heard of for too long."""
@@ -245,9 +242,9 @@ class EngineClient(Supervised):
 class _Link(asyncio.Protocol):
     """Takes frames off the socket as they come; `closed` is done when no more will."""
 
-    def __init__(self, receive: Callable[[Frame], None]) -> None:
+    def __init__(self, receive: Callable[[frames.FromEngine], None]) -> None:
         self._receive = receive
-        self._unpacker = frames.Unpacker()
+        self._unpacker: frames.Unpacker[frames.FromEngine] = frames.Unpacker(frames.FromEngine)
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:

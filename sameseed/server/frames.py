@@ -1,66 +1,215 @@
-"""Frames between the server and its engine's process: four bytes of length, then JSON of a fixed layout.
+"""Frames between the server and its own processes: four bytes of length, then MessagePack of one struct of this file.
 
-Nothing that could run: numbers, text, lists. Each kind of frame is made and read here, so that both sides agree.
+Nothing that could run: numbers, text, lists. A frame that does not fit its struct is refused.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence as Seq
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from sameseed.config import SpecConfig
 from sameseed.request import Completion, Delta, SamplingParams, Speculation, TokenLogprob
 
-MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has lost its mind
+MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has failed
 MAX_SCORES = 1024  # tokens of a prompt whose log-probabilities go in one frame
 LEAST_LOGPROB = -9999.0  # what JSON has for minus infinity, as other servers write it
 PASS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a pass: vLLM's buckets
-PART = 4096  # numbers that are written at a time: meanwhile no other thread of the process gets on
 _LENGTH = struct.Struct("<I")
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-_decode = json.JSONDecoder().raw_decode
-Frame = dict[str, Any]
+_encode = msgspec.msgpack.Encoder().encode
+T = TypeVar("T")
 
 
 class FrameError(Exception):
     """The other side sent what no frame can be."""
 
 
+class Frame(msgspec.Struct, tag=True):
+    """Base of all frames; the struct's name goes with it."""
+
+
+class Load(Frame):
+    """To the engine, first: the model, and what `make_config` takes."""
+
+    model: str
+    draft: SpecConfig | str | None
+    settings: dict[str, Any]
+
+
+class Add(Frame):
+    """To the engine: write each prompt `params.n` times."""
+
+    id: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    tenant: str = ""
+    speculation: Speculation | None = None
+    score_prompt: bool = False
+    choice: list[str] | None = None  # the text must be one of these
+    priority: int = 0  # lower goes first
+    grammar: str | None = None  # the text must match the grammar of this key
+    detailed: bool = False  # every draft in the metrics
+    owner: str = ""  # who asked, for fairness
+
+
+class Abort(Frame):
+    """To the engine: drop a request."""
+
+    id: str
+
+
+class Prepare(Frame):
+    """To the engine: grammars will come."""
+
+
+class LoadGrammar(Frame):
+    """To the engine: a compiled grammar."""
+
+    key: str
+    data: str
+
+
+class Forget(Frame):
+    """To the engine: drop a grammar."""
+
+    key: str
+
+
+class Ready(Frame):
+    """From the engine: it is loaded, with this tokenizer and these limits."""
+
+    tokenizer: dict[str, str]
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    eos_token_ids: list[int] = []
+    method: str = "none"
+    policy: str = "fixed"
+    levels: list[str] = []
+    num_draft_tokens: int = 0
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """A delta of one sequence: log-probabilities are [token, logprob, [[token, logprob]]].
+
+    `levels`: the name of the drafter's level that guessed each token, None for those that nobody did.
+    `text_offset`: where in the text each token begins.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    levels: list[str | None]
+    logprobs: list[Any]
+    prompt_logprobs: list[Any]
+    completion: dict[str, Any] | None
+    text_offset: list[int] = []
+
+
+class Deltas(Frame):
+    """From the engine: what one step wrote, by request id; its counters, where a request ended."""
+
+    items: list[tuple[str, Piece]]
+    stats: dict[str, Any] | None
+
+
+class Scores(Frame):
+    """From the engine: log-probabilities of a prompt, which belong to the sequence's next piece."""
+
+    id: str
+    index: int
+    items: list[Any]
+
+
+class Beat(Frame):
+    """From the engine: it is alive; how long its step has taken so far, and its counters."""
+
+    step_seconds: float
+    stats: dict[str, Any]
+
+
+class Refused(Frame):
+    """From the engine: it does not take this request. `message` None: by a fault of its own."""
+
+    id: str
+    message: str | None
+
+
+class Failed(Frame):
+    """From the engine: it cannot be loaded."""
+
+    message: str
+
+
+class Setup(Frame):
+    """To a helper, first: the model's tokenizer. `grammars`: it compiles those (else it renders templates)."""
+
+    grammars: bool
+    tokenizer: dict[str, str]
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class Render(Frame):
+    """To a helper: write a conversation by the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
+class Compile(Frame):
+    """To a helper: compile a grammar; `kind` as `spec.matching` has it."""
+
+    kind: str
+    source: str
+
+
+class Done(Frame):
+    """From a helper: what came of its job."""
+
+    text: str
+
+
+class Rejected(Frame):
+    """From a helper: the request is at fault."""
+
+    message: str
+
+
+class Stalled(Frame):
+    """From a helper: the machine may be at fault."""
+
+    message: str
+
+
+ToEngine = Load | Add | Abort | Prepare | LoadGrammar | Forget
+FromEngine = Ready | Deltas | Scores | Beat | Refused | Failed
+ToHelper = Setup | Render | Compile
+FromHelper = Done | Rejected | Stalled
+
+
 def pack(frame: Frame) -> bytes:
-    """A frame as bytes."""
-    return _headed(_encode(frame).encode("utf-8"))
-
-
-def pack_lists(frame: Frame, name: str, lists: Seq[Seq[int]]) -> bytes:
-    """As `pack`, with one more field: lists of numbers, so long that they are written part by part."""
-    written = ",".join(f"[{','.join(_parts(numbers))}]" for numbers in lists)
-    return _headed(f"{_encode(frame)[:-1]},{_encode(name)}:[{written}]}}".encode())
-
-
-def _parts(numbers: Seq[int]) -> Iterator[str]:
-    return (_encode(numbers[at : at + PART])[1:-1] for at in range(0, len(numbers), PART))
-
-
-def _headed(body: bytes) -> bytes:
+    """A frame as bytes. Raises FrameError for one beyond all bounds."""
+    body = _encode(frame)
     if len(body) > MAX_FRAME:
         raise FrameError(f"a frame of {len(body)} bytes")
     return _LENGTH.pack(len(body)) + body
 
 
-class Unpacker:
-    """Frames from a stream of bytes that arrives in pieces."""
+class Unpacker(Generic[T]):
+    """Frames of these kinds from a stream of bytes that arrives in pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(kinds).decode
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: bytes) -> list[T]:
         """The frames that are complete now. Raises FrameError."""
         self._buffer += data
-        frames: list[Frame] = []
+        frames: list[T] = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > MAX_FRAME:
@@ -69,85 +218,34 @@ class Unpacker:
             if len(self._buffer) < end:
                 break
             try:
-                text = self._buffer[_LENGTH.size : end].decode()
-                frame, stop = _decode(text)
-            except ValueError as error:
+                frames.append(self._decode(self._buffer[_LENGTH.size : end]))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise FrameError(str(error)) from None
-            if stop != len(text) or not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
-                raise FrameError("a frame without a type")
-            frames.append(frame)
             del self._buffer[:end]
         return frames
 
 
-def settings_to_data(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `make_config` as plain data; a SpecConfig becomes an object."""
-    return {k: dataclasses.asdict(v) if isinstance(v, SpecConfig) else v for k, v in settings.items()}
+def scores(delta: Delta) -> list[Scores]:
+    """Frames of a long prompt's log-probabilities, for which a piece has no room: no frame grows with the prompt."""
+    found = delta.prompt_logprobs
+    if len(found) <= MAX_SCORES:
+        return []
+    parts = ([_logprob(p) for p in found[at : at + MAX_SCORES]] for at in range(0, len(found), MAX_SCORES))
+    return [Scores(delta.request_id, delta.index, part) for part in parts]
 
 
-def settings_from_data(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `settings_to_data`."""
-    return {k: _spec(v) if k == "draft" and isinstance(v, dict) else v for k, v in data.items()}
-
-
-def _spec(data: Mapping[str, Any]) -> SpecConfig:
-    return SpecConfig(**{**data, "below": tuple(_spec(b) for b in data["below"])})
-
-
-def params_to_data(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as plain data: only what differs from the defaults, token ids of biases as a list."""
-    found: dict[str, Any] = {}
-    for f in dataclasses.fields(params):
-        value = getattr(params, f.name)
-        if f.name == "logit_bias":
-            if value:
-                found["logit_bias"] = [[token, bias] for token, bias in value.items()]
-        elif value != f.default:
-            found[f.name] = value
-    return found
-
-
-def params_from_data(data: Mapping[str, Any]) -> SamplingParams:
-    """The inverse of `params_to_data`. Raises RequestError."""
-    values = dict(data)
-    if "logit_bias" in values:
-        values["logit_bias"] = {int(token): float(bias) for token, bias in values["logit_bias"]}
-    return SamplingParams(**values)
-
-
-def wish_to_data(wish: Speculation | None) -> list[Any] | None:
-    """A request's wish for its speculation."""
-    return None if wish is None else [wish.policy, wish.num_draft_tokens]
-
-
-def wish_from_data(data: list[Any] | None) -> Speculation | None:
-    """The inverse of `wish_to_data`. Raises RequestError."""
-    return None if data is None else Speculation(data[0], data[1])
-
-
-def scores_first(delta: Delta) -> tuple[list[Frame], Delta]:
-    """Frames of a long prompt's log-probabilities, and the delta without them: no frame grows with the prompt."""
-    scores, id, index = delta.prompt_logprobs, delta.request_id, delta.index
-    if len(scores) <= MAX_SCORES:
-        return [], delta
-    parts = [[_logprob(p) for p in scores[at : at + MAX_SCORES]] for at in range(0, len(scores), MAX_SCORES)]
-    made = [{"type": "scores", "id": id, "index": index, "items": part} for part in parts]
-    return made, dataclasses.replace(delta, prompt_logprobs=())
-
-
-def delta_to_data(delta: Delta) -> list[Any]:
-    """A delta of the engine as a list: its id, then the fields of a `Piece`."""
-    return [
-        delta.request_id,
+def piece(delta: Delta) -> Piece:
+    """A delta as its reader gets it, without log-probabilities that go in frames of their own."""
+    return Piece(
         delta.index,
         delta.text,
         list(delta.token_ids),
         list(delta.levels),
         [_logprob(p) for p in delta.logprobs],
-        [_logprob(p) for p in delta.prompt_logprobs],
+        [_logprob(p) for p in delta.prompt_logprobs] if len(delta.prompt_logprobs) <= MAX_SCORES else [],
         None if delta.completion is None else _completion(delta.completion),
         list(delta.text_offset),
-    ]
+    )
 
 
 def _logprob(p: TokenLogprob) -> list[Any]:

@@ -76,10 +76,9 @@ class Grammars:
             self._keep(key, task.result())
 
     async def _compile(self, source: Source, key: str) -> bytes:
-        job = {"type": "compile", "kind": source.kind, "source": source.text}
         try:
-            data = await self._helper.ask(job, source.field, len(source.text))
-            return await asyncio.to_thread(frames.pack, {"type": "grammar", "key": key, "data": data})
+            data = await self._helper.ask(frames.Compile(source.kind, source.text), source.field, len(source.text))
+            return frames.pack(frames.LoadGrammar(key, data))
         except HelperDiedError:  # the machine's doing, perhaps: asked again, it may well come
             raise unavailable("the grammar could not be compiled in time; try again later, or simplify it") from None
         except ApiError as error:

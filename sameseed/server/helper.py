@@ -12,12 +12,12 @@ from typing import Any
 
 from sameseed.server import frames, process
 from sameseed.server.errors import bad_request, unavailable
-from sameseed.server.frames import Frame
+from sameseed.server.frames import Frame, FromHelper, Rejected, Setup, Stalled, Unpacker
 
 log = logging.getLogger("sameseed.server")
 STARTING = 120.0  # seconds to load what it needs
 AT_ONCE = 0.2  # seconds within which no job ends a process
-LARGE = 2**16  # bytes of a frame that is read or written in a thread
+LARGE = 2**16  # characters of a frame that is written in a thread
 ENDED = "the server is shutting down, and this request was not finished"
 
 
@@ -32,14 +32,14 @@ class HelperDiedError(Exception):
 class Helper:
     """One process, one job at a time. A job that takes longer than `patience` seconds costs the process."""
 
-    def __init__(self, setup: Callable[[], Frame], patience: float, max_waiting: int) -> None:
+    def __init__(self, setup: Callable[[], Setup], patience: float, max_waiting: int) -> None:
         """`setup` makes the first frame of a new process; `max_waiting`: jobs that may wait for the one that runs."""
         self._setup, self._patience, self._max_waiting = setup, patience, max_waiting
         self._lock = asyncio.Lock()
         self._num_waiting = 0
         self._pid: int | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._jobs: set[asyncio.Task[Frame]] = set()
+        self._jobs: set[asyncio.Task[FromHelper]] = set()
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
@@ -64,12 +64,12 @@ class Helper:
         if job.cancelled():
             raise unavailable(ENDED)
         answer = job.result()
-        if answer["type"] == "refused":
-            raise bad_request(answer["message"], name)
-        if answer["type"] == "failed":
-            log.error("a grammar could not be compiled: %s", answer["message"])
+        if isinstance(answer, Rejected):
+            raise bad_request(answer.message, name)
+        if isinstance(answer, Stalled):
+            log.error("a grammar could not be compiled: %s", answer.message)
             raise HelperDiedError(spent=False)
-        return str(answer["text"])
+        return answer.text
 
     def refuse(self) -> None:
         """Nothing is done any more: whoever waits gets a 503, and so does who comes."""
@@ -77,12 +77,12 @@ class Helper:
         for job in self._jobs:
             job.cancel()
 
-    async def _done(self, frame: Frame, size: int) -> Frame:
+    async def _done(self, frame: Frame, size: int) -> FromHelper:
         data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
         async with self._lock:
             return await self._answer(data)
 
-    async def _answer(self, data: bytes) -> Frame:
+    async def _answer(self, data: bytes) -> FromHelper:
         if self._streams is None:
             await self._start()
         sent = time.monotonic()
@@ -112,11 +112,11 @@ class Helper:
         except HelperDiedError as error:
             log.error("the process beside the server cannot be set up: %s", error)
             raise unavailable("requests cannot be prepared now; try again later") from None
-        if answer["type"] == "refused":
+        if isinstance(answer, Rejected):
             await self._end()
-            raise bad_request(answer["message"])
+            raise bad_request(answer.message)
 
-    async def _exchange(self, data: bytes, patience: float) -> Frame:
+    async def _exchange(self, data: bytes, patience: float) -> FromHelper:
         """Send and receive. Whatever goes wrong, or whoever stops waiting: the process would answer too late."""
         try:
             return await asyncio.wait_for(self._talk(data), patience)
@@ -130,16 +130,15 @@ class Helper:
             await self._end()
             raise
 
-    async def _talk(self, data: bytes) -> Frame:
+    async def _talk(self, data: bytes) -> FromHelper:
         assert self._streams is not None
         reader, writer = self._streams
         writer.write(data)
         await writer.drain()
         head = await reader.readexactly(4)
         body = await reader.readexactly(min(int.from_bytes(head, "little"), frames.MAX_FRAME))
-        feed = frames.Unpacker().feed
-        made = await asyncio.to_thread(feed, head + body) if len(body) > LARGE else feed(head + body)
-        return made[0]
+        unpacker: Unpacker[FromHelper] = Unpacker(FromHelper)
+        return unpacker.feed(head + body)[0]
 
     async def _end(self) -> int | None:
         """End the process; its exit code, None where there is none."""

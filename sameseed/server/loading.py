@@ -11,48 +11,45 @@ from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import RequestError
 from sameseed.request import Grammar
-from sameseed.server.frames import Frame
+from sameseed.server.frames import Abort, Add, Forget, LoadGrammar, Prepare, ToEngine
 
 if TYPE_CHECKING:
     from sameseed.grammar import Vocabulary
     from sameseed.grammar.matching import Matching
 
 log = logging.getLogger("sameseed")
+MakeGrammar = Callable[[], Grammar]
 
 
 class Loader:
     """Takes frames that concern grammars, in order, and hands requests on with what their texts must look like.
 
-    Such a request gets "make": a function that makes the grammar of one text, or raises what is wrong with it. So every
-    request is handed on, whatever happens here.
+    With each goes a function that makes the grammar of one text, or raises what is wrong with it: so every request is
+    handed on, whatever happens here.
     """
 
-    def __init__(self, deliver: Callable[[Frame], None], vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, deliver: Callable[[Add, MakeGrammar], None], vocabulary: Callable[[], Vocabulary]) -> None:
         self._deliver, self._make_vocabulary = deliver, vocabulary
         self._vocabulary: Vocabulary | None = None
         self._matching: Matching | None = None
         self._grammars: dict[str, Any] = {}  # by key; the server says which to keep
         self._waiting: set[str] = set()  # requests that were not handed on yet
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def takes(self, frame: Frame) -> bool:
+    def takes(self, frame: ToEngine) -> bool:
         """Take a frame that is ours. The end of a request that waits here is ours too."""
-        kind = frame["type"]
-        if kind == "abort":
+        if isinstance(frame, Abort):
             with self._lock:
-                if frame["id"] in self._waiting:
-                    self._waiting.discard(frame["id"])
-                    return True
-            return False
-        if kind not in ("prepare", "grammar", "forget") and not (
-            kind == "add" and (frame["choice"] or frame["grammar"])
-        ):
-            return False
-        if kind == "add":
+                waited = frame.id in self._waiting
+                self._waiting.discard(frame.id)
+            return waited
+        if isinstance(frame, Add) and (frame.choice or frame.grammar):
             with self._lock:
-                self._waiting.add(frame["id"])
+                self._waiting.add(frame.id)
+        elif not isinstance(frame, Prepare | LoadGrammar | Forget):
+            return False
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
             self._thread.start()
@@ -63,31 +60,31 @@ class Loader:
         while True:
             frame = self._queue.get()
             try:
-                if frame["type"] == "prepare":  # the compiler's process gets ready meanwhile
-                    self._ready()
-                elif frame["type"] == "forget":
-                    self._grammars.pop(frame["key"], None)
-                elif frame["type"] == "grammar":
-                    self._grammars[frame["key"]] = self._ready().language(frame["data"])
-                else:
+                if isinstance(frame, Add):
                     self._hand_on(frame)
+                elif isinstance(frame, Forget):
+                    self._grammars.pop(frame.key, None)
+                elif isinstance(frame, LoadGrammar):
+                    self._grammars[frame.key] = self._ready().language(frame.data)
+                else:  # the compiler's process gets ready meanwhile
+                    self._ready()
             except RequestError as error:  # the library is not there: the request is told so
                 log.warning("%s", error)
             except Exception:
                 log.exception("a compiled grammar could not be loaded")
 
-    def _hand_on(self, frame: Frame) -> None:
+    def _hand_on(self, frame: Add) -> None:
         try:
-            frame["make"] = self._maker(frame["choice"], frame["grammar"])
+            make = self._maker(frame.choice, frame.grammar)
         except Exception as error:  # raised where the request is added, which refuses it
-            frame["make"] = partial(_raise, error)
+            make = partial(_raise, error)
         with self._lock:
-            wanted = frame["id"] in self._waiting
-            self._waiting.discard(frame["id"])
+            wanted = frame.id in self._waiting
+            self._waiting.discard(frame.id)
             if wanted:  # under the lock: an abort comes after it, or is heeded here
-                self._deliver(frame)
+                self._deliver(frame, make)
 
-    def _maker(self, choice: list[str] | None, key: str | None) -> Callable[[], Grammar]:
+    def _maker(self, choice: list[str] | None, key: str | None) -> MakeGrammar:
         from sameseed.grammar import Choice
 
         if choice:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from sameseed.server.errors import ApiError
-from sameseed.server.stream import Piece
+from sameseed.server.frames import Piece
 from sameseed.server.text import Text
 from sameseed.server.usage import speculation_metrics
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from sameseed.server.errors import ApiError
+from sameseed.server.frames import Piece
 from sameseed.server.protocol import ResponseFields
 from sameseed.server.replies import Reply, event
-from sameseed.server.stream import Piece
 
 
 class ResponseReply(Reply):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import Request
 
 from sameseed.request import SamplingParams
-from sameseed.server import conversation
+from sameseed.server import conversation, frames
 from sameseed.server.answer import Answer, too_late
 from sameseed.server.chat import ChatReply
 from sameseed.server.client import EngineClient
@@ -20,7 +20,9 @@ from sameseed.server.completions import CompletionReply
 from sameseed.server.config import ServerConfig
 from sameseed.server.conversation import NamedTool
 from sameseed.server.errors import ApiError, bad_request
+from sameseed.server.frames import Add
 from sameseed.server.gate import Gate
+from sameseed.server.grammars import Compiled
 from sameseed.server.guard import Visit
 from sameseed.server.intake import INLINE, Intake
 from sameseed.server.metrics import Metrics
@@ -34,7 +36,6 @@ from sameseed.server.protocol import (
 from sameseed.server.reading import F, read
 from sameseed.server.replies import Reply
 from sameseed.server.responses import ResponseReply
-from sameseed.server.stream import Job
 from sameseed.server.structured import Source
 from sameseed.server.text import Text
 from sameseed.server.tools import PARSERS, Parser, parser_for
@@ -201,21 +202,32 @@ class Service:
         visit: Visit = request.scope["sameseed"]
         ticket = self.gate.enter(visit.tenant, num_seqs, visit.size)
 
-        async def prepared() -> tuple[Reply, Job, bytes]:
+        async def prepared() -> tuple[Reply, tuple[Add, bytes, Compiled | None]]:
             made = await self.aside(request, plain)
             grammar = None if made.source is None else await self.client.grammars.compiled(made.source)
             ids = await encode(made)
             reply, params, score = await make(visit.id, ids, made)
             reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(map(len, ids))
-            whose, priority = tenant(visit, fields.cache_salt), fields.priority or 0
-            more = (fields.choice, priority, grammar, self.config.detailed, visit.tenant)
-            job = Job(visit.id, ids, params, whose, wish(fields), score, *more)
-            return reply, job, await text.away(job.num_tokens, job.packed)
+            asked = Add(
+                visit.id,
+                ids,
+                params,
+                tenant=tenant(visit, fields.cache_salt),
+                speculation=wish(fields),
+                score_prompt=score,
+                choice=fields.choice,
+                priority=fields.priority or 0,
+                grammar=None if grammar is None else grammar.key,
+                detailed=self.config.detailed,
+                owner=visit.tenant,
+            )
+            packed = await text.away(reply.num_prompt_tokens, lambda: frames.pack(asked))
+            return reply, (asked, packed, grammar)
 
         try:
             left = self.config.request_timeout - (time.monotonic() - visit.arrived)
-            reply, job, frame = await asyncio.wait_for(prepared(), left)
-            stream = self.client.submit(job, frame)
+            reply, asked = await asyncio.wait_for(prepared(), left)
+            stream = self.client.submit(*asked)
         except asyncio.TimeoutError:
             ticket.leave()
             raise too_late(self.config.request_timeout) from None

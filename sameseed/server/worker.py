@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -20,12 +19,13 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import SameseedError
-from sameseed.request import Delta, Request
+from sameseed.request import Delta
 from sameseed.server import frames, logs
-from sameseed.server.frames import Frame
-from sameseed.server.loading import Loader
+from sameseed.server.frames import Abort, Add, Frame, Load, ToEngine
+from sameseed.server.loading import Loader, MakeGrammar
 
 if TYPE_CHECKING:
+    from sameseed.config import EngineConfig
     from sameseed.engine.engine import Engine
     from sameseed.grammar import Vocabulary
 
@@ -34,6 +34,7 @@ BEAT = 0.25  # seconds between heartbeats
 LAST_STEP = 5.0  # seconds that a step may still take when nobody listens any more
 MAX_FAILURES = 3  # steps that raise in a row, before the process gives up
 EXIT_SETTINGS, EXIT_FAILED = 2, 3
+Action = tuple[ToEngine, MakeGrammar | None]  # a frame, and the grammar that its text must match
 
 
 class Worker:
@@ -43,7 +44,7 @@ class Worker:
         self._socket = connection
         self._sending = threading.Lock()
         self._wake = threading.Condition()
-        self._inbox: list[Frame] = []
+        self._inbox: list[Action] = []
         self._closed = False
         self._step_start: float | None = None
         self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # how many had so many tokens, by the bound above
@@ -58,29 +59,33 @@ class Worker:
         first = self._take()
         if not first:
             return 0
+        load, _ = first[0]
+        assert isinstance(load, Load)
         try:
-            self._load(first[0])
+            self._load(load)
         except (SameseedError, OSError) as error:
-            self.send({"type": "failed", "message": str(error)})
+            self.send(frames.Failed(str(error)))
             return EXIT_SETTINGS
         return self._serve(first[1:])
 
-    def _load(self, frame: Frame) -> None:
+    def _load(self, frame: Load) -> None:
         from sameseed.engine.build import build_engine
         from sameseed.engine.settings import make_config
 
-        settings = frames.settings_from_data(frame["settings"])
-        config = make_config(settings.pop("draft", None), **settings)
-        self.engine = build_engine(frame["model"], config)
-        self.send({"type": "ready", **_facts(self.engine, config)})
+        config = make_config(frame.draft, **frame.settings)
+        self.engine = build_engine(frame.model, config)
+        self.send(_facts(self.engine, config))
 
-    def _serve(self, actions: list[Frame]) -> int:
+    def _serve(self, actions: list[Action]) -> int:
         engine = self.engine
         assert engine is not None
         failures = 0
         while not self._closed:
-            for frame in actions:
-                self._act(engine, frame)
+            for frame, make in actions:
+                if isinstance(frame, Add):
+                    self._add(engine, frame, make)
+                elif isinstance(frame, Abort):
+                    engine.abort(frame.id)
             if engine.has_work:
                 try:
                     self._step_start = time.monotonic()
@@ -99,30 +104,30 @@ class Worker:
             actions = self._take(wait=not engine.has_work)
         return 0
 
-    def _act(self, engine: Engine, frame: Frame) -> None:
-        if frame["type"] == "add":
-            try:
-                for request in _requests(frame):
-                    engine.add(request)
-            except Exception as error:
-                if not isinstance(error, SameseedError):
-                    log.exception("a request could not be added")
-                engine.abort(frame["id"])
-                known = isinstance(error, SameseedError)
-                self.send({"type": "refused", "id": frame["id"], "message": str(error) if known else None})
-        elif frame["type"] == "abort":
-            engine.abort(frame["id"])
+    def _add(self, engine: Engine, frame: Add, make: MakeGrammar | None) -> None:
+        from sameseed.engine.llm import make_requests
+
+        names = ("tenant", "owner", "priority", "detailed", "speculation", "score_prompt")
+        shared = {name: getattr(frame, name) for name in names}
+        try:
+            for request in make_requests(frame.id, frame.prompts, frame.params, make, **shared):
+                engine.add(request)
+        except Exception as error:
+            known = isinstance(error, SameseedError)
+            if not known:
+                log.exception("a request could not be added")
+            engine.abort(frame.id)
+            self.send(frames.Refused(frame.id, str(error) if known else None))
 
     def _deliver(self, deltas: Seq[Delta]) -> None:
         if deltas:
             ended = any(d.completion is not None for d in deltas)  # counters are current when an answer is complete
             items = []
             for delta in deltas:
-                before, rest = frames.scores_first(delta)
-                for frame in before:
+                for frame in frames.scores(delta):
                     self.send(frame)
-                items.append(frames.delta_to_data(rest))
-            self.send({"type": "deltas", "items": items, "stats": self._stats() if ended else None})
+                items.append((delta.request_id, frames.piece(delta)))
+            self.send(frames.Deltas(items, self._stats() if ended else None))
 
     def _stats(self) -> dict[str, Any]:
         """The engine's counters and gauges, for /metrics."""
@@ -157,7 +162,7 @@ class Worker:
         except OSError:
             self._close()
 
-    def _take(self, wait: bool = True) -> list[Frame]:
+    def _take(self, wait: bool = True) -> list[Action]:
         """What has come in; waits for something if asked to. Empty where the socket is closed."""
         with self._wake:
             while wait and not self._inbox and not self._closed:
@@ -165,9 +170,9 @@ class Worker:
             taken, self._inbox = self._inbox, []
             return taken
 
-    def _put(self, frame: Frame) -> None:
+    def _put(self, frame: ToEngine, make: MakeGrammar | None = None) -> None:
         with self._wake:
-            self._inbox.append(frame)
+            self._inbox.append((frame, make))
             self._wake.notify()
 
     def _vocabulary(self) -> Vocabulary:
@@ -184,7 +189,7 @@ class Worker:
             self._wake.notify()
 
     def _read(self) -> None:
-        unpacker = frames.Unpacker()
+        unpacker: frames.Unpacker[ToEngine] = frames.Unpacker(ToEngine)
         try:
             while data := self._socket.recv(2**16):
                 for frame in unpacker.feed(data):
@@ -206,50 +211,24 @@ class Worker:
                 stats = self._stats()
             except RuntimeError:  # a dictionary grew while it was copied: the next beat has it
                 stats = {}
-            self.send({"type": "beat", "step_seconds": age, "stats": stats})
+            self.send(frames.Beat(age, stats))
             time.sleep(BEAT)
 
 
-def _requests(frame: Frame) -> list[Request]:
-    """The engine's requests of an "add" frame: every prompt with its n seeds, numbered in that order."""
-    from sameseed.spec.sampling import derive_seed
-
-    params = frames.params_from_data(frame["params"])
-    wish = frames.wish_from_data(frame["speculation"])
-    seed = secrets.randbelow(2**63) if params.seed is None else params.seed
-    return [
-        Request(
-            request_id=frame["id"],
-            prompt_token_ids=tuple(prompt),
-            params=params,
-            seed=derive_seed(seed, i),
-            index=p * params.n + i,
-            tenant=frame["tenant"],
-            owner=frame["owner"],
-            priority=frame["priority"],
-            detailed=frame["detailed"],
-            speculation=wish,
-            score_prompt=frame["score_prompt"],
-            grammar=frame["make"]() if "make" in frame else None,
-        )
-        for p, prompt in enumerate(frame["prompts"])
-        for i in range(params.n)
-    ]
-
-
-def _facts(engine: Engine, config: Any) -> dict[str, Any]:
+def _facts(engine: Engine, config: EngineConfig) -> frames.Ready:
     """What the server must know of a loaded engine: its tokenizer and its limits."""
-    return {
-        "tokenizer": engine.tokenizer.as_files(),
-        "vocab_size": engine.runner.model.config.vocab_size,
-        "eos_token_ids": list(engine.runner.model.config.eos_token_ids),
-        "max_model_len": engine.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "method": config.spec.method,
-        "policy": config.spec.policy,
-        "levels": list(engine.level_names),
-        "num_draft_tokens": config.spec.num_draft_tokens,
-    }
+    model, spec = engine.runner.model.config, config.spec
+    return frames.Ready(
+        tokenizer=engine.tokenizer.as_files(),
+        vocab_size=model.vocab_size,
+        eos_token_ids=list(model.eos_token_ids),
+        max_model_len=engine.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        method=spec.method,
+        policy=spec.policy,
+        levels=list(engine.level_names),
+        num_draft_tokens=spec.num_draft_tokens,
+    )
 
 
 def main() -> None:

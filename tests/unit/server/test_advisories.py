@@ -16,7 +16,7 @@ import httpx
 import pytest
 from lawkit import Pair
 
-from sameseed.server import config as configs, helper
+from sameseed.server import config as configs, frames, helper
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
@@ -138,10 +138,10 @@ async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request(monkey
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(helper.process, "spawn", short)
-    made = helper.Helper(lambda: {"type": "setup"}, 1.0, 8)
+    made = helper.Helper(lambda: frames.Setup(False, {}, 8, []), 1.0, 8)
     for _ in range(2):
         with pytest.raises(ApiError) as caught:
-            await made.ask({"type": "render"}, "messages")
+            await made.ask(frames.Render([], []), "messages")
         assert caught.value.status == 503 and caught.value.retry_after
     await made.close()
 

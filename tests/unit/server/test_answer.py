@@ -17,10 +17,11 @@ from sameseed.server.answer import INLINE, Answer
 from sameseed.server.client import EngineClient
 from sameseed.server.completions import CompletionReply
 from sameseed.server.errors import ApiError
+from sameseed.server.frames import Add, Piece
 from sameseed.server.gate import Gate
 from sameseed.server.guard import Visit
 from sameseed.server.metrics import Metrics
-from sameseed.server.stream import Job, Piece, Stream
+from sameseed.server.stream import Stream
 from sameseed.server.text import Text
 
 pytestmark = pytest.mark.asyncio
@@ -66,7 +67,7 @@ async def answered(
     `prepared`: seconds that passed before there was an answer.
     """
     gate = Gate(10)
-    stream = Stream(Job("r", [[1]], SamplingParams()), lambda job_id: None)
+    stream = Stream(Add("r", [[1]], SamplingParams()), lambda job_id: None)
     for piece in pieces:
         stream.push(piece)
     metrics = Metrics(EngineClient("x", {}), gate, "x", "vllm:")
@@ -122,7 +123,7 @@ async def test_the_clock_has_run_while_the_request_was_prepared(reply: Recorded)
 @pytest.mark.parametrize(("ruled_out", "status"), [(True, 400), (False, 500)])
 async def test_whose_fault_an_error_is(ruled_out: bool, status: int) -> None:
     """A pass that fails is no fault of a request, whatever its biases and its grammar are."""
-    stream = Stream(Job("r", [[1]], SamplingParams(logit_bias={1: 1.0}), choice=["a"]), lambda job_id: None)
+    stream = Stream(Add("r", [[1]], SamplingParams(logit_bias={1: 1.0}), choice=["a"]), lambda job_id: None)
     done = {**DONE, "finish_reason": "error", "ruled_out": ruled_out}
     stream.push(Piece(0, "", [], [], [], [], done))
     with pytest.raises(ApiError) as caught:

@@ -21,23 +21,24 @@ from sameseed.request import SamplingParams
 from sameseed.server import client as clients, connection, frames, logs, process, run, supervised, vllm
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
+from sameseed.server.frames import Add
 from sameseed.server.link import Link
-from sameseed.server.stream import Job, Stream
+from sameseed.server.stream import Stream
 from sameseed.server.vllm import VllmClient
 
 PRETENDER = """
-import json, os, socket, struct, sys, time
+import os, socket, sys, time
 connection, behaviour = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
 ready, seen = open(sys.argv[3], "rb").read(), sys.argv[3] + ".seen"
+beat = open(sys.argv[3] + "." + ("stuck" if behaviour == "stuck" else "beat"), "rb").read()
 first = not os.path.exists(seen)
-beat = json.dumps({"type": "beat", "step_seconds": 99 if behaviour == "stuck" else 0, "stats": {"drafts": 1}}).encode()
 connection.recv(100_000)  # what to load
 connection.sendall(ready)
 if first:  # waits until it is asked for something
     open(seen, "w").close()
     connection.recv(100_000)
 while behaviour != "silent":
-    connection.sendall(struct.pack("<I", len(beat)) + beat)
+    connection.sendall(beat)
     if behaviour == "dies" or behaviour == "dies once" and first:
         time.sleep(0.2)
         os._exit(7)
@@ -52,9 +53,10 @@ Start = Callable[..., EngineClient]
 @pytest.fixture
 def start(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Makes clients of processes that behave in a certain way."""
-    facts = {"vocab_size": 304, "max_model_len": 256, "max_num_seqs": 4, "method": "none", "num_draft_tokens": 0}
     ready = tmp_path / "ready"
-    ready.write_bytes(frames.pack({"type": "ready", "tokenizer": pair.tokenizer.as_files(), **facts}))
+    ready.write_bytes(frames.pack(frames.Ready(pair.tokenizer.as_files(), 304, 256, 4)))
+    for name, seconds in (("beat", 0.0), ("stuck", 99.0)):
+        ready.with_suffix(f".{name}").write_bytes(frames.pack(frames.Beat(seconds, {"drafts": 1})))
     script = tmp_path / "pretender.py"
     script.write_text(PRETENDER)
 
@@ -78,7 +80,8 @@ def start(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def submit(client: EngineClient) -> Stream:
-    return client.submit(Job("r", [[1]], SamplingParams()))
+    asked = Add("r", [[1]], SamplingParams())
+    return client.submit(asked, frames.pack(asked))
 
 
 async def read(stream: Stream) -> ApiError:
@@ -263,8 +266,8 @@ async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None
     stream.leave()
     stream.leave()
     assert [piece async for piece in stream.pieces()] == []
-    sent = frames.Unpacker().feed(b"".join(written))
-    assert [f["type"] for f in sent] == ["add", "abort"] and client.num_streams == 0
+    sent = frames.Unpacker[frames.ToEngine](frames.ToEngine).feed(b"".join(written))
+    assert [type(f) for f in sent] == [Add, frames.Abort] and client.num_streams == 0
     await client.close()
     assert client.pid is not None and not Path(f"/proc/{client.pid}").exists()
 

@@ -12,13 +12,15 @@ import socket
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from lawkit import EOS, MODEL_VOCAB, Pair
 
 from sameseed.grammar import Vocabulary
 from sameseed.grammar.matching import Matching
-from sameseed.server import frames as frames_of_server, helper as helper_of_server
+from sameseed.request import SamplingParams
+from sameseed.server import frames, helper as helper_of_server
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.grammars import MAX_REFUSALS, Grammars
 from sameseed.server.helper import Helper, HelperDiedError
@@ -36,13 +38,13 @@ class Pretended:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def ask(self, frame: dict[str, Any], name: str, size: int) -> str:
-        self.asked.append(frame["source"])
-        if frame["source"] == "bad":
+    async def ask(self, frame: frames.Compile, name: str, size: int) -> str:
+        self.asked.append(frame.source)
+        if frame.source == "bad":
             raise bad_request("bad", name)
-        if frame["source"] == "late":
+        if frame.source == "late":
             raise HelperDiedError(spent=False)
-        return "x" * int(frame["source"])
+        return "x" * int(frame.source)
 
 
 def test_bounded_by_bytes() -> None:
@@ -90,7 +92,7 @@ async def test_who_asks_meanwhile_waits_for_the_same() -> None:
     go = asyncio.Event()
 
     class Slow(Pretended):
-        async def ask(self, frame: dict[str, Any], name: str, size: int) -> str:
+        async def ask(self, frame: frames.Compile, name: str, size: int) -> str:
             await go.wait()
             return await super().ask(frame, name, size)
 
@@ -136,7 +138,7 @@ async def test_too_much_work_is_told_from_a_death(
         ours, theirs = socket.socketpair()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
-            answer = frames_of_server.pack({"type": "done", "text": ""}).hex()
+            answer = frames.pack(frames.Done("")).hex()
             command = [sys.executable, "-IS", "-c", DIES, str(theirs.fileno()), answer, str(int(number))]
             pid = os.posix_spawn(sys.executable, command, {})
         ours.setblocking(False)
@@ -144,9 +146,9 @@ async def test_too_much_work_is_told_from_a_death(
 
     monkeypatch.setattr(helper_of_server.process, "spawn", spawn)
     monkeypatch.setattr(helper_of_server, "AT_ONCE", -1.0)
-    made = Helper(lambda: {"type": "setup"}, 0.5, 8)
+    made = Helper(lambda: frames.Setup(True, {}, 8, []), 0.5, 8)
     with pytest.raises((HelperDiedError, ApiError)) as caught:
-        await made.ask({"type": "render"}, "messages")
+        await made.ask(frames.Render([], []), "messages")
     assert getattr(caught.value, "spent", None) is expected
     assert expected is not None or getattr(caught.value, "status", None) == 503, "that it cannot be set up"
     await made.close()
@@ -159,55 +161,57 @@ def words(pair: Pair) -> Matching:
 
 def test_the_engine_loads_what_it_is_sent(words: Matching) -> None:
     """In order; an abort that comes before its request is ready is heeded; one that cannot be loaded fails alone."""
-    delivered: queue.Queue[dict[str, Any]] = queue.Queue()
+    delivered: queue.Queue[Any] = queue.Queue()
     calls = []
 
     def make() -> Vocabulary:
         calls.append(1)
         return words.vocabulary
 
-    loader = Loader(delivered.put, make)
-    add = {"type": "add", "choice": None}
-    assert not loader.takes({**add, "id": "plain", "grammar": None}) and not loader.takes({"type": "abort", "id": "x"})
+    def add(request_id: str, grammar: str | None, choice: list[str] | None = None) -> frames.Add:
+        return frames.Add(request_id, [[1]], SamplingParams(), choice=choice, grammar=grammar)
+
+    loader = Loader(lambda *item: delivered.put(item), make)
+    assert not loader.takes(add("plain", None)) and not loader.takes(frames.Abort("x"))
     data = words.compiled("regex", "[ab]{2}")
-    frames: list[dict[str, Any]] = [
-        {"type": "grammar", "key": "k", "data": data},
-        {**add, "id": "1", "grammar": "k"},
-        {**add, "id": "gone", "grammar": "k"},
-        {"type": "abort", "id": "gone"},
-        {"type": "forget", "key": "k"},
-        {**add, "id": "2", "grammar": "k"},
-        {"type": "grammar", "key": "broken", "data": "json {"},
-        {**add, "id": "3", "grammar": "broken"},
-        {"type": "add", "id": "4", "choice": ["ab"], "grammar": None},
+    sent: list[frames.ToEngine] = [
+        frames.LoadGrammar("k", data),
+        add("1", "k"),
+        add("gone", "k"),
+        frames.Abort("gone"),
+        frames.Forget("k"),
+        add("2", "k"),
+        frames.LoadGrammar("broken", "json {"),
+        add("3", "broken"),
+        add("4", None, ["ab"]),
     ]
-    for frame in frames:
+    for frame in sent:
         assert loader.takes(frame)
-    made = [delivered.get(timeout=60) for _ in range(4)]
-    assert [f["id"] for f in made] == ["1", "2", "3", "4"]
-    first, again = made[0]["make"](), made[0]["make"]()
+    handed, makers = zip(*(delivered.get(timeout=60) for _ in range(4)), strict=True)
+    assert [f.id for f in handed] == ["1", "2", "3", "4"]
+    first, again = makers[0](), makers[0]()
     assert first is not again and first.allowed((), ()).any()
-    for missing in made[1:3]:
+    for missing in makers[1:3]:
         with pytest.raises(RuntimeError, match="not there"):
-            missing["make"]()
-    assert made[3]["make"]().allowed((), ()).any() and len(calls) == 1
-    assert loader.takes({**add, "id": "gone", "grammar": "k"}) and delivered.get(timeout=60)["id"] == "gone"
+            missing()
+    assert makers[3]().allowed((), ()).any() and len(calls) == 1
+    assert loader.takes(add("gone", "k")) and delivered.get(timeout=60)[0].id == "gone"
 
 
 def test_a_request_whose_grammar_cannot_be_made_is_handed_on_all_the_same() -> None:
     """So that it is refused: nobody would ever answer it otherwise. An abort finds nothing left here."""
-    delivered: queue.Queue[dict[str, Any]] = queue.Queue()
+    delivered: queue.Queue[Any] = queue.Queue()
 
     def broken() -> Vocabulary:
         raise MemoryError
 
-    loader = Loader(delivered.put, broken)
+    loader = Loader(lambda *item: delivered.put(item), broken)
     for _ in range(2):
-        assert loader.takes({"type": "prepare"})
-        assert loader.takes({"type": "add", "id": "1", "choice": ["ab"], "grammar": None})
+        assert loader.takes(frames.Prepare())
+        assert loader.takes(frames.Add("1", [[1]], SamplingParams(), choice=["ab"]))
         with pytest.raises(MemoryError):
-            delivered.get(timeout=60)["make"]()
-        assert not loader.takes({"type": "abort", "id": "1"})
+            delivered.get(timeout=60)[1]()
+        assert not loader.takes(frames.Abort("1"))
 
 
 WEATHER = {
@@ -282,23 +286,22 @@ def test_strict_calls_amid_free_text(words: Matching) -> None:
 
 async def test_a_new_engine_gets_its_grammars_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once an engine, and what is forgotten on one side is forgotten on the other."""
-    from sameseed.request import SamplingParams
     from sameseed.server.client import EngineClient
-    from sameseed.server.stream import Job
 
     client, sent = EngineClient("x", {}), []
-    monkeypatch.setattr(client, "_write", lambda data: sent.append(json.loads(data[4:])["type"]))
+    monkeypatch.setattr(client, "_write", lambda data: sent.append(msgspec.msgpack.decode(data[4:])["type"]))
     client.state = "ready"
     client.grammars = Grammars(Pretended(), client._forget_grammar, max_bytes=250)  # type: ignore[arg-type]
 
     async def submit(source: str) -> None:
         grammar = await client.grammars.compiled(Source("regex", source, "f"))
-        client.submit(Job("r", [[1]], SamplingParams(), grammar=grammar))
+        asked = frames.Add("r", [[1]], SamplingParams(), grammar=grammar.key)
+        client.submit(asked, frames.pack(asked), grammar)
 
     for source in ("40", "40", "41"):
         await submit(source)
-    assert sent == ["grammar", "add", "add", "forget", "grammar", "add"]
+    assert sent == ["LoadGrammar", "Add", "Add", "Forget", "LoadGrammar", "Add"]
     sent.clear()
     client._sent.clear()  # as when an engine is started
     await submit("41")
-    assert sent == ["grammar", "add"]
+    assert sent == ["LoadGrammar", "Add"]

@@ -18,11 +18,13 @@ from sameseed.server import aside as asides, frames, helper as helpers
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError
+from sameseed.server.frames import Done, Rejected, Stalled
 from sameseed.server.guard import Guard
 from sameseed.server.helper import Helper, HelperDiedError
-from sameseed.server.stream import Job
 
 pytestmark = pytest.mark.asyncio
+SETUP = frames.Setup(False, {}, 8, [])
+RENDER = frames.Render([], [])
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
 
     def spawn(program: str) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair()
-        theirs.sendall(frames.pack({"type": "done", "text": ""}))  # it is set up
+        theirs.sendall(frames.pack(frames.Done("")))  # it is set up
         ends.append(theirs)
         ours.setblocking(False)
         pids.append(os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ))
@@ -49,14 +51,14 @@ async def refused(waiting: asyncio.Future[Any]) -> int:
 
 
 async def test_who_is_being_prepared_when_the_server_ends_is_told(silent: Callable[[], list[int]]) -> None:
-    made = Helper(lambda: {"type": "setup"}, 60.0, 8)
-    waiting = [asyncio.ensure_future(made.ask({"type": "render"}, "messages")) for _ in range(3)]
+    made = Helper(lambda: SETUP, 60.0, 8)
+    waiting = [asyncio.ensure_future(made.ask(RENDER, "messages")) for _ in range(3)]
     while not silent():
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     made.refuse()
     assert [await refused(w) for w in waiting] == [503] * 3
-    assert await refused(asyncio.ensure_future(made.ask({"type": "render"}, "messages"))) == 503
+    assert await refused(asyncio.ensure_future(made.ask(RENDER, "messages"))) == 503
     await made.close()
     for _ in range(500):
         if not Path(f"/proc/{silent()[0]}").exists():
@@ -68,11 +70,11 @@ async def test_who_is_being_prepared_when_the_server_ends_is_told(silent: Callab
 async def test_what_took_too_much_work_is_told_from_what_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process's own limit ends it with a signal of its own; any other end may be the machine's doing."""
 
-    read = len(frames.pack({"type": "setup"})) + 1  # it ends when it has seen something of its job
+    read = len(frames.pack(SETUP)) + 1  # it ends when it has seen something of its job
 
     def spawn(program: str) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair()
-        theirs.sendall(frames.pack({"type": "done", "text": ""}))
+        theirs.sendall(frames.pack(frames.Done("")))
         command = ["sh", "-c", f"head -c {read} > /dev/null; kill -{end} $$"]
         actions = [(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0)]
         pid = os.posix_spawn("/bin/sh", command, os.environ, file_actions=actions)
@@ -82,9 +84,9 @@ async def test_what_took_too_much_work_is_told_from_what_was_stopped(monkeypatch
 
     monkeypatch.setattr(helpers.process, "spawn", spawn)
     for end, status in (("PROF", 400), ("KILL", 503)):
-        made = Helper(lambda: {"type": "setup"}, 60.0, 8)
+        made = Helper(lambda: SETUP, 60.0, 8)
         with pytest.raises(HelperDiedError) as caught:
-            await made.ask({"type": "render"}, "messages")
+            await made.ask(RENDER, "messages")
         assert caught.value.spent is (end == "PROF")
         client = EngineClient("x", {})
         client._templates = made
@@ -115,10 +117,10 @@ def _much() -> str:
 
 @pytest.mark.parametrize(
     ("compiling", "kind"),
-    [(_sleep, "failed"), (_kill, "failed"), (_work, "refused"), (_much, "refused"), (str, "done")],
+    [(_sleep, Stalled), (_kill, Stalled), (_work, Rejected), (_much, Rejected), (str, Done)],
 )
 async def test_a_grammar_is_refused_for_its_own_faults_only(
-    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: str
+    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: type[frames.Frame]
 ) -> None:
     class Pretended:
         def compiled(self, kind: str, source: str) -> str:
@@ -128,12 +130,12 @@ async def test_a_grammar_is_refused_for_its_own_faults_only(
     monkeypatch.setattr(asides, "COMPILE_SECONDS", 1.0 if compiling is _sleep else 0.1)
     aside = asides.Aside(socket.socket())
     aside._matching = Pretended()
-    assert aside._answer({"type": "compile", "kind": "regex", "source": "x"})["type"] == kind
+    assert type(aside._answer(frames.Compile("regex", "x"))) is kind
 
 
-@pytest.mark.parametrize(("compiling", "kind"), [(str, "done"), (_much, "refused")])
+@pytest.mark.parametrize(("compiling", "kind"), [(str, Done), (_much, Rejected)])
 async def test_what_a_fork_says_counts_though_it_is_slow_to_end(
-    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: str
+    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], kind: type[frames.Frame]
 ) -> None:
     class Pretended:
         def compiled(self, kind: str, source: str) -> str:
@@ -149,7 +151,7 @@ async def test_what_a_fork_says_counts_though_it_is_slow_to_end(
     monkeypatch.setattr(os, "_exit", late)  # called in the fork only
     aside = asides.Aside(socket.socket())
     aside._matching = Pretended()
-    assert aside._answer({"type": "compile", "kind": "regex", "source": "x"})["type"] == kind
+    assert type(aside._answer(frames.Compile("regex", "x"))) is kind
 
 
 async def test_nothing_is_taken_after_the_end() -> None:
@@ -157,7 +159,7 @@ async def test_nothing_is_taken_after_the_end() -> None:
     client.state = "ready"
     client.end_all(ApiError(503, "the end"))
     with pytest.raises(ApiError, match="shutting down") as caught:
-        client.submit(Job("r", [[1]], SamplingParams()))
+        client.submit(frames.Add("r", [[1]], SamplingParams()), b"")
     assert caught.value.status == 503 and client.num_streams == 0
 
 

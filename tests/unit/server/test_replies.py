@@ -12,10 +12,10 @@ from sameseed.request import Metrics as Cost, SpecMetrics, TimeSplit
 from sameseed.server.chat import ChatReply
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
+from sameseed.server.frames import Piece
 from sameseed.server.gate import Gate
 from sameseed.server.metrics import Metrics
 from sameseed.server.replies import event
-from sameseed.server.stream import Piece
 from sameseed.server.text import Text
 from sameseed.server.usage import speculation_metrics as metrics
 

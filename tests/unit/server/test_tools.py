@@ -12,10 +12,10 @@ from lawkit import Pair
 from sameseed.server.arguments import opened
 from sameseed.server.chat import ChatReply
 from sameseed.server.errors import ApiError
+from sameseed.server.frames import Piece
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
 from sameseed.server.service import tool_parser
-from sameseed.server.stream import Piece
 from sameseed.server.text import Text
 from sameseed.server.tools import Call, LlamaCalls, More, QwenCalls, parser_for
 
