@@ -14,17 +14,24 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from shapes import SHAPES, Shape
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from sameseed.models.config import parse_config
+from sameseed.models.stream import stream_weights
+from sameseed.models.synthetic import RandomCheckpoint
+from sameseed.quantize.run import Plan, quantize
+from sameseed.study import shapes
+
 HERE = Path(__file__).resolve().parent
-SHARD = 2 << 30  # bytes of one safetensors file
+TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 2048}
+SHAPES = {
+    "llama-3.2-1b": shapes.SHAPES["llama-3.2-1b"],
+    "llama-3.1-8b": shapes.SHAPES["llama-3.1-8b"],
+    # To try the machinery; its times mean nothing.
+    "tiny": {**shapes.SHAPES["llama-3.2-1b"], **TINY, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
 GGUF = {"gguf-bf16": "bf16", "gguf-q4_0": "q4_0", "gguf-q4_k_m": "q4_k_m", "gguf-q8_0": "q8_0"}
 OPENVINO = {
     "openvino-int4": ["--weight-format", "int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
@@ -57,92 +64,38 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def write_folder(
-    folder: Path, shape: Shape, tensors: Iterator[dict[str, torch.Tensor]], extra: dict[str, object]
-) -> None:
-    """A Hugging Face folder: config, tokenizer, sharded weights; `tensors` come in pieces that belong together."""
-    write_tokenizer(folder, shape.vocab)
-    (folder / "config.json").write_text(json.dumps({**shape.config(), **extra}, indent=1))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
-    shard: dict[str, torch.Tensor] = {}
-    where: dict[str, str] = {}
-    size = 0
-
-    def flush() -> None:
-        nonlocal size
-        if shard:
-            name = f"model-{len(set(where.values())) + 1:05d}.safetensors"
-            save_file(shard, folder / name, metadata={"format": "pt"})
-            where.update(dict.fromkeys(shard, name))
-            shard.clear()
-            size = 0
-
-    for piece in tensors:
-        shard.update(piece)
-        size += sum(t.numel() * t.element_size() for t in piece.values())
-        if size > SHARD:
-            flush()
-    flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-
-
-def random_tensors(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
-    """Normal weights of standard deviation 0.02 in bfloat16, norms of 1; the same for the same shape."""
-    generator = torch.Generator().manual_seed(0)
-    for name, size in shape.tensors():
-        if len(size) == 1:
-            yield {name: torch.ones(size, dtype=torch.bfloat16)}
-        else:
-            yield {name: (torch.randn(size, generator=generator) * 0.02).to(torch.bfloat16)}
-
-
-def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a folder, in the order of its index."""
-    index: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    for file in sorted(set(index.values())):
-        with safe_open(folder / file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - no mapping, though it has keys()
-                yield name, opened.get_tensor(name)
-
-
-def w8a8_tensors(source: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """compressed-tensors: linear layers but the head as int8 codes with a scale a channel, rounded to nearest."""
-    for name, weight in read_tensors(source):
-        if not name.endswith("_proj.weight"):
-            yield {name: weight}
-            continue
-        values = weight.float()
-        scale = (values.abs().amax(dim=1, keepdim=True) / 127).to(torch.bfloat16)
-        codes = (values / scale.float()).round().clamp(-127, 127).to(torch.int8)
-        yield {name: codes, name + "_scale": scale}
-
-
-W8A8: dict[str, object] = {
-    "quantization_config": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-                "input_activations": {
-                    "num_bits": 8,
-                    "type": "int",
-                    "symmetric": True,
-                    "strategy": "token",
-                    "dynamic": True,
-                },
-            }
-        },
+def config_of(shape: str) -> dict[str, object]:
+    """The config.json of a shape; all but its sizes is the same for all, and plain, so that every engine reads it."""
+    return {
+        **SHAPES[shape],
+        "model_type": "llama",
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "max_position_embeddings": 8192,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "attention_bias": False,
+        "mlp_bias": False,
     }
-}
+
+
+def write_random(folder: Path, shape: str) -> None:
+    """A Hugging Face folder with random bfloat16 weights, the same for the same shape."""
+    raw = config_of(shape)
+    config = parse_config(raw, where=f"shape {shape}")
+    folder.mkdir(parents=True)
+    write_tokenizer(folder, config.vocab_size)
+    (folder / "config.json").write_text(json.dumps(raw, indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
+    stream_weights(folder, config, RandomCheckpoint(config))
 
 
 def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
     """Make one checkpoint under a name of its own, then give it its final one. Needs hf-bf16 for all others."""
-    final, shape = path_of(work, shape_name, kind), SHAPES[shape_name]
+    final = path_of(work, shape_name, kind)
     if final.exists():
         return
     print(f"{shape_name}: making {kind}", flush=True)
@@ -151,10 +104,10 @@ def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
     if unfinished.is_dir():
         shutil.rmtree(unfinished)
     unfinished.unlink(missing_ok=True)
-    if kind in ("hf-bf16", "hf-w8a8"):
-        unfinished.mkdir(parents=True)
-        tensors = random_tensors(shape) if kind == "hf-bf16" else w8a8_tensors(source)
-        write_folder(unfinished, shape, tensors, {} if kind == "hf-bf16" else W8A8)
+    if kind == "hf-bf16":
+        write_random(unfinished, shape_name)
+    elif kind == "hf-w8a8":  # compressed-tensors: int8 by channel, activations by token, rounded to nearest
+        quantize(Plan(str(source), unfinished, "w8a8"))
     elif kind in GGUF:
         origin = source if kind == "gguf-bf16" else path_of(work, shape_name, "gguf-bf16")
         python = home / "llama_cpp" / "bin" / "python"

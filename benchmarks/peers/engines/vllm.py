@@ -76,10 +76,23 @@ class Engine:
         return self._generate([tokens], 1)[0]
 
     def batch(self, prompts: Seq[Seq[int]], steps: int) -> float:
-        self._generate(prompts, 1)  # the prompts are cached now, so the difference below is the steps'
-        first, _ = self._generate(prompts, 1)
-        both, _ = self._generate(prompts, steps + 1)
-        return both - first
+        from vllm import SamplingParams, TokensPrompt
+
+        self._generate(prompts, 1)  # the prompts are in the prefix cache now
+        engine, params = self.llm.llm_engine, SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(f"batch {i}", TokensPrompt(prompt_token_ids=list(prompt)), params)
+        written: dict[str, int] = {}
+        start, before = 0.0, 0  # when every sequence has its first token, and how many all have by then
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                written[output.request_id] = len(output.outputs[0].token_ids)
+            if not before and len(written) == len(prompts):
+                start, before = time.perf_counter(), sum(written.values())
+        seconds, num_tokens = time.perf_counter() - start, sum(written.values()) - before
+        if not num_tokens:
+            raise RuntimeError("all tokens came with the last prompt's first: nothing was left to time")
+        return seconds * len(prompts) * steps / num_tokens
 
     def probe(self, tokens: Seq[int], count: int) -> list[float]:
         raise UnsupportedError("vLLM gives log-probabilities of the likeliest tokens, not logits")

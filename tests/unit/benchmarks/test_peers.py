@@ -21,7 +21,9 @@ import table
 import torch
 from arms import Arm
 from engines.sameseed import Engine
-from shapes import SHAPES
+
+from sameseed.models.config import read_config
+from sameseed.models.loader import open_checkpoint
 
 PEERS = Path(run.__file__).parent
 PLAN = measure.Plan(rows=(1, 4, 8), rounds=3, slow_rounds=2, batch_steps=4)
@@ -70,6 +72,12 @@ def test_an_engine_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     assert not well.missing and len(well.seconds["rows 8"]) == 3
     record = measure.as_record(broken, PLAN, None)
     assert record["rows"] == [] and record["batch"] is None and record["load_s"] is None
+
+
+def test_a_time_that_nothing_can_have_taken_is_no_figure(tmp_path: Path) -> None:
+    (result,) = run_group(tmp_path, fake("odd", backwards=True))
+    assert "batch" not in result.seconds and "-1" in result.missing["batch"] and len(result.seconds["prefill"]) == 2
+    assert measure.as_record(result, PLAN, None)["batch"] is None
 
 
 def test_who_begins_rotates(tmp_path: Path) -> None:
@@ -178,7 +186,7 @@ def test_arms_are_chosen_by_name_and_formats_replace_ours() -> None:
 
 
 def test_every_arm_names_an_engine_and_a_checkpoint_that_exist() -> None:
-    assert set(arms.PLANS) == set(SHAPES)
+    assert set(arms.PLANS) == set(checkpoints.SHAPES)
     for groups in arms.PLANS.values():
         for arm in (arm for group in groups.values() for arm in group):
             assert (PEERS / "engines" / f"{arm.engine}.py").exists() and arm.checkpoint in checkpoints.KINDS
@@ -212,15 +220,18 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_checkpoints_hold_the_same_weights(work: Path) -> None:
-    plain = dict(checkpoints.read_tensors(work / "tiny" / "hf-bf16"))
-    quantized = dict(checkpoints.read_tensors(work / "tiny" / "hf-w8a8"))
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert {n: tuple(t.shape) for n, t in plain.items()} == dict(SHAPES["tiny"].tensors())
-    assert quantized[name].dtype is torch.int8
-    scale = quantized[name + "_scale"].float()  # [O, 1]
-    error = (quantized[name].float() * scale - plain[name].float()).abs()
-    assert (error <= 0.51 * scale + 127 * scale / 256).all()  # half a step, and what bfloat16 took from the scale
-    assert torch.equal(quantized["model.embed_tokens.weight"], plain["model.embed_tokens.weight"])
+    config = read_config(work / "tiny" / "hf-bf16")
+    assert (config.num_layers, config.hidden_size, config.head_dim, config.vocab_size) == (2, 256, 64, 2048)
+    name = "model.layers.1.mlp.down_proj"
+    with open_checkpoint(work / "tiny" / "hf-bf16") as plain, open_checkpoint(work / "tiny" / "hf-w8a8") as quantized:
+        plain.check(config)
+        q, weight = quantized.stored(name), plain.tensor(f"{name}.weight").float()
+        assert q.format == "int8" and q.parts["codes"].dtype is torch.int8
+        scale = q.parts["scales"].float().reshape(-1, 1)  # [O, 1]
+        error = (q.parts["codes"].float() * scale - weight).abs()
+        assert (error <= 0.51 * scale + 127 * scale / 256).all()  # half a step, and what the scale's rounding took
+        embedding = "model.embed_tokens.weight"
+        assert torch.equal(quantized.tensor(embedding), plain.tensor(embedding))
 
 
 def test_sameseeds_worker_measures_without_leaving_a_trace(work: Path) -> None:
