@@ -116,7 +116,7 @@ def quantizers(found: list[Record]) -> str:
 
 
 def gguf(found: list[Record]) -> str:
-    """Our logits beside llama.cpp's on the same file, as benchmarks/gguf_logits.py found them."""
+    """Our logits beside llama.cpp's on the same file, from gguf.jsonl."""
     rows = []
     for r in newest(found, lambda r: (r["file"], r["format"])):
         figures = [f"{r['mean_difference']:.4f}", f"{r['max_difference']:.3f}", f"{r['kl']:.1e}"]
@@ -312,7 +312,7 @@ WRITERS = {
     "gpu": "`make bench-gpu` writes one, on a machine with a GPU",
     "eval": "`sameseed eval --compare ... --out benchmarks/results/eval.jsonl` writes one",
     "quantize": "`benchmarks/quantize.py` writes one",
-    "gguf": "`benchmarks/gguf_logits.py` writes one",
+    "gguf": "its script is in the history",
     "certificates": "`sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one",
     "policies": "`benchmarks/policies.py` writes one",
     "headline": "`benchmarks/speculation.py` writes one",

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sameseed.quantize.run import Plan, quantize
+from sameseed.quantize._run import Plan, quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sameseed.models.config import parse_config
