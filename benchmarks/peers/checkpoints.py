@@ -16,12 +16,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sameseed.quantize._run import Plan, quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sameseed.models.config import parse_config
 from sameseed.models.stream import stream_weights
 from sameseed.models.synthetic import RandomCheckpoint
+from sameseed.quantize._run import Plan, quantize
 from sameseed.study import shapes
 
 HERE = Path(__file__).resolve().parent
