@@ -51,12 +51,13 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.cli.console import stderr_console
     from sameseed.engine.settings import make_config
     from sameseed.laws import mutants
+    from sameseed.laws.checks import chosen
     from sameseed.study import certificate as suite, record
     from sameseed.study.workload import DEFAULT_PROMPTS
 
     if args.every and (args.only or args.mutants):
         raise ConfigError("--every chooses its checks itself; leave --only and --mutants out, or run them without it")
-    checks = suite.chosen(args.only)
+    checks = chosen(args.only)
     for path, flag in ((args.out, "--out"), (args.html, "--html")):
         if path is not None:
             record.prepare(path, flag)

@@ -17,6 +17,7 @@ from sameseed.laws.check import Check, Effort, Found
 from sameseed.laws.script import ScriptDrafter
 from sameseed.laws.statistics import ALPHA, Cell, Fit, fit, g_test, marginal, normal_tail
 from sameseed.laws.subject import Job, Subject, Tokens
+from sameseed.laws.textbook import adjusted, probabilities
 from sameseed.laws.toy import needs_head, toy_loaded
 from sameseed.models.llama import Llama
 from sameseed.request import SamplingParams, Sequence
@@ -38,31 +39,6 @@ DEVIATIONS = 5.0
 LAGS = range(1, 9)
 
 
-def distribution(row: Seq[float], params: SamplingParams, prompt: Seq[int], output: Seq[int]) -> list[float]:
-    """The processed distribution as a textbook has it, one number after the other: no code of the sampler's own."""
-    scores = []
-    for token, value in enumerate(float(x) for x in row):
-        count = output.count(token)
-        if count or token in prompt:
-            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-        scores.append(value - params.frequency_penalty * count - (params.presence_penalty if count else 0.0))
-    top = max(scores)
-    weights = [math.exp((x - top) / params.temperature) for x in scores]
-    if params.min_p:
-        weights = [w if w >= params.min_p else 0.0 for w in weights]
-    if params.top_k:
-        border = sorted(weights, reverse=True)[min(params.top_k, len(weights)) - 1]
-        weights = [w if w >= border else 0.0 for w in weights]
-    if params.top_p < 1.0:
-        total, mass = sum(weights), 0.0
-        for token in sorted(range(len(weights)), key=lambda t: (-weights[t], t)):
-            kept = mass < params.top_p * total
-            mass += weights[token]
-            weights[token] = weights[token] if kept else 0.0
-    total = sum(weights)
-    return [w / total for w in weights]
-
-
 def exact_law(model: Llama, kv_format: str, params: SamplingParams) -> dict[Cell, float]:
     """Probability of every text of three tokens after PROMPT, from the model's own logits in float64."""
     law: dict[Cell, float] = {(): 1.0}
@@ -70,7 +46,7 @@ def exact_law(model: Llama, kv_format: str, params: SamplingParams) -> dict[Cell
         grown: dict[Cell, float] = {}
         paths = [path for path, p in law.items() if p > 0.0]
         for path, row in zip(paths, _logits(model, kv_format, paths), strict=True):
-            for token, p in enumerate(distribution(row, params, PROMPT, path)):
+            for token, p in enumerate(probabilities(adjusted(row, params, PROMPT, path), params)):
                 grown[(*path, token)] = law[path] * p
         for path, p in law.items():
             if p == 0.0:
@@ -175,7 +151,7 @@ def sampler(subject: Subject, effort: Effort) -> Found:
     share = -(-effort.of(4_000_000, 24_000) // len(arms))
     found = Found({"draws": 0, "tests": 0}, {"least_p_value": 1.0, "most_variation_of_limit": 0.0, "impossible": 0})
     for (row_name, row), (name, params) in arms:
-        p = distribution(row.tolist(), params, (), ())
+        p = probabilities(adjusted(row, params, (), ()), params)
         counts: Counter[Cell] = Counter()
         for i in range(share):
             seq = Sequence(0, [0], params, sampling.derive_seed(subject.seed, i))

@@ -12,8 +12,9 @@ from sameseed import devices, ops
 from sameseed.config import EngineConfig, draft_text
 from sameseed.engine.build import load_parts
 from sameseed.errors import ConfigError, RequestError
-from sameseed.laws import acceptance, closeness, kernels, law, logits, sampled, texts
+from sameseed.laws import acceptance
 from sameseed.laws.check import FAILED, IN_PART, PASSED, SKIPPED, Check, Effort, Result, run_check
+from sameseed.laws.checks import CHECKS
 from sameseed.laws.subject import Subject, storeless
 from sameseed.models.weights import Progress
 from sameseed.request import SamplingParams
@@ -21,18 +22,6 @@ from sameseed.study import record
 from sameseed.study.fields import CERTIFICATE_SCHEMA
 from sameseed.study.workload import read_prompts
 
-# The order in which they run: acceptance is counted while texts are compared, leaks of all engines come last.
-CHECKS: tuple[Check, ...] = (
-    *kernels.CHECKS,
-    *closeness.CHECKS,
-    *logits.CHECKS,
-    *texts.CHECKS,
-    *sampled.CHECKS,
-    *law.CHECKS,
-    acceptance.OWN_TARGET,
-    acceptance.ALARM,
-    sampled.LEAKS,
-)
 LEAST_TOKENS = 8  # of the answers that are compared
 Tick = Callable[[str, int, int], None]  # a check's name, how many are done, how many there are
 
@@ -136,15 +125,6 @@ def load_subject(
     subject = Subject(loaded, encoded, own, asked.max_tokens, asked.batch, seed)
     subject.digest = acceptance.weights_digest(subject)
     return subject
-
-
-def chosen(ids: Seq[str]) -> tuple[Check, ...]:
-    """The checks of these ids, or all; in the order in which they run. Raises ConfigError for an unknown one."""
-    known = [c.id for c in CHECKS]
-    for name in ids:
-        if name not in known:
-            raise ConfigError(f"--only: no check {name!r} (there are: {', '.join(known)})")
-    return tuple(c for c in CHECKS if not ids or c.id in ids)
 
 
 def certify(

@@ -12,6 +12,7 @@ import torch
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.errors import SameseedError
 from sameseed.laws.check import FAILED, IN_PART, PASSED, Effort
+from sameseed.laws.checks import chosen
 from sameseed.request import SamplingParams
 from sameseed.study import certificate as suite
 
@@ -105,7 +106,7 @@ def _outcome(cell: Cell, asked: suite.Asked, config: EngineConfig, params: Sampl
             subject = suite.load_subject(asked, config, params)
         except SameseedError as error:
             return Outcome(cell, None, str(error))
-        checks = suite.chosen(() if cell.whole else OF_DRAFTS)
+        checks = chosen(() if cell.whole else OF_DRAFTS)
         return Outcome(cell, suite.certify(subject, asked, checks).as_dict())
     except torch.OutOfMemoryError as error:
         return Outcome(cell, None, (str(error).splitlines() or ["the device's memory is full"])[0])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-import textwrap
-from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,6 +12,7 @@ from prefixkit import ACTIONS, Watched, shake
 
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.prefix import Prefixes
+from sameseed.laws.mutants import Mutant
 
 ROUNDS = 400
 
@@ -40,50 +37,30 @@ TestPrefixBlocks = PrefixMachine.TestCase
 TestPrefixBlocks.settings = settings(max_examples=80, stateful_step_count=40)
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """`owner.name` with `old` replaced by `new`."""
-
-    owner: Any
-    name: str
-    old: str
-    new: str
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        function = getattr(self.owner, self.name)
-        source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(self.old) == 1, "the code has changed: write this mutant anew"
-        scope = dict(vars(sys.modules[function.__module__]))
-        exec("from __future__ import annotations\n" + source.replace(self.old, self.new), scope)
-        patch.setattr(self.owner, self.name, scope[self.name])
-
-
-MUTANTS = {
-    "the salt is ignored": Mutant(Prefixes, "_digests", 'seq.tenant.encode("utf-8", "surrogatepass")', 'b""'),
-    "a digest ignores its parent": Mutant(Prefixes, "_digests", "sha256(parent + self", "sha256(self"),
-    "a digest ignores the tokens": Mutant(
-        Prefixes, "_digests", "sha256(parent + self._pack(seq.token_ids, i))", "sha256(parent)"
+MUTANTS: dict[str, tuple[Any, str, str]] = {  # a function, its text, and what is wrong instead
+    "the salt is ignored": (Prefixes._digests, 'seq.tenant.encode("utf-8", "surrogatepass")', 'b""'),
+    "a digest ignores its parent": (Prefixes._digests, "sha256(parent + self", "sha256(self"),
+    "a digest ignores the tokens": (
+        Prefixes._digests,
+        "sha256(parent + self._pack(seq.token_ids, i))",
+        "sha256(parent)",
     ),
-    "the last token is found too": Mutant(Prefixes, "find", "(len(seq) - 1) //", "len(seq) //"),
-    "a block that is not full is shared": Mutant(
-        BlockManager, "enter", "num_rows // self.block_size", "min(self.blocks_for(num_rows), len(seq.blocks))"
+    "the last token is found too": (Prefixes.find, "(len(seq) - 1) //", "len(seq) //"),
+    "a block that is not full is shared": (
+        BlockManager.enter,
+        "num_rows // self.block_size",
+        "min(self.blocks_for(num_rows), len(seq.blocks))",
     ),
-    "guesses are entered": Mutant(BlockManager, "enter", "num_rows // self.block_size", "len(seq.blocks)"),
-    "an owner is not counted": Mutant(BlockManager, "adopt", "self._owners[block] += 1", "pass"),
-    "a block in use stays idle": Mutant(BlockManager, "adopt", "self._idle.pop(block, None)", "pass"),
-    "what was begun is kept": Mutant(BlockManager, "adopt", "self.trim(seq, first * self.block_size)", "pass"),
-    "an evicted block stays known": Mutant(BlockManager, "_take", "self.prefixes.drop(block)", "pass"),
-    "rows are written anew in a known block": Mutant(
-        BlockManager, "rewind", "self.prefixes.drop(seq.blocks[i])", "pass"
-    ),
-    "rows are written anew in another's block": Mutant(
-        BlockManager, "rewind", "self._owners[seq.blocks[i]] > 1", "False"
-    ),
-    "a shared block is given away": Mutant(BlockManager, "trim", "if not self._owners[block]:", "if True:"),
-    "what failed is remembered": Mutant(BlockManager, "forget", "self.prefixes.drop(block)", "pass"),
-    "shared blocks are asked for twice": Mutant(
-        BlockManager, "fits", "blocks_for(num_rows) - shared", "blocks_for(num_rows)"
-    ),
+    "guesses are entered": (BlockManager.enter, "num_rows // self.block_size", "len(seq.blocks)"),
+    "an owner is not counted": (BlockManager.adopt, "self._owners[block] += 1", "pass"),
+    "a block in use stays idle": (BlockManager.adopt, "self._idle.pop(block, None)", "pass"),
+    "what was begun is kept": (BlockManager.adopt, "self.trim(seq, first * self.block_size)", "pass"),
+    "an evicted block stays known": (BlockManager._take, "self.prefixes.drop(block)", "pass"),
+    "rows are written anew in a known block": (BlockManager.rewind, "self.prefixes.drop(seq.blocks[i])", "pass"),
+    "rows are written anew in another's block": (BlockManager.rewind, "self._owners[seq.blocks[i]] > 1", "False"),
+    "a shared block is given away": (BlockManager.trim, "if not self._owners[block]:", "if True:"),
+    "what failed is remembered": (BlockManager.forget, "self.prefixes.drop(block)", "pass"),
+    "shared blocks are asked for twice": (BlockManager.fits, "blocks_for(num_rows) - shared", "blocks_for(num_rows)"),
 }
 
 
@@ -92,7 +69,6 @@ def test_the_manager_passes() -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_manager_does_not(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    MUTANTS[name].install(monkeypatch)
-    with pytest.raises((AssertionError, IndexError, KeyError)):
+def test_a_wrong_manager_does_not(name: str) -> None:
+    with Mutant(name, *MUTANTS[name]).alive(), pytest.raises((AssertionError, IndexError, KeyError)):
         shake(ROUNDS)

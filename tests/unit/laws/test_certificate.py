@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 from collections.abc import Iterator
@@ -20,22 +21,23 @@ from sameseed.cli import main
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded
 from sameseed.errors import ConfigError
-from sameseed.laws import acceptance, kernels, law, mutants, texts, wrong
+from sameseed.laws import acceptance, kernels, law, mutants, texts
 from sameseed.laws.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
+from sameseed.laws.checks import chosen
 from sameseed.laws.script import Guesses, Watched
 from sameseed.laws.subject import Subject
 from sameseed.laws.toy import toy_model
 from sameseed.models.layers import LayerWeights
-from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
-from sameseed.spec import step
 from sameseed.spec.draft import Draft
+from sameseed.spec.verify import verify
 from sameseed.study import certificate as suite, fields, record
 from sameseed.study.certificate_page import render
 from sameseed.tokenizer import Tokenizer
 
 LEAST = Effort(1e-9, 0.2)
+HARMLESS = mutants.Mutant("nothing is wrong", verify, "row = 0", "row = 0", ("S1",))
 PROMPTS = [(3, 1, 4, 1, 5), (9, 2, 6, 5), (3, 1, 4, 1), (8, 7, 8, 7, 8, 7)]
 
 
@@ -95,23 +97,29 @@ def test_a_right_engine_passes_every_check(certificate: suite.Certificate) -> No
 
 
 @pytest.fixture(scope="module")
-def sound(tokenizer: Tokenizer) -> mutants.Sound:
-    return mutants.Sound(tokenizer)
+def baseline(tokenizer: Tokenizer) -> mutants.Baseline:
+    return mutants.Baseline(tokenizer)
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.name)
-def test_every_mutant_is_rejected(sound: mutants.Sound, mutant: mutants.Mutant) -> None:
-    before = getattr(mutant.owner, mutant.attribute)
-    trial = mutants.try_mutant(mutant, sound)
+def test_every_mutant_is_rejected(baseline: mutants.Baseline, mutant: mutants.Mutant) -> None:
+    code = inspect.unwrap(mutant.function).__code__
+    trial = mutants.try_mutant(mutant, baseline)
     assert trial.caught_by is not None, trial.said
     assert trial.said
-    assert "could not be finished" not in trial.said, "it is rejected for what it does"
-    assert getattr(mutant.owner, mutant.attribute) is before, "it is dead again"
+    assert "(error)" not in trial.said, "it is rejected for what it does, not because it fails"
+    assert inspect.unwrap(mutant.function).__code__ is code, "the code is right again"
 
 
 def test_the_mutants_are_many_and_distinct() -> None:
-    names = [m.name for m in mutants.MUTANTS]
-    assert len(set(names)) == len(names) >= 30
+    assert len({m.name for m in mutants.MUTANTS}) == len(mutants.MUTANTS) > 40
+
+
+@pytest.mark.parametrize(("old", "times"), [("not there", 0), ("greedy", 4)])
+def test_a_mutant_that_no_longer_fits_the_code_says_so(old: str, times: int) -> None:
+    stale = replace(HARMLESS, old=old)
+    with pytest.raises(mutants.MutantError, match=rf"occurs {times} times in verify, not once"), stale.alive():
+        pass
 
 
 @pytest.mark.parametrize(
@@ -119,49 +127,29 @@ def test_the_mutants_are_many_and_distinct() -> None:
     {f"{c} {m.settings}": (c, m.settings) for m in mutants.MUTANTS for c in m.checks}.values(),
     ids=lambda x: x if isinstance(x, str) else "-".join(x.values()) or "plain",
 )
-def test_no_flaw_no_alarm(sound: mutants.Sound, name: str, settings: dict[str, Any]) -> None:
+def test_no_flaw_no_alarm(baseline: mutants.Baseline, name: str, settings: dict[str, Any]) -> None:
     """Every check that mutants use passes, without so much as a warning, where nothing is wrong."""
-    result = sound.result(name, settings)
+    result = baseline.result(name, settings)
     assert result.status == PASSED, (result.found.findings, result.found.notes)
 
 
-@pytest.mark.parametrize("name", ["L3", "C1", "A1", "L6"])
-def test_what_mutants_are_made_of_does_no_harm(sound: mutants.Sound, name: str) -> None:
-    """The verification and the commit that have flaws are right without one: what is noticed is the flaw."""
-    harmless = (
-        mutants.Mutant("none", step, "verify", wrong.verify(), (name,)),
-        mutants.Mutant("none", ModelRunner, "commit", wrong.commit(""), (name,)),
-    )
-    for mutant in harmless:
-        trial = mutants.try_mutant(mutant, sound)
-        assert (trial.caught_by, trial.said) == (None, "")
-
-
-def _break_down(*args: object) -> None:
-    raise IndexError("out of range")
-
-
-def test_a_mutant_that_only_breaks_down_is_not_rejected_unless_declared(sound: mutants.Sound) -> None:
-    broken = mutants.Mutant("breaks", step, "verify", _break_down, ("L3",))
-    trial = mutants.try_mutant(broken, sound)
+def test_a_mutant_that_only_breaks_down_is_not_rejected(baseline: mutants.Baseline) -> None:
+    trial = mutants.try_mutant(replace(HARMLESS, old="row = 0", new="raise IndexError", checks=("L3",)), baseline)
     assert trial.caught_by is None
     assert "could not be finished: IndexError" in trial.said
-    declared = replace(broken, breaks_down="there is nothing to go on with")
-    assert mutants.try_mutant(declared, sound).caught_by == "L3"
 
 
 def test_a_check_that_warns_anyway_rejects_no_mutant(tokenizer: Tokenizer) -> None:
-    sound = mutants.Sound(tokenizer)
+    baseline = mutants.Baseline(tokenizer)
     useless = Found({}, {}, status=WARNING)
-    sound.results[("A1", "[]")] = run_check(Check("A1", "", "", "", {}, lambda s, e: useless), None, LEAST)  # type: ignore[arg-type]
-    trial = mutants.try_mutant(mutants.Mutant("rejects", step, "verify", wrong.verify("reject all"), ("A1",)), sound)
+    baseline.results[("A1", "[]")] = run_check(Check("A1", "", "", "", {}, lambda s, e: useless), None, LEAST)  # type: ignore[arg-type]
+    trial = mutants.try_mutant(next(m for m in mutants.MUTANTS if m.checks == ("A1",)), baseline)
     assert trial.caught_by is None
     assert "does not pass without the mutant" in trial.said
 
 
 def test_the_score_tells_of_a_mutant_that_is_not_noticed(tokenizer: Tokenizer, certificate: suite.Certificate) -> None:
-    harmless = mutants.Mutant("nothing wrong", step, "verify", wrong.verify(), ("S1",))
-    score = mutants.try_all(tokenizer, [harmless])
+    score = mutants.try_all(tokenizer, [HARMLESS])
     assert (score["caught"], score["total"]) == (0, 1)
     with_score = replace(certificate, mutants=score)
     assert not with_score.passed
@@ -269,7 +257,7 @@ def test_what_the_toy_is_stored_in_is_said(pair: Pair) -> None:
 
 
 def test_nothing_leaks_where_nothing_ran(pair: Pair) -> None:
-    alone = suite.certify(subject_of(pair), asked(), suite.chosen(["L1", "C2"]))
+    alone = suite.certify(subject_of(pair), asked(), chosen(["L1", "C2"]))
     assert [r.status for r in alone.results] == [PASSED, SKIPPED]
     assert alone.passed
     assert alone.verdict == IN_PART == alone.as_dict()["verdict"]
@@ -484,10 +472,9 @@ def test_a_wrong_engine_is_exit_code_1(
     pair_folders: tuple[Path, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step, "verify", wrong.verify("row before"))
-    assert main(command(pair_folders, tmp_path)) == 1
+    with next(m for m in mutants.MUTANTS if "row before" in m.name).alive():
+        assert main(command(pair_folders, tmp_path)) == 1
     shown = capsys.readouterr().out
     assert "NOT lossless" in shown
     assert "expected" in shown and "|" in shown, "both continuations from the first differing token"

@@ -14,6 +14,7 @@ from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded
 from sameseed.laws import acceptance, closeness, kernels, law, logits, mutants
 from sameseed.laws.check import FAILED, PASSED, WARNING, Effort, run_check
+from sameseed.laws.checks import CHECKS, chosen
 from sameseed.laws.subject import Subject
 from sameseed.models.loader import load_model
 from sameseed.ops import Ops, devices, reference
@@ -58,7 +59,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Those that make tensors of their own; the others only run engines, as test_devices.py does for every drafter.
 OWN = ("L1", "L1a", "B1", "L2", "C1", "L5", "L7", "L10")
-OTHERS = tuple(c.id for c in suite.CHECKS if c.id not in OWN)
+OTHERS = tuple(c.id for c in CHECKS if c.id not in OWN)
 
 
 @pytest.mark.parametrize("checks", [OWN, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["own tensors", "engines"])
@@ -67,7 +68,6 @@ def test_every_check_runs_where_the_models_are(
 ) -> None:
     seen: list[bool] = []
     with pretended_device() as name:
-        subject = subject_on(name, pair_folders)
         plain = reference.linear
 
         def linear(x: torch.Tensor, w: object, *more: object) -> torch.Tensor:
@@ -75,8 +75,9 @@ def test_every_check_runs_where_the_models_are(
             return plain(x, w, *more)  # type: ignore[arg-type]
 
         monkeypatch.setattr(reference, "linear", linear)
+        subject = subject_on(name, pair_folders)
         asked = suite.Asked("tiny", Path("p.jsonl"), None, 4, 2, LEAST)
-        certificate = suite.certify(subject, asked, suite.chosen(checks))
+        certificate = suite.certify(subject, asked, chosen(checks))
     assert {r.check.id: r.found.findings for r in certificate.results if r.status not in (PASSED, WARNING)} == {}
     assert seen and all(seen)
     found = json.loads(json.dumps(certificate.as_dict()))

@@ -17,10 +17,11 @@ from sameseed.cli import main, verify_every
 from sameseed.cli.options import EngineChoice
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.errors import ConfigError
-from sameseed.laws import wrong
+from sameseed.laws import checks
 from sameseed.laws.check import Effort
+from sameseed.laws.checks import CHECKS
+from sameseed.laws.mutants import MUTANTS
 from sameseed.request import SamplingParams
-from sameseed.spec import step
 from sameseed.study import certificate as suite, certificate_every as every, record
 from sameseed.study.certificate_pages import render_every
 
@@ -38,7 +39,7 @@ def test_every_drafter_meets_every_format_cache_and_batch() -> None:
     assert {(c.format, c.batch) for c in made} == set(product(every.FORMATS, every.BATCHES))
     assert {(c.format, c.kv_format) for c in made} == set(product(every.FORMATS, every.KV_FORMATS))
     assert [c.format for c in made if c.whole] == list(every.FORMATS), "all checks, once for each format"
-    known = {c.id for c in suite.CHECKS}
+    known = {c.id for c in CHECKS}
     assert set(every.OF_DRAFTS) < known
 
 
@@ -59,7 +60,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = every.cells
     monkeypatch.setattr(every, "cells", lambda drafts: cells(drafts[:2], ("bf16",)))
     monkeypatch.setattr(every, "OF_DRAFTS", ("S1", "C2"))
-    monkeypatch.setattr(suite, "CHECKS", tuple(c for c in suite.CHECKS if c.id in ("S1", "L10", "C2")))
+    few = tuple(c for c in CHECKS if c.id in ("S1", "L10", "C2"))
+    monkeypatch.setattr(checks, "CHECKS", few)
+    monkeypatch.setattr(suite, "CHECKS", few)
 
 
 class Loaded:
@@ -143,8 +146,8 @@ def test_a_wrong_engine_and_an_impossible_cell(
     html = tmp_path / "c.html"
     assert main(command(pair_folders, tmp_path, "--html", str(html))) == 0
     assert "these checks passed" in capsys.readouterr().out and "no room: lower max_model_len" in html.read_text()
-    monkeypatch.setattr(step, "verify", wrong.verify("row before"))
-    assert main(command(pair_folders, tmp_path, "--html", str(html))) == 1
+    with next(m for m in MUTANTS if "row before" in m.name).alive():
+        assert main(command(pair_folders, tmp_path, "--html", str(html))) == 1
     said = capsys.readouterr().out
     assert "S1 stops:" in said and "all 2 configurations: failed" in said
     assert "Not lossless" in html.read_text() and "S1 (failed)" in html.read_text()

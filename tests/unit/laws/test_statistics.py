@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from sameseed.laws.law import distribution
 from sameseed.laws.statistics import (
     ALPHA,
     bound_text,
@@ -18,6 +17,7 @@ from sameseed.laws.statistics import (
     marginal,
     normal_tail,
 )
+from sameseed.laws.textbook import probabilities
 from sameseed.request import SamplingParams
 from sameseed.spec.sampling import survivors
 
@@ -94,4 +94,4 @@ def test_the_textbook_and_the_sampler_agree_on_what_survives(params: SamplingPar
         weights = np.exp(scaled)
         p = np.zeros(12)
         p[ids] = weights / weights.sum()
-        assert distribution(row.tolist(), params, (), ()) == pytest.approx(p.tolist(), abs=1e-12)
+        assert probabilities(row.tolist(), params) == pytest.approx(p.tolist(), abs=1e-12)

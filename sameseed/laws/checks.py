@@ -1,0 +1,31 @@
+"""All checks of the laws, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from sameseed.errors import ConfigError
+from sameseed.laws import acceptance, closeness, kernels, law, logits, sampled, texts
+from sameseed.laws.check import Check
+
+# Acceptance is counted while texts are compared; leaks of all engines come last.
+CHECKS: tuple[Check, ...] = (
+    *kernels.CHECKS,
+    *closeness.CHECKS,
+    *logits.CHECKS,
+    *texts.CHECKS,
+    *sampled.CHECKS,
+    *law.CHECKS,
+    acceptance.OWN_TARGET,
+    acceptance.ALARM,
+    sampled.LEAKS,
+)
+
+
+def chosen(ids: Seq[str]) -> tuple[Check, ...]:
+    """The checks of these ids, or all; in the order in which they run. Raises ConfigError for an unknown one."""
+    known = [c.id for c in CHECKS]
+    for name in ids:
+        if name not in known:
+            raise ConfigError(f"--only: no check {name!r} (there are: {', '.join(known)})")
+    return tuple(c for c in CHECKS if not ids or c.id in ids)

@@ -1,0 +1,243 @@
+"""The textbook: a decoder in plain NumPy, without cache, batch or speculation. It is the oracle of texts.
+
+It says which token follows at each position, and which others are too near to call. Of the package it takes weights,
+what their formats mean, and parameters; arithmetic, noise and sampling are written here anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sameseed import scheme
+from sameseed.models.llama import Llama
+from sameseed.request import SamplingParams
+from sameseed.scheme import QuantTensor
+
+Floats = NDArray[np.float64]
+# How far the engine's logits may be from these, as a share of the largest: sums in float32; a cache of 16 bits; rows
+# of activations or of the cache in 8 or 4 bits, where a value at the border of two codes may fall on either side.
+EXACT, HALVES, ROUNDED = 1e-5, 0.003, 0.1
+
+
+# --- arithmetic: rows [T, C] in float64 ---
+
+
+def array(x: Tensor) -> Floats:
+    """A tensor's values."""
+    return x.detach().cpu().double().numpy()
+
+
+def product(x: Floats, w: QuantTensor) -> Floats:
+    """x [T, K] times w [O, K] transposed, in the weight's format; rows are rounded first where it says so."""
+    if w.activations == "int8":
+        x = _int8_rows(x, w.group)
+    elif w.activations == "fp8":
+        x = array(scheme.round_rows(torch.from_numpy(x).float(), w.group))
+    return x @ array(scheme.get(w.format).decode(w)).T
+
+
+def _int8_rows(x: Floats, group: int) -> Floats:
+    """Each group of a row as int8 codes times absmax / 127; in float32, as the format defines its codes."""
+    parts = x.astype(np.float32).reshape(len(x), -1, group)
+    largest = np.abs(parts).max(-1, keepdims=True)
+    factor = np.float32(127) / np.maximum(largest, np.float32(scheme.SMALLEST))
+    codes = np.where(largest >= scheme.SMALLEST, np.rint(parts * factor), 0.0)
+    rows: Floats = codes.astype(np.float64) * (largest / np.float32(127))
+    return rows.reshape(x.shape)
+
+
+def rms_norm(x: Floats, weight: Tensor, eps: float) -> Floats:
+    """Rows over their root mean square, times weight."""
+    size: Floats = np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return x / size * array(weight)
+
+
+def silu_mul(gate_up: Floats) -> Floats:
+    """silu of the first half of each row times the second."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    out: Floats = gate / (1 + np.exp(-gate)) * up
+    return out
+
+
+def rope(x: Floats, positions: Seq[int], table: Tensor) -> Floats:
+    """x [T, H, D] rotated by position; table [P, D]: cosines, then sines."""
+    cos, sin = np.split(array(table[list(positions)])[:, None, :], 2, axis=-1)
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attention(q: Floats, k: Floats, v: Floats, scale: float, start: int = 0, window: int | None = None) -> Floats:
+    """Causal attention of q [T, H, D], rows from position `start` on, over k, v [S, Hk, D]; returns [T, H, D]."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (np.repeat(x, group, 1).transpose(1, 0, 2) for x in (k, v))  # [H, S, D]
+    scores = q.transpose(1, 0, 2) @ keys.transpose(0, 2, 1) * scale  # [H, T, S]
+    distance = start + np.arange(len(q))[:, None] - np.arange(len(k))
+    seen = (distance >= 0) & (distance < (window or len(k) + 1))
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out: Floats = weights / weights.sum(-1, keepdims=True) @ values
+    return out.transpose(1, 0, 2)
+
+
+def stored(x: Floats, kv_format: str) -> Floats:
+    """Keys or values [T, Hk, D] as a cache in this format gives them back."""
+    fmt = scheme.kv_format(kv_format)
+    return array(fmt.decode_kv(*fmt.encode_kv(torch.from_numpy(x).float())))
+
+
+def forward(model: Llama, texts: Seq[Seq[int]], kv_format: str) -> list[Floats]:
+    """Logits [S, V] after every token of each text."""
+    c, w, ops = model.config, model.weights, model.ops
+
+    def linear(x: Floats, stack: QuantTensor | tuple[QuantTensor, ...], bias: Tensor | None = None) -> Floats:
+        parts = stack if isinstance(stack, tuple) else (stack,)
+        out = np.concatenate([product(x, ops.unpack(part)) for part in parts], -1)
+        return out if bias is None else out + array(bias)
+
+    cuts = np.cumsum([len(text) for text in texts])[:-1]
+    positions = [i for text in texts for i in range(len(text))]
+    token_ids = torch.tensor([t for text in texts for t in text], device=model.device)
+    embedding = ops.unpack(w.embedding)
+    x = array(scheme.get(embedding.format).decode_rows(embedding, token_ids))  # [T, C], text after text
+    for i, layer in enumerate(w.layers):
+        rows = linear(rms_norm(x, layer.input_norm, c.rms_eps), layer.qkv, layer.qkv_bias)
+        heads = rows.reshape(len(x), -1, c.head_dim)
+        q, k, v = np.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, c.rms_eps), rms_norm(k, layer.k_norm, c.rms_eps)
+        q, k = (rope(part, positions, model.rope) for part in (q, k))
+        k, v = stored(k, kv_format), stored(v, kv_format)
+        each = zip(np.split(q, cuts), np.split(k, cuts), np.split(v, cuts), strict=True)
+        mixed = np.concatenate([attention(*parts, c.head_dim**-0.5, 0, c.windows[i]) for parts in each])
+        x = x + linear(mixed.reshape(len(x), -1), layer.o, layer.o_bias)
+        gate_up = linear(rms_norm(x, layer.post_norm, c.rms_eps), layer.gate_up, layer.gate_up_bias)
+        x = x + linear(silu_mul(gate_up), layer.down, layer.down_bias)
+    return np.split(linear(rms_norm(x, w.norm, c.rms_eps), w.lm_head), cuts)
+
+
+def tolerance(model: Llama, kv_format: str) -> float:
+    """Which of EXACT, HALVES and ROUNDED the model and its cache need."""
+    if any(m.activations is not None for m in model.weights.matrices):
+        return ROUNDED
+    return {"fp32": EXACT, "bf16": HALVES, "fp16": HALVES}.get(kv_format, ROUNDED)
+
+
+# --- sampling: one row of logits [V] ---
+
+
+def adjusted(
+    logits: Seq[float] | NDArray[np.floating],
+    params: SamplingParams,
+    prompt: Seq[int],
+    output: Seq[int],
+    eos: Seq[int] = (),
+) -> list[float]:
+    """Logits after restrictions, bias and penalties, given everything written so far."""
+    row = [float(x) for x in logits]
+    for token in range(len(row)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            row[token] = -math.inf
+        if token in params.banned_token_ids:
+            row[token] = -math.inf
+        if len(output) < params.min_tokens and (token in eos or token in params.stop_token_ids):
+            row[token] = -math.inf
+        row[token] += params.logit_bias.get(token, 0.0)
+        count = list(output).count(token)
+        if token in output or token in prompt:
+            repeat = params.repetition_penalty
+            row[token] = row[token] / repeat if row[token] > 0 else row[token] * repeat
+        row[token] -= params.frequency_penalty * count
+        row[token] -= params.presence_penalty if count else 0.0
+    return row
+
+
+def kept(row: Seq[float], params: SamplingParams, slack: float = 0.0) -> list[float]:
+    """Logits over the temperature, the largest at 0; -inf for what min-p, top-k and top-p drop.
+
+    `slack` moves every border by so much: down where it is positive, so that more is kept.
+    """
+    top = max(row)
+    scaled = [(x - top) / max(params.temperature, 1e-200) for x in row]
+    border = math.log(params.min_p) - slack if params.min_p else -math.inf
+    if params.top_k:
+        border = max(border, sorted(scaled, reverse=True)[min(params.top_k, len(row)) - 1] - slack)
+    scaled = [x if x >= min(border, 0.0) else -math.inf for x in scaled]
+    if params.top_p < 1.0:
+        weights = [math.exp(x) for x in scaled]
+        total, mass, last = sum(weights), 0.0, 0.0
+        for token in sorted(range(len(weights)), key=lambda t: (-weights[t], t)):
+            inside = mass < (params.top_p + slack) * total
+            mass += weights[token]
+            if inside:
+                last = scaled[token]
+            elif not slack > 0.0 or scaled[token] < last - slack:
+                scaled[token] = -math.inf
+    return scaled
+
+
+def probabilities(row: Seq[float], params: SamplingParams) -> list[float]:
+    """The distribution that a token is drawn from, given adjusted logits; greedy is the limit of no temperature."""
+    if params.temperature == 0.0:
+        best = list(row).index(max(row))
+        return [1.0 if t == best else 0.0 for t in range(len(row))]
+    weights = [math.exp(x) for x in kept(row, params)]
+    total = sum(weights)
+    return [w / total for w in weights]
+
+
+def gumbel(seed: int, position: int, count: int) -> Floats:
+    """Gumbel noise of tokens 0 .. count - 1: SplitMix64's outputs under the key of (seed, position) as uniforms."""
+    mask = 2**64 - 1
+
+    def mix(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        return z ^ z >> 31
+
+    key = mix(mix(seed & mask) ^ (position * 0xD1342543DE82EF95 + 1) & mask)
+    bits = [mix(key + (i + 1) * 0x9E3779B97F4A7C15 & mask) >> 11 for i in range(count)]
+    uniform = np.minimum((np.array(bits, np.float64) + 0.5) * 2.0**-53, 1 - 2.0**-53)
+    return -np.log(-np.log(uniform))
+
+
+def judge(
+    logits: Floats,
+    params: SamplingParams,
+    seed: int,
+    prompt: Seq[int],
+    output: Seq[int],
+    token: int,
+    eos: Seq[int] = (),
+    near: float = 0.0,
+) -> tuple[bool, bool]:
+    """Is `token` the choice after prompt and output? And if not: is it within `near` (in logits) of being it?"""
+    row = adjusted(logits, params, prompt, output, eos)
+    if params.temperature == 0.0:
+        return row.index(max(row)) == token, row[token] >= max(row) - 2 * near
+    noise = gumbel(seed, len(prompt) + len(output), len(row))
+    scores = np.array(kept(row, params)) + noise
+    if int(scores.argmax()) == token:
+        return True, True
+    slack = 2 * near / params.temperature
+    loose, strict = (np.array(kept(row, params, by)) + noise for by in (slack, -slack))
+    return False, bool(loose[token] >= max(strict.max(), -1e300) - slack)
+
+
+def ends(
+    params: SamplingParams, prompt: Seq[int], output: Seq[int], texts: Seq[str], eos: Seq[int], longest: int
+) -> int | None:
+    """How many tokens of `output` a text has, None if nothing in it ends it; texts[i]: what i + 1 tokens say."""
+    for i, token in enumerate(output):
+        if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
+            return i + 1
+        if i + 1 >= params.min_tokens and any(stop in texts[i] for stop in params.stop):
+            return i + 1
+        if i + 1 >= params.max_tokens or len(prompt) + i + 1 >= longest:
+            return i + 1
+    return None
