@@ -288,8 +288,8 @@ def runs(found: list[Record]) -> str:
     about += (
         f"{f'median of {times} runs' if times > 1 else 'one run'}, at most {found[-1]['config']['max_tokens']} tokens "
     )
-    about += f"a prompt, {found[-1]['time'][:10]}, commit {found[-1]['commit']}. {report.LEGEND}."
-    return "\n".join([*parts, about])
+    about += f"a prompt, {found[-1]['time'][:10]}, commit {found[-1]['commit']}."
+    return "\n".join([*parts, f"{about}\n\n{report.LEGEND.replace('; ', '. ')}."])
 
 
 OWN: dict[str, Callable[[list[Record]], str]] = {
