@@ -71,9 +71,9 @@ def test_every_check_runs_where_the_models_are(
     with pretended_device() as name:
         plain = Ops.linear
 
-        def linear(self: Ops, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        def linear(self: Ops, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
             seen.append(isinstance(x, Elsewhere))
-            return plain(self, x, *more)
+            return plain(self, x, *more, **named)
 
         monkeypatch.setattr(Ops, "linear", linear)
         subject = subject_on(name, pair_folders)
