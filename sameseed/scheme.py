@@ -1,11 +1,10 @@
 """How numbers are stored: QuantTensor (a weight), KVLayer (a layer of the cache), QuantScheme (a choice for a model).
 
-A module on this shelf holds one `FORMAT`, an object that has what `Format` below lists.
+A module of the registry `formats` holds one `FORMAT`, an object that has what `Format` below lists.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sameseed import registry
-from sameseed.errors import ConfigError, RegistryError
+from sameseed.errors import ConfigError, RegistryError, nearest
 
 DENSE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 GROUPS = (32, 64, 128)  # values of a row that may share a scale, besides the whole row
@@ -83,6 +82,10 @@ class Format(Protocol):
     @property
     def weights(self) -> bool:
         """Whether it serves weights; if not, all that concerns them raises ConfigError."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code, without scales: the precision to expect. Codes uint8 of 1, 2 or 4 are packed in files."""
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
@@ -210,8 +213,8 @@ PRESETS: dict[str, tuple[str, str | None]] = {
     "fp8_e5m2-a8": ("fp8_e5m2", "fp8"),
     "auto-a8": ("auto", "int8"),
 }
-VARIANTS = ("auto", "b128", "dq", "mse")
-_NAME = re.compile(rf"(?P<base>.+?)(?:-(?P<variant>{'|'.join(VARIANTS)}))?(?:-g(?P<group>\d+))?(?P<asymmetric>-asym)?")
+OPTIONS = frozenset({"group", "asymmetric", "activations", "activations-fp8"})  # the others are names of variants
+_SUFFIXES = re.compile(r"(?P<a8>-a8)?(-(?P<variant>(?!g\d|asym|a8)[a-z]\w*))?(-g(?P<group>\d+))?(?P<asymmetric>-asym)?")
 
 
 @dataclass(frozen=True)
@@ -240,7 +243,7 @@ class QuantScheme:
         if not self.symmetric and "asymmetric" not in options:
             raise ConfigError(f"format {self.weights!r} has no zero points; leave out -asym, or take w4a8 or w4a16")
         if self.variant is not None and self.variant not in options:
-            own = ", ".join(f"-{v}" for v in VARIANTS if v in options) or "none"
+            own = ", ".join(f"-{v}" for v in sorted(options - OPTIONS)) or "none"
             raise ConfigError(f"format {self.weights!r} has no variant -{self.variant}; it has {own}")
         needed = {None: None, "int8": "activations", "fp8": "activations-fp8"}.get(self.activations, "")
         if needed is not None and needed not in options:
@@ -251,7 +254,7 @@ class QuantScheme:
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
-        """The scheme of that name: a format's or one of PRESETS, with a variant, then -g32|-g64|-g128 and -asym.
+        """The scheme of that name: a format's or one of PRESETS, then -a8, a variant, -g32|-g64|-g128 and -asym.
 
         Rules follow, by commas: `w4a8,lm_head=bf16,model.layers.0.*=w8a8`. Raises RegistryError with the nearest name,
         ConfigError for what the format has not.
@@ -268,17 +271,19 @@ class QuantScheme:
 
     @classmethod
     def _parse_one(cls, text: str) -> QuantScheme:
-        found = _NAME.fullmatch(text.strip().lower())
-        base = found["base"] if found else text
+        text = text.strip().lower()
         known = [*PRESETS, *registry.names("formats"), "auto"]
-        if found is None or base not in known:
-            near = difflib.get_close_matches(base, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+        base = max((n for n in known if f"{text}-".startswith(f"{n}-")), key=len, default="")
+        found = _SUFFIXES.fullmatch(text[len(base) :])
+        if not base or found is None:
             raise RegistryError(
-                f"no format {text!r}{hint} (there are: {', '.join(known)}; int4, int8, int8n and qoq also with -g32, "
-                "-g64, -g128, int4 with -asym; fp8-b128, fp8-auto, nf4-dq, mxfp4-mse)"
+                f"no format {text!r}{nearest(text.split('-g')[0], known)} (there are: {', '.join(known)}; some of them "
+                "with int8 activations: -a8, in groups: -g32, -g64, -g128, with zero points: -asym, and with variants "
+                "of their own: fp8-b128, fp8-auto, nf4-dq, mxfp4-mse)"
             )
         weights, activations = PRESETS.get(base, (base, None))
+        if found["a8"]:
+            activations = "fp8" if "activations-fp8" in weight_format(weights).options else "int8"
         group = None if found["group"] is None else int(found["group"])
         return cls(weights, group, found["asymmetric"] is None, activations, variant=found["variant"])
 
@@ -290,7 +295,7 @@ class QuantScheme:
     def name(self) -> str:
         """The name of the scheme itself, without its rules."""
         names = {value: name for name, value in PRESETS.items() if name != "fp8"}
-        base = names.get((self.weights, self.activations), self.weights)
+        base = names.get((self.weights, self.activations), self.weights + ("-a8" if self.activations else ""))
         own = [f"-{self.variant}"] if self.variant else []
         own += [f"-g{self.group}"] if self.group else []
         return "".join([base, *own, *([] if self.symmetric else ["-asym"])])

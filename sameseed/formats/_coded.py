@@ -43,6 +43,7 @@ def divided(x: Tensor, scales: Tensor) -> Tensor:
     return out.masked_fill_(scales.isnan()[..., None], 0.0) if scales.isnan().any() else out
 
 
+PACKED = (1, 2, 4)  # bits of codes, uint8, that checkpoints pack
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -102,6 +103,32 @@ class Coded:
         parts = {"codes": codes, "scales": scales.contiguous()} | ({} if zeros is None else {"zeros": zeros})
         return QuantTensor(self.name, (codes.shape[0], codes.shape[1]), parts)
 
+    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """A layout of ours: codes of less than a byte are packed, scales and zero points are as they are."""
+        parts = plain(q).parts
+        codes = parts["codes"]
+        tensors = {
+            f"{name}.weight_packed": packed_bytes(codes, self.bits) if self.bits in PACKED else codes,
+            f"{name}.weight_scale": parts["scales"],
+            f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
+        }
+        return tensors | ({f"{name}.weight_zero_point": parts["zeros"]} if "zeros" in parts else {})
+
+    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
+        """Raises ConfigError where the tensors do not fit each other."""
+        height, width = shape_part(name, tensors)
+        bits = self.bits if self.bits in PACKED else 8
+        types = (torch.uint8,) if bits < 8 else (torch.uint8, torch.int8)
+        codes = fitting(name, "weight_packed", tensors, types, height, -(-width * bits // 8))
+        scales, zeros = scales_part(name, tensors, height, width), None
+        if f"{name}.weight_zero_point" in tensors:
+            zeros = fitting(name, "weight_zero_point", tensors, (torch.uint8,), *scales.shape)
+        return self.stored(codes if bits == 8 else unpacked_bytes(codes, bits)[:, :width], scales, zeros)
+
+    def config(self, q: QuantTensor) -> dict[str, object]:
+        """Marked as ours: no other engine reads it."""
+        return compressed_tensors(self.name, q, self.bits, "int", "sameseed")
+
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Not offered unless `kv_dtype` is set."""
         raise ConfigError(f"format {self.name!r} does not serve the KV cache; use e.g. 'bf16' or 'int8'")
@@ -158,6 +185,20 @@ def scales_part(name: str, tensors: Mapping[str, Tensor], height: int, width: in
             f"tensor {name}.weight_scale has {scales.shape[1]} groups, which do not divide {width} columns"
         )
     return scales
+
+
+def packed_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [O, K] of 1, 2 or 4 bits as bytes uint8 [O, ceil(K * bits / 8)], the first in the lowest bits."""
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (8 // bits)))
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    packed: Tensor = (padded.view(len(codes), -1, 8 // bits) << places).sum(-1, dtype=torch.uint8)
+    return packed
+
+
+def unpacked_bytes(packed: Tensor, bits: int) -> Tensor:
+    """The inverse: codes uint8 [O, 8 / bits * W] of bytes [O, W]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None] >> shifts) & (1 << bits) - 1).flatten(1)
 
 
 def compressed_tensors(

@@ -25,11 +25,15 @@ class Dense:
     weights: bool = True
 
     @property
+    def bits(self) -> int:
+        return self.dtype.itemsize * 8
+
+    @property
     def kv_dtype(self) -> torch.dtype | None:
         return self.dtype
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
-        return self.dtype.itemsize * 8
+        return self.bits
 
     def rows_together(self, args: QuantArgs) -> int:
         return 1

@@ -49,6 +49,7 @@ class Int4Sparse:
     """
 
     name = NAME
+    bits = 4
     weights = False
     kv_dtype: torch.dtype | None = torch.uint8
     options: frozenset[str] = frozenset()

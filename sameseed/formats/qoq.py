@@ -12,7 +12,6 @@ from sameseed.errors import ConfigError
 from sameseed.formats._coded import (
     Coded,
     bf16_scales,
-    compressed_tensors,
     divided,
     fitting,
     grouped,
@@ -98,10 +97,6 @@ class QoQ(Coded):
         if (group_scales > 16).any() or (zeros > 15).any():
             raise ConfigError(f"group scales of {name} exceed 16, or zero points 15: this is no qoq, or a damaged file")
         return self.leveled(unpack_int32(packed, width), group_scales, zeros, channel)
-
-    def config(self, q: QuantTensor) -> dict[str, object]:
-        """Marked as ours: no other engine reads it."""
-        return compressed_tensors("qoq", q, 4, "int", "sameseed")
 
 
 def _second(w8: Tensor, low: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,8 +22,8 @@ RATIOS = (0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6)  # of a group's ran
 def possible_codes(q: QuantTensor) -> Tensor:
     """Every code of a stored weight's format [n]. Raises ConfigError if it has none of its own for each value."""
     codes = q.parts.get("codes")
-    bits = getattr(formats.get(q.format), "bits", None)
-    if codes is None or codes.shape != q.shape or bits is None:
+    bits = formats.get(q.format).bits
+    if codes is None or codes.shape != q.shape:
         raise ConfigError(f"format {q.format!r} cannot be rounded column by column; take --method rtn or awq for it")
     own: range | None = getattr(formats.get(q.format), "codes", None)
     if own is None and codes.dtype == torch.int8:

@@ -27,7 +27,7 @@ def weight_schemes() -> list[str]:
         if not fmt.weights or name in DENSE.values():
             continue
         found.append(name)
-        found += [f"{name}-{v}" for v in formats.VARIANTS if v in fmt.options]
+        found += [f"{name}-{v}" for v in sorted(fmt.options - formats.OPTIONS)]
         found += [f"{name}-g32"] if "group" in fmt.options else []
         found += [f"{name}-g64-asym"] if "asymmetric" in fmt.options else []
     return found

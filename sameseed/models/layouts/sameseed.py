@@ -1,7 +1,8 @@
 """Our own layout, for what no other tool's can say: the parts of each QuantTensor by name, a scheme's text a module.
 
 `quantization_config`: {"quant_method": "sameseed", "version": 1, "modules": {"model.layers.0.mlp.up_proj": "qoq"}}.
-Tensors `<module>.<part>`; 4-bit codes [O, K] lie two a byte, the first in the low half: `<module>.codes4` [O, K / 2].
+Tensors `<module>.<part>`; codes [O, K] of b = 1, 2 or 4 bits lie 8 / b a byte, the first in the lowest bits:
+`<module>.codes4` [O, K / 2].
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError
-from sameseed.models.layouts.base import FLOATS, Files, Stored, nibbles
+from sameseed.formats._coded import PACKED, packed_bytes, unpacked_bytes
+from sameseed.models.layouts.base import FLOATS, Files, Stored
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 VERSION = 1
@@ -62,16 +64,16 @@ class Own:
         tensors = {}
         for part, (dtype, scaled, fixed) in like.items():
             want = (-(-scaled * shape[0] // ROWS), *fixed) if scaled else fixed
-            if _packs(scheme.weights, part):
-                tensors[part] = files.expect(f"{name}.{part}4", ["U8"], (shape[0], -(-shape[1] // 2)))
+            if bits := _packed_bits(scheme.weights, part, dtype):
+                tensors[part] = files.expect(f"{name}.{part}{bits}", ["U8"], (shape[0], -(-shape[1] * bits // 8)))
             else:
                 tensors[part] = files.expect(f"{name}.{part}", TYPES[dtype], want)
 
         def read() -> QuantTensor:
             parts = {part: files.raw(at) for part, at in tensors.items()}
-            for part in parts:
-                if _packs(scheme.weights, part):
-                    parts[part] = nibbles(parts[part])[:, : shape[1]].contiguous()
+            for part, (dtype, _, _) in like.items():
+                if bits := _packed_bits(scheme.weights, part, dtype):
+                    parts[part] = unpacked_bytes(parts[part], bits)[:, : shape[1]].contiguous()
             return QuantTensor(scheme.weights, shape, parts, scheme.activations)
 
         return Stored(tuple(tensors.values()), scheme, read)
@@ -113,20 +115,18 @@ def _sampled(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, in
     }
 
 
-def _packs(name: str, part: str) -> bool:
-    """Whether a part is 4-bit codes in bytes."""
-    return part == "codes" and getattr(get(name), "bits", 8) == 4
+def _packed_bits(name: str, part: str, dtype: torch.dtype) -> int:
+    """Bits of a part that holds codes of less than a byte; 0: it is stored as it is."""
+    bits = get(name).bits
+    return bits if part == "codes" and dtype == torch.uint8 and bits in PACKED else 0
 
 
 def tensors_of(name: str, q: QuantTensor) -> dict[str, Tensor]:
     """The tensors of module `name`: what `find` reads."""
     found = {}
     for part, value in q.parts.items():
-        if _packs(q.format, part):
-            codes = torch.nn.functional.pad(value, (0, value.shape[1] % 2))
-            found[f"{name}.{part}4"] = codes[:, ::2] | codes[:, 1::2] << 4
-        else:
-            found[f"{name}.{part}"] = value
+        bits = _packed_bits(q.format, part, value.dtype)
+        found[f"{name}.{part}{bits or ''}"] = packed_bytes(value, bits) if bits else value
     return found
 
 

@@ -39,6 +39,7 @@ from sameseed.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
         ("fp8-a8", QuantScheme("fp8_e4m3", activations="fp8")),
         ("fp8-a8-b128", QuantScheme("fp8_e4m3", activations="fp8", variant="b128")),
         ("fp8_e5m2-a8", QuantScheme("fp8_e5m2", activations="fp8")),
+        ("int4-a8-g32", QuantScheme("int4", 32, activations="int8")),
     ],
 )
 def test_names(text, expected):
@@ -75,6 +76,9 @@ def test_unknown_names_suggest_the_near_one(text, near):
         ("nf4-b128", "no variant -b128; it has -dq"),
         ("fp8_e5m2-auto", "no variant -auto; it has -b128"),
         ("w4a8-dq", "no variant -dq; it has none"),
+        ("fp8-b64", "no variant -b64; it has -auto, -b128"),
+        ("w4a8-g", "no variant -g; it has none"),
+        ("nf4-a8", "only integer weights take int8 activations"),
         ("mxfp4-g64", "no groups at all"),
         ("int4_sparse", "serves the KV cache only"),
     ],
@@ -99,10 +103,8 @@ def test_activations_go_with_integers(weights, activations):
         "-dq",
         "nf4-g32-dq",
         "nf4-dq-dq",
-        "fp8-b64",
         "-g32",
         "-asym",
-        "w4a8-g",
         "w4a8-asym-g32",
         "w4a8-g-32",
         "w4a8\n-g32",
