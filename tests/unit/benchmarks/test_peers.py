@@ -222,10 +222,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_checkpoints_hold_the_same_weights(work: Path) -> None:
     config = read_config(work / "tiny" / "hf-bf16")
     assert (config.num_layers, config.hidden_size, config.head_dim, config.vocab_size) == (2, 256, 64, 2048)
-    name = "model.layers.1.mlp.down_proj"
+    name = "model.layers.1.mlp.down_proj.weight"
     with open_checkpoint(work / "tiny" / "hf-bf16") as plain, open_checkpoint(work / "tiny" / "hf-w8a8") as quantized:
         plain.check(config)
-        q, weight = quantized.stored(name), plain.tensor(f"{name}.weight").float()
+        quantized.check(read_config(work / "tiny" / "hf-w8a8"))
+        q, weight = quantized.stored(name), plain.tensor(name).float()
         assert q.format == "int8" and q.parts["codes"].dtype is torch.int8
         scale = q.parts["scales"].float().reshape(-1, 1)  # [O, 1]
         error = (q.parts["codes"].float() * scale - weight).abs()
