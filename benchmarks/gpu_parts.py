@@ -23,7 +23,7 @@ from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme
 from sameseed.study import limits as machine
 from sameseed.study.limits import Limits
-from sameseed.study.passes import Pass, Subject
+from sameseed.study.passes import Pass, TimedModel
 
 Tell = Callable[[Mapping[str, Any]], None]  # writes one record
 REPEATS, FEWEST = 7, 3
@@ -91,14 +91,14 @@ def warm_up(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, shape:
     tell({"part": "compiling", "shape": shape or sizes.shape, "format": format, "seconds": time.perf_counter() - start})
 
 
-def subject_of(sizes: Sizes, config: ModelConfig, format: str, ops: Ops, device: str) -> Subject:
+def subject_of(sizes: Sizes, config: ModelConfig, format: str, ops: Ops, device: str) -> TimedModel:
     """A random model with a cache for all passes."""
     jobs = passes(sizes)
     longest = max(p.context + p.new_tokens for p in jobs)
-    return Subject(random_model(config, ops, QuantScheme.parse(format), longest, device), "auto", jobs)
+    return TimedModel(random_model(config, ops, QuantScheme.parse(format), longest, device), "auto", jobs)
 
 
-def timed(subject: Subject, job: Pass) -> list[float]:
+def timed(subject: TimedModel, job: Pass) -> list[float]:
     """Milliseconds of a pass, several times, after one that is not counted."""
     once = subject.seconds(job)
     return [1e3 * subject.seconds(job) for _ in range(REPEATS if once < LONG else FEWEST)]
@@ -146,7 +146,7 @@ def measure_costs(
         tell_device(subject, device, [job for job in walls if job.kind != "prefill"], known, shared, tell)
 
 
-def shares(subject: Subject, job: Pass, limits: Limits | None, ms: float) -> dict[str, float | None]:
+def shares(subject: TimedModel, job: Pass, limits: Limits | None, ms: float) -> dict[str, float | None]:
     """Of the limits, what a pass of so many milliseconds reached."""
     if limits is None:
         return {"read_share": None, "compute_share": None}
@@ -157,7 +157,7 @@ def shares(subject: Subject, job: Pass, limits: Limits | None, ms: float) -> dic
     }
 
 
-def tell_curve(subject: Subject, shared: Mapping[str, Any], tell: Tell) -> None:
+def tell_curve(subject: TimedModel, shared: Mapping[str, Any], tell: Tell) -> None:
     """The costs that goodput decides by, as an engine measures them before it serves."""
     curve = measure_curve(subject.runner, 1.0)
     points = [[int(m), 1e3 * s] for m, s in zip(curve.rows, curve.seconds)]
@@ -179,7 +179,7 @@ class _Catch:
 
 
 @contextmanager
-def forward_of(subject: Subject, job: Pass) -> Any:
+def forward_of(subject: TimedModel, job: Pass) -> Any:
     """A call of the model's pass alone: the batch is on the device already."""
     runner, model = subject.runner, subject.runner.model
     catch = runner.model = _Catch(model.device)  # type: ignore[assignment]
@@ -191,7 +191,7 @@ def forward_of(subject: Subject, job: Pass) -> Any:
 
 
 def tell_host(
-    subject: Subject, device: str, walls: Mapping[Pass, float], shared: Mapping[str, Any], tell: Tell
+    subject: TimedModel, device: str, walls: Mapping[Pass, float], shared: Mapping[str, Any], tell: Tell
 ) -> None:
     """How much of a pass's time the device does not work, and which kernels take the rest."""
     chains = [job for job in walls if job.kind == "chain"]
@@ -212,7 +212,7 @@ def tell_host(
 
 
 def tell_device(
-    subject: Subject, device: str, jobs: list[Pass], limits: Limits | None, shared: Mapping[str, Any], tell: Tell
+    subject: TimedModel, device: str, jobs: list[Pass], limits: Limits | None, shared: Mapping[str, Any], tell: Tell
 ) -> None:
     """Passes as CUDA graphs: what the kernels take without a host that launches them, and so what graphs would give."""
     contexts = [job.context for job in jobs if job.kind == "chain"]

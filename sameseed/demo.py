@@ -28,7 +28,7 @@ PROMPTS = (3, 16)  # at least and at most so many prompts
 
 
 @dataclass(frozen=True)
-class Args:
+class DemoArgs:
     """Watch the embedded model write with and without speculation, then compare them side by side."""
 
     model: Annotated[str, option("TEXT")] = "embedded"  # the target: 'embedded', a folder, or a hub id
@@ -40,7 +40,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Show, measure, conclude; exit code 1 if a text differed."""
-    args = parse(Args, argv, prog).args
+    args = parse(DemoArgs, argv, prog).args
     if args.draft == "none" or (args.draft == "auto" and args.model != "embedded"):
         raise ConfigError("the demo needs a draft model; name one with --draft, or leave --model out")
     from rich.console import Console
@@ -148,7 +148,7 @@ def _params(temperature: float, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.95, seed=1)
 
 
-def _measure(bench: Bench, workload: Workload, repeat: int, args: Args, run_id: str) -> list[dict[str, Any]]:
+def _measure(bench: Bench, workload: Workload, repeat: int, args: DemoArgs, run_id: str) -> list[dict[str, Any]]:
     from sameseed.cli.bench import run_with_progress
     from sameseed.study import record
 

@@ -1,4 +1,4 @@
-"""The `sameseed` command. Each subcommand is a module of this package with `Args` (its flags) and `run`.
+"""The `sameseed` command. Each subcommand is a module of this package with a dataclass of its flags and `run`.
 
 Nothing heavy is imported before a subcommand runs: help must answer at once. An error that a user can mend is one line
 on stderr and exit code 2; Ctrl-C is exit code 130; a reader that went away (`| head`) is no error.

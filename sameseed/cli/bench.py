@@ -24,7 +24,7 @@ LEFT_OUT = ("overlap", "temperature", "n", "logprobs")
 
 
 @dataclass(frozen=True)
-class Args:
+class BenchArgs:
     """Measure ways to guess against plain decoding: medians of repetitions in which they take turns.
 
     Lists make a grid: drafts x ks x overlaps x temperatures x batch sizes x formats. `sameseed bench serve` measures a
@@ -52,7 +52,7 @@ def run(argv: Seq[str], prog: str) -> int:
         return bench_serve.run(argv[1:], f"{prog} serve")
     defaults = {"max_tokens": 96, "seed": 1, "top_p": 0.95}
     left_out = (*LEFT_OUT, "prefix_cache", "draft", "format", "num_draft_tokens")
-    parsed = parse(Args, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)
+    parsed = parse(BenchArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)
     args = parsed.args
     if args.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
@@ -81,7 +81,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def _measure(
-    parsed: Parsed[Args], number_format: str, all_params: Seq[SamplingParams], out: Path | None, run_id: str | None
+    parsed: Parsed[BenchArgs], number_format: str, all_params: Seq[SamplingParams], out: Path | None, run_id: str | None
 ) -> tuple[str, bool]:
     """All workloads of one loaded target; returns the run's name and whether all texts agreed."""
     from sameseed.cli.console import stderr_console
@@ -176,7 +176,7 @@ def open_bench(
     return Bench(engine.model, arms, settings, load)
 
 
-def _specs(args: Args, engine: EngineChoice) -> list[SpecConfig]:
+def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
     """The SpecConfigs of each --drafts entry: one for each of --overlaps that it can do. Raises ConfigError, as LLM."""
     from sameseed.engine.levels import check_options, check_overlap, check_policies, goes_ahead, heeds_confidence
     from sameseed.engine.settings import make_config

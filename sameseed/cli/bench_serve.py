@@ -14,14 +14,14 @@ from sameseed.cli.options import option, parse
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.study.load.bench import Arm, Bench, Settings
-    from sameseed.study.load.drive import Level
+    from sameseed.study.load.bench import LoadBench, LoadSettings, ServerArm
+    from sameseed.study.load.drive import LoadLevel
 
 RESULTS = Path("benchmarks/results")
 
 
 @dataclass(frozen=True)
-class Args:
+class BenchServeArgs:
     """Measure what clients of a server get: any that speaks OpenAI's API (sameseed, vLLM, llama-server).
 
     Clients that wait for their answers (--concurrency), or requests that arrive at a rate (--rates); prompts of given
@@ -64,7 +64,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, measure, write; exit code 1 if a request failed, or arms wrote different texts."""
-    args = parse(Args, argv, prog).args
+    args = parse(BenchServeArgs, argv, prog).args
     settings, arms = _settings(args), _arms(args)
     if args.plot is not None:
         from sameseed.study.plot import plot_paths
@@ -84,18 +84,20 @@ def run(argv: Seq[str], prog: str) -> int:
     return 0 if fine else 1
 
 
-async def _measure(args: Args, arms: Seq[Arm], settings: Settings, out: Path | None) -> list[dict[str, Any]]:
+async def _measure(
+    args: BenchServeArgs, arms: Seq[ServerArm], settings: LoadSettings, out: Path | None
+) -> list[dict[str, Any]]:
     """All cells; a table after each shape. Returns the records."""
     from sameseed.cli.console import progress, stderr_console
     from sameseed.study import record
     from sameseed.study.load import report, wire
-    from sameseed.study.load.bench import Bench
+    from sameseed.study.load.bench import LoadBench
 
     widest = max((level.concurrency or 1024) for level in settings.levels)
     made: list[dict[str, Any]] = []
     run_id = record.now()
     async with wire.open_client(_key(args), widest, settings.timeout) as client:
-        bench = Bench(client, arms, settings)
+        bench = LoadBench(client, arms, settings)
         await bench.prepare()
         for shape in settings.shapes:
             found: list[dict[str, Any]] = []
@@ -119,11 +121,11 @@ async def _measure(args: Args, arms: Seq[Arm], settings: Settings, out: Path | N
     return made
 
 
-async def _cell(bench: Bench, shape: Any, level: Level, head: dict[str, Any], bar: Any) -> list[dict[str, Any]]:
-    from sameseed.study.load.bench import Cell
+async def _cell(bench: LoadBench, shape: Any, level: LoadLevel, head: dict[str, Any], bar: Any) -> list[dict[str, Any]]:
+    from sameseed.study.load.bench import LoadCell
     from sameseed.study.load.records import make_records
 
-    cell = Cell(shape, level)
+    cell = LoadCell(shape, level)
     async for label in bench.measure(cell):
         bar.update(bar.tasks[0].id, advance=1, note=f"{level.label} {label}")
     return make_records(bench, cell, head)
@@ -142,10 +144,10 @@ def _show(records: Seq[dict[str, Any]]) -> None:
         console.print(line, style="dim", markup=False, highlight=False)
 
 
-def _settings(args: Args) -> Settings:
+def _settings(args: BenchServeArgs) -> LoadSettings:
     """What is sent. Raises ConfigError."""
-    from sameseed.study.load.bench import Settings
-    from sameseed.study.load.drive import Level
+    from sameseed.study.load.bench import LoadSettings
+    from sameseed.study.load.drive import LoadLevel
     from sameseed.study.load.figures import Bounds
     from sameseed.study.load.prompts import Shape, parse_shape
     from sameseed.study.workload import read_prompts
@@ -158,10 +160,10 @@ def _settings(args: Args) -> Settings:
     rates = [_number(float, text, "--rates") for text in _list(args.rates, "--rates")] if args.rates else []
     clients = [_number(int, text, "--concurrency") for text in _list(args.concurrency, "--concurrency")]
     levels = tuple(
-        [Level(rate=r, burstiness=args.burstiness) for r in rates] or [Level(concurrency=c) for c in clients]
+        [LoadLevel(rate=r, burstiness=args.burstiness) for r in rates] or [LoadLevel(concurrency=c) for c in clients]
     )
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
-    return Settings(
+    return LoadSettings(
         shapes,
         levels,
         prompts=args.prompts,
@@ -178,9 +180,9 @@ def _settings(args: Args) -> Settings:
     )
 
 
-def _arms(args: Args) -> list[Arm]:
+def _arms(args: BenchServeArgs) -> list[ServerArm]:
     """What is compared; the first is the base. Raises ConfigError."""
-    from sameseed.study.load.bench import Arm
+    from sameseed.study.load.bench import ServerArm
     from sameseed.study.load.wire import Endpoint, base_url
 
     if args.compare_speculation and args.baseline_url is not None:
@@ -190,11 +192,11 @@ def _arms(args: Args) -> list[Arm]:
     server = Endpoint(base_url(args.url), args.model or "", args.chat, {**extra, **asked})
     if args.compare_speculation:
         off = Endpoint(server.url, server.model, args.chat, {**extra, "speculation": "off"})
-        return [Arm("off", off), Arm("on", server)]
+        return [ServerArm("off", off), ServerArm("on", server)]
     if args.baseline_url is not None:
         base = Endpoint(base_url(args.baseline_url), args.model or "", args.chat, extra)
-        return [Arm("baseline", base), Arm("server", server)]
-    return [Arm("server", server)]
+        return [ServerArm("baseline", base), ServerArm("server", server)]
+    return [ServerArm("server", server)]
 
 
 def _wish(text: str) -> Any:
@@ -225,7 +227,7 @@ def _number(kind: type[Any], text: str, flag: str) -> Any:
         raise ConfigError(f"{flag} takes numbers, got {text!r}") from None
 
 
-def _key(args: Args) -> str | None:
+def _key(args: BenchServeArgs) -> str | None:
     """The API key: the file's first line, or the first of the variable's. Raises ConfigError."""
     if args.api_key_file is not None:
         try:

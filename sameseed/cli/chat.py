@@ -19,7 +19,7 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops
 
 
 @dataclass(frozen=True)
-class Args:
+class ChatArgs:
     """Talk with a model. On a terminal it asks and answers; from a pipe each line is a turn."""
 
     system: Annotated[str | None, option("TEXT")] = None  # a system message before the conversation
@@ -29,7 +29,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, load, talk."""
-    parsed = parse(Args, argv, prog, engine=True, sampling=True, defaults={"max_tokens": 256}, left_out=["n"])
+    parsed = parse(ChatArgs, argv, prog, engine=True, sampling=True, defaults={"max_tokens": 256}, left_out=["n"])
     from sameseed.cli.console import load_llm
 
     llm = load_llm(parsed.engine, quiet=parsed.args.json)
@@ -39,7 +39,7 @@ def run(argv: Seq[str], prog: str) -> int:
 class Conversation:
     """The messages so far, and how the next answer is shown."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, args: Args) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, args: ChatArgs) -> None:
         self.llm, self.params, self.args = llm, params, args
         self.interactive = sys.stdin.isatty() and not args.json
         self.messages: list[dict[str, str]] = []

@@ -19,15 +19,15 @@ from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
     from sameseed.study.quality.compare import Comparing, Comparison
-    from sameseed.study.quality.suite import Text
-    from sameseed.study.quality.tasks import Settings
+    from sameseed.study.quality.suite import PerplexityText
+    from sameseed.study.quality.tasks import TaskSettings
 
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy", "overlap")  # of a draft, beside its length
 OF_VARIANTS = ("draft", "num_draft_tokens", "format", "kv_format", *SPECULATION)  # not of every engine of a comparison
 
 
 @dataclass(frozen=True)
-class Args:
+class EvalArgs:
     """Measure quality: perplexity by the published protocol, and tasks, each with its 95 % interval.
 
     --compare measures several models or formats side by side, MODEL[@FORMAT[@KVFORMAT]] each, the first being the
@@ -61,7 +61,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Check, measure, show and write."""
-    parsed = parse(Args, argv, prog, engine=True, left_out=("draft",))  # which means another thing for variants
+    parsed = parse(EvalArgs, argv, prog, engine=True, left_out=("draft",))  # which means another thing for variants
     args, engine = parsed.args, parsed.engine
     if args.name is not None:
         if args.compare:
@@ -69,11 +69,11 @@ def run(argv: Seq[str], prog: str) -> int:
         engine = EngineChoice(args.name, engine.settings)
     engine = EngineChoice(engine.model, engine.settings | {"draft": draft_choice(args.draft, engine.model)})
     from sameseed.study.quality import suite
-    from sameseed.study.quality.tasks import Settings
+    from sameseed.study.quality.tasks import TaskSettings
 
-    settings = Settings(args.data, args.limit, args.chat, args.temperature, args.top_p, args.max_tokens, args.seed)
+    settings = TaskSettings(args.data, args.limit, args.chat, args.temperature, args.top_p, args.max_tokens, args.seed)
     settings.params(1, ())  # a bad value fails here
-    text = suite.Text(args.text, args.window, args.stride, args.tokens)
+    text = suite.PerplexityText(args.text, args.window, args.stride, args.tokens)
     out = prepared(args.out)
     if args.compare:
         return _compare(args, engine, settings, text, out)
@@ -82,7 +82,9 @@ def run(argv: Seq[str], prog: str) -> int:
     return _evaluate(args, engine, settings, text, out)
 
 
-def _evaluate(args: Args, engine: EngineChoice, settings: Settings, text: Text, out: Path | None) -> int:
+def _evaluate(
+    args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText, out: Path | None
+) -> int:
     """One model."""
     from sameseed.cli.console import load_llm, stderr_console
     from sameseed.study.quality import records, suite, tables
@@ -103,7 +105,9 @@ def _evaluate(args: Args, engine: EngineChoice, settings: Settings, text: Text, 
     return 0
 
 
-def _compare(args: Args, engine: EngineChoice, settings: Settings, text: Text, out: Path | None) -> int:
+def _compare(
+    args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText, out: Path | None
+) -> int:
     """Several variants."""
     from sameseed.study.quality import compare
     from sameseed.study.quality.variant import Variant

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Args:
+class GenerateArgs:
     """Continue a prompt; the text streams to stdout, a summary goes to stderr."""
 
     prompt: Annotated[str | None, Positional, option("[PROMPT]")] = None  # else --file, else standard input
@@ -33,7 +33,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, load, write."""
-    parsed = parse(Args, argv, prog, engine=True, sampling=True)
+    parsed = parse(GenerateArgs, argv, prog, engine=True, sampling=True)
     args, params = parsed.args, parsed.params
     prompt = read_prompt(args)
     from sameseed.cli.console import load_llm
@@ -48,7 +48,7 @@ def run(argv: Seq[str], prog: str) -> int:
     return _write_text(llm, tokens, params, args.show_draft)
 
 
-def read_prompt(args: Args) -> str:
+def read_prompt(args: GenerateArgs) -> str:
     """The prompt from where the arguments say, without the newline that ends a file. Raises RequestError."""
     if args.prompt is not None and args.file is not None:
         raise RequestError("a prompt and --file were given; leave one out")

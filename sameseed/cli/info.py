@@ -19,7 +19,7 @@ WIDTH = 4096  # values in a row of the weights whose size is told
 
 
 @dataclass(frozen=True)
-class Args:
+class InfoArgs:
     """Show the machine, the backends (and why one cannot run here), formats, drafters and the embedded models."""
 
     json: Annotated[bool, option()] = False  # one JSON line instead of tables
@@ -27,7 +27,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Collect and print."""
-    args = parse(Args, argv, prog).args
+    args = parse(InfoArgs, argv, prog).args
     found = collect()
     if args.json:
         print(json.dumps(found))

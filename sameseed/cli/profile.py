@@ -21,7 +21,7 @@ RECORDS = Path("benchmarks/results/profile.jsonl")
 
 
 @dataclass(frozen=True)
-class Args:
+class ProfileArgs:
     """Measure c(M), the time of one pass over M new tokens against one, in several number formats that take turns.
 
     Also prefill and batch decoding, memory, and the shares of the machine's limits that were reached. Ctrl-C ends the
@@ -51,7 +51,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Check, measure, write; exit code 130 where Ctrl-C ended the measurement."""
-    args = parse(Args, argv, prog).args
+    args = parse(ProfileArgs, argv, prog).args
     if args.list:
         _list()
         return 0
@@ -92,7 +92,7 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"--{flag} takes whole numbers with commas between, e.g. 1,2,4, got {text!r}") from None
 
 
-def _check_outputs(args: Args) -> None:
+def _check_outputs(args: ProfileArgs) -> None:
     """Raise ConfigError if a file could not be written; an hour of measuring should not end in that."""
     from sameseed.study import record
 
@@ -109,7 +109,7 @@ def _check_outputs(args: Args) -> None:
         record.prepare(path, flag)
 
 
-def _measure(args: Args, grid: dict[str, Any]) -> Profile:
+def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:
     from sameseed.cli.console import progress
     from sameseed.study.costs import profile
 
@@ -125,7 +125,7 @@ def _measure(args: Args, grid: dict[str, Any]) -> Profile:
         return profile(args.shape, model=args.model, report=report, **grid)
 
 
-def _write(args: Args, found: Profile) -> None:
+def _write(args: ProfileArgs, found: Profile) -> None:
     from rich.console import Console
 
     from sameseed.cli.console import stderr_console

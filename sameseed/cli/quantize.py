@@ -93,10 +93,10 @@ def _report_settings(args: Args) -> Comparing:
     """What --report measures, with all that can be checked before the model is quantized."""
     from sameseed.cli.eval import check_plot, prepared
     from sameseed.study.quality import compare, suite
-    from sameseed.study.quality.tasks import Settings
+    from sameseed.study.quality.tasks import TaskSettings
 
-    text = suite.Text(args.text, tokens=compare.COMPARE_TOKENS)
-    settings = Settings(data=args.data, seed=args.seed)
+    text = suite.PerplexityText(args.text, tokens=compare.COMPARE_TOKENS)
+    settings = TaskSettings(data=args.data, seed=args.seed)
     asked = compare.Comparing(settings=settings, text=text, engine={"device": args.device})
     asked.settings.params(1, ())  # a bad seed fails here
     suite.check(asked.tasks, asked.settings, asked.text)

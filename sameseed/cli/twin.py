@@ -20,7 +20,7 @@ OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
 
 
 @dataclass(frozen=True)
-class Args:
+class TwinArgs:
     """Write a Llama checkpoint of a real model's shape that computes a small model's function: speed at real size with
     real acceptance, for this engine and for others. Its text is the small model's.
     """
@@ -38,7 +38,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Check, write, say what it is."""
-    args = parse(Args, argv, prog).args
+    args = parse(TwinArgs, argv, prog).args
     example = "e.g. sameseed twin --shape llama-3.2-1b --of embedded-target -o twins/1b"
     if args.shape is None:
         raise ConfigError(f"--shape is missing; {example}")
@@ -82,7 +82,7 @@ def run(argv: Seq[str], prog: str) -> int:
     return 0
 
 
-def _tell_head(args: Args, twin: HeadTwin) -> int:
+def _tell_head(args: TwinArgs, twin: HeadTwin) -> int:
     """Say what was written for a head."""
     vocab = twin.head.config.draft_vocab_size
     if args.json:

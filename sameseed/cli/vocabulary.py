@@ -17,7 +17,7 @@ OUT_ALIAS = arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")
 
 
 @dataclass(frozen=True)
-class Args:
+class VocabularyArgs:
     """Count tokens in a text like those to be written, and list the most frequent: for the option `vocabulary` of
     drafters, e.g. --draft-options '{"vocabulary": "ids.json"}'.
     """
@@ -30,7 +30,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Count, write, say what share of the text the list covers."""
-    args = parse(Args, argv, prog).args
+    args = parse(VocabularyArgs, argv, prog).args
     if args.text is None:
         raise RequestError("a text is missing; e.g. sameseed vocabulary chats.txt --size 8192 -o ids.json")
     from sameseed.drafters._vocabulary import frequent_tokens

@@ -71,7 +71,7 @@ class BatchDecode:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredModel:
     """A model in one format: its size, what one token reads (weights and the first context's KV), what loading took.
 
     `bandwidth_share`: reading at the limit over the time that one row took. `peak`: the arithmetic of its matrix
@@ -97,7 +97,7 @@ class Profile:
     costs: tuple[Cost, ...]
     prefill: tuple[Prefill, ...]
     batch: tuple[BatchDecode, ...]
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredModel, ...]
     limits: Limits
     machine: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
@@ -192,7 +192,7 @@ def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
         ("costs", Cost),
         ("prefill", Prefill),
         ("batch", BatchDecode),
-        ("stored", Stored),
+        ("stored", StoredModel),
     )
     return {"shape": data["shape"], **{name: tuple(kind(**row) for row in data[name]) for name, kind in rows}}
 
@@ -206,10 +206,10 @@ def profile(
     work. A KeyboardInterrupt ends the measurement: what was measured until then comes back as `interrupted`; if nothing
     was, it is raised on.
     """
-    from sameseed.study.grid import Grid
+    from sameseed.study.grid import ProfileGrid
     from sameseed.study.profiler import Profiler
 
-    return Profiler(Grid(**grid), shape, model).run(report)
+    return Profiler(ProfileGrid(**grid), shape, model).run(report)
 
 
 def read_profile(path: Path) -> Profile:

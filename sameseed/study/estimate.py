@@ -70,7 +70,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Counted:
+class RunCounts:
     """What one run did. `seconds`: in all, `prefill`: of that before the first tokens, `outside`: outside the models.
 
     After those, `num_steps`: passes of the target, `num_rounds`: the same counted for every sequence in them.
@@ -87,14 +87,14 @@ class Counted:
     context: float
 
 
-def predict(run: Counted, plain: Counted, target: Curve, draft: Curve | None) -> Prediction:
+def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None) -> Prediction:
     """The speed-up that costs and acceptance promise for a run, of which only its counts are used.
 
     `draft`: passes of the draft model; None: its time is taken from the run. Time outside the models: as in `plain`.
     """
     overhead = plain.outside / plain.num_steps
 
-    def seconds(of: Counted) -> tuple[float, float]:
+    def seconds(of: RunCounts) -> tuple[float, float]:
         together = of.num_rounds / of.num_steps
         rows = together + of.metrics.num_draft_tokens / of.num_steps
         each = [round(of.context)] * max(1, round(together))
@@ -119,7 +119,7 @@ def predict(run: Counted, plain: Counted, target: Curve, draft: Curve | None) ->
     )
 
 
-def _drafting(run: Counted, draft: Curve | None) -> tuple[float, str]:
+def _drafting(run: RunCounts, draft: Curve | None) -> tuple[float, str]:
     """Seconds of drafting in a mean round: passes of the draft model, the first over what was decided since."""
     if draft is None:
         return run.draft / run.num_steps, "run"

@@ -14,7 +14,7 @@ from sameseed.study.passes import MAX_CHAIN, Pass
 
 
 @dataclass(frozen=True)
-class Grid:
+class ProfileGrid:
     """What is measured. `formats` are scheme names; `rows` always gain 1, which c is relative to.
 
     `seconds` is the time budget of all passes together, `repeats` the most that one is run; three are always made.

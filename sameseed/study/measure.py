@@ -21,7 +21,7 @@ from sameseed.models.config import read_config
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from sameseed.spec.drafter import Drafter, LengthPolicy, NoDrafter
-from sameseed.study.estimate import Counted, Prediction, draft_curve, predict
+from sameseed.study.estimate import Prediction, RunCounts, draft_curve, predict
 from sameseed.study.workload import Arm, Prompt, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
@@ -52,14 +52,14 @@ class Run:
     def overhead(self) -> float:
         return self.seconds - self.times.target - self.times.draft
 
-    def counted(self, batch_size: int) -> Counted:
+    def counted(self, batch_size: int) -> RunCounts:
         """What a prediction needs to know of it; `batch_size`: completions that ran together."""
         done = self.completions
         batches = [done[i : i + batch_size] for i in range(0, len(done), batch_size)]
         prefill = sum(max(c.metrics.time_to_first_token for c in batch) for batch in batches)
         context = sum(c.metrics.num_prompt_tokens + c.metrics.num_output_tokens / 2 for c in done) / max(1, len(done))
         steps, rounds = max(1, self.num_steps - len(batches)), max(1, self.metrics.num_rounds - len(done))
-        return Counted(self.metrics, steps, rounds, self.seconds, prefill, self.times.draft, self.overhead, context)
+        return RunCounts(self.metrics, steps, rounds, self.seconds, prefill, self.times.draft, self.overhead, context)
 
     @property
     def texts(self) -> list[tuple[int, ...]]:

@@ -58,7 +58,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Work:
+class PassWork:
     """What a pass must do at least: bytes to read, operations of the matrices, float operations of attention."""
 
     num_bytes: float
@@ -79,7 +79,7 @@ def cache_format(dense: str, asked: str) -> str:
     return kv_format(dense, EngineConfig(cache=CacheConfig(format=asked)))
 
 
-class Subject:
+class TimedModel:
     """A loaded model with a cache whose rows hold noise: what they say does not matter, that they are read does."""
 
     def __init__(self, model: Llama, kv_format: str, passes: Iterable[Pass]) -> None:
@@ -126,7 +126,7 @@ class Subject:
         assert self.runner.blocks.reserve(seq, job.context + job.new_tokens)
         return seq
 
-    def work(self, job: Pass) -> Work:
+    def work(self, job: Pass) -> PassWork:
         """The least that a pass of this model must do."""
         c = self.config
         width = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
@@ -141,7 +141,7 @@ class Subject:
             read += min(job.context, reach)
         attention_ops = 4.0 * c.num_heads * c.head_dim * keys * job.num_seqs
         kv_bytes = self.kv_row_bytes / c.num_layers * read * job.num_seqs
-        return Work(self.read_bytes + kv_bytes, matrix_ops, attention_ops)
+        return PassWork(self.read_bytes + kv_bytes, matrix_ops, attention_ops)
 
 
 def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:

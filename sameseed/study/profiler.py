@@ -19,10 +19,10 @@ from sameseed.models.synthetic import RandomCheckpoint, random_model
 from sameseed.models.weights import weight_bytes
 from sameseed.scheme import QuantScheme
 from sameseed.study import memory, record
-from sameseed.study.costs import BatchDecode, Cost, Prefill, Profile, Report, Stored
-from sameseed.study.grid import Grid
+from sameseed.study.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
+from sameseed.study.grid import ProfileGrid
 from sameseed.study.limits import Limits, measure_limits
-from sameseed.study.passes import Pass, Subject, Work, cache_bytes, cache_format
+from sameseed.study.passes import Pass, PassWork, TimedModel, cache_bytes, cache_format
 from sameseed.study.shapes import get_shape, shape_as_dict
 
 MIN_REPEATS = 3
@@ -44,10 +44,10 @@ class Candidate:
     chains: list[Pass]
     others: list[Pass]
     num_bytes: int  # weights and cache, estimated
-    subject: Subject | None = None
+    subject: TimedModel | None = None
     samples: dict[Pass, list[float]] = field(default_factory=dict)  # seconds
-    work: dict[Pass, Work] = field(default_factory=dict)
-    stored: Stored | None = None
+    work: dict[Pass, PassWork] = field(default_factory=dict)
+    stored: StoredModel | None = None
 
     def seconds(self, job: Pass) -> float:
         """Time one pass."""
@@ -58,7 +58,7 @@ class Candidate:
 class Profiler:
     """One measurement, checked before any work is done."""
 
-    def __init__(self, grid: Grid, shape: str | None = None, model: str | None = None) -> None:
+    def __init__(self, grid: ProfileGrid, shape: str | None = None, model: str | None = None) -> None:
         """`shape` is a name, `model` a folder or hub id: one of them. Raises what `costs.profile` raises."""
         if (shape is None) == (model is None):
             raise ConfigError("give either a shape by name or a model, e.g. --shape llama-3.2-1b")
@@ -156,11 +156,11 @@ class Profiler:
         else:
             model = load_model(x.folder, self.ops, quant, longest, self.grid.device, progress)
         took = time.perf_counter() - start
-        subject = x.subject = Subject(model, self.grid.kv_format, x.chains + x.others)
+        subject = x.subject = TimedModel(model, self.grid.kv_format, x.chains + x.others)
         subject.seconds(x.chains[-1])  # scratch memory belongs to what it takes
         self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
         first = subject.work(x.chains[0])
-        x.stored = Stored(
+        x.stored = StoredModel(
             x.format,
             subject.kv_format,
             subject.weight_bytes,
@@ -230,7 +230,7 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
     costs: list[Cost] = []
     prefill: list[Prefill] = []
     batch: list[BatchDecode] = []
-    stored: list[Stored] = []
+    stored: list[StoredModel] = []
     for x in candidates:
         if x.stored is None:
             continue

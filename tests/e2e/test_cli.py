@@ -18,7 +18,7 @@ from lawkit import write_model, write_tokenizer
 
 from sameseed import LLM, demo, ops
 from sameseed.cli import COMMANDS, main
-from sameseed.cli.bench import Args, _specs
+from sameseed.cli.bench import BenchArgs, _specs
 from sameseed.cli.options import EngineChoice, parse
 from sameseed.config import draft_text
 from sameseed.errors import ConfigError
@@ -214,17 +214,19 @@ def test_bench_overlaps_only_where_drafts_can(pair_folders: tuple[Path, Path], m
     monkeypatch.setattr(ops, "available_cores", lambda: 2)
     target, draft = map(str, pair_folders)
     head = str(pair_folders[0].parent / "head")
-    engine = parse(Args, [], "bench", engine=True).engine
+    engine = parse(BenchArgs, [], "bench", engine=True).engine
     engine = EngineChoice(target, engine.settings)
-    specs = _specs(Args(drafts=("ngram", draft, f"ngram + {draft}", head), overlaps=(0, 1)), engine)
+    specs = _specs(BenchArgs(drafts=("ngram", draft, f"ngram + {draft}", head), overlaps=(0, 1)), engine)
     assert [(draft_text(s), s.overlap) for s in specs].count(("draft_model", 1)) == 1
     assert [s.overlap for s in specs] == [0, 0, 1, 0, 0]
     unsure = EngineChoice(target, {**engine.settings, "confidence": 0.4})
-    assert [s.confidence for s in _specs(Args(drafts=("ngram", draft)), unsure)] == [None, 0.4]
+    assert [s.confidence for s in _specs(BenchArgs(drafts=("ngram", draft)), unsure)] == [None, 0.4]
     with pytest.raises(ConfigError, match="none of 2 core"):
-        _specs(Args(drafts=(draft,), overlaps=(2,)), engine)
+        _specs(BenchArgs(drafts=(draft,), overlaps=(2,)), engine)
     with pytest.raises(ConfigError, match="max_ngrm"):
-        _specs(Args(drafts=("ngram",)), EngineChoice(target, {**engine.settings, "draft_options": {"max_ngrm": 3}}))
+        _specs(
+            BenchArgs(drafts=("ngram",)), EngineChoice(target, {**engine.settings, "draft_options": {"max_ngrm": 3}})
+        )
 
 
 def test_bench_table_shows_every_way(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

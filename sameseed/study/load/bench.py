@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import ConfigError
 from sameseed.study.load import drive, figures, outcome, prompts, wire
-from sameseed.study.load.drive import Level
+from sameseed.study.load.drive import LoadLevel
 from sameseed.study.load.figures import Bounds
-from sameseed.study.load.outcome import Outcome
-from sameseed.study.load.prompts import Shape, Source
+from sameseed.study.load.outcome import RequestOutcome
+from sameseed.study.load.prompts import PromptSource, Shape
 from sameseed.study.load.wire import Endpoint
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Arm:
+class ServerArm:
     """One of the things that are compared: a server, or what is asked of it."""
 
     label: str
@@ -28,14 +28,14 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoadSettings:
     """What is sent, how often and how. `num_requests` None: four for each client, eight at least.
 
     `max_seconds`: of one run of an arm, after which nothing more is sent; what was sent is waited for.
     """
 
     shapes: tuple[Shape, ...]
-    levels: tuple[Level, ...]
+    levels: tuple[LoadLevel, ...]
     prompts: str = "text"
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     seed: int = 1
@@ -59,7 +59,7 @@ class Settings:
             if value is not None and not value > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds, got {value}")
 
-    def count(self, level: Level) -> int:
+    def count(self, level: LoadLevel) -> int:
         """Requests of a repetition."""
         return self.num_requests or max(8, 4 * (level.concurrency or 8))
 
@@ -68,26 +68,26 @@ class Settings:
 class Repetition:
     """What one arm did once."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     summary: dict[str, Any]
 
 
 @dataclass
-class Cell:
+class LoadCell:
     """One shape at one level: the repetitions of each arm, in turns."""
 
     shape: Shape
-    level: Level
+    level: LoadLevel
     repetitions: dict[str, list[Repetition]] = field(default_factory=dict)
 
 
-class Bench:
+class LoadBench:
     """Runs everything over one client with connections that stay open."""
 
-    def __init__(self, client: httpx.AsyncClient, arms: Seq[Arm], settings: Settings) -> None:
+    def __init__(self, client: httpx.AsyncClient, arms: Seq[ServerArm], settings: LoadSettings) -> None:
         self.client, self.arms, self.settings = client, list(arms), settings
         self.max_model_len: int | None = None
-        self._source: Source | None = None
+        self._source: PromptSource | None = None
         self._salt = f"bench {time.time_ns()}"
 
     async def prepare(self) -> None:
@@ -143,7 +143,7 @@ class Bench:
         about = about if isinstance(about, dict) else None
         return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")), speculation=about)
 
-    async def _check_wish(self, arm: Arm) -> None:
+    async def _check_wish(self, arm: ServerArm) -> None:
         """A server that does not read `speculation` would measure one thing twice. Raises ConfigError."""
         shape = Shape(None, 24)
         body = self._body(arm, shape, prompts.fields(shape, self.settings.sampling, 0, self._salt, False), {})
@@ -160,10 +160,12 @@ class Bench:
                 "and give its address with --baseline-url"
             )
 
-    def _body(self, arm: Arm, shape: Shape, common: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
+    def _body(
+        self, arm: ServerArm, shape: Shape, common: Mapping[str, Any], prompt: Mapping[str, Any]
+    ) -> dict[str, Any]:
         return {"model": arm.endpoint.model, **prompt, **common, **arm.endpoint.fields}
 
-    async def measure(self, cell: Cell) -> AsyncIterator[str]:
+    async def measure(self, cell: LoadCell) -> AsyncIterator[str]:
         """Fill a cell; yields the arm's label after every run of an arm."""
         shape, level = cell.shape, cell.level
         for arm in self.arms:
@@ -177,7 +179,7 @@ class Bench:
                 cell.repetitions[arm.label].append(done)
                 yield arm.label
 
-    async def _run(self, arm: Arm, shape: Shape, level: Level, number: int, count: int) -> Repetition:
+    async def _run(self, arm: ServerArm, shape: Shape, level: LoadLevel, number: int, count: int) -> Repetition:
         """One arm, once: the prompts and seeds of a repetition are the same for all arms."""
         s, endpoint = self.settings, arm.endpoint
         seed = f"{s.seed} {shape.label} {level.label} {number}"

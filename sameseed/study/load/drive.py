@@ -16,7 +16,7 @@ B = TypeVar("B")
 
 
 @dataclass(frozen=True)
-class Level:
+class LoadLevel:
     """How hard: `concurrency` clients, or `rate` requests a second with this `burstiness`."""
 
     concurrency: int | None = None
@@ -38,7 +38,7 @@ class Level:
         return f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
 
 
-def arrivals(level: Level, count: int, seed: int, seconds: float | None = None) -> list[float]:
+def arrivals(level: LoadLevel, count: int, seed: int, seconds: float | None = None) -> list[float]:
     """Seconds after the start at which requests of an open level arrive: `count`, or those of the first `seconds`.
 
     Gaps follow a gamma distribution of shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less is burstier,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from sameseed.study.load.outcome import Outcome
+from sameseed.study.load.outcome import RequestOutcome
 
 PERCENTILES = (50, 90, 99)
 
@@ -22,7 +22,7 @@ class Bounds:
     ttft: float | None = None
     tpot: float | None = None
 
-    def holds(self, outcome: Outcome) -> bool:
+    def holds(self, outcome: RequestOutcome) -> bool:
         """Is this answer good? A single token has no TPOT to be bounded."""
         tpot = outcome.tpot or 0.0
         return (self.ttft is None or outcome.ttft <= self.ttft) and (self.tpot is None or tpot <= self.tpot)
@@ -48,7 +48,7 @@ def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
     return made
 
 
-def summarize(outcomes: Seq[Outcome], bounds: Bounds) -> dict[str, Any]:
+def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:
     """The figures of one repetition. Failed requests count as requests, never as tokens or times."""
     done = [o for o in outcomes if o.error is None]
     start = min((o.sent for o in outcomes), default=0.0)
@@ -100,7 +100,7 @@ def acceptance(drafts: float, drafted: float, accepted: float, source: str) -> d
     }
 
 
-def told_acceptance(outcomes: Seq[Outcome]) -> dict[str, Any] | None:
+def told_acceptance(outcomes: Seq[RequestOutcome]) -> dict[str, Any] | None:
     """What answers say of their drafts, summed; None where none says anything."""
     found = [o.speculation for o in outcomes if o.speculation]
     names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
@@ -108,14 +108,14 @@ def told_acceptance(outcomes: Seq[Outcome]) -> dict[str, Any] | None:
     return acceptance(drafts, drafted, accepted, "answers")
 
 
-def same_texts(mine: Seq[Outcome], theirs: Seq[Outcome]) -> tuple[int, int]:
+def same_texts(mine: Seq[RequestOutcome], theirs: Seq[RequestOutcome]) -> tuple[int, int]:
     """Requests that both completed with one text (and the same tokens, where both tell them), and all that both did."""
     both = zip(mine, theirs, strict=False)  # whose time ran out sent the first ones only
     pairs = [(a, b) for a, b in both if a.error is None and b.error is None]
     return sum(_same(a, b) for a, b in pairs), len(pairs)
 
 
-def _same(a: Outcome, b: Outcome) -> bool:
+def _same(a: RequestOutcome, b: RequestOutcome) -> bool:
     told = a.token_ids is not None and b.token_ids is not None
     return a.text == b.text and (not told or a.token_ids == b.token_ids)
 

@@ -11,7 +11,7 @@ from sameseed.study.load.wire import Exchange
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """One request. Moments in seconds; `sent` is that of its first try. Where `error` is set, the rest is what came.
 
     `arrivals`: moments of the chunks with tokens. `sizes`: tokens in each of them, None where the server does not tell.
@@ -80,7 +80,7 @@ class _Reading:
     detail: str = ""
 
 
-def read(exchange: Exchange) -> Outcome:
+def read(exchange: Exchange) -> RequestOutcome:
     """What an exchange comes to."""
     reading = _Reading(error=exchange.error, detail=exchange.detail)
     for moment, data in _events(exchange.chunks):
@@ -132,7 +132,7 @@ def _take(reading: _Reading, moment: float, event: Mapping[str, Any]) -> None:
             reading.sizes.append(len(ids))
 
 
-def _outcome(exchange: Exchange, reading: _Reading) -> Outcome:
+def _outcome(exchange: Exchange, reading: _Reading) -> RequestOutcome:
     usage = reading.usage or {}
     counted, num_output = "chunks", len(reading.arrivals)
     if isinstance(usage.get("completion_tokens"), int):
@@ -145,7 +145,7 @@ def _outcome(exchange: Exchange, reading: _Reading) -> Outcome:
     if error is None and not reading.arrivals:
         error, detail = "no token", "the answer holds no text"
     metrics = reading.metrics or {}
-    return Outcome(
+    return RequestOutcome(
         sent=exchange.sent,
         arrivals=tuple(reading.arrivals),
         sizes=tuple(reading.sizes) if reading.sizes and sum(reading.sizes) == num_output else None,

@@ -41,7 +41,7 @@ def parse_shape(text: str, scale: float) -> Shape:
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """Where prompts come from: pieces of text and, where the server tokenizes, their tokens.
 
     `characters`: of a token, on the average; how long a text must be where there are no tokens.
@@ -75,19 +75,19 @@ class Source:
         return made[:wanted]
 
 
-async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> Source:
+async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> PromptSource:
     """The built-in text, in the server's tokens where it has a route /tokenize."""
     prompts = [p for name in BUILT_IN for p in read_prompts(ASSETS / name)]
     pieces = tuple(_plain(p) for p in prompts)
     tokens = [await tokenize(client, endpoint, piece, special=False) for piece in pieces[:1]]
     if tokens[0] is None:
-        return Source(pieces, None)
+        return PromptSource(pieces, None)
     tokens += [await tokenize(client, endpoint, "\n\n" + piece, special=False) for piece in pieces[1:]]
     begun = await tokenize(client, endpoint, pieces[0], special=True) or []
     special = begun[: len(begun) - len(tokens[0])] if begun[-len(tokens[0]) :] == tokens[0] else []
     found = tuple(tuple(t) for t in tokens if t)
     characters = sum(map(len, pieces)) / max(1, sum(map(len, found)))
-    return Source(pieces, found, tuple(special), characters)
+    return PromptSource(pieces, found, tuple(special), characters)
 
 
 def _plain(prompt: Prompt) -> str:
@@ -122,7 +122,7 @@ async def make_prompts(
     shape: Shape,
     count: int,
     seed: str,
-    source: Source | None,
+    source: PromptSource | None,
 ) -> list[dict[str, Any]]:
     """`count` different prompts as fields of a body. `kind`: text, random, or a file. Raises ConfigError."""
     noise = random.Random(f"prompts {seed}")

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from sameseed.study.fields import LOAD_SCHEMA
-from sameseed.study.load.bench import Arm, Bench, Cell, Repetition
+from sameseed.study.load.bench import LoadBench, LoadCell, Repetition, ServerArm
 from sameseed.study.load.figures import same_texts
 
 SPREADS = ("ttft_ms", "tpot_ms", "itl_chunk_ms", "itl_token_ms", "e2e_ms")
@@ -16,7 +16,7 @@ BUSY = 0.7  # share of a core above which the generator may be what is measured
 LATE = 20.0  # ms
 
 
-def config(bench: Bench, arm: Arm, cell: Cell) -> dict[str, Any]:
+def config(bench: LoadBench, arm: ServerArm, cell: LoadCell) -> dict[str, Any]:
     """What was sent, without the server's address, which is nobody's business."""
     s, shape, level = bench.settings, cell.shape, cell.level
     name = s.prompts if s.prompts in ("text", "random") else s.prompts.rpartition("/")[2]
@@ -45,7 +45,7 @@ def config(bench: Bench, arm: Arm, cell: Cell) -> dict[str, Any]:
     }
 
 
-def make_records(bench: Bench, cell: Cell, head: Mapping[str, Any]) -> list[dict[str, Any]]:
+def make_records(bench: LoadBench, cell: LoadCell, head: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The records of a measured cell, one an arm; the first arm is what the others are compared with.
 
     `head`: run, time, commit and machine.
@@ -123,7 +123,7 @@ def _against(mine: list[Repetition], base: list[Repetition]) -> dict[str, Any]:
     }
 
 
-def remarks(bench: Bench, record: Mapping[str, Any], fewest: int) -> list[str]:
+def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[str]:
     """What makes figures less than they seem; said with them, not instead of them.
 
     `fewest`: requests of a repetition, of this arm or of the one that it is compared with.

@@ -22,7 +22,7 @@ MOST = 3
 
 
 @dataclass(frozen=True)
-class Advice:
+class Recommendation:
     """A part (globs over module names), and why it should keep more bits, in words and as a figure where measured."""
 
     modules: tuple[str, ...]
@@ -40,7 +40,7 @@ class Advice:
         }
 
 
-def recorded(variant: Variant) -> list[Advice]:
+def recorded(variant: Variant) -> list[Recommendation]:
     """The recommendation in the checkpoint's quantization.json; empty where there is none, or it says nothing."""
     folder = resolve_model(variant.model)
     path = folder / FILE if folder.is_dir() else folder.with_name(FILE)
@@ -53,7 +53,7 @@ def recorded(variant: Variant) -> list[Advice]:
     for row in rows if isinstance(rows, list) else []:
         modules = row.get("modules") if isinstance(row, dict) else None
         if isinstance(modules, list) and modules:
-            advice.append(Advice(tuple(map(str, modules)), str(row.get("reason", "named by the quantizer"))))
+            advice.append(Recommendation(tuple(map(str, modules)), str(row.get("reason", "named by the quantizer"))))
     return advice
 
 
@@ -72,7 +72,7 @@ def parts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 def measured(
     variant: Variant, baseline: Variant, text: str, settings: dict[str, Any], tick: Callable[[str], None]
-) -> list[Advice]:
+) -> list[Recommendation]:
     """Load the variant again with one part after the other in the checkpoint's own precision, and read a short text.
 
     A part is named if it wins back at least a tenth of the log-likelihood that the format lost; the most a byte first.
@@ -92,7 +92,7 @@ def measured(
     lost = nats - best
     if lost <= 0:
         return []
-    found: list[Advice] = []
+    found: list[Recommendation] = []
     for name, globs in parts(config).items():
         tick(name)
         kept = ",".join([variant.format, *(f"{glob}={dense}" for glob in globs)])
@@ -104,6 +104,6 @@ def measured(
         share, added = (nats - its) / lost, larger - size
         if share >= WORTH and added > 0:
             reason = f"{name}: in {dense} wins back {share:.0%} of the lost log-likelihood for {added / 1e6:.1f} MB"
-            found.append(Advice(globs, reason, share, added))
+            found.append(Recommendation(globs, reason, share, added))
     found.sort(key=lambda a: (a.recovered or 0.0) / (a.added_bytes or 1), reverse=True)
     return found[:MOST]

@@ -23,12 +23,12 @@ from sameseed.errors import ConfigError
 from sameseed.models.loader import EMBEDDED, resolve_model
 from sameseed.scheme import QuantScheme
 from sameseed.study.quality import advice, speed, suite
-from sameseed.study.quality.advice import Advice
+from sameseed.study.quality.advice import Recommendation
 from sameseed.study.quality.bootstrap import Interval, paired_interval
 from sameseed.study.quality.perplexity import ratio
-from sameseed.study.quality.speed import Acceptance, Speed
-from sameseed.study.quality.suite import Quality, Text
-from sameseed.study.quality.tasks import Settings
+from sameseed.study.quality.speed import DraftAcceptance, Speed
+from sameseed.study.quality.suite import PerplexityText, Quality
+from sameseed.study.quality.tasks import TaskSettings
 from sameseed.study.quality.variant import Footprint, Variant, footprint
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
@@ -49,8 +49,8 @@ class Comparing:
     """
 
     tasks: tuple[str, ...] = (suite.PERPLEXITY,)
-    settings: Settings = field(default_factory=Settings)
-    text: Text = field(default_factory=lambda: Text(tokens=COMPARE_TOKENS))
+    settings: TaskSettings = field(default_factory=TaskSettings)
+    text: PerplexityText = field(default_factory=lambda: PerplexityText(tokens=COMPARE_TOKENS))
     draft: str | SpecConfig | None = None
     num_draft_tokens: int = 4
     speculation: dict[str, Any] = field(default_factory=dict)
@@ -71,11 +71,11 @@ class Row:
     disk_bytes: int
     memory: Footprint
     speed: Speed
-    as_target: Acceptance
-    as_draft: Acceptance | None
+    as_target: DraftAcceptance
+    as_draft: DraftAcceptance | None
     ratio: tuple[float, Interval] | None = None  # perplexity over the baseline's
     differences: dict[str, tuple[float, Interval]] = field(default_factory=dict)  # by task, of scores
-    advice: list[Advice] = field(default_factory=list)
+    advice: list[Recommendation] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ def compare(variants: Seq[Variant], asked: Comparing, report: Report = lambda st
         notes = [] if why is None else [f"cannot draft for the baseline: {why}"]
         if speed.drafts_for_itself(v, spec):
             notes.append("it is the draft itself, so n-grams draft for it")
-        target = Acceptance.of(its.drafted[0], seed)
+        target = DraftAcceptance.of(its.drafted[0], seed)
         rows.append(Row(v, quality, v.disk_bytes(), memory, its, target, drafted, notes=notes))
     _judge(rows, asked, report)
     name = draft_text(spec) if spec.model is None else Path(spec.model).name

@@ -19,7 +19,7 @@ from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
 from sameseed.study.quality import data
 from sameseed.study.quality.data import GSM8K, GSM8K_SHOTS, MMLU_PRO, MMLU_PRO_SHOTS, Row
-from sameseed.study.quality.tasks import Report, Result, Settings, silent
+from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, silent
 
 NAMES = ("gsm8k", "mmlu_pro", "mmlu_pro_likelihood")
 SHOTS = 5
@@ -28,7 +28,7 @@ INVALID = "[invalid]"  # the harness's word for an answer without what was asked
 Splits = dict[str, list[Row]]
 
 
-def read(name: str, settings: Settings) -> tuple[Splits, tuple[str, ...]]:
+def read(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...]]:
     """The rows of a task by the harness's name of their split, and what to say of them.
 
     Raises ConfigError for missing or odd data, or where the harness is not installed.
@@ -53,7 +53,7 @@ def read(name: str, settings: Settings) -> tuple[Splits, tuple[str, ...]]:
     return {"validation": data.rows(MMLU_PRO_SHOTS, settings.data), "test": rows}, notes
 
 
-def run(llm: LLM, name: str, settings: Settings, report: Report = silent) -> Result:
+def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) -> TaskResult:
     """Ask a task's questions of a model. Raises ConfigError as `read` does."""
     splits, notes = read(name, settings)
     import datasets
@@ -82,7 +82,7 @@ def run(llm: LLM, name: str, settings: Settings, report: Report = silent) -> Res
     return _gsm8k(samples, notes) if name == "gsm8k" else _mmlu_pro(name, samples, notes)
 
 
-def _gen_kwargs(settings: Settings) -> dict[str, Any]:
+def _gen_kwargs(settings: TaskSettings) -> dict[str, Any]:
     """What differs from the task's own way to write an answer."""
     given: dict[str, Any] = {}
     if settings.temperature > 0:
@@ -115,10 +115,10 @@ def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[
     return list(sources)
 
 
-def _gsm8k(samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> Result:
+def _gsm8k(samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> TaskResult:
     strict = [s["exact_match"] for s in samples if s["filter"] == "strict-match"]
     asked = [s for s in samples if s["filter"] == "flexible-extract"]
-    return Result(
+    return TaskResult(
         "gsm8k",
         "exact match",
         tuple(float(s["exact_match"]) for s in asked),
@@ -131,13 +131,13 @@ def _gsm8k(samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> Result:
     )
 
 
-def _mmlu_pro(name: str, asked: Seq[dict[str, Any]], notes: tuple[str, ...]) -> Result:
+def _mmlu_pro(name: str, asked: Seq[dict[str, Any]], notes: tuple[str, ...]) -> TaskResult:
     letters = name == "mmlu_pro_likelihood"
     scores = tuple(float(s["acc" if letters else "exact_match"]) for s in asked)
     subjects: dict[str, list[float]] = defaultdict(list)
     for score, sample in zip(scores, asked, strict=True):
         subjects[sample["doc"]["category"]].append(score)
-    return Result(
+    return TaskResult(
         name,
         "accuracy",
         scores,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence as Seq
 from sameseed.engine.llm import LLM
 from sameseed.study.quality import data, sandbox
 from sameseed.study.quality.data import HUMANEVAL, Row
-from sameseed.study.quality.tasks import Report, Result, Settings, answer, encode, room, silent
+from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, answer, encode, room, silent
 
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's: what follows the function
 MAX_TOKENS = 512
@@ -37,14 +37,14 @@ def score(
     rows: Seq[Row],
     texts: Seq[str],
     chat: bool = False,
-    limits: sandbox.Limits | None = None,
+    limits: sandbox.SandboxLimits | None = None,
     tick: Callable[[], None] = lambda: None,
-) -> list[sandbox.Outcome]:
+) -> list[sandbox.SandboxOutcome]:
     """Run each answer with its problem's tests, in a sandbox."""
     return sandbox.run_all([program(r, t, chat) for r, t in zip(rows, texts, strict=True)], limits, tick)
 
 
-def run(llm: LLM, settings: Settings, report: Report = silent) -> Result:
+def run(llm: LLM, settings: TaskSettings, report: Report = silent) -> TaskResult:
     """Write and test a solution for each problem. Raises ConfigError for missing data."""
     problems = data.take(data.rows(HUMANEVAL, settings.data), settings.limit)
     params = settings.params(MAX_TOKENS, STOP)
@@ -66,7 +66,7 @@ def run(llm: LLM, settings: Settings, report: Report = silent) -> Result:
     outcomes = score(problems, texts, settings.chat, tick=tick)
     errors = Counter(re.split(r"[:;]", o.error)[0] for o in outcomes if o.error)
     notes = (f"{long} of {len(problems)} prompts do not fit the model's context and count as failed",) if long else ()
-    return Result(
+    return TaskResult(
         "humaneval",
         "pass@1",
         tuple(float(o.passed) for o in outcomes),

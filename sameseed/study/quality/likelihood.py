@@ -23,7 +23,7 @@ LOGIT_BYTES = 64 << 20  # of one pass's table of logits
 
 
 @dataclass(frozen=True)
-class Text:
+class TextToScore:
     """Tokens of which those from `start` (at least 1) on are scored, given all that stand before them.
 
     `others` are tokens that might stand in the last one's place: they are scored there too, at no further pass.
@@ -79,7 +79,7 @@ class Scorer:
         self.max_rows = engine.scheduler.max_num_rows
         self.max_logits = max(1, logit_bytes // (4 * self.runner.model.config.vocab_size))
 
-    def score(self, texts: Iterable[Text]) -> Iterator[Scored]:
+    def score(self, texts: Iterable[TextToScore]) -> Iterator[Scored]:
         """The scores of each text, in order; texts are read as they are needed.
 
         Raises RequestError for one that is longer than the context, or has tokens that the model does not know.
@@ -101,7 +101,7 @@ class Scorer:
             for job in running:
                 self.runner.blocks.release(job.seq)
 
-    def _admit(self, waiting: Iterator[tuple[int, Text]], running: deque[_Job]) -> bool:
+    def _admit(self, waiting: Iterator[tuple[int, TextToScore]], running: deque[_Job]) -> bool:
         """Take sequences until a pass is full; True if there are no more."""
         width = self.runner.model.config.vocab_size
         while sum(job.left for job in running) < self.max_rows:
@@ -216,7 +216,7 @@ def log_likelihoods(
         joins = groups and len(pair[1]) == 1 == len(groups[-1][0][1]) and groups[-1][0][0] == pair[0]
         groups[-1].append(pair) if joins else groups.append([pair])
     texts = (
-        Text(
+        TextToScore(
             (*group[0][0], *group[0][1]), len(group[0][0]), tuple(its[0] for _, its in group) if len(group) > 1 else ()
         )
         for group in groups

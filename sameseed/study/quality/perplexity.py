@@ -16,7 +16,7 @@ import numpy as np
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
 from sameseed.study.quality.bootstrap import Interval, ratio_interval
-from sameseed.study.quality.likelihood import Scorer, Text
+from sameseed.study.quality.likelihood import Scorer, TextToScore
 
 WINDOW, STRIDE = 2048, 512
 
@@ -108,7 +108,9 @@ def perplexity(
     found: list[np.ndarray] = []
     done = 0
 
-    texts = (Text(tokens[begin:end], first - begin) for begin, end, first in windows(len(tokens), window, stride))
+    texts = (
+        TextToScore(tokens[begin:end], first - begin) for begin, end, first in windows(len(tokens), window, stride)
+    )
     for scored in Scorer(llm.engine).score(texts):
         found.append(scored.nll.numpy())
         done += len(found[-1])

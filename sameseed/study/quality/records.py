@@ -10,12 +10,12 @@ from sameseed.engine.llm import LLM
 from sameseed.study import record
 from sameseed.study.fields import EVAL_SCHEMA
 from sameseed.study.quality.compare import Comparison, Row
-from sameseed.study.quality.suite import Quality, Text
-from sameseed.study.quality.tasks import Settings
+from sameseed.study.quality.suite import PerplexityText, Quality
+from sameseed.study.quality.tasks import TaskSettings
 from sameseed.study.quality.variant import Variant, stored_format
 
 
-def _config(variant: Variant, tasks: Seq[str], settings: Settings, text: Text) -> dict[str, Any]:
+def _config(variant: Variant, tasks: Seq[str], settings: TaskSettings, text: PerplexityText) -> dict[str, Any]:
     return {
         "label": variant.label,
         "model": record.model_name(variant.model),
@@ -49,7 +49,7 @@ def _record(config: Mapping[str, Any], quality: Quality, seed: int, run_id: str,
 
 
 def of_model(
-    llm: LLM, variant: Variant, tasks: Seq[str], settings: Settings, text: Text, quality: Quality
+    llm: LLM, variant: Variant, tasks: Seq[str], settings: TaskSettings, text: PerplexityText, quality: Quality
 ) -> dict[str, Any]:
     """The record of one evaluated model."""
     runner = llm.engine.runner

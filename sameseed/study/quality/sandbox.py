@@ -29,7 +29,7 @@ GUARD = Path(__file__).with_name("_guard.py")
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one program may use: seconds of wall and of processor time, bytes of memory and of a file."""
 
     seconds: float = 10.0
@@ -54,18 +54,18 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SandboxOutcome:
     """Did the program run to its end without an error? If not, why not, in a line."""
 
     passed: bool
     error: str | None = None
 
 
-def run(program: str, limits: Limits | None = None) -> Outcome:
+def run(program: str, limits: SandboxLimits | None = None) -> SandboxOutcome:
     """Run a Python program to its end within `limits`. Raises ConfigError where the system has no such limits."""
     if os.name != "posix":
         raise ConfigError("generated code runs only where processes can be limited (Linux, macOS); use one of these")
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     token = secrets.token_hex(16)
     reading, writing = os.pipe()
     try:
@@ -107,20 +107,20 @@ def _start(folder: str, pipe: int, job: str, seconds: float) -> str:
         process.wait()
 
 
-def _outcome(answer: bytes, token: str, ended: str) -> Outcome:
+def _outcome(answer: bytes, token: str, ended: str) -> SandboxOutcome:
     try:
         told = json.loads(answer)
     except (json.JSONDecodeError, UnicodeDecodeError):
-        return Outcome(False, ended)
+        return SandboxOutcome(False, ended)
     if not isinstance(told, dict) or told.get("token") != token:
-        return Outcome(False, ended)
+        return SandboxOutcome(False, ended)
     error = told.get("error")
-    return Outcome(error is None, error)
+    return SandboxOutcome(error is None, error)
 
 
 def run_all(
-    programs: Iterable[str], limits: Limits | None = None, tick: Callable[[], None] = lambda: None
-) -> list[Outcome]:
+    programs: Iterable[str], limits: SandboxLimits | None = None, tick: Callable[[], None] = lambda: None
+) -> list[SandboxOutcome]:
     """Run several programs, as many at once as there are processors; outcomes in order."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     outcomes = []

@@ -16,7 +16,7 @@ from sameseed.models.nested import is_smaller
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme
 from sameseed.study.measure import Bench, Run, fitted, run_batch
-from sameseed.study.passes import Pass, Subject
+from sameseed.study.passes import Pass, TimedModel
 from sameseed.study.quality.bootstrap import Interval, ratio_interval
 from sameseed.study.quality.variant import Variant, stored_format
 from sameseed.study.workload import PLAIN, Arm, Prompt, Workload
@@ -27,7 +27,7 @@ ROUNDS = 15
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class DraftAcceptance:
     """Of a run with a draft: accepted over drafted tokens, their interval over prompts, and tokens a draft yields."""
 
     rate: float | None
@@ -37,7 +37,7 @@ class Acceptance:
     per_pos: tuple[int, ...]
 
     @classmethod
-    def of(cls, run: Run, seed: int) -> Acceptance:
+    def of(cls, run: Run, seed: int) -> DraftAcceptance:
         """From a run's counters."""
         each = [c.metrics.spec for c in run.completions]
         interval = ratio_interval([m.num_accepted_tokens for m in each], [m.num_draft_tokens for m in each], seed)
@@ -179,7 +179,7 @@ def _passes(subjects: Subjects, found: Seq[Speed]) -> None:
         runner = bench.llm.engine.runner
         context = min(CONTEXT, runner.model.max_model_len - CHAIN)
         one, chain = (Pass("chain", context, rows) for rows in (1, CHAIN))
-        subject = Subject(runner.model, runner.cache.format, [one, chain])
+        subject = TimedModel(runner.model, runner.cache.format, [one, chain])
         speed.weight_bytes, speed.kv_row_bytes = subject.weight_bytes, subject.kv_row_bytes
         speed.format = stored_format(bench.llm)
         speed.kv_format, speed.backend = runner.cache.format, runner.model.ops.name
@@ -201,7 +201,7 @@ def as_draft(
     max_tokens: int,
     settings: dict[str, Any],
     seed: int,
-) -> tuple[Acceptance | None, str | None]:
+) -> tuple[DraftAcceptance | None, str | None]:
     """Acceptance of the variant's weights when they draft for the baseline; None, and why, where they cannot.
 
     None without a reason for the baseline's own weights, which agree by construction. The draft's cache has the
@@ -218,4 +218,4 @@ def as_draft(
         run_batch(llm.engine, [(tokens, replace(params, seed=i)) for i, (tokens, _) in enumerate(jobs)], run)
     except (VocabularyError, RequestError, ConfigError) as error:
         return None, str(error)
-    return Acceptance.of(run, seed), None
+    return DraftAcceptance.of(run, seed), None

@@ -11,7 +11,7 @@ from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
 from sameseed.study.quality import data, harness, humaneval
 from sameseed.study.quality.perplexity import STRIDE, WINDOW, Perplexity, perplexity
-from sameseed.study.quality.tasks import Report, Result, Settings, check_names, silent
+from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, check_names, silent
 
 PERPLEXITY = "perplexity"
 TASKS = ("humaneval", *harness.NAMES)
@@ -19,7 +19,7 @@ NAMES = (PERPLEXITY, *TASKS)
 
 
 @dataclass(frozen=True)
-class Text:
+class PerplexityText:
     """What perplexity reads: the WikiText-2 test set, or a file; how its window moves; how many tokens of it."""
 
     file: Path | None = None
@@ -43,7 +43,7 @@ class Quality:
 
     perplexity: Perplexity | None
     text: str | None
-    results: tuple[Result, ...]
+    results: tuple[TaskResult, ...]
     notes: tuple[str, ...] = ()
 
     def as_dict(self, seed: int) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Quality:
         return found
 
 
-def check(tasks: Seq[str], settings: Settings, text: Text) -> None:
+def check(tasks: Seq[str], settings: TaskSettings, text: PerplexityText) -> None:
     """Raise ConfigError for what would fail later: an unknown task, missing or odd data."""
     check_names(tasks, NAMES)
     if settings.limit is not None and settings.limit < 1:
@@ -82,7 +82,9 @@ def check(tasks: Seq[str], settings: Settings, text: Text) -> None:
         text.read(settings.data)
 
 
-def evaluate(llm: LLM, tasks: Seq[str], settings: Settings, text: Text, report: Report = silent) -> Quality:
+def evaluate(
+    llm: LLM, tasks: Seq[str], settings: TaskSettings, text: PerplexityText, report: Report = silent
+) -> Quality:
     """Run the named tasks, perplexity first. Raises ConfigError as `check` does."""
     check_names(tasks, NAMES)
     found: Perplexity | None = None
@@ -107,7 +109,7 @@ def evaluate(llm: LLM, tasks: Seq[str], settings: Settings, text: Text, report: 
     return Quality(found, name, tuple(results), tuple(notes))
 
 
-def text_notes(found: Perplexity, asked: Text, content: str) -> list[str]:
+def text_notes(found: Perplexity, asked: PerplexityText, content: str) -> list[str]:
     """What to say aloud of a perplexity that differs from the published protocol."""
     notes = []
     if found.window < asked.window:

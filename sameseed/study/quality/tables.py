@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sameseed.study.quality.bootstrap import Interval
 from sameseed.study.quality.compare import Comparison, Row
-from sameseed.study.quality.speed import CHAIN, CONTEXT, Acceptance
+from sameseed.study.quality.speed import CHAIN, CONTEXT, DraftAcceptance
 
 LEGEND = (
     "in brackets: 95 % bootstrap intervals (over questions; of perplexity over stretches of text; of ratios paired). "
@@ -138,11 +138,11 @@ def _difference(row: Row, task: str) -> str:
     return _value(*row.differences[task], "+.1%") if task in row.differences else ""
 
 
-def _rate(a: Acceptance) -> str:
+def _rate(a: DraftAcceptance) -> str:
     return "nothing drafted" if a.rate is None else _value(a.rate, a.interval, ".1%")
 
 
-def _length(a: Acceptance) -> str:
+def _length(a: DraftAcceptance) -> str:
     return "" if a.length is None else f"{a.length:.2f}"
 
 

@@ -21,7 +21,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TaskSettings:
     """What all tasks obey: where data are (None: the hub), how many questions, how answers are written.
 
     `chat` puts each prompt into the model's chat template, as one message of the user. `max_tokens` None is each task's
@@ -48,7 +48,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Result:
+class TaskResult:
     """What a task found: `scores`, one a question in the data's order, 0 to 1; `extra` says more, by name."""
 
     task: str

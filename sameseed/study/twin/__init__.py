@@ -17,7 +17,7 @@ from sameseed.models.stream import check_room, num_bytes, stream_weights
 from sameseed.models.weights import Progress
 from sameseed.study.shapes import NAMES, get_shape
 from sameseed.study.twin.head import HeadLayout, HeadTwinSource, make_head_layout
-from sameseed.study.twin.layout import Layout, make_layout, raw_config
+from sameseed.study.twin.layout import TwinLayout, make_layout, raw_config
 from sameseed.study.twin.source import TwinSource
 
 SCHEMA = "sameseed.twin/1"
@@ -29,7 +29,7 @@ class Twin:
     """A written twin: its folder, its layout, and the bytes of its tensors."""
 
     folder: Path
-    layout: Layout
+    layout: TwinLayout
     num_bytes: int
 
 
@@ -151,7 +151,7 @@ Where the small head lies in it, `{RECORD}` says.
 """
 
 
-def _card(of: str, name: str, layout: Layout) -> str:
+def _card(of: str, name: str, layout: TwinLayout) -> str:
     small, big = layout.small, layout.config
     return f"""# {of} in the shape of {name}
 

@@ -18,7 +18,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.eagle_config import HeadConfig, expected_tensors
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import Source
-from sameseed.study.twin.layout import PENALTY, Layout, make_layout, raw_config
+from sameseed.study.twin.layout import PENALTY, TwinLayout, make_layout, raw_config
 from sameseed.study.twin.source import QUIET, Image, TwinSource
 
 DRAFT_VOCAB = 32000  # tokens of a published head for a large vocabulary
@@ -29,8 +29,8 @@ NAMES = "midlayer"
 class HeadLayout:
     """Where a small head lies in a big one. `target_ids` [Vd']: the target's token of each of its own."""
 
-    layout: Layout  # of its one layer
-    target: Layout
+    layout: TwinLayout  # of its one layer
+    target: TwinLayout
     config: HeadConfig
     target_ids: Tensor
     num_live: int  # tokens of the small head: the first of them
@@ -52,7 +52,7 @@ class HeadLayout:
 def make_head_layout(
     head: HeadConfig,
     target_ids: Tensor | None,
-    target: Layout,
+    target: TwinLayout,
     raw: Mapping[str, Any],
     num_tokens: int | None = None,
     name: str = "the shape",

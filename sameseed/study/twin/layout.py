@@ -32,7 +32,7 @@ MAX_THETA = 1e30  # beyond, float32 loses frequencies
 
 
 @dataclass(frozen=True)
-class Layout:
+class TwinLayout:
     """A small model's places in a big one of `config`. Tuples over the big model say what of the small one is there."""
 
     small: ModelConfig
@@ -65,7 +65,7 @@ class Layout:
         }
 
 
-def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], name: str = "the shape") -> Layout:
+def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], name: str = "the shape") -> TwinLayout:
     """Place a model of `small` (whose config.json is `raw`) in the dimensions of `shape`, called `name`.
 
     Raises ConfigError naming the dimension that is too small, or what a Llama of that shape cannot express.
@@ -82,7 +82,7 @@ def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], 
     value = 2.0 ** math.floor(math.log2(small.rms_eps * live / 2) / 2) if padded else 0.0
     eps = (small.rms_eps * live - value**2) / shape.hidden_size
     theta, pairs = _rotary(small, shape.head_dim)
-    return Layout(
+    return TwinLayout(
         small=small,
         config=parse_config(_raw_config(small, shape, raw, eps, theta), where=f"twin of shape {name}"),
         copies=copies,
@@ -98,7 +98,7 @@ def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], 
     )
 
 
-def raw_config(layout: Layout, raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def raw_config(layout: TwinLayout, raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """config.json of the twin; `raw` is the small model's, `dtype` the matrices' ("bfloat16")."""
     c = layout.config
     return {**_raw_config(layout.small, c, raw, c.rms_eps, c.rope.theta), "torch_dtype": dtype}

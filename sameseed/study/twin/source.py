@@ -11,7 +11,7 @@ from torch import Tensor
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import Source, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor
-from sameseed.study.twin.layout import PENALTY, SIGNAL, Layout
+from sameseed.study.twin.layout import PENALTY, SIGNAL, TwinLayout
 
 # What a row is that carries none of the small model's, in a map of rows.
 RANDOM = -1
@@ -42,7 +42,7 @@ class TwinSource:
     numbers are moved, halved and doubled, so that their bits are the same on all.
     """
 
-    def __init__(self, layout: Layout, small: Source, seed: int = 0, device: str = "cpu") -> None:
+    def __init__(self, layout: TwinLayout, small: Source, seed: int = 0, device: str = "cpu") -> None:
         self.layout = layout
         self.small = small
         self.device = device

@@ -10,7 +10,7 @@ import pytest
 
 from sameseed.cli import EXIT_INTERRUPTED, main
 from sameseed.study import limits, record, shapes
-from sameseed.study.passes import Pass, Subject
+from sameseed.study.passes import Pass, TimedModel
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -61,14 +61,14 @@ def test_json_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_interruption_writes_what_there_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = Subject.seconds
+    seconds = TimedModel.seconds
 
-    def stops_at_the_prompt(self: Subject, job: Pass) -> float:
+    def stops_at_the_prompt(self: TimedModel, job: Pass) -> float:
         if job.kind == "prefill":
             raise KeyboardInterrupt
         return seconds(self, job)
 
-    monkeypatch.setattr(Subject, "seconds", stops_at_the_prompt)
+    monkeypatch.setattr(TimedModel, "seconds", stops_at_the_prompt)
     assert run(f"--shape tiny {QUICK} --json p.json") == EXIT_INTERRUPTED
     data = json.loads(Path("p.json").read_text())
     assert data["interrupted"] is True and len(data["costs"]) == 2 and data["prefill"] == []

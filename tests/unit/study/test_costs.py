@@ -16,7 +16,7 @@ from sameseed.errors import ConfigError, RegistryError
 from sameseed.study import fields, grid, limits, profiler, record, shapes
 from sameseed.study.costs import Cost, Profile, profile, read_profile
 from sameseed.study.limits import from_rates
-from sameseed.study.passes import Pass, Subject
+from sameseed.study.passes import Pass, TimedModel
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,31 +162,31 @@ def test_too_little_memory_is_said_first(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_one_after_the_other_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = profiler.Profiler(grid.Grid(formats=("fp32",), **SMALL), "tiny").candidates[0].num_bytes
+    size = profiler.Profiler(grid.ProfileGrid(formats=("fp32",), **SMALL), "tiny").candidates[0].num_bytes
     monkeypatch.setattr(profiler, "available_memory", lambda: profiler.LOADING_BYTES + size)
     loaded = set[int]()
-    seconds = Subject.seconds
+    seconds = TimedModel.seconds
 
-    def watch(self: Subject, job: Pass) -> float:
+    def watch(self: TimedModel, job: Pass) -> float:
         loaded.add(id(self.runner.model))
         return seconds(self, job)
 
-    monkeypatch.setattr(Subject, "seconds", watch)
+    monkeypatch.setattr(TimedModel, "seconds", watch)
     found = profile("tiny", formats=("bf16", "fp32"), **SMALL)
     assert not found.interleaved and found.formats == ("bf16", "fp32") and len(found.costs) == 12
 
 
 def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds, count = Subject.seconds, 0
+    seconds, count = TimedModel.seconds, 0
 
-    def interrupted(self: Subject, job: Pass) -> float:
+    def interrupted(self: TimedModel, job: Pass) -> float:
         nonlocal count
         count += 1
         if count == stop:
             raise KeyboardInterrupt
         return seconds(self, job)
 
-    monkeypatch.setattr(Subject, "seconds", interrupted)
+    monkeypatch.setattr(TimedModel, "seconds", interrupted)
     stop = 2 + 12 + 12 + 5  # both are tried, all chains warmed up and measured once, and a few of them twice
     found = profile("tiny", formats=("bf16", "fp32"), **SMALL)
     assert found.interrupted and found.as_dict()["interrupted"]
@@ -203,8 +203,8 @@ def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch
 
 def test_passes_run_as_verification_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pending token and a chain behind it, logits of all rows; blocks are given back, nothing is cached."""
-    x = profiler.Profiler(grid.Grid(**SMALL), "tiny").candidates[0]
-    p = profiler.Profiler(grid.Grid(**SMALL), "tiny")
+    x = profiler.Profiler(grid.ProfileGrid(**SMALL), "tiny").candidates[0]
+    p = profiler.Profiler(grid.ProfileGrid(**SMALL), "tiny")
     p._load(x, lambda *args: None)
     subject = x.subject
     assert subject is not None

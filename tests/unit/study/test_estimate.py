@@ -8,7 +8,7 @@ import pytest
 
 from sameseed.lengths._cost import Curve
 from sameseed.request import SpecMetrics
-from sameseed.study.estimate import Counted, chain_speedup, expected_tokens, predict, rates_of
+from sameseed.study.estimate import RunCounts, chain_speedup, expected_tokens, predict, rates_of
 
 
 @pytest.mark.parametrize(("rate", "k"), [(0.8, 4), (0.5, 7), (0.9, 1), (0.3, 0)])
@@ -54,8 +54,8 @@ def test_a_machine_whose_costs_are_known(batch: int, known: bool) -> None:
     for _ in range(plain_steps * batch):
         plain.update(0, 0)
     alone = plain_steps * (target.at(batch) + extra + 0.0005)
-    before = Counted(plain, plain_steps, plain_steps * batch, alone + 0.1, 0.1, 0.0, plain_steps * 0.0005, context)
-    after = Counted(metrics, steps, steps * batch, seconds + 0.1, 0.1, drafting, 9.0, context)
+    before = RunCounts(plain, plain_steps, plain_steps * batch, alone + 0.1, 0.1, 0.0, plain_steps * 0.0005, context)
+    after = RunCounts(metrics, steps, steps * batch, seconds + 0.1, 0.1, drafting, 9.0, context)
     found = predict(after, before, target, draft if known else None)
     assert found.speedup == pytest.approx((alone + 0.1) / (seconds + 0.1), rel=0.01)
     assert abs(found.error) < 0.01

@@ -6,7 +6,7 @@ import pytest
 from fixtures_models import tiny_model
 
 from sameseed import registry, scheme
-from sameseed.study.passes import Pass, Subject, cache_bytes
+from sameseed.study.passes import Pass, TimedModel, cache_bytes
 
 KV_FORMATS = [name for name in registry.names("formats") if scheme.get(name).kv_dtype is not None]
 
@@ -14,7 +14,7 @@ KV_FORMATS = [name for name in registry.names("formats") if scheme.get(name).kv_
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_a_cache_of_noise_in_every_format(name: str) -> None:
     job = Pass("chain", 20, 3)
-    subject = Subject(tiny_model("reference"), name, [job])
+    subject = TimedModel(tiny_model("reference"), name, [job])
     layer = subject.runner.cache.layer(0)
     assert layer.k.float().std() > 0
     assert subject.runner.cache.nbytes == cache_bytes(subject.config, name, [job])

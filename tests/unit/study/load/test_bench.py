@@ -16,16 +16,16 @@ from rich.console import Console
 from sameseed.errors import ConfigError
 from sameseed.study import fields
 from sameseed.study.load import prompts, report, wire
-from sameseed.study.load.bench import Arm, Bench, Cell, Settings
-from sameseed.study.load.drive import Level
+from sameseed.study.load.bench import LoadBench, LoadCell, LoadSettings, ServerArm
+from sameseed.study.load.drive import LoadLevel
 from sameseed.study.load.figures import same_texts
-from sameseed.study.load.outcome import Outcome
+from sameseed.study.load.outcome import RequestOutcome
 from sameseed.study.load.prompts import Shape, parse_shape
 from sameseed.study.load.records import make_records
 from sameseed.study.load.wire import Endpoint
 
 HEAD = {"run": "r", "time": "2026-01-01T00:00:00+00:00", "commit": "c", "machine": {"cpu": "some CPU", "cores": 2}}
-SETTINGS = Settings((Shape(12, 4),), (Level(concurrency=2),), num_requests=3, repeat=2, warm_up=1)
+SETTINGS = LoadSettings((Shape(12, 4),), (LoadLevel(concurrency=2),), num_requests=3, repeat=2, warm_up=1)
 
 
 @dataclass
@@ -88,20 +88,22 @@ class Fake:
         return b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in [*lines, end]) + b"data: [DONE]\n\n"
 
 
-def arms(**on: Any) -> list[Arm]:
+def arms(**on: Any) -> list[ServerArm]:
     base = Endpoint("http://fake")
-    return [Arm("off", replace(base, fields={"speculation": "off"})), Arm("on", replace(base, fields=on))]
+    return [ServerArm("off", replace(base, fields={"speculation": "off"})), ServerArm("on", replace(base, fields=on))]
 
 
-async def measure(fake: Callable[[httpx.Request], httpx.Response], settings: Settings, given: list[Arm]) -> Any:
+async def measure(
+    fake: Callable[[httpx.Request], httpx.Response], settings: LoadSettings, given: list[ServerArm]
+) -> Any:
     """All cells; returns the bench and the records."""
     found = []
     async with httpx.AsyncClient(transport=httpx.MockTransport(fake)) as client:
-        bench = Bench(client, given, settings)
+        bench = LoadBench(client, given, settings)
         await bench.prepare()
         for shape in settings.shapes:
             for level in settings.levels:
-                cell = Cell(shape, level)
+                cell = LoadCell(shape, level)
                 async for _ in bench.measure(cell):
                     pass
                 found += make_records(bench, cell, HEAD)
@@ -137,17 +139,17 @@ async def test_another_text_is_seen() -> None:
 
 async def test_refusals_are_tried_again_and_counted() -> None:
     fake = Fake(busy=3)
-    _, records = await measure(fake, replace(SETTINGS, warm_up=0), [Arm("server", Endpoint("http://fake"))])
+    _, records = await measure(fake, replace(SETTINGS, warm_up=0), [ServerArm("server", Endpoint("http://fake"))])
     assert records[0]["retries"] == 3 and not records[0]["errors"]
     _, records = await measure(
-        Fake(busy=99), replace(SETTINGS, warm_up=0, max_retries=1), [Arm("server", Endpoint("http://fake"))]
+        Fake(busy=99), replace(SETTINGS, warm_up=0, max_retries=1), [ServerArm("server", Endpoint("http://fake"))]
     )
     assert records[0]["errors"] == {"HTTP 503 after 1 retries": 6} and records[0]["retries"] == 6
     assert records[0]["output_tokens_per_s"] == 0
 
 
 async def test_errors_stay_in_sight() -> None:
-    _, records = await measure(Fake(status=400), SETTINGS, [Arm("server", Endpoint("http://fake"))])
+    _, records = await measure(Fake(status=400), SETTINGS, [ServerArm("server", Endpoint("http://fake"))])
     assert records[0]["errors"] == {"HTTP 400": 6}
     lines = report.notes(records)
     assert any("6 HTTP 400" in line and "no such thing" in line for line in lines)
@@ -172,7 +174,7 @@ async def test_what_the_server_knew_before_and_bursts_are_said() -> None:
 
 async def test_a_server_that_tells_less() -> None:
     fake = Fake(reads_speculation=False, tokenizes=False, tells_usage=False)
-    bench, records = await measure(fake, replace(SETTINGS, strict=True), [Arm("server", Endpoint("http://fake"))])
+    bench, records = await measure(fake, replace(SETTINGS, strict=True), [ServerArm("server", Endpoint("http://fake"))])
     assert not bench.tokenized and isinstance(fake.seen[0]["prompt"], str)
     assert not {"ignore_eos", "cache_salt", "return_token_ids"} & fake.seen[0].keys()
     said = " ".join(records[0]["remarks"])
@@ -180,7 +182,7 @@ async def test_a_server_that_tells_less() -> None:
     assert records[0]["acceptance"]["source"] == "/metrics"
     assert records[0]["acceptance"]["mean_acceptance_length"] == 4.0
     with pytest.raises(ConfigError, match="no /tokenize"):
-        await measure(fake, replace(SETTINGS, prompts="random"), [Arm("server", Endpoint("http://fake"))])
+        await measure(fake, replace(SETTINGS, prompts="random"), [ServerArm("server", Endpoint("http://fake"))])
 
 
 async def test_what_cannot_be_compared_is_refused() -> None:
@@ -205,7 +207,7 @@ async def test_what_cannot_be_compared_is_refused() -> None:
 async def test_chat_random_tokens_and_files(tmp_path: Path) -> None:
     fake = Fake()
     endpoint = Endpoint("http://fake", chat=True)
-    await measure(fake, replace(SETTINGS, prompts="random", warm_up=0), [Arm("server", endpoint)])
+    await measure(fake, replace(SETTINGS, prompts="random", warm_up=0), [ServerArm("server", endpoint)])
     contents = [b["messages"][0]["content"] for b in fake.seen]
     assert len(set(contents)) == 6 and all(len(c) == 11 for c in contents)  # the special token is the template's
     file = tmp_path / "some.jsonl"
@@ -213,13 +215,13 @@ async def test_chat_random_tokens_and_files(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps(r) for r in rows))
     fake.seen.clear()
     of_file = replace(SETTINGS, prompts=str(file), shapes=(Shape(None, 4),), warm_up=0)
-    _, records = await measure(fake, of_file, [Arm("server", endpoint)])
+    _, records = await measure(fake, of_file, [ServerArm("server", endpoint)])
     assert {len(b["messages"]) for b in fake.seen} == {1, 2}
     assert records[0]["config"]["prompts"] == "some.jsonl" and records[0]["config"]["lengths"] == "file-4"
 
 
 async def test_an_open_level_is_recorded() -> None:
-    level = Level(rate=500.0, burstiness=0.5)
+    level = LoadLevel(rate=500.0, burstiness=0.5)
     _, records = await measure(Fake(), replace(SETTINGS, levels=(level,)), arms())
     config = records[0]["config"]
     assert (config["concurrency"], config["rate"], config["burstiness"]) == (None, 500.0, 0.5)
@@ -229,7 +231,7 @@ async def test_an_open_level_is_recorded() -> None:
 
 async def test_a_run_ends_with_its_time() -> None:
     """All levels in one go, each with no more than its time allows; what that means for the figures is said."""
-    levels = tuple(Level(concurrency=c) for c in (1, 2, 4, 8, 16, 32))
+    levels = tuple(LoadLevel(concurrency=c) for c in (1, 2, 4, 8, 16, 32))
     settings = replace(SETTINGS, levels=levels, num_requests=None, max_seconds=1e-9)
     _, records = await measure(Fake(), settings, arms())
     assert [r["config"]["concurrency"] for r in records[1::2]] == [1, 2, 4, 8, 16, 32]
@@ -248,9 +250,9 @@ async def test_a_run_ends_with_its_time() -> None:
 
 
 async def test_the_time_that_ended_one_arm_is_said_of_both() -> None:
-    cell = Cell(SETTINGS.shapes[0], SETTINGS.levels[0])
+    cell = LoadCell(SETTINGS.shapes[0], SETTINGS.levels[0])
     async with httpx.AsyncClient(transport=httpx.MockTransport(Fake())) as client:
-        bench = Bench(client, arms(), SETTINGS)
+        bench = LoadBench(client, arms(), SETTINGS)
         await bench.prepare()
         async for _ in bench.measure(cell):
             pass
@@ -260,12 +262,12 @@ async def test_the_time_that_ended_one_arm_is_said_of_both() -> None:
 
 
 def test_texts_are_compared_as_far_as_both_were_sent() -> None:
-    done = [Outcome(sent=0.0, arrivals=(1.0,), text=text) for text in ("a", "b", "c")]
+    done = [RequestOutcome(sent=0.0, arrivals=(1.0,), text=text) for text in ("a", "b", "c")]
     assert same_texts(done, done[:2]) == (2, 2) and same_texts(done[:1], done[1:]) == (0, 1)
 
 
 async def test_table_and_picture(tmp_path: Path) -> None:
-    levels = (Level(concurrency=1), Level(concurrency=4))
+    levels = (LoadLevel(concurrency=1), LoadLevel(concurrency=4))
     _, records = await measure(Fake(), replace(SETTINGS, levels=levels), arms())
     console = Console(width=report.WIDTH, record=True, file=io.StringIO())
     console.print(report.table(records))

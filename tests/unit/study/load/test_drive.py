@@ -8,19 +8,19 @@ import pytest
 
 from sameseed.errors import ConfigError
 from sameseed.study.load import drive
-from sameseed.study.load.drive import Level, arrivals, closed, opened
+from sameseed.study.load.drive import LoadLevel, arrivals, closed, opened
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 16.0])
 def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
-    moments = arrivals(Level(rate=50.0, burstiness=burstiness), 20001, seed=3)
+    moments = arrivals(LoadLevel(rate=50.0, burstiness=burstiness), 20001, seed=3)
     gaps = [b - a for a, b in itertools.pairwise(moments)]
     assert moments[0] == 0 and min(gaps) >= 0
     assert mean(gaps) == pytest.approx(1 / 50, rel=0.06)
     # The coefficient of variation of a gamma distribution of shape b is 1 / sqrt(b); 1 for a Poisson process.
     assert stdev(gaps) / mean(gaps) == pytest.approx(burstiness**-0.5, rel=0.06)
-    assert moments == arrivals(Level(rate=50.0, burstiness=burstiness), 20001, seed=3)
-    assert moments != arrivals(Level(rate=50.0, burstiness=burstiness), 20001, seed=4)
+    assert moments == arrivals(LoadLevel(rate=50.0, burstiness=burstiness), 20001, seed=3)
+    assert moments != arrivals(LoadLevel(rate=50.0, burstiness=burstiness), 20001, seed=4)
 
 
 async def test_closed_keeps_so_many_inside_and_the_order() -> None:
@@ -58,7 +58,7 @@ async def test_closed_ends_with_its_time() -> None:
 
 
 def test_arrivals_end_with_their_time() -> None:
-    level = Level(rate=10.0)
+    level = LoadLevel(rate=10.0)
     whole = arrivals(level, 100, seed=3)
     cut = arrivals(level, 100, seed=3, seconds=2.0)
     assert cut == [moment for moment in whole if moment < 2.0] and 0 < len(cut) < 100
@@ -93,4 +93,4 @@ async def test_opened_waits_for_nobody() -> None:
 @pytest.mark.parametrize("given", [{"concurrency": 0}, {"rate": 0.0}, {"rate": 1.0, "burstiness": 0.0}, {}])
 def test_levels_are_checked(given: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
-        Level(**given)  # type: ignore[arg-type]
+        LoadLevel(**given)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import pytest
 
 from sameseed.study.load import figures
 from sameseed.study.load.figures import Bounds
-from sameseed.study.load.outcome import Outcome
+from sameseed.study.load.outcome import RequestOutcome
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
@@ -17,9 +17,9 @@ def test_percentiles_are_numpys(count: int, percent: float) -> None:
 
 
 def test_summary_counts_only_what_was_completed() -> None:
-    good = Outcome(10.0, (10.1, 10.3, 10.5), (1, 2, 2), 5, 20, "usage", "abc", (1, 2, 3, 4, 5))
-    slow = Outcome(10.0, (11.0, 12.0), (1, 1), 2, 30, "usage", "ab", (1, 2))
-    lost = Outcome(9.0, (9.5,), (1,), 1, error="cut off", detail="why", retries=1)
+    good = RequestOutcome(10.0, (10.1, 10.3, 10.5), (1, 2, 2), 5, 20, "usage", "abc", (1, 2, 3, 4, 5))
+    slow = RequestOutcome(10.0, (11.0, 12.0), (1, 1), 2, 30, "usage", "ab", (1, 2))
+    lost = RequestOutcome(9.0, (9.5,), (1,), 1, error="cut off", detail="why", retries=1)
     made = figures.summarize([good, slow, lost], Bounds(ttft=0.5, tpot=0.2))
     assert made["seconds"] == pytest.approx(3.0)  # from the first that was sent, lost or not
     assert (made["num_requests"], made["num_completed"], made["num_good"]) == (3, 2, 1)
@@ -37,17 +37,17 @@ def test_summary_counts_only_what_was_completed() -> None:
     [(Bounds(), True), (Bounds(ttft=0.9), False), (Bounds(tpot=0.49), False), (Bounds(1.0, 0.5), True)],
 )
 def test_bounds(bounds: Bounds, good: bool) -> None:
-    assert bounds.holds(Outcome(0.0, (1.0, 2.0), num_output=3)) is good
+    assert bounds.holds(RequestOutcome(0.0, (1.0, 2.0), num_output=3)) is good
 
 
 def test_nothing_came_back() -> None:
-    made = figures.summarize([Outcome(1.0, error="timeout")], Bounds())
+    made = figures.summarize([RequestOutcome(1.0, error="timeout")], Bounds())
     assert made["output_tokens_per_s"] == 0 and made["ttft_ms"]["p50"] is None
 
 
 def test_texts_are_compared_where_both_have_one() -> None:
-    a, b = Outcome(0.0, text="x", token_ids=(1,)), Outcome(0.0, text="x", token_ids=(2,))
-    untold, failed = Outcome(0.0, text="x"), Outcome(0.0, text="y", error="timeout")
+    a, b = RequestOutcome(0.0, text="x", token_ids=(1,)), RequestOutcome(0.0, text="x", token_ids=(2,))
+    untold, failed = RequestOutcome(0.0, text="x"), RequestOutcome(0.0, text="y", error="timeout")
     assert figures.same_texts([a, a, a, a], [a, b, untold, failed]) == (2, 3)
 
 
@@ -80,6 +80,8 @@ def test_acceptance_from_counters() -> None:
 
 def test_acceptance_from_answers() -> None:
     told = {"num_spec_steps": 4, "num_draft_tokens": 12, "num_accepted_draft_tokens": 6}
-    made = figures.told_acceptance([Outcome(0.0, speculation=told), Outcome(0.0), Outcome(0.0, speculation=told)])
+    made = figures.told_acceptance(
+        [RequestOutcome(0.0, speculation=told), RequestOutcome(0.0), RequestOutcome(0.0, speculation=told)]
+    )
     assert made is not None and (made["acceptance_rate"], made["mean_acceptance_length"]) == (0.5, 2.5)
-    assert figures.told_acceptance([Outcome(0.0)]) is None
+    assert figures.told_acceptance([RequestOutcome(0.0)]) is None

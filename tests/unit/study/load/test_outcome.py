@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sameseed.study.load.outcome import Outcome, read
+from sameseed.study.load.outcome import RequestOutcome, read
 from sameseed.study.load.wire import Exchange
 
 
@@ -76,4 +76,4 @@ def test_what_goes_wrong_has_a_name(chunks: list[tuple[float, bytes]], kind: str
 
 
 def test_one_token_has_no_tpot() -> None:
-    assert Outcome(0.0, (1.0,), num_output=1).tpot is None
+    assert RequestOutcome(0.0, (1.0,), num_output=1).tpot is None

@@ -19,9 +19,9 @@ from sameseed.errors import ConfigError, ModelLoadError, RegistryError
 from sameseed.study import fields, record
 from sameseed.study.quality import advice, compare, plots, records, speed, tables
 from sameseed.study.quality.compare import Comparing, Comparison, Row
-from sameseed.study.quality.speed import Acceptance
-from sameseed.study.quality.suite import Text
-from sameseed.study.quality.tasks import Settings
+from sameseed.study.quality.speed import DraftAcceptance
+from sameseed.study.quality.suite import PerplexityText
+from sameseed.study.quality.tasks import TaskSettings
 from sameseed.study.quality.variant import Footprint, Variant, footprint
 
 
@@ -36,8 +36,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(pair_folders: tuple[Path, Path], data_folder: Path, prompts: Path) -> Comparing:
     return Comparing(
         tasks=("perplexity", "mmlu_pro_likelihood"),
-        settings=Settings(data_folder, limit=3, seed=1),
-        text=Text(window=64, stride=32, tokens=400),
+        settings=TaskSettings(data_folder, limit=3, seed=1),
+        text=PerplexityText(window=64, stride=32, tokens=400),
         draft=str(pair_folders[1]),
         num_draft_tokens=3,
         prompts=prompts,
@@ -131,8 +131,8 @@ def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path) -> None:
 # --- warnings ---
 
 
-def acceptance(rate: float | None) -> Acceptance:
-    return Acceptance(rate, None if rate is None else 1 + rate, (0.0, 1.0), 9, ())
+def acceptance(rate: float | None) -> DraftAcceptance:
+    return DraftAcceptance(rate, None if rate is None else 1 + rate, (0.0, 1.0), 9, ())
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_advice_comes_from_the_quantizer_s_own_record(tmp_path: Path) -> None:
     assert advice.recorded(variant) == []
     rows = [{"modules": ["model.layers.1.mlp.down_proj"], "reason": "half of the loss"}, {"modules": "x"}, 3]
     (tmp_path / "quantization.json").write_text(json.dumps({"recommendation": rows}))
-    assert advice.recorded(variant) == [advice.Advice(("model.layers.1.mlp.down_proj",), "half of the loss")]
+    assert advice.recorded(variant) == [advice.Recommendation(("model.layers.1.mlp.down_proj",), "half of the loss")]
     for broken in ("{", "[]", '{"recommendation": 4}', "null"):
         (tmp_path / "quantization.json").write_text(broken)
         assert advice.recorded(variant) == []

@@ -12,7 +12,7 @@ from lawkit import EOS, write_model
 
 from sameseed import LLM
 from sameseed.errors import ConfigError, RequestError
-from sameseed.study.quality.likelihood import Scorer, Text, log_likelihoods, split
+from sameseed.study.quality.likelihood import Scorer, TextToScore, log_likelihoods, split
 from sameseed.study.quality.perplexity import Perplexity, perplexity, ratio, windows
 
 TEXT = "the sum of all parts is a whole; the loop ends when the list is empty. über naïve café 你好 def add(a, b): " * 9
@@ -109,7 +109,7 @@ def test_the_paired_interval_is_narrower_and_needs_the_same_tokens() -> None:
 @pytest.mark.parametrize("logit_bytes", [1, 40_000, 1 << 26])
 def test_scores_do_not_depend_on_how_passes_are_cut(llm: LLM, logit_bytes: int) -> None:
     tokens = llm.tokenizer.encode(TEXT)
-    texts = [Text(tokens[i : i + 5 + 20 * i], min(1 + 3 * i, 4 + 20 * i)) for i in range(6)]
+    texts = [TextToScore(tokens[i : i + 5 + 20 * i], min(1 + 3 * i, 4 + 20 * i)) for i in range(6)]
     scorer = Scorer(llm.engine, logit_bytes)
     found = list(scorer.score(texts))
     alone = [next(iter(Scorer(llm.engine).score([text]))) for text in texts]
@@ -122,20 +122,22 @@ def test_scores_do_not_depend_on_how_passes_are_cut(llm: LLM, logit_bytes: int) 
 def test_a_cache_of_one_sequence_serves_many(pair_folders: tuple[Path, Path]) -> None:
     small = LLM(str(pair_folders[0]), num_blocks=16)
     tokens = small.tokenizer.encode(TEXT)
-    found = list(Scorer(small.engine).score([Text(tokens[:200], 1)] * 3))
+    found = list(Scorer(small.engine).score([TextToScore(tokens[:200], 1)] * 3))
     assert len(found) == 3 and torch.equal(found[0].nll, found[2].nll)
 
 
 def test_an_abandoned_scorer_leaves_nothing(llm: LLM) -> None:
     tokens = llm.tokenizer.encode(TEXT)
-    scores = Scorer(llm.engine).score([Text(tokens[:100], 1)] * 4)
+    scores = Scorer(llm.engine).score([TextToScore(tokens[:100], 1)] * 4)
     next(scores)
     scores.close()
     assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
 
 
-@pytest.mark.parametrize("text", [Text([5], 0), Text([5, 9999], 1), Text([5, 6], 3), Text([5] * 300, 1)])
-def test_refuses_what_cannot_be_scored(llm: LLM, text: Text) -> None:
+@pytest.mark.parametrize(
+    "text", [TextToScore([5], 0), TextToScore([5, 9999], 1), TextToScore([5, 6], 3), TextToScore([5] * 300, 1)]
+)
+def test_refuses_what_cannot_be_scored(llm: LLM, text: TextToScore) -> None:
     with pytest.raises(RequestError):
         list(Scorer(llm.engine).score([text]))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from sameseed.study.quality import sandbox
-from sameseed.study.quality.sandbox import Limits, run, run_all
+from sameseed.study.quality.sandbox import SandboxLimits, run, run_all
 
-SHORT = Limits(seconds=1.0, cpu_seconds=1)
+SHORT = SandboxLimits(seconds=1.0, cpu_seconds=1)
 
 
 def test_the_standard_library_works() -> None:
@@ -28,7 +28,7 @@ assert glob.glob("*.py") == ["program.py"]
 with tempfile.TemporaryDirectory() as folder:
     assert os.listdir(folder) == []
 """
-    assert run(program) == sandbox.Outcome(True)
+    assert run(program) == sandbox.SandboxOutcome(True)
 
 
 @pytest.mark.parametrize(

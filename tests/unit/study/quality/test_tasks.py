@@ -15,7 +15,7 @@ from sameseed import LLM
 from sameseed.errors import ConfigError
 from sameseed.study.measure import Run
 from sameseed.study.quality import data, humaneval, suite, tasks
-from sameseed.study.quality.tasks import Result, Settings
+from sameseed.study.quality.tasks import TaskResult, TaskSettings
 
 Answers = dict[str, str]  # the end of a prompt -> what the "model" writes
 
@@ -69,7 +69,7 @@ def test_humaneval_itself_in_part() -> None:
 def test_humaneval_scores_what_the_model_wrote(llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {f'Add {n} to x.\n    """\n': f"    return x + {n}\n" for n in (0, 2, 4)}
     answering(monkeypatch, humaneval, answers | {'Add 1 to x.\n    """\n': "    return x + 7\n"})
-    result = humaneval.run(llm, Settings(data_folder))
+    result = humaneval.run(llm, TaskSettings(data_folder))
     assert result.scores == (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     assert result.extra["errors"]["AssertionError"] == 3
 
@@ -112,7 +112,7 @@ def test_gsm8k_scores_and_leaves_its_examples_out(
 ) -> None:
     answers = {"the sum of 1003?\nAnswer:": "it is\n#### 1004", "the sum of 1005?\nAnswer:": "1005 + 1 = 1,006"}
     asked = harness_answers(monkeypatch, answers)
-    result = harness.run(llm, "gsm8k", Settings(data_folder))
+    result = harness.run(llm, "gsm8k", TaskSettings(data_folder))
     assert len(asked) == len(result.scores) == 9 and result.scores[0] == result.scores[2] == 1.0
     assert sum(result.scores) == 2 and result.extra == {"strict": pytest.approx(1 / 9), "without_number": 7}
     assert all(text.count("Question:") == 6 and "the sum of 998?" in text for text in asked)
@@ -126,7 +126,7 @@ def test_gsm8k_takes_the_training_set_for_examples(
     write_rows(tmp_path / "gsm8k-test.jsonl", rows)
     write_rows(tmp_path / "gsm8k-train.jsonl", [{"question": f"train {n}", "answer": "#### 1"} for n in range(9)])
     asked = harness_answers(monkeypatch, {})
-    result = harness.run(llm, "gsm8k", Settings(tmp_path, limit=4))
+    result = harness.run(llm, "gsm8k", TaskSettings(tmp_path, limit=4))
     assert len(asked) == 4 and result.notes == () and asked[0].count("train ") == 5
     assert "the sum of 998?" in asked[0] and "the sum of 1001?" in asked[1]  # spread over the set
 
@@ -135,7 +135,7 @@ def test_a_short_context_cuts_the_beginning(
     harness: Any, pair_folders: tuple[Path, Path], data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = harness_answers(monkeypatch, {})
-    result = harness.run(LLM(str(pair_folders[0])), "gsm8k", Settings(data_folder, limit=3))
+    result = harness.run(LLM(str(pair_folders[0])), "gsm8k", TaskSettings(data_folder, limit=3))
     assert asked[0].count("Question:") < 6 and asked[0].endswith("the sum of 1003?\nAnswer:")
     assert "3 prompts lost their beginning" in result.notes[1]
 
@@ -145,7 +145,7 @@ def test_mmlu_pro_asks_after_examples_of_its_subject(
 ) -> None:
     answers = {"option 3 of 1\nAnswer: Let's think step by step.": "so the answer is (B)."}
     asked = harness_answers(monkeypatch, answers)
-    result = harness.run(llm, "mmlu_pro", Settings(data_folder))
+    result = harness.run(llm, "mmlu_pro", TaskSettings(data_folder))
     assert result.scores == (1, 0, 0, 0, 0, 0, 0, 0)  # of law, then of math
     assert result.extra["subjects"]["law"] == {"value": 0.25, "num_questions": 4}
     assert result.extra["without_letter"] == 7 and result.extra["chance"] == 0.25
@@ -158,9 +158,9 @@ def test_mmlu_pro_asks_after_examples_of_its_subject(
 def test_mmlu_pro_takes_the_likeliest_letter(harness: Any, llm: LLM, data_folder: Path) -> None:
     from sameseed.study.lm_eval import SameseedLM
 
-    result = harness.run(llm, "mmlu_pro_likelihood", Settings(data_folder, limit=4))
+    result = harness.run(llm, "mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
     assert len(result.scores) == 4 and result.extra["without_letter"] == 0
-    splits, _ = harness.read("mmlu_pro_likelihood", Settings(data_folder, limit=4))
+    splits, _ = harness.read("mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
     examples = ""
     for row in [*splits["validation"][:5], *splits["test"]]:
         options = "".join(f"{letter}. {option}\n" for letter, option in zip("ABCDEFGHIJ", row["options"], strict=False))
@@ -180,7 +180,7 @@ def test_a_wrong_letter_in_the_data_is_refused(harness: Any, data_folder: Path, 
     write_rows(tmp_path / "mmlu_pro-test.jsonl", [{**rows[0], "answer": letter}])
     write_rows(tmp_path / "mmlu_pro-shots.jsonl", data.rows(data.MMLU_PRO_SHOTS, data_folder))
     with pytest.raises(ConfigError, match=f"no option '{letter}'"):
-        harness.read("mmlu_pro", Settings(tmp_path))
+        harness.read("mmlu_pro", TaskSettings(tmp_path))
 
 
 def test_a_subject_that_the_harness_lacks_is_refused(harness: Any, llm: LLM, data_folder: Path, tmp_path: Path) -> None:
@@ -188,13 +188,13 @@ def test_a_subject_that_the_harness_lacks_is_refused(harness: Any, llm: LLM, dat
         rows = [{**row, "category": "astrology"} for row in data.rows(kind, data_folder)]
         write_rows(tmp_path / f"mmlu_pro-{name}.jsonl", rows)
     with pytest.raises(ConfigError, match="mmlu_pro_astrology"):
-        harness.run(llm, "mmlu_pro", Settings(tmp_path))
+        harness.run(llm, "mmlu_pro", TaskSettings(tmp_path))
 
 
 def test_without_the_harness_the_extra_is_named(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sameseed.study.quality.harness.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
-        suite.check(["gsm8k"], Settings(data_folder), suite.Text())
+        suite.check(["gsm8k"], TaskSettings(data_folder), suite.PerplexityText())
 
 
 # --- what they share ---
@@ -202,16 +202,16 @@ def test_without_the_harness_the_extra_is_named(data_folder: Path, monkeypatch: 
 
 def test_all_tasks_run_on_a_model_and_report(harness: Any, llm: LLM, data_folder: Path) -> None:
     seen: dict[str, int] = {}
-    settings = Settings(data_folder, limit=2, max_tokens=12, chat=True, temperature=0.7, seed=3)
+    settings = TaskSettings(data_folder, limit=2, max_tokens=12, chat=True, temperature=0.7, seed=3)
     found = suite.evaluate(
-        llm, suite.NAMES, settings, suite.Text(window=64, stride=32), lambda s, d, t: seen.update({s: d})
+        llm, suite.NAMES, settings, suite.PerplexityText(window=64, stride=32), lambda s, d, t: seen.update({s: d})
     )
     assert [r.task for r in found.results] == [*suite.TASKS]
     assert found.perplexity is not None and found.perplexity.perplexity > 1
     assert {"perplexity", "humaneval", "humaneval, tests", "gsm8k", "mmlu_pro"} <= set(seen)
     assert json.loads(json.dumps(found.as_dict(0)))["tasks"][1]["num_questions"] == 2
     assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
-    again = suite.evaluate(llm, ["gsm8k"], settings, suite.Text())
+    again = suite.evaluate(llm, ["gsm8k"], settings, suite.PerplexityText())
     assert again.results[0].answers == found.results[1].answers
 
 
@@ -224,22 +224,24 @@ def test_the_answer_to_a_question_does_not_depend_on_the_others(llm: LLM) -> Non
 
 
 def test_a_result_has_its_interval() -> None:
-    result = Result("x", "accuracy", (1.0, 0.0, 1.0, 1.0))
+    result = TaskResult("x", "accuracy", (1.0, 0.0, 1.0, 1.0))
     assert result.value == 0.75
     low, high = result.interval(0)
     assert 0 <= low < 0.75 < high <= 1
-    assert Result("x", "accuracy", (1.0,)).as_dict(0)["interval"] is None
+    assert TaskResult("x", "accuracy", (1.0,)).as_dict(0)["interval"] is None
 
 
 def test_unknown_tasks_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'humaneval'"):
-        suite.check(["humanevol"], Settings(), suite.Text())
+        suite.check(["humanevol"], TaskSettings(), suite.PerplexityText())
     with pytest.raises(ConfigError, match="no tasks"):
-        suite.check([], Settings(), suite.Text())
+        suite.check([], TaskSettings(), suite.PerplexityText())
 
 
 def test_text_that_differs_from_the_protocol_is_said(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "wikitext2-test.txt").write_text("\n = <unk> = \n \n the sum of <unk> parts \n" * 8)
-    found = suite.evaluate(llm, ["perplexity"], Settings(tmp_path), suite.Text(window=8192, stride=64, tokens=90))
+    found = suite.evaluate(
+        llm, ["perplexity"], TaskSettings(tmp_path), suite.PerplexityText(window=8192, stride=64, tokens=90)
+    )
     said = " ".join(found.notes)
     assert "clipped" in said and "<unk>" in said and "first 90 tokens" in said
