@@ -6,11 +6,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-# The build of torch: without an NVIDIA GPU the CPU wheel (0.2 GB instead of several). To choose yourself:
+# The build of torch: without an NVIDIA GPU the CPU wheel (0.2 GB instead of several), where its index answers: pip would
+# ask a silent one again and again, for every package. To choose yourself:
 #   make TORCH=torch==2.12.0 PIP_TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
-PIP_TORCH_ARGS ?= --retries 2 --extra-index-url https://download.pytorch.org/whl/cpu
+PIP_TORCH_ARGS ?= $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlopen("$(TORCH_INDEX)/torch/", timeout=5)' \
+  2>/dev/null && echo --extra-index-url $(TORCH_INDEX))
 endif
 
 # Compiles the GPU's kernels, and interprets them where there is no GPU: the version that PyTorch's CUDA build asks for.
@@ -21,6 +24,11 @@ RECORDS ?= benchmarks/results
 # Tests run in so many processes; a file's tests stay together, for they share what was set up for them.
 TEST_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST    := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
+
+# What may not change a test's verdict: BLAS's kernels, instruction sets of libraries and of ours, threads. All of these
+# run on any x86-64 of the last ten years; `make test` runs with what the machine itself has.
+OLD_MACHINE = OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE SAMESEED_ISA=portable
+TWO_THREADS = OPENBLAS_CORETYPE=Haswell OPENBLAS_NUM_THREADS=2 SAMESEED_TEST_THREADS=2
 
 # nanobind would not otherwise be told about Python's own blocks: leaks are not what these runs look for.
 SANITIZE_ENV = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
@@ -33,7 +41,7 @@ PEERS_WORK  ?= $(HOME)/.cache/sameseed-peers
 PEERS_SHAPE ?= llama-3.2-1b
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full sanitize check bench bench-gpu peers bench-peers docs clean build format lint types contracts
+.PHONY: help demo test test-bits test-full sanitize check bench bench-gpu peers bench-peers docs clean build format lint types contracts
 
 help: ## this list
 	@printf 'sameseed: make <target>\n\n'
@@ -44,6 +52,10 @@ demo: $(STAMP) ## set up, then write with and without speculation, side by side
 
 test: $(STAMP) ## set up, then run the tests
 	$(PYTEST)
+
+test-bits: $(STAMP) ## the tests that compare bits and sums, as another machine would run them, and with two threads
+	$(OLD_MACHINE) $(PYTEST) -m bits
+	$(TWO_THREADS) $(PYTEST) -m bits
 
 test-full: $(STAMP) ## the tests and the slow ones
 	$(PYTEST) -m ''
@@ -60,7 +72,7 @@ sanitize: $(STAMP) ## the tests of the kernels under AddressSanitizer and Undefi
 	  assert "sanitize" in sameseed._native.__file__, sameseed._native.__file__; \
 	  sys.exit(pytest.main(sys.argv[1:]))' -q -p no:cacheprovider $(SANITIZE_TESTS)
 
-check: lint types contracts test ## format, lint, types, import contracts, tests
+check: lint types contracts test test-bits ## format, lint, types, import contracts, tests, also as on other machines
 
 bench: $(STAMP) ## measure plain against speculative decoding; appends to benchmarks/results
 	@mkdir -p $(RECORDS)
@@ -107,9 +119,13 @@ clean: ## remove what was built (.venv too)
 # --- set-up: once, and again when the package's metadata or the C++ sources change ---
 
 $(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
-	$(PIP) install --quiet '$(TORCH)' $(PIP_TORCH_ARGS)
-	$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
-	$(PIP) install --quiet --no-build-isolation --editable '.[dev,server,train]'
+	@echo "sameseed: set-up 1 of 4: $(TORCH) $(PIP_TORCH_ARGS) (0.2 GB; with CUDA several)"
+	@$(PIP) install --quiet '$(TORCH)' $(PIP_TORCH_ARGS)
+	@echo "sameseed: set-up 2 of 4: tools that compile (cmake, ninja, nanobind)"
+	@$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.9' cmake ninja
+	@echo "sameseed: set-up 3 of 4: the package and what it needs; csrc/ is compiled (1 to 3 minutes)"
+	@$(PIP) install --quiet --no-build-isolation --editable '.[dev,server,train]'
+	@echo "sameseed: set-up 4 of 4: $(TRITON), for the tests of GPU kernels"
 	@$(PIP) install --quiet --no-deps '$(TRITON)' || \
 	  echo "sameseed: no Triton here; the tests of GPU kernels are skipped"
 	@touch $@

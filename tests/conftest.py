@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,9 @@ DRAFT_NOISE = 0.04  # the tiny draft is the tiny target with this share of other
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    """Tiny models gain nothing from threads, and on a busy machine PyTorch's wait for each other."""
-    ops.set_num_threads(1)
+def _threads() -> None:
+    """One: tiny models gain nothing from more, and on a busy machine PyTorch's wait for each other."""
+    ops.set_num_threads(int(os.environ.get("SAMESEED_TEST_THREADS", "1")))
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from sameseed import ops, registry, scheme
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
 
+pytestmark = pytest.mark.bits
+
 # Law 4, written down: largest difference from the float64 formula, over the size of the values that are summed.
 TOLERANCE = 2e-6
 

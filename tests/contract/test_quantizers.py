@@ -15,6 +15,8 @@ from sameseed.quantize import Stats, decoded, parse_method
 from sameseed.quantize._grid import Grid
 from sameseed.scheme import DENSE, QuantScheme
 
+pytestmark = pytest.mark.bits
+
 METHODS = registry.names("quantize")
 K = 256
 

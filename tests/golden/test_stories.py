@@ -10,6 +10,8 @@ import torch
 from fixtures_models import SHARED, all_logits, backends, feed, load, make_runner, make_sequence, need, oracle_logits
 from golden.stories import StoryTokenizer, convert, pairs_to_halves
 
+pytestmark = pytest.mark.bits
+
 MODELS = SHARED / "models"
 PROMPT = [1, 403, 407, 261, 378]
 CONTINUATION = [432, 383, 286, 261, 376, 298, 315, 421, 395, 317, 426]

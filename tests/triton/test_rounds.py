@@ -24,7 +24,7 @@ ROWS, TREE, CHECK = (IN, "batch.int_tensors"), (IN, "batch.build_batch"), (OUT, 
 MOST: dict[str, Counter[tuple[str, str]]] = {
     "none": Counter({ROWS: 1, CHECK: 1}),
     # A pass of the target, two of the draft model.
-    "draft_model": Counter({ROWS: 3, TREE: 1, CHECK: 1, (OUT, "spec.chains._next"): 2}),
+    "draft_model": Counter({ROWS: 3, TREE: 1, CHECK: 1, (OUT, "drafters._chains._next"): 2}),
     # A pass of the target, one of the head for what became certain and one a level; accepted rows that are moved.
     "eagle": Counter(
         {

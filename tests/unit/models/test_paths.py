@@ -20,6 +20,8 @@ from fixtures_models import (
 from sameseed import registry, scheme
 from sameseed.spec.draft import Draft
 
+pytestmark = pytest.mark.bits
+
 VOCAB = 97
 KV_FORMATS = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]
 every_backend = pytest.mark.parametrize("backend", backends())

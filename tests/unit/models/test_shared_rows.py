@@ -14,6 +14,8 @@ from sameseed.models.weights import read_weights
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
 
+pytestmark = pytest.mark.bits
+
 RAW = {**VARIANTS["llama3"].raw, "hidden_size": 64, "intermediate_size": 320, "head_dim": 16, "num_hidden_layers": 1}
 AT = "model.layers.0"
 SHARED = ["fp8-b128", "fp8-a8-b128", "nf4-dq", "fp8-auto", "qoq", "w4a8-qoq", "mxfp4", "fp8-a8"]

@@ -14,6 +14,8 @@ from torch import Tensor
 from sameseed.ops import cpu, resolve
 from sameseed.scheme import QuantTensor
 
+pytestmark = pytest.mark.bits
+
 EPS = 2.0**-24
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 FORMATS = ["bf16", "int4", "int8", "nf4", *FLOAT8]

@@ -181,7 +181,7 @@ WAITS = {
     "batch.int_tensors",
     "batch.build_batch",
     "spec.verify.verify",
-    "spec.chains._next",
+    "drafters._chains._next",
     "models.runner.commit",
     "models.eagle_runner._batch",
     "drafters.eagle._taken",

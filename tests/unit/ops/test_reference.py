@@ -13,6 +13,8 @@ from sameseed import ops, scheme
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.ops import Ops, reference
 
+pytestmark = pytest.mark.bits
+
 
 def dense(values: list[list[float]]):
     return scheme.get("fp32").encode(torch.tensor(values))

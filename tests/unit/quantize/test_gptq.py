@@ -14,6 +14,8 @@ from sameseed.quantize._grid import Grid, clip
 from sameseed.quantize.gptq import inverse_factor
 from sameseed.scheme import QuantScheme
 
+pytestmark = pytest.mark.bits
+
 K = 128
 
 
