@@ -22,7 +22,7 @@ from sameseed.models.llama import Llama
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.save import source_config
 from sameseed.models.synthetic import RandomCheckpoint
-from sameseed.models.weights import Source, WeightReader
+from sameseed.models.weights import TensorSource, WeightReader
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study import memory
@@ -99,7 +99,13 @@ def copied(x: Any) -> Any:
 
 
 def assembled(
-    config: ModelConfig, source: Source, quant: QuantScheme, ops: Ops, device: str, longest: int, own: Seq[int] = ()
+    config: ModelConfig,
+    source: TensorSource,
+    quant: QuantScheme,
+    ops: Ops,
+    device: str,
+    longest: int,
+    own: Seq[int] = (),
 ) -> Llama:
     """A model of which only the layers `own`, and one other, are read: the rest are copies of that one.
 

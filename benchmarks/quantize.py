@@ -24,7 +24,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.quantize._calibrate import read_calibration
 from sameseed.quantize._losses import token_losses
-from sameseed.quantize._run import Plan, quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.study import record
 from sameseed.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ def main() -> None:
         print(f"{'original':12} {'':12} perplexity {math.exp(plain.mean()):9.4f}", flush=True)
         for method, scheme in grid:
             text = None if method == "rtn" else calibration
-            plan = Plan(
+            plan = QuantizePlan(
                 args.model, Path(scratch, "out"), scheme, method, text, args.samples, args.length, overwrite=True
             )
             start = time.perf_counter()

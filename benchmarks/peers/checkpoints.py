@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sameseed.models.config import parse_config
 from sameseed.models.stream import stream_weights
 from sameseed.models.synthetic import RandomCheckpoint
-from sameseed.quantize._run import Plan, quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.study import shapes
 
 HERE = Path(__file__).resolve().parent
@@ -107,7 +107,7 @@ def make(kind: str, shape_name: str, home: Path, work: Path) -> None:
     if kind == "hf-bf16":
         write_random(unfinished, shape_name)
     elif kind == "hf-w8a8":  # compressed-tensors: int8 by channel, activations by token, rounded to nearest
-        quantize(Plan(str(source), unfinished, "w8a8"))
+        quantize(QuantizePlan(str(source), unfinished, "w8a8"))
     elif kind in GGUF:
         origin = source if kind == "gguf-bf16" else path_of(work, shape_name, "gguf-bf16")
         python = home / "llama_cpp" / "bin" / "python"

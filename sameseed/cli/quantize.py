@@ -16,7 +16,7 @@ from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.quantize._run import Plan, Progress, Report, Result
+    from sameseed.quantize._run import Progress, QuantizePlan, QuantizeResult, Report
     from sameseed.study.quality.compare import Comparing
 
 OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
@@ -56,9 +56,9 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parse(Args, argv, prog).args
     if args.out is None:
         raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16-g128 -o runs/w4a16")
-    from sameseed.quantize._run import Plan
+    from sameseed.quantize._run import QuantizePlan
 
-    plan = Plan(
+    plan = QuantizePlan(
         model=args.model,
         out=args.out,
         scheme=args.scheme,
@@ -105,7 +105,7 @@ def _report_settings(args: Args) -> Comparing:
     return asked
 
 
-def quantized(plan: Plan, quiet: bool = False) -> Result:
+def quantized(plan: QuantizePlan, quiet: bool = False) -> QuantizeResult:
     """Run a plan with a progress bar; an interruption says how to go on."""
     from sameseed.cli.console import progress
     from sameseed.quantize import _run as quantizing
@@ -133,7 +133,7 @@ def _layer_line(p: Progress) -> str:
     return f"layer {p.done}/{p.total}: output error {', '.join(parts)}"
 
 
-def _show(result: Result) -> None:
+def _show(result: QuantizeResult) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -134,14 +134,14 @@ def spread(scales: Tensor, height: int, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FloatChoice:
     """The kind of float that a weight is best stored in, and the relative root mean square error of each kind."""
 
     name: str
     errors: Mapping[str, float]
 
 
-def choose(weight: Tensor) -> Choice:
+def choose(weight: Tensor) -> FloatChoice:
     """e4m3 or e5m2 for weight [O, K], by the squared error of storing it with a scale per row; e4m3 if they are equal.
 
     e5m2 has the coarser steps, so it errs less only where values span more than e4m3 can tell from zero beside the
@@ -156,4 +156,4 @@ def choose(weight: Tensor) -> Choice:
             fmt = scheme.get(name)
             errors[name] += (fmt.decode(fmt.encode(rows)) - exact).square().sum().item()
     errors = {name: math.sqrt(e / total) if total else 0.0 for name, e in errors.items()}
-    return Choice(min(KINDS, key=errors.__getitem__), errors)
+    return FloatChoice(min(KINDS, key=errors.__getitem__), errors)

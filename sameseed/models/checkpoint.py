@@ -25,7 +25,7 @@ from sameseed.errors import ModelLoadError
 from sameseed.models._file import TensorFile
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.layouts import make_layout
-from sameseed.models.layouts.base import Layout, Stored, say_once
+from sameseed.models.layouts.base import Layout, StoredMatrix, say_once
 from sameseed.models.layouts.finite import finite
 from sameseed.models.weights import Shapes, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
@@ -67,7 +67,9 @@ class Checkpoint:
         self.folder = folder
         self._stack = ExitStack()
         self._files: dict[str, SafetensorsFile] = {}  # by tensor name
-        self._stored: dict[str, Stored] = {}  # quantized matrices by the name of the dense one, once `check` has run
+        self._stored: dict[
+            str, StoredMatrix
+        ] = {}  # quantized matrices by the name of the dense one, once `check` has run
         self._recent: tuple[str, QuantTensor | Tensor] | None = None  # the quantized matrix that was read last
         self._layout: Layout | None = None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sameseed.errors import ModelSaveError
 from sameseed.models.config import ModelConfig
 from sameseed.models.save import SHARD, name_files, safetensors_head, write_file
-from sameseed.models.weights import Progress, Shapes, Source, expected_shapes
+from sameseed.models.weights import Progress, Shapes, TensorSource, expected_shapes
 
 CHUNK = 1 << 20  # values that are in memory at one time
 SPARE = 64 << 20  # bytes that a disk must have beyond the tensors: tokenizer, indices, and the file system's own
@@ -23,7 +23,7 @@ SPARE = 64 << 20  # bytes that a disk must have beyond the tensors: tokenizer, i
 def stream_weights(
     folder: Path,
     config: ModelConfig,
-    source: Source,
+    source: TensorSource,
     progress: Progress | None = None,
     shard_bytes: int = SHARD,
     shapes: Shapes | None = None,
@@ -53,7 +53,7 @@ def stream_weights(
     name_files(folder, files, num_bytes(config, source, shapes))
 
 
-def _rows(name: str, shape: tuple[int, ...], source: Source) -> Iterator[Tensor]:
+def _rows(name: str, shape: tuple[int, ...], source: TensorSource) -> Iterator[Tensor]:
     if len(shape) == 1:
         yield source.tensor(name)
         return
@@ -62,7 +62,7 @@ def _rows(name: str, shape: tuple[int, ...], source: Source) -> Iterator[Tensor]
         yield source.rows(name, start, min(start + step, shape[0]))
 
 
-def _shards(shapes: Mapping[str, tuple[int, ...]], source: Source, most: int) -> Iterator[list[str]]:
+def _shards(shapes: Mapping[str, tuple[int, ...]], source: TensorSource, most: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, shape in shapes.items():
@@ -75,7 +75,7 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], source: Source, most: int) ->
     yield names
 
 
-def num_bytes(config: ModelConfig, source: Source, shapes: Shapes | None = None) -> int:
+def num_bytes(config: ModelConfig, source: TensorSource, shapes: Shapes | None = None) -> int:
     """What the tensors of a model take in a file; `shapes` as above."""
     return sum(math.prod(s) * source.dtype(n).itemsize for n, s in (shapes or expected_shapes(config)).items())
 

@@ -39,7 +39,7 @@ WIDER = 16  # times as many on a GPU, where each call costs more than the values
 ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of so many rows
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where weights come from: a checkpoint, or noise. Names are those of `expected_shapes`."""
 
     def scheme(self, name: str) -> QuantScheme | None:
@@ -88,7 +88,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def resolve_scheme(config: ModelConfig, source: Source, quant: QuantScheme, module: str) -> QuantScheme:
+def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme, module: str) -> QuantScheme:
     """The scheme that a module's matrix will be stored in.
 
     "auto" is what the source stores; so is its format's name: `w4a8` of 4-bit codes keeps them, whatever their groups.
@@ -119,7 +119,7 @@ def check_rules(config: ModelConfig, quant: QuantScheme, shapes: Shapes | None =
             )
 
 
-def weight_bytes(config: ModelConfig, source: Source, quant: QuantScheme, shapes: Shapes | None = None) -> int:
+def weight_bytes(config: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Shapes | None = None) -> int:
     """Bytes that all weights will take, padded as kernels pad them (a little more than what plain codes take).
 
     `shapes`: of the tensors, where they are not a whole model's (a draft head's). Raises ConfigError naming the first
@@ -136,7 +136,7 @@ def weight_bytes(config: ModelConfig, source: Source, quant: QuantScheme, shapes
     return total
 
 
-def matrix_bits(config: ModelConfig, source: Source, quant: QuantScheme, name: str, shape: Seq[int]) -> float:
+def matrix_bits(config: ModelConfig, source: TensorSource, quant: QuantScheme, name: str, shape: Seq[int]) -> float:
     """Bits that a weight of one matrix will take. Raises ConfigError where its rows cannot be stored so."""
     chosen = resolve_scheme(config, source, quant, name.removesuffix(".weight"))
     try:
@@ -147,7 +147,7 @@ def matrix_bits(config: ModelConfig, source: Source, quant: QuantScheme, name: s
 
 def read_weights(
     config: ModelConfig,
-    source: Source,
+    source: TensorSource,
     quant: QuantScheme,
     ops: Ops,
     device: str = "cpu",
@@ -172,7 +172,7 @@ class WeightReader:
     def __init__(
         self,
         config: ModelConfig,
-        source: Source,
+        source: TensorSource,
         quant: QuantScheme,
         ops: Ops,
         device: str,

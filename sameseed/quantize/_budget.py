@@ -218,7 +218,7 @@ def _trace(
 
 
 @dataclass(frozen=True)
-class Advice:
+class BitAdvice:
     """A part to keep in higher precision: its share of the whole loss (or error), and how many weights that takes."""
 
     modules: tuple[str, ...]
@@ -227,7 +227,7 @@ class Advice:
     reason: str
 
 
-def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[Advice]:
+def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[BitAdvice]:
     """What to keep in higher precision, of a `quantization.json`: parts that lose far more than their share of weights.
 
     Of measured sensitivities where there are any (a part counts from twice its share on), else of the modules' output
@@ -243,7 +243,7 @@ def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[Advice]:
         ]
         whole, weights = sum(p[1] for p in parts), sum(p[2] for p in parts)
         found = [
-            Advice(
+            BitAdvice(
                 modules,
                 loss / whole,
                 n / weights,
@@ -257,14 +257,14 @@ def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[Advice]:
     return sorted(found, key=lambda a: (-a.share, a.modules))[:most]
 
 
-def _by_error(modules: Seq[Mapping[str, Any]]) -> list[Advice]:
+def _by_error(modules: Seq[Mapping[str, Any]]) -> list[BitAdvice]:
     stored = [m for m in modules if m["relative"] > 0]
     if not stored:
         return []
     usual = median(m["relative"] for m in stored)
     whole, weights = sum(m["relative"] ** 2 for m in stored), sum(m["num_weights"] for m in modules)
     return [
-        Advice(
+        BitAdvice(
             (m["module"],),
             m["relative"] ** 2 / whole,
             m["num_weights"] / weights,

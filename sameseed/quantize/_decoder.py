@@ -15,7 +15,7 @@ from torch import Tensor
 from sameseed import scheme as formats
 from sameseed.models.config import ModelConfig
 from sameseed.models.layers import rope_table
-from sameseed.models.weights import Source
+from sameseed.models.weights import TensorSource
 from sameseed.ops import reference
 from sameseed.scheme import QuantTensor
 
@@ -92,7 +92,7 @@ class Block:
         )
 
 
-def read_block(config: ModelConfig, source: Source, index: int, device: torch.device = CPU) -> Block:
+def read_block(config: ModelConfig, source: TensorSource, index: int, device: torch.device = CPU) -> Block:
     """Layer `index` of a model, float32, on `device`."""
     at = f"model.layers.{index}."
     biased = {Q: config.qkv_bias, K: config.qkv_bias, V: config.qkv_bias, O: config.o_bias}
@@ -111,7 +111,7 @@ def read_block(config: ModelConfig, source: Source, index: int, device: torch.de
     return Block(index, linears, norms)
 
 
-class Decoder:
+class DecoderLayers:
     """The forward pass of a config: what enters each product of a layer, and what leaves the layer."""
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device = CPU) -> None:

@@ -31,7 +31,7 @@ def possible_codes(q: QuantTensor) -> Tensor:
     return torch.tensor(range(2**bits) if own is None else own, device=codes.device).to(codes.dtype)
 
 
-class Grid:
+class CodeGrid:
     """The values that codes can take in each row and group of a stored weight; scales stay as they are."""
 
     def __init__(self, q: QuantTensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import read_config
-from sameseed.quantize._decoder import Decoder, Linear, advance, read_block
+from sameseed.quantize._decoder import DecoderLayers, Linear, advance, read_block
 from sameseed.scheme import QuantScheme
 
 
@@ -24,7 +24,7 @@ def token_losses(folder: Path, ids: Tensor) -> Tensor:
     Rows of x are rounded as `quantization.json` says that the weights were stored.
     """
     config = read_config(folder)
-    decoder = Decoder(config, ids.shape[1])
+    decoder = DecoderLayers(config, ids.shape[1])
     about = folder / "quantization.json"
     modules = json.loads(about.read_text(encoding="utf-8"))["modules"] if about.exists() else []
     schemes = {m["module"]: QuantScheme.parse(m["scheme"]) for m in modules}

@@ -18,12 +18,12 @@ from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, read_config, read_json
 from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
 from sameseed.models.save import check_destination, save_quantized
-from sameseed.models.weights import Source, expected_shapes
+from sameseed.models.weights import TensorSource, expected_shapes
 from sameseed.quantize import Pipeline, Stats, _budget as bits, is_dense, parse_method
 from sameseed.quantize._calibrate import Calibration, read_calibration
 from sameseed.quantize._decoder import CPU, Linear, chunks, moved
 from sameseed.quantize._walk import ModuleError, Walk, module_error
-from sameseed.quantize._work import Work, digest, fingerprint
+from sameseed.quantize._work import WorkFolder, digest, fingerprint
 from sameseed.scheme import DENSE, QuantScheme, QuantTensor
 
 SCHEMA = "sameseed.quantization/1"
@@ -35,7 +35,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuantizePlan:
     """What is asked: a model, how it is to be stored and by which method, and where the result goes.
 
     `budget`: bits a weight on average, over the linear layers of the decoder; `candidates` are then the schemes to
@@ -72,14 +72,14 @@ Report = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
-class Result:
+class QuantizeResult:
     """The finished checkpoint and what its `quantization.json` says."""
 
     folder: Path
     quantization: dict[str, Any]
 
 
-def quantize(plan: Plan, report: Report | None = None) -> Result:
+def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult:
     """Quantize by `plan`. Raises ConfigError and RegistryError before anything is written where the plan cannot be.
 
     What is written is saved from the CPU's memory. On another device rounding to nearest gives the same file; methods
@@ -105,7 +105,7 @@ def quantize(plan: Plan, report: Report | None = None) -> Result:
         return run.finish()
 
 
-def check(plan: Plan, scheme: QuantScheme, pipeline: Pipeline) -> None:
+def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
     """Raise ConfigError for what cannot be asked together, or not here, before any file is read."""
     devices.check(plan.device)
     if scheme.weights == "auto" and not scheme.rules and plan.budget is None:
@@ -126,7 +126,7 @@ def check(plan: Plan, scheme: QuantScheme, pipeline: Pipeline) -> None:
         raise ConfigError(f"the seed is a number from 0 to 2^63 - 1; got {plan.seed}")
 
 
-def _check_twin(folder: Path, plan: Plan, pipeline: Pipeline) -> None:
+def _check_twin(folder: Path, plan: QuantizePlan, pipeline: Pipeline) -> None:
     """Raise ConfigError where a twin's padding tokens would begin to win: their constant drowns in a turned stream."""
     record = folder / "twin.json"
     if any(m.turns for m in pipeline.methods) and record.exists() and read_json(record).get("constant") is not None:
@@ -149,10 +149,10 @@ class _Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: QuantizePlan,
         folder: Path,
         config: ModelConfig,
-        source: Source,
+        source: TensorSource,
         pipeline: Pipeline,
         scheme: QuantScheme,
         calibration: Calibration | None,
@@ -164,7 +164,7 @@ class _Run:
         self.device = torch.device(plan.device)
         self.tied = config.tied_embeddings and not pipeline.unties
         self._check_source()
-        self.work = Work.open(plan.out, self._manifest(), plan.resume, plan.overwrite)
+        self.work = WorkFolder.open(plan.out, self._manifest(), plan.resume, plan.overwrite)
         self.sensitivities: list[bits.Sensitivity] = []
 
     def _check_source(self) -> None:
@@ -208,7 +208,7 @@ class _Run:
             "device": self.device.type,  # the last bits may be another's
         }
 
-    def finish(self) -> Result:
+    def finish(self) -> QuantizeResult:
         """Everything: bits, layers, head, and the checkpoint under its final name."""
         scheme = self._spend() if self.plan.budget is not None else self.scheme
         embedding = self._end_matrix(EMBEDDING, None)
@@ -235,7 +235,7 @@ class _Run:
             overwrite=self.plan.overwrite,
         )
         self.work.remove()
-        return Result(self.plan.out, found)
+        return QuantizeResult(self.plan.out, found)
 
     # --- stages ---
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sameseed.models.config import ModelConfig
-from sameseed.models.weights import Source
+from sameseed.models.weights import TensorSource
 from sameseed.quantize import Pipeline, Quantizer, SchemeOf, Stats, is_dense
 from sameseed.quantize._decoder import (
     CPU,
@@ -24,7 +24,7 @@ from sameseed.quantize._decoder import (
     STAGES,
     UP,
     Block,
-    Decoder,
+    DecoderLayers,
     O,
     V,
     advance,
@@ -66,7 +66,7 @@ class Walk:
     def __init__(
         self,
         config: ModelConfig,
-        source: Source,
+        source: TensorSource,
         pipeline: Pipeline,
         scheme: QuantScheme,
         hidden: Tensor | None,
@@ -75,7 +75,7 @@ class Walk:
         """`device`: where layers are computed and rounded."""
         self.config, self.source, self.pipeline, self.scheme, self.hidden = config, source, pipeline, scheme, hidden
         self.device = device
-        self.decoder = Decoder(config, 1 if hidden is None else hidden.shape[1], device)
+        self.decoder = DecoderLayers(config, 1 if hidden is None else hidden.shape[1], device)
         # Norms that a method rewrote are stored as the checkpoint's others are: what is computed is what is stored.
         self.dtype = source.dtype("model.norm.weight")
 

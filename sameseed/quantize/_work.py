@@ -30,14 +30,14 @@ MANIFEST = "manifest.json"
 PROBE = 1 << 20  # bytes at both ends of a weight file that stand for the whole
 
 
-class Work:
+class WorkFolder:
     """The folder of one run. `open` makes it or finds it again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
-    def open(cls, out: Path, manifest: Mapping[str, Any], resume: bool, overwrite: bool) -> Work:
+    def open(cls, out: Path, manifest: Mapping[str, Any], resume: bool, overwrite: bool) -> WorkFolder:
         """The work folder beside `out`. Raises ConfigError where another run's lies there, naming what differs."""
         out = Path(os.path.abspath(out))  # "." has no name of its own
         work = cls(out.with_name(f"{out.name}.partial"))

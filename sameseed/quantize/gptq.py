@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.quantize import DOUBLE, Quantizer, Stats, decoded, is_dense
-from sameseed.quantize._grid import Encode, Grid, clip, independent
+from sameseed.quantize._grid import CodeGrid, Encode, clip, independent
 from sameseed.scheme import QuantScheme, QuantTensor
 
 
@@ -77,7 +77,7 @@ class _Pass:
         self.work = work.clone()
         self.q, self.factor, self.hessian = q, factor, hessian
         self.order: list[int] = order.tolist()  # at once: on a GPU each number asked for is a wait
-        self.grid = Grid(q)
+        self.grid = CodeGrid(q)
         self.parts = {name: part.clone() for name, part in q.parts.items()}
 
     def run(self, block: int, encode: Encode | None) -> QuantTensor:
@@ -106,7 +106,7 @@ class _Pass:
         for name, part in found.parts.items():
             if name != "codes":
                 self.parts[name][:, at] = part[:, 0]
-        fresh = Grid(found)
+        fresh = CodeGrid(found)
         self.grid.levels[:, at], self.grid.codes[:, at] = fresh.levels[:, 0], fresh.codes[:, 0]
 
     def _column(self, i: int, end: int) -> Tensor:

@@ -21,7 +21,7 @@ from sameseed.train.model import LlamaForTraining
 from sameseed.train.recipe import Recipe
 from sameseed.train.rollout import prompt_of, write
 from sameseed.train.tokenizer import PAD, token_id
-from sameseed.train.trainer import Job, Log, progress_bar
+from sameseed.train.trainer import Log, TrainJob, progress_bar
 
 # Marks a token of a prompt in a stored row: the draft reads it, but no loss counts it.
 PROMPT_BIT = 1 << 20
@@ -139,7 +139,9 @@ def permuted(index: Tensor, size: int, seed: int) -> Tensor:
     return torch.tensor(places, dtype=torch.long)
 
 
-def draft_job(recipe: Recipe, target: LlamaForTraining, rollouts: Tensor, rows: Tensor, pad: int, out: Path) -> Job:
+def draft_job(
+    recipe: Recipe, target: LlamaForTraining, rollouts: Tensor, rows: Tensor, pad: int, out: Path
+) -> TrainJob:
     """The draft's training: the target's distribution on rows of its own text and of the corpus."""
     draft = LlamaForTraining(recipe.draft.shape, recipe.seed + 7)
     start_from_target(draft, target)  # before it is moved: the first weights are the CPU's on every device
@@ -161,4 +163,4 @@ def draft_job(recipe: Recipe, target: LlamaForTraining, rollouts: Tensor, rows: 
             recipe.draft.argmax_weight,
         )
 
-    return Job("draft", draft, recipe.draft.train, draft_batch(recipe, rollouts, rows), loss, out)
+    return TrainJob("draft", draft, recipe.draft.train, draft_batch(recipe, rollouts, rows), loss, out)

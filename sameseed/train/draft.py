@@ -25,8 +25,8 @@ from sameseed.train.own import Machine, OwnRecipe, Sources, check_run, open_targ
 from sameseed.train.own_card import write_draft_card
 from sameseed.train.recipe import TrainSettings
 from sameseed.train.resume import settle_texts, write_record
-from sameseed.train.states import Text, Texts
-from sameseed.train.trainer import Job, Log, checkpoint_path, train
+from sameseed.train.states import Texts, TextStates
+from sameseed.train.trainer import Log, TrainJob, checkpoint_path, train
 
 NAME = "draft"  # of the job, and so of its checkpoint
 
@@ -148,7 +148,7 @@ class DraftBatch:
     last: Tensor
 
 
-def draft_batch(texts: list[Text], width: int, longest: int, device: str) -> DraftBatch:
+def draft_batch(texts: list[TextStates], width: int, longest: int, device: str) -> DraftBatch:
     """Padded texts; the place of the last given token is the first that counts."""
     lengths = [min(len(t.states), longest) for t in texts]
     ids = torch.zeros(len(texts), max(lengths), dtype=torch.long)
@@ -162,7 +162,7 @@ def draft_batch(texts: list[Text], width: int, longest: int, device: str) -> Dra
     return DraftBatch(ids.to(device), counts.to(device), torch.cat(last).to(device))
 
 
-def draft_job(draft: LlamaForTraining, target: Llama, texts: Texts, recipe: DraftRecipe, folder: Path) -> Job:
+def draft_job(draft: LlamaForTraining, target: Llama, texts: Texts, recipe: DraftRecipe, folder: Path) -> TrainJob:
     """The draft's training on stored texts: KL(target || draft) + argmax_weight * CE on the target's likeliest."""
     settings, device, width = recipe.train, str(target.device), target.config.hidden_size
 
@@ -182,4 +182,4 @@ def draft_job(draft: LlamaForTraining, target: Llama, texts: Texts, recipe: Draf
         return cross - (shares * entropy).sum()
 
     count: Callable[[DraftBatch], int] = lambda b: int(b.counts.sum())  # noqa: E731
-    return Job(NAME, draft, settings, batch, loss, folder, count)
+    return TrainJob(NAME, draft, settings, batch, loss, folder, count)

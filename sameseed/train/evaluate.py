@@ -15,7 +15,7 @@ from sameseed.train.rollout import Rollout
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class DomainPerplexity:
     """Of one domain: exp of the mean loss per token, and bits per byte of the same text."""
 
     tokens: int
@@ -24,7 +24,7 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class GreedyAcceptance:
     """Counts of greedy speculation with chains of k drafted tokens; a rejected tail counts as drafted."""
 
     drafted: int
@@ -40,7 +40,7 @@ class Acceptance:
 @torch.inference_mode()
 def perplexity(
     model: LlamaForTraining, documents: list[Document], tokenizer: Tokenizer, row_tokens: int
-) -> dict[str, Perplexity]:
+) -> dict[str, DomainPerplexity]:
     """Per domain, over the first `row_tokens` tokens of every document."""
     model.eval()
     sums: dict[str, tuple[int, float, int]] = {}
@@ -52,13 +52,13 @@ def perplexity(
         tokens, nats, size = sums.get(document.domain, (0, 0.0, 0))
         sums[document.domain] = (tokens + len(ids) - 1, nats + mean * (len(ids) - 1), size + num_bytes)
     return {
-        domain: Perplexity(tokens, round(math.exp(nats / tokens), 3), round(nats / math.log(2) / max(1, size), 4))
+        domain: DomainPerplexity(tokens, round(math.exp(nats / tokens), 3), round(nats / math.log(2) / max(1, size), 4))
         for domain, (tokens, nats, size) in sums.items()
     }
 
 
 @torch.inference_mode()
-def acceptance(draft: LlamaForTraining, rollouts: list[Rollout], k: int) -> Acceptance:
+def acceptance(draft: LlamaForTraining, rollouts: list[Rollout], k: int) -> GreedyAcceptance:
     """Exact counts for chains of k over the target's greedy `rollouts`.
 
     Accepted drafted tokens equal the target's text, so whether the draft agrees at a place depends on that text alone:
@@ -77,4 +77,4 @@ def acceptance(draft: LlamaForTraining, rollouts: list[Rollout], k: int) -> Acce
             run = window.index(False) if False in window else len(window)
             drafted, accepted = drafted + len(window), accepted + run
             place += run + 1
-    return Acceptance(drafted, accepted, tokens, agreed / max(1, tokens))
+    return GreedyAcceptance(drafted, accepted, tokens, agreed / max(1, tokens))

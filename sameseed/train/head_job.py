@@ -14,11 +14,11 @@ from sameseed import scheme
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops
 from sameseed.scheme import QuantTensor
-from sameseed.train.head_model import HeadForTraining, Rows
+from sameseed.train.head_model import GuessRows, HeadForTraining
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed.train.recipe import TrainSettings
-from sameseed.train.states import Text, Texts, captured_layers
-from sameseed.train.trainer import Job
+from sameseed.train.states import Texts, TextStates, captured_layers
+from sameseed.train.trainer import TrainJob
 
 NAME = "head"  # of the job, and so of its checkpoint
 
@@ -39,13 +39,13 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
-class Batch:
+class HeadBatch:
     """Rows of texts: tokens int64 [B, N], states float32 [B, N, F], last [R, C] of the rows that guess."""
 
     tokens: Tensor
     states: Tensor
     last: Tensor
-    rows: Rows
+    rows: GuessRows
     unroll: int
 
     @property
@@ -59,12 +59,14 @@ def dense(ops: Ops, w: QuantTensor) -> Tensor:
     return scheme.get(plain.format).decode(plain).float()
 
 
-def make_batch(texts: list[Text], columns: list[int], width: int, unroll: int, longest: int, device: str) -> Batch:
+def make_batch(
+    texts: list[TextStates], columns: list[int], width: int, unroll: int, longest: int, device: str
+) -> HeadBatch:
     """Rows of some texts; `columns`: places of the head's captures among the stored states, each `width` wide.
 
     Row t guesses token t + 2, and needs the target's states at t and, for its distribution, at t + 1.
     """
-    texts = [Text(t.ids[:longest], t.num_given, t.states[: longest - 1]) for t in texts]
+    texts = [TextStates(t.ids[:longest], t.num_given, t.states[: longest - 1]) for t in texts]
     num_rows = torch.tensor([max(0, len(t.states) - 1) for t in texts])
     first = torch.tensor([max(0, t.num_given - 2) for t in texts])
     wide = max(1, int(num_rows.max()))
@@ -78,14 +80,14 @@ def make_batch(texts: list[Text], columns: list[int], width: int, unroll: int, l
         stored = text.states.view(n + 1, -1, width)  # [N + 1, L, C]
         states[b, :n] = stored[:n, columns].flatten(1).float()
         last.append(stored[1 + int(first[b]) :, -1].float())
-    rows = Rows.of(num_rows, first, unroll, wide)
+    rows = GuessRows.of(num_rows, first, unroll, wide)
     joined = torch.cat(last) if last else torch.zeros(0, width)
-    moved = Rows(rows.num_rows.to(device), rows.index.to(device), rows.counts.to(device))
-    return Batch(tokens.to(device), states.to(device), joined.to(device), moved, unroll)
+    moved = GuessRows(rows.num_rows.to(device), rows.index.to(device), rows.counts.to(device))
+    return HeadBatch(tokens.to(device), states.to(device), joined.to(device), moved, unroll)
 
 
 def head_loss(
-    head: HeadForTraining, batch: Batch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, settings: LossSettings
+    head: HeadForTraining, batch: HeadBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, settings: LossSettings
 ) -> list[Tensor]:
     """Loss of every step: a weighted mean of KL + argmax_weight * CE over the rows that guess.
 
@@ -138,7 +140,7 @@ def head_job(
     train: TrainSettings,
     seed: int,
     folder: Path,
-) -> Job:
+) -> TrainJob:
     """The head's training on stored texts."""
     stored = captured_layers(captures, target.config.num_layers)
     columns = [stored.index(layer) for layer in captures]
@@ -150,13 +152,13 @@ def head_job(
     def order(epoch: int) -> list[list[int]]:
         return texts.length_order(seed + epoch, train.rows)
 
-    def batch(step: int) -> Batch:
+    def batch(step: int) -> HeadBatch:
         epoch, place = divmod(step, len(order(0)))
         chosen = [texts[i] for i in order(epoch)[place]]
         unroll = 1 if step < settings.alone * train.steps else settings.unroll
         return make_batch(chosen, columns, width, unroll, train.row_tokens, device)
 
-    def loss(batch_: Batch) -> Tensor:
+    def loss(batch_: HeadBatch) -> Tensor:
         wanted = teacher(target, batch_.last, target_ids)
         lm_head = whole if whole is not None else head.lm_head.weight
         if 0 < settings.candidates < wanted.shape[1]:
@@ -164,8 +166,8 @@ def head_job(
             wanted, lm_head = wanted[:, chosen], lm_head[chosen]
         return torch.stack(head_loss(head, batch_, embedding, lm_head, wanted, settings)).sum()
 
-    count: Callable[[Batch], int] = lambda b: b.num_guesses  # noqa: E731
-    return Job(NAME, head, train, batch, loss, folder, count)
+    count: Callable[[HeadBatch], int] = lambda b: b.num_guesses  # noqa: E731
+    return TrainJob(NAME, head, train, batch, loss, folder, count)
 
 
 def start_from_target(head: HeadForTraining, target: Llama, target_ids: Tensor | None) -> None:

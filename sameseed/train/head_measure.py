@@ -16,7 +16,7 @@ from sameseed.train.head_model import HeadForTraining
 from sameseed.train.head_recipe import HeadRecipe, aux_layers, head_shape
 from sameseed.train.own import kv_format
 from sameseed.train.seeds import HeldOut
-from sameseed.train.states import Seed, Text, captured_layers, new_runner, write_texts
+from sameseed.train.states import Seed, TextStates, captured_layers, new_runner, write_texts
 
 NUM_DRAFT_TOKENS = 4  # the chain length that the card speaks of
 NEW_TOKENS = 128
@@ -87,9 +87,9 @@ def load_judge(folder: Path, target: Llama, recipe: HeadRecipe, columns: list[in
 
 
 @torch.no_grad()
-def agreement(judge: Judge, text: Text) -> list[list[bool]]:
+def agreement(judge: Judge, text: TextStates) -> list[list[bool]]:
     """[s][t]: along the text, is the guess of row t at step s the text's token t + 2? All rows of one text."""
-    whole = Text(text.ids, 0, text.states)
+    whole = TextStates(text.ids, 0, text.states)
     k = NUM_DRAFT_TOKENS
     if len(text.states) < 2:
         return [[] for _ in range(k)]

@@ -62,7 +62,7 @@ class HeadLayer(nn.Module):
 
 
 @dataclass(frozen=True)
-class Rows:
+class GuessRows:
     """Which rows of a batch of texts are run. Every row gives keys and values; only some are queries.
 
     `num_rows` int64 [B]; `index` int64 [A]: places in the flattened [B, N] of rows that guess, or lead to one that
@@ -74,7 +74,7 @@ class Rows:
     counts: Tensor
 
     @classmethod
-    def of(cls, num_rows: Tensor, first: Tensor, num_steps: int, width: int) -> Rows:
+    def of(cls, num_rows: Tensor, first: Tensor, num_steps: int, width: int) -> GuessRows:
         """Rows that guess are `first`[b] to num_rows[b] - 1; the `num_steps` - 1 before them lead to these."""
         place = torch.arange(width)[None, :]  # [1, N]
         inside = place < num_rows[:, None]
@@ -106,7 +106,7 @@ class HeadForTraining(nn.Module):
                 if weight.ndim == 2:
                     weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
 
-    def forward(self, embedding: Tensor, states: Tensor, rows: Rows, num_steps: int) -> list[Tensor]:
+    def forward(self, embedding: Tensor, states: Tensor, rows: GuessRows, num_steps: int) -> list[Tensor]:
         """embedding [B, N, C] of each row's token, states [B, N, F] -> per step, normed outputs [A, C].
 
         At step s only rows t >= s mean something: their path begins at row t - s.
@@ -137,7 +137,7 @@ class HeadForTraining(nn.Module):
         q, k, v = (p(x).view(b, n, -1, d).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], rows: Rows) -> Tensor:
+    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], rows: GuessRows) -> Tensor:
         """Attention [A, H D]: of step 0, rows up to t - s; of the path, for r = 1..s, row t - s + r of step r."""
         b, heads, n, d = q.shape
         step, group = len(keys) - 1, heads // self.shape.num_kv_heads

@@ -13,7 +13,7 @@ from sameseed.train import data as corpus
 from sameseed.train.card import write_cards
 from sameseed.train.checkpoint import read_tensors
 from sameseed.train.data import Document
-from sameseed.train.evaluate import Acceptance, acceptance, perplexity
+from sameseed.train.evaluate import GreedyAcceptance, acceptance, perplexity
 from sameseed.train.model import LlamaForTraining
 from sameseed.train.plot import plot_losses
 from sameseed.train.prompts import encode_prompt, held_out_prompts, read_prompts, write_prompts
@@ -88,7 +88,7 @@ def acceptance_by_domain(
     return {d: as_table(acceptance(draft, group, NUM_DRAFT_TOKENS)) for d, group in grouped.items()}
 
 
-def as_table(counts: Acceptance) -> dict[str, float]:
+def as_table(counts: GreedyAcceptance) -> dict[str, float]:
     """Counts and rates, rounded for reading."""
     table = dataclasses.asdict(counts)
     return {**table, "agreement": round(counts.agreement, 4), "rate": round(counts.rate, 4)}

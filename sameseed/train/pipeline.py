@@ -19,7 +19,7 @@ from sameseed.train.measure import measure
 from sameseed.train.model import LlamaForTraining, ModelShape
 from sameseed.train.recipe import Recipe
 from sameseed.train.tokenizer import BEGIN, END, PAD, save_tokenizer, token_id, train_tokenizer
-from sameseed.train.trainer import Job, Log, train
+from sameseed.train.trainer import Log, TrainJob, train
 
 
 def tokenizer_stage(recipe: Recipe, data: Path, out: Path) -> Tokenizer:
@@ -61,7 +61,7 @@ def rows_stage(recipe: Recipe, data: Path, out: Path, tokenizer: Tokenizer) -> T
     return rows
 
 
-def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str = "cpu") -> Job:
+def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str = "cpu") -> TrainJob:
     """The target's training: cross entropy on the corpus."""
     settings = recipe.target.train
     model = LlamaForTraining(recipe.target.shape, recipe.seed).to(device)
@@ -72,7 +72,7 @@ def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str = 
     def loss(batch_: Tensor) -> Tensor:
         return model.loss(*corpus.inputs_and_targets(batch_, pad))
 
-    return Job("target", model, settings, batch, loss, out)
+    return TrainJob("target", model, settings, batch, loss, out)
 
 
 def load_model(folder: Path, shape: ModelShape, device: str = "cpu") -> LlamaForTraining:
@@ -94,7 +94,7 @@ def digest_of(settings: object) -> str:
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
-def model_stage(job: Job, digest: str, log: Log, out: Path, ids: dict[str, int], *, quiet: bool) -> None:
+def model_stage(job: TrainJob, digest: str, log: Log, out: Path, ids: dict[str, int], *, quiet: bool) -> None:
     """Train a model to its end, export it, and note that it is done."""
     started = Path(job.folder / f"{job.name}.done.json")
     progress = train(job, log, quiet=quiet)

@@ -41,7 +41,7 @@ class Seed:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextStates:
     """ids int32 [T]; the first `num_given` were not written by the target; states [T - 1, L * C], all but the last."""
 
     ids: Tensor
@@ -73,7 +73,7 @@ def new_runner(target: Llama, captures: tuple[int, ...], batch: int, longest: in
 @torch.inference_mode()
 def write_texts(
     runner: ModelRunner, seeds: Seq[Seed], batch: int, seed: int, advance: Callable[[int], None] = lambda tokens: None
-) -> list[Text]:
+) -> list[TextStates]:
     """Write every seed's text with the states of all its tokens; a place in the batch is filled as soon as it is free.
 
     The noise of sampled texts comes from `seed`: the same call writes the same texts. `advance` hears of tokens.
@@ -81,7 +81,7 @@ def write_texts(
     generator = torch.Generator().manual_seed(seed)
     queue, running = list(range(len(seeds)))[::-1], list[Sequence]()
     kept: dict[int, list[Tensor]] = {i: [] for i in queue}
-    done: dict[int, Text] = {}
+    done: dict[int, TextStates] = {}
     ends = frozenset(runner.model.config.eos_token_ids)
     while queue or running:
         _admit(runner, seeds, queue, running, batch)
@@ -125,9 +125,9 @@ def _rows(running: Seq[Sequence]) -> list[int]:
     return rows
 
 
-def _text(seq: Sequence, seed: Seed, states: list[Tensor]) -> Text:
+def _text(seq: Sequence, seed: Seed, states: list[Tensor]) -> TextStates:
     ids = torch.tensor(seq.token_ids, dtype=torch.int32)
-    return Text(ids, len(seed.ids) if seed.num_new else 0, torch.cat(states)[: len(ids) - 1])
+    return TextStates(ids, len(seed.ids) if seed.num_new else 0, torch.cat(states)[: len(ids) - 1])
 
 
 def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator) -> list[int]:
@@ -140,7 +140,7 @@ def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator)
     return best
 
 
-def save_part(texts: Seq[Text], path: Path) -> None:
+def save_part(texts: Seq[TextStates], path: Path) -> None:
     """Texts as one file: ids and states one text after another."""
     tensors = {
         "ids": torch.cat([t.ids for t in texts]),
@@ -201,10 +201,10 @@ class Texts:
         """Tokens that the target wrote, or that are learned from as they are."""
         return sum(len(ids) - given for ids, given in zip(self.ids, self.num_given, strict=True))
 
-    def __getitem__(self, i: int) -> Text:
+    def __getitem__(self, i: int) -> TextStates:
         file, first = self._places[i]
         states = self._files[file][first : first + len(self.ids[i]) - 1]
-        return Text(self.ids[i], self.num_given[i], states)
+        return TextStates(self.ids[i], self.num_given[i], states)
 
     def length_order(self, seed: int, rows: int) -> list[list[int]]:
         """All texts in batches of `rows`, like lengths together, in a seeded order."""

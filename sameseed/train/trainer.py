@@ -30,7 +30,7 @@ def schedule(step: int, settings: TrainSettings) -> float:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainJob:
     """One model to train: the loss of a batch, and where the progress is kept."""
 
     name: str
@@ -92,7 +92,7 @@ def progress_bar(quiet: bool) -> Progress:
     )
 
 
-def one_step(job: Job, optimizer: MuonAdamW, step: int) -> tuple[float, float, int]:
+def one_step(job: TrainJob, optimizer: MuonAdamW, step: int) -> tuple[float, float, int]:
     """Forward, backward, clip, update. Returns (loss, gradient norm, tokens).
 
     Raises SameseedError on a loss that is no number.
@@ -109,7 +109,7 @@ def one_step(job: Job, optimizer: MuonAdamW, step: int) -> tuple[float, float, i
     return value, norm, job.count(batch)
 
 
-def train(job: Job, log: Log, *, quiet: bool, stop_after: int | None = None) -> dict[str, Any]:
+def train(job: TrainJob, log: Log, *, quiet: bool, stop_after: int | None = None) -> dict[str, Any]:
     """Train until `settings.steps`, from the last checkpoint if there is one; returns the progress.
 
     `stop_after` ends the run with a checkpoint once that many steps are done, as an interruption would.
@@ -136,7 +136,7 @@ def train(job: Job, log: Log, *, quiet: bool, stop_after: int | None = None) -> 
     return progress
 
 
-def timed_step(job: Job, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
+def timed_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
     """One step with its line in the log; returns the new progress and the rate in tokens a second."""
     started, step, settings = time.monotonic(), progress["step"], job.settings
     loss, norm, tokens = one_step(job, optimizer, step)

@@ -12,7 +12,7 @@ from sameseed import ops, registry, scheme as formats
 from sameseed.models.llama import Llama
 from sameseed.models.weights import read_weights
 from sameseed.quantize import Stats, decoded, parse_method
-from sameseed.quantize._grid import Grid
+from sameseed.quantize._grid import CodeGrid
 from sameseed.scheme import DENSE, QuantScheme
 
 pytestmark = pytest.mark.bits
@@ -82,7 +82,7 @@ def test_what_is_chosen_can_be_saved_and_read(method: str, scheme: str, width: i
 def test_every_code_is_among_the_values_of_its_grid(scheme: str) -> None:
     weight = randn(8, K)
     q = QuantScheme.parse(scheme).encode(weight)
-    grid = Grid(q)
+    grid = CodeGrid(q)
     values = decoded(q).view(8, -1, q.group)
     for g in range(values.shape[1]):
         for column in values[:, g].T:

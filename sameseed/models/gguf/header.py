@@ -50,7 +50,7 @@ class GGUFFile(TensorFile):
         self.metadata, self.tensors = self._header()
 
     def _header(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        walk = _Walk(self)
+        walk = _HeaderWalk(self)
         if walk.take(4) != MAGIC:
             raise self.unsound("it does not begin with GGUF")
         version = walk.number("<I")
@@ -74,7 +74,7 @@ class GGUFFile(TensorFile):
             found[name] = self._tensor(name, walk)
         return metadata, self._placed(found, walk.at, metadata.get("general.alignment", 32))
 
-    def _tensor(self, name: str, walk: _Walk) -> TensorInfo:
+    def _tensor(self, name: str, walk: _HeaderWalk) -> TensorInfo:
         """With offsets still relative to the data."""
         dims = walk.number("<I")
         if not 1 <= dims <= 4:
@@ -114,7 +114,7 @@ class GGUFFile(TensorFile):
         return placed
 
 
-class _Walk:
+class _HeaderWalk:
     """Reads a header forward, window by window."""
 
     def __init__(self, file: GGUFFile) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.layouts.base import FLOATS, Files, Stored, by_group, keep, nibbles, spread, whole
+from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix, by_group, keep, nibbles, spread, whole
 from sameseed.scheme import QuantTensor
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where outputs 0..7 lie among the eight codes of an int32
 
 
-def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Awq:
+def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> AwqLayout:
     """The layout of a `quantization_config`."""
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
@@ -29,16 +29,16 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Awq:
     group = whole(config, "group_size", whole(config, "q_group_size", 128, where), where)
     if group == 0:
         raise ModelLoadError(f"{where}: group_size 0 is none")
-    return Awq(None if group == -1 else group)
+    return AwqLayout(None if group == -1 else group)
 
 
-class Awq:
+class AwqLayout:
     """The layout of one quantization_config."""
 
     def __init__(self, group: int | None) -> None:
         self.group = group
 
-    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         """See Layout."""
         if f"{name}.qweight" not in files:
             return None
@@ -57,8 +57,8 @@ class Awq:
         parts = partial(_codes, name, files)
         if held is None:
             order = torch.arange(width) // size
-            return Stored(tensors, None, lambda: by_group(*parts(), order), f"AWQ in groups of {size}")
-        return Stored(tensors, held[0], partial(_kept, held[1], parts))
+            return StoredMatrix(tensors, None, lambda: by_group(*parts(), order), f"AWQ in groups of {size}")
+        return StoredMatrix(tensors, held[0], partial(_kept, held[1], parts))
 
     def spare(self, name: str, files: Files) -> bool:
         """None."""

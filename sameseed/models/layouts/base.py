@@ -33,7 +33,7 @@ def cache_scales_left_out(where: str) -> None:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredMatrix:
     """A quantized matrix, checked but not read.
 
     `tensors`: the names it consists of. `scheme`: how its codes are kept; None: no format of ours holds them (`why`
@@ -65,7 +65,7 @@ class Files(Protocol):
 class Layout(Protocol):
     """A quant_method with its settings."""
 
-    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         """How matrix `name` (without ".weight") of that shape is stored; None: dense. Raises ModelLoadError."""
 
     def spare(self, name: str, files: Files) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.formats.nf4 import TABLE
-from sameseed.models.layouts.base import FLOATS, Files, Stored, spread
+from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix, spread
 from sameseed.scheme import QuantScheme, QuantTensor
 
 STATE = "weight.quant_state.bitsandbytes__"
@@ -28,7 +28,7 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> BitsA
 class BitsAndBytes:
     """Which matrices are quantized, and how, is told by the tensors beside them."""
 
-    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         """See Layout."""
         weight = f"{name}.weight"
         if weight not in files or files.kind(weight)[0] in FLOATS:
@@ -44,7 +44,7 @@ class BitsAndBytes:
         return False
 
 
-def _int8(name: str, shape: tuple[int, int], files: Files) -> Stored:
+def _int8(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
     tensors = [files.expect(f"{name}.weight", ["I8"], shape), files.expect(f"{name}.SCB", ["F32"], (shape[0],))]
     layout = f"{name}.weight_format"
     if layout in files:
@@ -56,7 +56,7 @@ def _int8(name: str, shape: tuple[int, int], files: Files) -> Stored:
         scales = files.raw(f"{name}.SCB")[:, None] / 127.0
         return QuantTensor("int8", shape, {"codes": files.raw(f"{name}.weight"), "scales": scales.contiguous()})
 
-    return Stored(tuple(tensors), QuantScheme("int8"), read)
+    return StoredMatrix(tuple(tensors), QuantScheme("int8"), read)
 
 
 def _state(name: str, shape: tuple[int, int], files: Files) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _state(name: str, shape: tuple[int, int], files: Files) -> dict[str, Any]:
     return dict(state)
 
 
-def _nf4(name: str, shape: tuple[int, int], files: Files) -> Stored:
+def _nf4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
     (height, width), state = shape, _state(name, shape, files)
     block = state["blocksize"]
     count, values = -(-height * width // block), height * width
@@ -110,4 +110,4 @@ def _nf4(name: str, shape: tuple[int, int], files: Files) -> Stored:
         table = files.raw(f"{packed}.quant_map")
         return (table[codes.long()] * scales.float().repeat_interleave(block)[:values]).view(shape)
 
-    return Stored(tuple(tensors), QuantScheme("nf4") if kept else None, read, f"nf4 in blocks of {block}")
+    return StoredMatrix(tuple(tensors), QuantScheme("nf4") if kept else None, read, f"nf4 in blocks of {block}")

@@ -14,7 +14,7 @@ from sameseed.errors import ModelLoadError
 from sameseed.models.layouts.base import (
     FLOATS,
     Files,
-    Stored,
+    StoredMatrix,
     by_group,
     cache_scales_left_out,
     keep,
@@ -127,7 +127,7 @@ class CompressedTensors:
                     return group
         return None
 
-    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         """See Layout."""
         group = self._group(name)
         weight = f"{name}.weight"
@@ -145,7 +145,7 @@ class CompressedTensors:
             cache_scales_left_out(self.where)
         return name.endswith((*SPARE, *CACHE))
 
-    def _integers(self, name: str, shape: tuple[int, int], files: Files, g: Group) -> Stored:
+    def _integers(self, name: str, shape: tuple[int, int], files: Files, g: Group) -> StoredMatrix:
         height, width = shape
         size = {"tensor": None, "channel": None}.get(g.strategy, g.group)
         count = 1 if size is None else -(-width // size)
@@ -184,10 +184,10 @@ class CompressedTensors:
         )
         parts = partial(_codes, name, shape, files, g, count)
         if held is not None:
-            return Stored(tuple(tensors), held[0], partial(_kept, name_, held[1], g.activations, parts))
+            return StoredMatrix(tuple(tensors), held[0], partial(_kept, name_, held[1], g.activations, parts))
         if order is None:
             order = torch.arange(width) // (size or width)
-        return Stored(tuple(tensors), None, lambda: by_group(*parts(), order), why)
+        return StoredMatrix(tuple(tensors), None, lambda: by_group(*parts(), order), why)
 
 
 def _codes(

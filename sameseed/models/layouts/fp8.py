@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sameseed.models.layouts.base import FLOATS, Files, Stored, cache_scales_left_out, listed, two_sizes
+from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix, cache_scales_left_out, listed, two_sizes
 from sameseed.models.layouts.patterns import covers
 from sameseed.models.layouts.scaled import float8
 
@@ -25,7 +25,7 @@ class Fp8:
         self.skip = skip
         self.where = where
 
-    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         """See Layout."""
         weight = f"{name}.weight"
         dense = any(covers(s, name) for s in self.skip) or weight not in files or name.endswith("embed_tokens")

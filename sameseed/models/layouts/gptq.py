@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.layouts.base import FLOATS, Files, Stored, by_group, keep, say_once, spread, unpacked, whole
+from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix, by_group, keep, say_once, spread, unpacked, whole
 from sameseed.models.layouts.patterns import fits
 from sameseed.scheme import QuantTensor
 
 
 @dataclass(frozen=True)
-class Settings:
+class GptqSettings:
     """Of one matrix. `plus` is what zero points lack: the first version of the layout stores them less one."""
 
     bits: int
@@ -26,15 +26,15 @@ class Settings:
     plus: int
 
 
-def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Gptq:
+def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> GptqLayout:
     """The layout of a `quantization_config`."""
     version = config.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise ModelLoadError(
             f"{where}: GPTQ checkpoints in the format {str(version)[:80]!r} cannot be read; gptq and gptq_v2 can"
         )
-    settings = _settings(config, Settings(0, None, True, 1 if version == "gptq" else 0), where)
-    overrides: list[tuple[str, Settings | None]] = []
+    settings = _settings(config, GptqSettings(0, None, True, 1 if version == "gptq" else 0), where)
+    overrides: list[tuple[str, GptqSettings | None]] = []
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise ModelLoadError(f"{where}: dynamic must be an object, got {str(dynamic)[:80]}")
@@ -43,10 +43,10 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Gptq:
         fits(f"re:{text}", "")
         changed = None if pattern.startswith("-:") else _settings(changes, settings, f"{where}: dynamic {pattern}")
         overrides.append((text, changed))
-    return Gptq(settings, overrides, where)
+    return GptqLayout(settings, overrides, where)
 
 
-def _settings(config: object, default: Settings, where: str) -> Settings:
+def _settings(config: object, default: GptqSettings, where: str) -> GptqSettings:
     if not isinstance(config, dict):
         raise ModelLoadError(f"{where} must be an object, got {str(config)[:80]}")
     bits = whole(config, "bits", default.bits or 4, where)
@@ -59,19 +59,19 @@ def _settings(config: object, default: Settings, where: str) -> Settings:
     return replace(default, bits=bits, group=None if group == -1 else group, symmetric=symmetric)
 
 
-class Gptq:
+class GptqLayout:
     """The layout of one quantization_config."""
 
-    def __init__(self, settings: Settings, overrides: list[tuple[str, Settings | None]], where: str) -> None:
+    def __init__(self, settings: GptqSettings, overrides: list[tuple[str, GptqSettings | None]], where: str) -> None:
         self.settings = settings
         self.overrides = overrides
         self.where = where
 
-    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         """See Layout."""
         if f"{name}.qweight" not in files:
             return None  # dense, or missing, which is then said of its weight
-        s: Settings | None = self.settings
+        s: GptqSettings | None = self.settings
         for pattern, changed in self.overrides:
             if fits(f"re:{pattern}", name):
                 s = changed
@@ -107,15 +107,15 @@ class Gptq:
                 if permuted
                 else f"GPTQ, {s.bits} bits in groups of {size}"
             )
-            return Stored(tuple(tensors), None, lambda: by_group(*parts(), order), why)
-        return Stored(tuple(tensors), held[0], partial(_kept, s, held[1], parts))
+            return StoredMatrix(tuple(tensors), None, lambda: by_group(*parts(), order), why)
+        return StoredMatrix(tuple(tensors), held[0], partial(_kept, s, held[1], parts))
 
-    def _codes(self, name: str, files: Files, s: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    def _codes(self, name: str, files: Files, s: GptqSettings) -> tuple[Tensor, Tensor, Tensor]:
         """Codes uint8 [O, K], scales [O, n], zero points [O, n]."""
         codes = unpacked(files.raw(f"{name}.qweight").T, s.bits)
         return codes, files.raw(f"{name}.scales").T.contiguous(), self._zeros(name, files.raw(f"{name}.qzeros"), s)
 
-    def _zeros(self, name: str, packed: Tensor, s: Settings) -> Tensor:
+    def _zeros(self, name: str, packed: Tensor, s: GptqSettings) -> Tensor:
         """Zero points uint8 [O, n] of qzeros int32 [n, O bits / 32]. Raises ModelLoadError where sym contradicts."""
         middle = 1 << (s.bits - 1)
         zeros = unpacked(packed, s.bits).T
@@ -140,7 +140,7 @@ class Gptq:
         return name.endswith(".bias") and kind in FLOATS and len(shape) == 1 and not files.raw(name).any()
 
 
-def _kept(s: Settings, times: int, parts: Any) -> QuantTensor:
+def _kept(s: GptqSettings, times: int, parts: Any) -> QuantTensor:
     codes, scales, zeros = parts()
     found = {"codes": codes, "scales": spread(scales, times).contiguous()}
     if s.bits == 8:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError
 from sameseed.formats._coded import PACKED, packed_bytes, unpacked_bytes
-from sameseed.models.layouts.base import FLOATS, Files, Stored
+from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 VERSION = 1
@@ -50,7 +50,7 @@ class Own:
     def __init__(self, schemes: Mapping[str, QuantScheme]) -> None:
         self.schemes = schemes
 
-    def find(self, name: str, shape: tuple[int, int], files: Files) -> Stored | None:
+    def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         """See Layout."""
         scheme = self.schemes.get(name)
         if scheme is None or scheme.weights == "auto":
@@ -76,7 +76,7 @@ class Own:
                     parts[part] = unpacked_bytes(parts[part], bits)[:, : shape[1]].contiguous()
             return QuantTensor(scheme.weights, shape, parts, scheme.activations)
 
-        return Stored(tuple(tensors.values()), scheme, read)
+        return StoredMatrix(tuple(tensors.values()), scheme, read)
 
     def spare(self, name: str, files: Files) -> bool:
         """None."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.formats import _fp8
-from sameseed.models.layouts.base import FLOATS, Files, Stored
+from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix
 from sameseed.scheme import QuantScheme, QuantTensor
 
 FORMATS = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
@@ -21,7 +21,7 @@ def float8(
     block: tuple[int, int] | None,
     scale: str,
     activations: str | None = None,
-) -> Stored:
+) -> StoredMatrix:
     """fp8 codes `name.weight`; scales of the tensor or the rows, or with `block` of [O / b0, K / b1] blocks."""
     (height, width), weight = shape, f"{name}.weight"
     files.expect(weight, list(TYPES), shape)
@@ -48,10 +48,10 @@ def float8(
 
     variant = None if block is None else "b128"
     scheme = QuantScheme(FORMATS[dtype], activations=activations, variant=variant) if ours else None
-    return Stored((weight, scale), scheme, read, f"fp8 in blocks of {block}")
+    return StoredMatrix((weight, scale), scheme, read, f"fp8 in blocks of {block}")
 
 
-def mxfp4(name: str, shape: tuple[int, int], files: Files) -> Stored:
+def mxfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
     """Two e2m1 codes a byte (the first in the low half), a power of two as e8m0 for 32 of them."""
     height, width = shape
     if width % 32:
@@ -67,4 +67,4 @@ def mxfp4(name: str, shape: tuple[int, int], files: Files) -> Stored:
         scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
         return QuantTensor("mxfp4", shape, {"codes": codes, "scales": scales.to(torch.bfloat16)})
 
-    return Stored((codes_at, scale_at), QuantScheme("mxfp4"), read)
+    return StoredMatrix((codes_at, scale_at), QuantScheme("mxfp4"), read)

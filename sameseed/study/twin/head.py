@@ -17,7 +17,7 @@ from torch import Tensor
 from sameseed.errors import ConfigError
 from sameseed.models.eagle_config import HeadConfig, expected_tensors
 from sameseed.models.synthetic import RandomCheckpoint
-from sameseed.models.weights import Source
+from sameseed.models.weights import TensorSource
 from sameseed.study.twin.layout import PENALTY, TwinLayout, make_layout, raw_config
 from sameseed.study.twin.source import QUIET, Image, TwinSource
 
@@ -110,8 +110,8 @@ class HeadTwinSource(TwinSource):
     def __init__(
         self,
         head: HeadLayout,
-        small: Source,
-        target: Source,
+        small: TensorSource,
+        target: TensorSource,
         shapes: Mapping[str, Any],
         at: str,
         seed: int = 0,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sameseed.models.synthetic import RandomCheckpoint
-from sameseed.models.weights import Source, expected_shapes
+from sameseed.models.weights import TensorSource, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study.twin.layout import PENALTY, SIGNAL, TwinLayout
 
@@ -42,7 +42,7 @@ class TwinSource:
     numbers are moved, halved and doubled, so that their bits are the same on all.
     """
 
-    def __init__(self, layout: TwinLayout, small: Source, seed: int = 0, device: str = "cpu") -> None:
+    def __init__(self, layout: TwinLayout, small: TensorSource, seed: int = 0, device: str = "cpu") -> None:
         self.layout = layout
         self.small = small
         self.device = device

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sameseed import devices
 from sameseed.errors import ConfigError
 from sameseed.quantize import _walk
-from sameseed.quantize._run import Plan, Progress, quantize
+from sameseed.quantize._run import Progress, QuantizePlan, quantize
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def plan(tmp_path_factory: pytest.TempPathFactory) -> QuantizePlan:
     root = tmp_path_factory.mktemp("device")
     write_model(root / "model", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
     text = write_text(root / "text.jsonl")
-    return Plan(str(root / "model"), root / "out", "w4a16-g32", "rtn", text, samples=2, length=16)
+    return QuantizePlan(str(root / "model"), root / "out", "w4a16-g32", "rtn", text, samples=2, length=16)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -52,7 +52,7 @@ slow = pytest.mark.slow
     ],
 )
 def test_rounding_to_nearest_gives_the_same_file(
-    plan: Plan, away: str, tmp_path: Path, scheme: str, learns: bool
+    plan: QuantizePlan, away: str, tmp_path: Path, scheme: str, learns: bool
 ) -> None:
     """`learns`: with calibration text, which rtn measures its errors by."""
     asked = replace(plan, scheme=scheme, calibration=plan.calibration if learns else None)
@@ -68,7 +68,7 @@ def test_rounding_to_nearest_gives_the_same_file(
     "method", ["smooth+gptq", "rotate+awq", *(pytest.param(m, marks=slow) for m in ("gptq", "awq+gptq", "rotate+gptq"))]
 )
 def test_methods_that_learn_from_text_run_there(
-    plan: Plan, away: str, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    plan: QuantizePlan, away: str, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, after an interruption too, and as good as on the CPU; every layer was computed there."""
     computed: list[bool] = []
@@ -97,7 +97,7 @@ def test_methods_that_learn_from_text_run_there(
         assert b["module"] == a["module"] and b["relative"] == pytest.approx(a["relative"], rel=0.02)
 
 
-def test_a_budget_is_measured_there(plan: Plan, away: str, tmp_path: Path) -> None:
+def test_a_budget_is_measured_there(plan: QuantizePlan, away: str, tmp_path: Path) -> None:
     asked = replace(plan, budget=6.0, candidates=("w4a16-g32", "w8a16"))
     here = quantize(replace(asked, out=tmp_path / "here"))
     there = quantize(replace(asked, out=tmp_path / "there", device=away))
@@ -105,7 +105,7 @@ def test_a_budget_is_measured_there(plan: Plan, away: str, tmp_path: Path) -> No
     assert there.quantization["predicted_loss"] == pytest.approx(here.quantization["predicted_loss"], rel=0.01)
 
 
-def test_a_device_that_is_not_here_is_refused_first(plan: Plan, tmp_path: Path) -> None:
+def test_a_device_that_is_not_here_is_refused_first(plan: QuantizePlan, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="use cpu, cuda, or cuda:N"):
         quantize(replace(plan, model=str(tmp_path / "no such model"), device="gpu"))
     if not torch.cuda.is_available():

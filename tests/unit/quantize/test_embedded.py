@@ -13,7 +13,7 @@ from fixtures_models import need
 from sameseed.models.loader import resolve_model
 from sameseed.quantize._calibrate import read_calibration
 from sameseed.quantize._losses import token_losses
-from sameseed.quantize._run import Plan, quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.tokenizer import Tokenizer
 
 ASSETS = resolve_model("embedded").parent
@@ -40,7 +40,7 @@ def change(tmp_path_factory: pytest.TempPathFactory):
     @cache
     def measured(method: str, scheme: str) -> torch.Tensor:
         held_out()
-        plan = Plan("embedded", folder / f"{method}-{scheme}", scheme, method, text, samples=16, length=128)
+        plan = QuantizePlan("embedded", folder / f"{method}-{scheme}", scheme, method, text, samples=16, length=128)
         return token_losses(quantize(plan).folder, held_out()) - original()
 
     return measured

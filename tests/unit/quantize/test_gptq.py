@@ -10,7 +10,7 @@ from torch import Tensor
 from sameseed import scheme as formats
 from sameseed.errors import ConfigError
 from sameseed.quantize import Stats, decoded, parse_method
-from sameseed.quantize._grid import Grid, clip
+from sameseed.quantize._grid import CodeGrid, clip
 from sameseed.quantize.gptq import inverse_factor
 from sameseed.scheme import QuantScheme
 
@@ -23,7 +23,7 @@ def gptq(weight: Tensor, scheme: str, stats: Stats, **options: object) -> Tensor
     return decoded(parse_method("gptq", options).quantize(weight, QuantScheme.parse(scheme), stats))
 
 
-def textbook(weight: Tensor, hessian: Tensor, grid: Grid, group: int, damping: float) -> Tensor:
+def textbook(weight: Tensor, hessian: Tensor, grid: CodeGrid, group: int, damping: float) -> Tensor:
     """Optimal brain quantization in a fixed order: after each column, the inverse of what is left is taken afresh."""
     work, hessian = weight.double(), hessian.double()
     hessian = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
@@ -41,7 +41,7 @@ def test_it_is_the_paper_s_method(scheme: str) -> None:
     # Formats whose scales do not move on the way, so that the textbook can round by the same grid.
     weight, stats = randn(24, K), stats_of(correlated(500, K))
     q = QuantScheme.parse(scheme).encode(weight)
-    expected = textbook(weight, stats.hessian, Grid(q), q.group, 0.01)
+    expected = textbook(weight, stats.hessian, CodeGrid(q), q.group, 0.01)
     plain = decoded(q)
     kept = stats.error(weight, expected) <= stats.error(weight, plain)  # the other rows fall back to rounding
     found = gptq(weight, scheme, stats, clip=False)
@@ -110,5 +110,5 @@ def test_inputs_that_never_vary_are_survived() -> None:
 
 def test_a_format_without_codes_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be rounded column by column"):
-        Grid(QuantScheme.parse("bf16").encode(randn(4, 32)))
+        CodeGrid(QuantScheme.parse("bf16").encode(randn(4, 32)))
     assert gptq(randn(4, 32), "bf16", stats_of(randn(9, 32))).shape == (4, 32), "a dense weight is as it is"

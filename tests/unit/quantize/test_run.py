@@ -22,7 +22,7 @@ from sameseed.models.config import read_config
 from sameseed.models.loader import load_model
 from sameseed.quantize import _run as quantizing, _work
 from sameseed.quantize._budget import recommend
-from sameseed.quantize._run import FILE, Plan, Progress, quantize
+from sameseed.quantize._run import FILE, Progress, QuantizePlan, quantize
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def plan(model: Path, text: Path, tmp_path: Path) -> Plan:
-    return Plan(str(model), tmp_path / "out", "w4a16-g32", "gptq", text, samples=6, length=32)
+def plan(model: Path, text: Path, tmp_path: Path) -> QuantizePlan:
+    return QuantizePlan(str(model), tmp_path / "out", "w4a16-g32", "gptq", text, samples=6, length=32)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,7 +64,7 @@ def stop_after(layers: int, stage: str = "layers") -> Callable[[Progress], None]
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "smooth", "rotate", "rotate+gptq", "smooth+gptq", "awq+gptq"])
-def test_what_is_written_loads_and_says_what_was_lost(plan: Plan, method: str) -> None:
+def test_what_is_written_loads_and_says_what_was_lost(plan: QuantizePlan, method: str) -> None:
     seen: list[Progress] = []
     result = quantize(replace(plan, method=method), seen.append)
     config = read_config(result.folder)
@@ -81,7 +81,7 @@ def test_what_is_written_loads_and_says_what_was_lost(plan: Plan, method: str) -
     assert not list(plan.out.parent.glob("*.partial"))
 
 
-def test_rules_name_head_and_layers(plan: Plan) -> None:
+def test_rules_name_head_and_layers(plan: QuantizePlan) -> None:
     scheme = "w4a16-g32,lm_head=w8a16,model.layers.1.mlp.*=bf16,*.v_proj=fp8"
     result = quantize(replace(plan, scheme=scheme, method="gptq"))
     schemes = {m["module"]: m["scheme"] for m in result.quantization["modules"]}
@@ -96,7 +96,7 @@ def test_rules_name_head_and_layers(plan: Plan) -> None:
 
 @pytest.mark.parametrize("method", ["rtn", "rotate"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_rule_keeps_embedding_or_head_dense(plan: Plan, tmp_path: Path, method: str, tied: bool) -> None:
+def test_a_rule_keeps_embedding_or_head_dense(plan: QuantizePlan, tmp_path: Path, method: str, tied: bool) -> None:
     write_model(tmp_path / "model", **SMALL, tie_word_embeddings=tied)
     scheme = "w4a16-g32,lm_head=bf16,model.embed_tokens=fp16"
     result = quantize(replace(plan, model=str(tmp_path / "model"), scheme=scheme, method=method))
@@ -112,7 +112,7 @@ def test_a_rule_keeps_embedding_or_head_dense(plan: Plan, tmp_path: Path, method
     load_model(result.folder, ops.resolve("reference"))
 
 
-def test_a_head_whose_format_is_chosen(plan: Plan, tmp_path: Path) -> None:
+def test_a_head_whose_format_is_chosen(plan: QuantizePlan, tmp_path: Path) -> None:
     write_model(tmp_path / "model", **SMALL)
     tensors = weights(tmp_path / "model")
     tensors["lm_head.weight"][:] = 2.0**-20
@@ -127,7 +127,7 @@ def test_a_head_whose_format_is_chosen(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["rtn", "rotate"])
-def test_tied_embeddings(plan: Plan, tmp_path: Path, method: str) -> None:
+def test_tied_embeddings(plan: QuantizePlan, tmp_path: Path, method: str) -> None:
     write_model(tmp_path / "tied", **SMALL, tie_word_embeddings=True)
     for scheme, expected in (("w8a8", "fp32"), ("w8a8,lm_head=w8a16", "int8")):
         out = tmp_path / f"out-{expected}"
@@ -138,7 +138,7 @@ def test_tied_embeddings(plan: Plan, tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
-def test_a_resumed_run_gives_the_same_bits(plan: Plan, method: str) -> None:
+def test_a_resumed_run_gives_the_same_bits(plan: QuantizePlan, method: str) -> None:
     plan = replace(plan, method=method, scheme="w4a8-g32,lm_head=w8a8")
     whole = quantize(replace(plan, out=plan.out.with_name("whole")))
     with pytest.raises(Stop):
@@ -151,7 +151,7 @@ def test_a_resumed_run_gives_the_same_bits(plan: Plan, method: str) -> None:
     assert whole.quantization == resumed.quantization
 
 
-def test_a_finished_layer_is_not_computed_again(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_layer_is_not_computed_again(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Stop):
         quantize(plan, stop_after(1))
     computed: list[int] = []
@@ -165,7 +165,7 @@ def test_a_finished_layer_is_not_computed_again(plan: Plan, monkeypatch: pytest.
     "change",
     [{"scheme": "w8a8"}, {"method": "awq"}, {"seed": 1}, {"samples": 5}, {"length": 16}, {"options": {"clip": False}}],
 )
-def test_resuming_with_other_options_is_refused(plan: Plan, change: dict[str, object]) -> None:
+def test_resuming_with_other_options_is_refused(plan: QuantizePlan, change: dict[str, object]) -> None:
     with pytest.raises(Stop):
         quantize(plan, stop_after(1))
     with pytest.raises(ConfigError, match=r"was begun with .*--overwrite"):
@@ -173,7 +173,7 @@ def test_resuming_with_other_options_is_refused(plan: Plan, change: dict[str, ob
     quantize(replace(plan, overwrite=True, **change))  # begins anew
 
 
-def test_resuming_with_another_model_is_refused(plan: Plan, tmp_path: Path) -> None:
+def test_resuming_with_another_model_is_refused(plan: QuantizePlan, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         quantize(plan, stop_after(1))
     write_model(tmp_path / "other", seed=9, **SMALL)
@@ -181,7 +181,7 @@ def test_resuming_with_another_model_is_refused(plan: Plan, tmp_path: Path) -> N
         quantize(replace(plan, model=str(tmp_path / "other"), resume=True))
 
 
-def test_a_damaged_layer_file_is_named(plan: Plan) -> None:
+def test_a_damaged_layer_file_is_named(plan: QuantizePlan) -> None:
     with pytest.raises(Stop):
         quantize(plan, stop_after(1))
     file = plan.out.with_name("out.partial") / "layer-00000.safetensors"
@@ -191,7 +191,7 @@ def test_a_damaged_layer_file_is_named(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
-def test_a_full_disk_says_how_to_go_on(plan: Plan, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_full_disk_says_how_to_go_on(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     written: list[str] = []
 
     def full(tensors: dict[str, torch.Tensor], path: str, **settings: object) -> None:
@@ -210,7 +210,7 @@ def test_a_full_disk_says_how_to_go_on(plan: Plan, monkeypatch: pytest.MonkeyPat
     assert same(whole.folder, quantize(replace(plan, resume=True)).folder)
 
 
-def test_a_manifest_that_cannot_be_written_leaves_nothing(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_cannot_be_written_leaves_nothing(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str, encoding: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -221,7 +221,7 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing(plan: Plan, monkeypatc
     assert not plan.out.with_name("out.partial").exists()
 
 
-def test_the_folder_one_is_in(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_one_is_in(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     plan.out.mkdir()
     monkeypatch.chdir(plan.out)
     quantize(replace(plan, out=Path("."), method="rtn", overwrite=True))
@@ -230,7 +230,7 @@ def test_the_folder_one_is_in(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
 def test_one_layer_is_in_memory_at_a_time(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    plan: QuantizePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     write_model(tmp_path / "deep", **{**SMALL, "num_hidden_layers": 6})
     alive: set[str] = set()
@@ -257,7 +257,7 @@ def test_one_layer_is_in_memory_at_a_time(
 # --- budgets ---
 
 
-def test_a_budget_is_kept_and_spent(plan: Plan) -> None:
+def test_a_budget_is_kept_and_spent(plan: QuantizePlan) -> None:
     candidates = ("w4a16-g32", "w8a16", "bf16")
     plan = replace(plan, budget=6.0, candidates=candidates, samples=8)
     result = quantize(plan)
@@ -274,7 +274,7 @@ def test_a_budget_is_kept_and_spent(plan: Plan) -> None:
     load_model(result.folder, ops.resolve("reference"))
 
 
-def test_rules_count_in_the_budget(plan: Plan) -> None:
+def test_rules_count_in_the_budget(plan: QuantizePlan) -> None:
     rule = "w4a16,model.layers.0.mlp.down_proj=bf16"
     plan = replace(plan, scheme=rule, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=8)
     found = quantize(plan).quantization
@@ -301,7 +301,7 @@ def measured(*args: object) -> None:
     ],
 )
 def test_a_budget_that_cannot_be_kept(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], words: str
+    plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], words: str
 ) -> None:
     monkeypatch.setattr(quantizing.bits, "measure", measured)
     with pytest.raises(ConfigError, match=words):
@@ -309,7 +309,7 @@ def test_a_budget_that_cannot_be_kept(
 
 
 @pytest.mark.parametrize("name", ["__version__", "HELD_OUT"])
-def test_what_a_run_was_begun_with_is_compared(plan: Plan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_a_run_was_begun_with_is_compared(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plan = replace(plan, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=4)
     with pytest.raises(Stop):
         quantize(plan, stop_after(1))
@@ -318,7 +318,7 @@ def test_what_a_run_was_begun_with_is_compared(plan: Plan, monkeypatch: pytest.M
         quantize(replace(plan, resume=True))
 
 
-def test_an_interrupted_budget_goes_on(plan: Plan) -> None:
+def test_an_interrupted_budget_goes_on(plan: QuantizePlan) -> None:
     plan = replace(plan, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=8)
     whole = quantize(replace(plan, out=plan.out.with_name("whole")))
     with pytest.raises(Stop):
@@ -364,13 +364,13 @@ def test_a_recommendation_names_what_stands_out() -> None:
         ({"model": "/nowhere/at/all"}, SameseedError, "no model"),
     ],
 )
-def test_bad_plans(plan: Plan, change: dict[str, object], error: type[Exception], words: str) -> None:
+def test_bad_plans(plan: QuantizePlan, change: dict[str, object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         quantize(replace(plan, **change))
     assert not plan.out.exists()
 
 
-def test_a_destination_in_use(plan: Plan, model: Path) -> None:
+def test_a_destination_in_use(plan: QuantizePlan, model: Path) -> None:
     quantize(replace(plan, method="rtn"))
     before = weights(plan.out)
     with pytest.raises(ConfigError, match="--overwrite"):
@@ -384,7 +384,7 @@ def test_a_destination_in_use(plan: Plan, model: Path) -> None:
         quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("twice"), method="rtn"))
 
 
-def test_a_folder_in_the_way(plan: Plan) -> None:
+def test_a_folder_in_the_way(plan: QuantizePlan) -> None:
     folder = plan.out.with_name("out.partial")
     folder.mkdir()
     (folder / "mine.txt").write_text("keep")

@@ -55,7 +55,7 @@ def test_a_pair_is_trained_there(
     seen: list[bool] = []
     step = trainer.one_step
 
-    def watched(job: trainer.Job, *more: object) -> tuple[float, float, int]:
+    def watched(job: trainer.TrainJob, *more: object) -> tuple[float, float, int]:
         seen.append(all(isinstance(p.data, Elsewhere) for p in job.model.parameters()))
         return step(job, *more)  # type: ignore[arg-type]
 

@@ -29,7 +29,7 @@ from sameseed.train import head_measure, states
 from sameseed.train.head import HeadResult, Sources, run_head
 from sameseed.train.head_export import export_head
 from sameseed.train.head_job import LossSettings, dense
-from sameseed.train.head_model import HeadForTraining, HeadShape, Rows
+from sameseed.train.head_model import GuessRows, HeadForTraining, HeadShape
 from sameseed.train.head_recipe import HeadRecipe, SizeSettings
 from sameseed.train.optim import OptimSettings
 from sameseed.train.recipe import TrainSettings
@@ -81,7 +81,7 @@ def test_guesses_like_the_inference_head(target: Llama, tmp_path: Path, changes:
     lengths = [12, 9]
     tokens = torch.randint(1, MODEL_VOCAB, (2, 12), generator=generator)
     states = torch.randn(2, 12, 3 * target.config.hidden_size, generator=generator)
-    rows = Rows.of(torch.tensor(lengths), torch.tensor([0, 4]), STEPS, 12)
+    rows = GuessRows.of(torch.tensor(lengths), torch.tensor([0, 4]), STEPS, 12)
     weight = dense(target.ops, target.weights.lm_head) if own is None else head.lm_head.weight
     with torch.no_grad():
         outputs = head(dense(target.ops, target.weights.embedding)[tokens], states, rows, STEPS)

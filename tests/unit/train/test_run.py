@@ -13,7 +13,7 @@ from sameseed.train.checkpoint import read_tensors
 from sameseed.train.data import encode
 from sameseed.train.distill import PROMPT_BIT, draft_batch, training_prompts
 from sameseed.train.recipe import load_recipe
-from sameseed.train.trainer import Job, Log, train as real_train
+from sameseed.train.trainer import Log, TrainJob, train as real_train
 
 
 def test_toy_recipe_end_to_end(recipe_path: Path, data: Path, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_interrupted_run_equals_a_whole_one(
 ) -> None:
     run(recipe_path, data=data, out=tmp_path / "whole", quiet=True)
 
-    def interrupted(job: Job, log: Log, *, quiet: bool) -> None:
+    def interrupted(job: TrainJob, log: Log, *, quiet: bool) -> None:
         real_train(job, log, quiet=quiet, stop_after=5)
         raise KeyboardInterrupt
 

@@ -16,12 +16,12 @@ from sameseed.train.checkpoint import read_tensors
 from sameseed.train.model import LlamaForTraining, ModelShape
 from sameseed.train.optim import OptimSettings
 from sameseed.train.recipe import TrainSettings
-from sameseed.train.trainer import Job, Log, schedule, train
+from sameseed.train.trainer import Log, TrainJob, schedule, train
 
 SHAPE = ModelShape(40, 16, 2, 2, 1, 8, 24)
 
 
-def toy_job(folder: Path, steps: int = 10, matrix_lr: float = 0.02) -> Job:
+def toy_job(folder: Path, steps: int = 10, matrix_lr: float = 0.02) -> TrainJob:
     model = LlamaForTraining(SHAPE, seed=0)
     settings = TrainSettings(steps, rows=2, row_tokens=8, warmup=2, optim=OptimSettings(matrix_lr=matrix_lr))
 
@@ -31,10 +31,10 @@ def toy_job(folder: Path, steps: int = 10, matrix_lr: float = 0.02) -> Job:
     def loss(rows: torch.Tensor) -> torch.Tensor:
         return model.loss(rows[:, :-1], rows[:, 1:])
 
-    return Job("toy", model, settings, batch, loss, folder)
+    return TrainJob("toy", model, settings, batch, loss, folder)
 
 
-def weights(job: Job) -> dict[str, torch.Tensor]:
+def weights(job: TrainJob) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in job.model.named_parameters()}
 
 
@@ -53,7 +53,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
 def test_training_lowers_the_loss(tmp_path: Path) -> None:
     job = toy_job(tmp_path, steps=60)
     rows = job.batch(0)
-    same = Job("toy", job.model, job.settings, lambda _: rows, job.loss, tmp_path)
+    same = TrainJob("toy", job.model, job.settings, lambda _: rows, job.loss, tmp_path)
     before = job.loss(rows).item()
     train(same, Log(tmp_path / "log.jsonl"), quiet=True)
     assert job.loss(rows).item() < 0.5 * before
@@ -71,13 +71,15 @@ def test_a_signal_leaves_a_checkpoint(tmp_path: Path, kind: signal.Signals) -> N
         return plain(step)
 
     with pytest.raises(KeyboardInterrupt):
-        train(Job("toy", job.model, job.settings, batch, job.loss, tmp_path), Log(tmp_path / "log.jsonl"), quiet=True)
+        train(
+            TrainJob("toy", job.model, job.settings, batch, job.loss, tmp_path), Log(tmp_path / "log.jsonl"), quiet=True
+        )
     assert read_tensors(job.checkpoint)[1]["step"] == 5, "the step under way is finished, and kept"
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     job = toy_job(tmp_path)
-    broken = Job("toy", job.model, job.settings, job.batch, lambda rows: job.loss(rows) * float("nan"), tmp_path)
+    broken = TrainJob("toy", job.model, job.settings, job.batch, lambda rows: job.loss(rows) * float("nan"), tmp_path)
     with pytest.raises(SameseedError, match="lower matrix_lr and lr"):
         train(broken, Log(tmp_path / "log.jsonl"), quiet=True)
 
@@ -87,7 +89,9 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     train(job, Log(tmp_path / "log.jsonl"), quiet=True, stop_after=1)
     other = LlamaForTraining(ModelShape(40, 24, 2, 2, 1, 8, 24), seed=0)
     with pytest.raises(SameseedError, match="another model shape"):
-        train(Job("toy", other, job.settings, job.batch, job.loss, tmp_path), Log(tmp_path / "log.jsonl"), quiet=True)
+        train(
+            TrainJob("toy", other, job.settings, job.batch, job.loss, tmp_path), Log(tmp_path / "log.jsonl"), quiet=True
+        )
     job.checkpoint.write_bytes(job.checkpoint.read_bytes()[:100])
     with pytest.raises(SameseedError, match="delete it and run again"):
         train(job, Log(tmp_path / "log.jsonl"), quiet=True)
