@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from sameseed.server.errors import ApiError, internal
 from sameseed.server.frames import Piece
 from sameseed.server.gate import Ticket
-from sameseed.server.metrics import Metrics
+from sameseed.server.metrics import ServerMetrics
 from sameseed.server.replies import Reply
 from sameseed.server.stream import Stream
 
@@ -37,7 +37,7 @@ class Answer(Response):
         reply: Reply,
         stream: Stream,
         ticket: Ticket,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         *,
         events: bool,
         usage: bool,

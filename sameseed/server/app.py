@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence as Seq
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence as Seq
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,38 +20,35 @@ from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.conversation import plain
 from sameseed.server.errors import ApiError, bad_request, unavailable
+from sameseed.server.gate import Gate
 from sameseed.server.guard import Guard
 from sameseed.server.interface import SUMMARY, described, errors, fitted, page
 from sameseed.server.playground import Playground
 from sameseed.server.service import Service
-from sameseed.server.text import Text
+from sameseed.server.text import TextCodec
+
+if TYPE_CHECKING:
+    from sameseed.server.vllm import VllmClient
 
 
 def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Service]:
     """The application and its service. Its lifespan starts and ends the engine's process."""
     service = Service(client, config)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        client.start()
-        yield
-        await client.close()
-
     app = FastAPI(
         title="sameseed",
         version=sameseed.__version__,
         summary=SUMMARY,
-        lifespan=lifespan,
+        lifespan=lifespan(client),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         openapi_url="/openapi.json",
         responses=errors(400, 401, 403, 500),  # of the guard, on every route
     )
-    app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(ApiError, _api_error)
     _add_writing(app, service)
+    _add_models(app, client, config)
+    add_state(app, client, service.gate)
     _add_reading(app, service)
     _add_tokens(app, service)
     _add_playground(app)
@@ -78,9 +75,8 @@ def _add_writing(app: FastAPI, service: Service) -> None:
         return await service.responses(request)
 
 
-def _add_reading(app: FastAPI, service: Service) -> None:
-    """The routes that tell of the server."""
-    client, config = service.client, service.config
+def _add_models(app: FastAPI, client: EngineClient, config: ServerConfig) -> None:
+    """The routes that tell of the model."""
     created = int(time.time())
 
     def model() -> dict[str, Any]:
@@ -101,6 +97,24 @@ def _add_reading(app: FastAPI, service: Service) -> None:
             raise ApiError(404, f"no model {name[:256]!r} here", param="model", code="model_not_found")
         return JSONResponse(model())
 
+
+def lifespan(client: EngineClient | VllmClient) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """An application's life: that of the engine's process."""
+
+    @asynccontextmanager
+    async def living(app: FastAPI) -> AsyncIterator[None]:
+        client.start()
+        yield
+        await client.close()
+
+    return living
+
+
+def add_state(app: FastAPI, client: EngineClient | VllmClient, gate: Gate) -> None:
+    """The routes that say whether the engine runs; and how errors are told."""
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ApiError, _api_error)
+
     @app.get("/health", summary="Is the server alive? 503 while a dead engine is replaced", responses=errors(503))
     async def health() -> JSONResponse:
         if client.state in ("down", "failed", "closed"):
@@ -109,10 +123,14 @@ def _add_reading(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready", summary="May requests be sent? Not while loading or draining", responses=errors(503))
     async def ready() -> JSONResponse:
-        if service.gate.closed:
+        if gate.closed:
             raise unavailable("the server is shutting down")
-        client.check()
+        client.check_ready()
         return JSONResponse({"status": "ready"})
+
+
+def _add_reading(app: FastAPI, service: Service) -> None:
+    """The routes that tell of the server."""
 
     @app.get("/version", summary="The server's version")
     async def version() -> JSONResponse:
@@ -159,7 +177,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             return JSONResponse({"prompt": await service.loaded(fields.model).decode(fields.tokens)})
 
 
-def _tokens(text: Text, ids: Seq[int], shown: bool) -> dict[str, Any]:
+def _tokens(text: TextCodec, ids: Seq[int], shown: bool) -> dict[str, Any]:
     """The answer of /tokenize; `shown`: with what each token spells."""
     made: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
     return made | ({"token_strs": [text.pieces.text(i) for i in ids]} if shown else {})

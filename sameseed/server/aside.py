@@ -8,13 +8,12 @@ and what they need (xgrammar and the vocabulary) takes seconds to load.
 from __future__ import annotations
 
 import logging
-import os
+import multiprocessing
 import resource
-import select
 import signal
 import socket
 import sys
-import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 from sameseed.errors import RequestError
@@ -26,6 +25,7 @@ from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED
 log = logging.getLogger("sameseed")
 WALL = 5.0  # seconds by the clock for each second of work: others compute too
 LEAVING = 5.0  # seconds for a fork to end that has closed its pipe: it does so at once, when its turn comes
+FORK = multiprocessing.get_context("fork")  # only bytes go through its pipes, never objects
 TOO_MUCH = "it takes too much time or memory to compile; simplify it"
 
 
@@ -84,39 +84,27 @@ class Aside:
 
         Raises RequestError for a grammar that cannot be or takes too much, StalledError where the machine was at fault.
         """
-        sys.stderr.flush()
-        reading, pid = self._fork(kind, source)
-        answer: bytes | None = None
         try:
-            answer = _read(reading, time.monotonic() + WALL * COMPILE_SECONDS)
-        finally:
-            os.close(reading)
-            code = _end(pid, 0.0 if answer is None else LEAVING)
-        said = (answer or b"").decode() if code == 0 else ""
-        if said.startswith("+"):
-            return said[1:]
-        if code == -signal.SIGKILL:  # by the clock, or by the system; its own limits end it otherwise
-            raise StalledError("compiling was stopped")
-        raise RequestError(said[1:] or f"structured output: {TOO_MUCH}")
-
-    def _fork(self, kind: str, source: str) -> tuple[int, int]:
-        """Begin to compile; where the answer will come, and the fork's id. Raises StalledError."""
-        try:
-            reading, writing = os.pipe()
-            try:
-                pid = os.fork()
-                if pid == 0:
-                    self._as_child(writing, kind, source)
-            except OSError:
-                os.close(reading)
-                raise
-            finally:
-                os.close(writing)
+            reading, writing = FORK.Pipe(duplex=False)
+            with reading:
+                with writing:
+                    fork = FORK.Process(target=self._as_child, args=(writing, kind, source))
+                    fork.start()
+                said = _read(reading)
         except OSError as error:  # no memory, process or descriptor is to be had, now
             raise StalledError(error.strerror) from None
-        return reading, pid
+        fork.join(LEAVING if said is not None else 0.0)
+        if fork.exitcode is None:
+            fork.kill()
+            fork.join()
+        answer = said.decode() if said and fork.exitcode == 0 else ""
+        if answer.startswith("+"):
+            return answer[1:]
+        if fork.exitcode == -signal.SIGKILL:  # by the clock, or by the system; its own limits end it otherwise
+            raise StalledError("compiling was stopped")
+        raise RequestError(answer[1:] or f"structured output: {TOO_MUCH}")
 
-    def _as_child(self, writing: int, kind: str, source: str) -> None:
+    def _as_child(self, writing: Connection, kind: str, source: str) -> None:
         """The fork's whole life."""
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -128,37 +116,17 @@ class Aside:
                     answer = f"-structured output: {TOO_MUCH}"
             except RequestError as error:
                 answer = f"-{error}"
-            with open(writing, "wb") as file:
-                file.write(answer.encode())
-        except BaseException:
+            writing.send_bytes(answer.encode())
+        except Exception:
             log.debug("a grammar could not be compiled", exc_info=True)
-        finally:
-            os._exit(0)
 
 
-def _end(pid: int, patience: float) -> int:
-    """The exit code of a process that has ended, or has to after so many seconds."""
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _read(reading: int, until: float) -> bytes | None:
-    """All that a pipe gives; None where that does not end in time."""
-    parts: list[bytes] = []
-    while True:
-        ready, _, _ = select.select([reading], [], [], max(0.0, until - time.monotonic()))
-        if not ready:
-            return None
-        part = os.read(reading, 2**16)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
+def _read(reading: Connection) -> bytes | None:
+    """What a fork says: nothing where it ends before, None where that takes too long."""
+    try:
+        return reading.recv_bytes(frames.MAX_FRAME) if reading.poll(WALL * COMPILE_SECONDS) else None
+    except (EOFError, OSError):
+        return b""
 
 
 def _limit(kind: int, size: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from sameseed.server import limits, schemas
 from sameseed.server.conversation import NamedTool, Tool
 from sameseed.server.errors import bad_request
-from sameseed.server.structured import Source
+from sameseed.server.structured import GrammarSource
 from sameseed.server.tools import CLOSE, OPEN
 
 # How a call begins and ends, and what stands between calls, by parser.
@@ -20,7 +20,7 @@ _FORMS = {
 _ANY = {"type": "object"}
 
 
-def source(tools: Seq[Tool], choice: str | NamedTool | None, several: bool, parser: str | None) -> Source | None:
+def source(tools: Seq[Tool], choice: str | NamedTool | None, several: bool, parser: str | None) -> GrammarSource | None:
     """The grammar of an answer that must call, or whose calls must match; None where the model is free.
 
     `several`: more than one call may come; `parser`: the form of calls. Raises ApiError 400 for a name that was not
@@ -43,7 +43,7 @@ def source(tools: Seq[Tool], choice: str | NamedTool | None, several: bool, pars
     raise bad_request("this model's calls have no mark of their own: 'strict' needs tool_choice 'required'", "tools")
 
 
-def _source(how: dict[str, Any], tools: Seq[Tool], parser: str | None) -> Source | None:
+def _source(how: dict[str, Any], tools: Seq[Tool], parser: str | None) -> GrammarSource | None:
     if parser is None:
         return None
     begin, end, separator = _FORMS[parser]
@@ -58,7 +58,7 @@ def _source(how: dict[str, Any], tools: Seq[Tool], parser: str | None) -> Source
         tags.append({"type": "tag", "begin": opening, "content": content, "end": end})
     separated = {"type": "tags_with_separator", "separator": separator} if "type" not in how else {}
     made = {"type": "structural_tag", "format": {**separated, **how, "tags": tags}}
-    return Source("tag", json.dumps(made, ensure_ascii=False), "tools")
+    return GrammarSource("tag", json.dumps(made, ensure_ascii=False), "tools")
 
 
 def _parameters(tool: Tool) -> tuple[dict[str, Any], int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 from typing import Any
 
 from sameseed.server.frames import Piece
-from sameseed.server.replies import Choice, Reply, shown_tokens
+from sameseed.server.replies import Reply, ReplyChoice, shown_tokens
 from sameseed.server.tools import Call, Found, More, Parser
 
 
@@ -85,14 +85,14 @@ class ChatReply(Reply):
         made = [None if parser is None else parser() for _ in self.choices]
         self._said = [Said(p, f"call_{self.id[-24:]}_{index}", one_call) for index, p in enumerate(made)]
 
-    def take(self, piece: Piece) -> Choice:
+    def take(self, piece: Piece) -> ReplyChoice:
         choice, said = super().take(piece), self._said[piece.index]
         said.feed(piece.text, piece.completion is not None)
         if said.calls and choice.finish_reason == "stop" and not self._named:
             choice.finish_reason = "tool_calls"
         return choice
 
-    def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def whole_choice(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
         message = self._said[index].message()
         made: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
         made["logprobs"] = self._logprobs(choice.logprobs) if self.with_logprobs else None

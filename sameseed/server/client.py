@@ -25,7 +25,7 @@ from sameseed.server.grammars import Compiled, Grammars
 from sameseed.server.helper import ENDED, Helper, HelperDiedError
 from sameseed.server.stream import Stream
 from sameseed.server.supervised import Supervised, starting
-from sameseed.server.text import Text
+from sameseed.server.text import TextCodec
 
 log = logging.getLogger("sameseed.server")
 PATIENCE = 6.0  # seconds for a helper's job that should take one: others compute too
@@ -52,7 +52,7 @@ class EngineClient(Supervised):
         """`settings` as `make_config` takes them. `on_failure` is told why, when the engine is given up."""
         super().__init__(max_restarts, on_failure)
         self.model = model
-        self.text: Text | None = None
+        self.text: TextCodec | None = None
         self.facts: dict[str, Any] = {}  # what a loaded engine says of itself
         self.stats: dict[str, Any] = {}
         self.past_stats: list[dict[str, Any]] = []  # what engines had counted when they died
@@ -68,10 +68,6 @@ class EngineClient(Supervised):
         self._over = False  # is nothing taken any more?
         self._heard = 0.0
 
-    def check(self) -> None:
-        """Raise ApiError 503 where there is no engine."""
-        self.check_ready()
-
     def submit(self, request: Add, packed: bytes, grammar: Compiled | None = None) -> Stream:
         """Hand a request to the engine; `packed`: the same as bytes; `grammar`: what its text must match.
 
@@ -79,7 +75,7 @@ class EngineClient(Supervised):
         """
         if self._over:
             raise unavailable(ENDED)
-        self.check()
+        self.check_ready()
         stream = Stream(request, self.forget)
         if grammar is not None and grammar.key not in self._sent:  # once an engine
             self._sent.add(grammar.key)
@@ -204,10 +200,10 @@ class EngineClient(Supervised):
         elif isinstance(frame, frames.Scores):
             if (stream := self._streams.get(frame.id)) is not None:
                 stream.hold(frame.index, frame.items)
-        elif isinstance(frame, frames.Ready):
+        elif isinstance(frame, frames.EngineReady):
             self.facts = msgspec.structs.asdict(frame)
             if self.text is None:
-                self.text = Text(frame.tokenizer, frame.vocab_size, frame.max_model_len, self.render)
+                self.text = TextCodec(frame.tokenizer, frame.vocab_size, frame.max_model_len, self.render)
             self._serves()
         elif isinstance(frame, frames.Refused):
             if (stream := self._streams.pop(frame.id, None)) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence as Seq
 from typing import Any
 
 from sameseed.server.frames import Piece
-from sameseed.server.replies import Choice, Reply, shown_tokens
+from sameseed.server.replies import Reply, ReplyChoice, shown_tokens
 
 
 class CompletionReply(Reply):
@@ -27,7 +27,7 @@ class CompletionReply(Reply):
     def num_output_tokens(self) -> int:
         return 0 if self.hidden else super().num_output_tokens
 
-    def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def whole_choice(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
         text = self._echo(index)[0] + ("" if self.hidden else "".join(choice.text))
         made: dict[str, Any] = {"index": index, "text": text, "finish_reason": choice.finish_reason}
         made["logprobs"] = self._logprobs(index, choice) if self.with_logprobs else None
@@ -46,7 +46,7 @@ class CompletionReply(Reply):
         entry |= shown_tokens(piece) if self.show_tokens else {}
         yield self.chunk(entry)
 
-    def _logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _logprobs(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
         """Log-probabilities of tokens not sent before, those of an echoed prompt first."""
         made: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         entries = [] if self.hidden else choice.logprobs[choice.num_sent :]

@@ -78,7 +78,7 @@ class Forget(Frame):
     key: str
 
 
-class Ready(Frame):
+class EngineReady(Frame):
     """From the engine: it is loaded, with this tokenizer and these limits."""
 
     tokenizer: dict[str, str]
@@ -186,7 +186,7 @@ class Stalled(Frame):
 
 
 ToEngine = Load | Add | Abort | Prepare | LoadGrammar | Forget
-FromEngine = Ready | Deltas | Scores | Beat | Refused | Failed
+FromEngine = EngineReady | Deltas | Scores | Beat | Refused | Failed
 ToHelper = Setup | Render | Compile
 FromHelper = Done | Rejected | Stalled
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sameseed.server import frames
 from sameseed.server.errors import ApiError, bad_request, unavailable
 from sameseed.server.helper import Helper, HelperDiedError
-from sameseed.server.structured import Source
+from sameseed.server.structured import GrammarSource
 
 MAX_BYTES = 64 * 2**20  # of compiled grammars
 MAX_REFUSALS = 256
@@ -39,7 +39,7 @@ class Grammars:
         self._coming: dict[str, asyncio.Task[bytes]] = {}  # one for all who ask meanwhile
         self.num_bytes = 0
 
-    async def compiled(self, source: Source) -> Compiled:
+    async def compiled(self, source: GrammarSource) -> Compiled:
         """The grammar of a source.
 
         Raises ApiError: 400 for one that cannot be, or takes too much; 503 when crowded, or where compiling was
@@ -61,7 +61,7 @@ class Grammars:
     def __contains__(self, key: str) -> bool:
         return key in self._known
 
-    def _begun(self, source: Source, key: str) -> asyncio.Task[bytes]:
+    def _begun(self, source: GrammarSource, key: str) -> asyncio.Task[bytes]:
         """The one task that compiles this; it goes on also if who began it leaves."""
         task = self._coming.get(key)
         if task is None:
@@ -75,7 +75,7 @@ class Grammars:
         if not task.cancelled() and task.exception() is None:
             self._keep(key, task.result())
 
-    async def _compile(self, source: Source, key: str) -> bytes:
+    async def _compile(self, source: GrammarSource, key: str) -> bytes:
         try:
             data = await self._helper.ask(frames.Compile(source.kind, source.text), source.field, len(source.text))
             return frames.pack(frames.LoadGrammar(key, data))

@@ -40,7 +40,7 @@ class Visit:
     outcome: int | None = None  # a status other than that of the response: 499, or an error in a stream
 
 
-class Counted(Protocol):
+class AnswerCounter(Protocol):
     """What counts answers."""
 
     def answered(self, route: str, status: int) -> None:
@@ -50,7 +50,7 @@ class Counted(Protocol):
 class Guard:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Counted) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: AnswerCounter) -> None:
         self._app, self._config, self._metrics = app, config, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,9 +60,7 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        headers: dict[bytes, bytes] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name, value)
+        headers = dict(reversed(scope["headers"]))  # of several the first counts
         visit = scope["sameseed"] = Visit(secrets.token_hex(12), client_id=_client_id(headers.get(b"x-request-id")))
         status = 500
         started = False

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from sameseed.server.protocol import TOKEN
-from sameseed.server.text import Text
+from sameseed.server.text import TextCodec
 from sameseed.server.tools import parser_for
 
 SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
@@ -19,7 +19,7 @@ SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
 ONE_OF_THEM = ("guided_choice", "guided_json", "guided_regex", "guided_grammar")
 
 
-def fitted(document: dict[str, Any], model_name: str, text: Text | None, locked: bool) -> dict[str, Any]:
+def fitted(document: dict[str, Any], model_name: str, text: TextCodec | None, locked: bool) -> dict[str, Any]:
     """The document for the model that is served: its name, its vocabulary, its context, whether it knows tools.
 
     `locked`: the server wants a key.
@@ -32,7 +32,7 @@ def fitted(document: dict[str, Any], model_name: str, text: Text | None, locked:
     return made
 
 
-def _fit(value: Any, model_name: str, text: Text | None) -> Any:
+def _fit(value: Any, model_name: str, text: TextCodec | None) -> Any:
     if isinstance(value, list):
         return [_fit(v, model_name, text) for v in value if not _needs_tools(v, text)]
     if not isinstance(value, dict):
@@ -65,7 +65,7 @@ def _fit(value: Any, model_name: str, text: Text | None) -> Any:
     return made
 
 
-def _needs_tools(value: Any, text: Text | None) -> bool:
+def _needs_tools(value: Any, text: TextCodec | None) -> bool:
     """Is this a form that only a model with tools can have?"""
     knows_none = text is not None and parser_for(text.tokenizer.chat_template) is None
     return knows_none and isinstance(value, dict) and value.get("title") == "CallMessage"

@@ -28,7 +28,7 @@ _COUNTED = {
 }
 
 
-class Metrics:
+class ServerMetrics:
     """What is counted here, and the engine's counters when they are asked for."""
 
     def __init__(self, client: EngineClient, gate: Gate, model_name: str, prefix: str) -> None:

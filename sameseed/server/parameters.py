@@ -10,11 +10,11 @@ from sameseed.request import SamplingParams, Speculation
 from sameseed.server.errors import bad_request
 from sameseed.server.guard import Visit
 from sameseed.server.protocol import Common, SpeculationFields
-from sameseed.server.text import Text
+from sameseed.server.text import TextCodec
 
 
 def sampling(
-    fields: Common, text: Text, max_tokens: int, room: int, logprobs: int | None, bound: bool = False
+    fields: Common, text: TextCodec, max_tokens: int, room: int, logprobs: int | None, bound: bool = False
 ) -> SamplingParams:
     """The engine's parameters, with OpenAI's defaults. Raises ApiError 400.
 
@@ -54,7 +54,7 @@ def sampling(
         raise bad_request(str(error)) from None
 
 
-def check_length(max_tokens: int, text: Text) -> None:
+def check_length(max_tokens: int, text: TextCodec) -> None:
     """Raise ApiError 400 for an answer that no context could hold."""
     if max_tokens > text.max_model_len:
         raise bad_request(
@@ -73,12 +73,12 @@ def _bias(asked: dict[str, float], vocab_size: int) -> dict[int, float]:
     return found
 
 
-def wish(fields: Common) -> Speculation | None:
-    """What the request wants of speculation."""
+def speculation(fields: Common) -> Speculation | None:
+    """The request's own settings of speculation."""
     asked = fields.speculation
-    if asked is None:
-        return None
-    return asked.wish() if isinstance(asked, SpeculationFields) else Speculation(asked)
+    if isinstance(asked, SpeculationFields):
+        return Speculation(asked.policy, asked.num_draft_tokens)
+    return None if asked is None else Speculation(asked)
 
 
 def tenant(visit: Visit, salt: str | None) -> str:

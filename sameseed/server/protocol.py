@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sameseed.request import Speculation
 from sameseed.server import calls, limits, structured
 from sameseed.server.conversation import (
     Fields,
@@ -25,14 +24,10 @@ Tokens = list[TokenId]
 
 
 class SpeculationFields(Fields):
-    """This request's own wish: a policy, the most draft tokens a round. Never changes the text."""
+    """This request's own policy, and the most draft tokens a round. Never changes the text."""
 
     policy: Literal["off", "fixed", "goodput"] | None = None
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
-
-    def wish(self) -> Speculation:
-        """As the engine takes it."""
-        return Speculation(self.policy, self.num_draft_tokens)
 
 
 class StreamOptions(Fields):
@@ -83,7 +78,7 @@ class Common(Fields):
         """Texts of which the answer must be one."""
         return self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else None)
 
-    def source(self) -> structured.Source | None:
+    def source(self) -> structured.GrammarSource | None:
         """What the answer must look like. Raises ApiError 400 where that cannot be, or is said twice."""
         found = self._formats()
         found += structured.of_guides("guided_", self.guided_json, self.guided_regex, self.guided_grammar, None)
@@ -91,7 +86,7 @@ class Common(Fields):
             found += structured.of_guides("structured_outputs.", s.json_, s.regex, s.grammar, s.json_object)
         return structured.only(found, self.choice is not None)
 
-    def _formats(self) -> list[structured.Source]:
+    def _formats(self) -> list[structured.GrammarSource]:
         made = structured.of_format(self.response_format, "response_format")
         return [] if made is None else [made]
 
@@ -142,7 +137,7 @@ class ChatFields(Common):
         wanted = self.tools if self.tools and self.tool_choice != "none" else []
         return [t.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for t in wanted]
 
-    def compelled(self, parser: str | None) -> structured.Source | None:
+    def compelled(self, parser: str | None) -> structured.GrammarSource | None:
         """What the tools make of the answer; `parser`: how the model writes calls. Raises ApiError 400."""
         return calls.source(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, parser)
 
@@ -158,7 +153,7 @@ class ResponseFields(Common):
     store: bool | None = None
     text: structured.TextOptions | None = None
 
-    def _formats(self) -> list[structured.Source]:
+    def _formats(self) -> list[structured.GrammarSource]:
         made = None if self.text is None else structured.of_format(self.text.format, "text")
         return super()._formats() + ([] if made is None else [made])
 

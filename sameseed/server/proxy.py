@@ -7,20 +7,17 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 import sameseed
-from sameseed.server.app import _api_error, _http_error
+from sameseed.server.app import add_state, lifespan
 from sameseed.server.config import ServerConfig
-from sameseed.server.errors import ApiError, unavailable
 from sameseed.server.gate import Gate
 from sameseed.server.guard import Guard, Visit
 from sameseed.server.intake import INLINE, Intake
@@ -62,20 +59,12 @@ def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gat
     gate = Gate(config.max_queue, len(config.keys))
     gate.max_running = client.facts["max_num_seqs"]
     metrics = ProxyMetrics(client, gate)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        client.start()
-        yield
-        await client.close()
-
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ApiError, _api_error)
+    app = FastAPI(lifespan=lifespan(client), docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     intake = Intake()
     for path in PATHS:
         app.add_api_route(path, _passing(client, config, gate, intake, path), methods=["POST"])
-    _add_reading(app, client, config, gate, metrics)
+    add_state(app, client, gate)
+    _add_reading(app, client, config, metrics)
     return Guard(app, config, metrics), gate
 
 
@@ -104,7 +93,7 @@ def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intak
     return route
 
 
-def _add_reading(app: FastAPI, client: VllmClient, config: ServerConfig, gate: Gate, metrics: ProxyMetrics) -> None:
+def _add_reading(app: FastAPI, client: VllmClient, config: ServerConfig, metrics: ProxyMetrics) -> None:
     """The routes that tell of the server."""
     created = int(time.time())
 
@@ -114,19 +103,6 @@ def _add_reading(app: FastAPI, client: VllmClient, config: ServerConfig, gate: G
         made: dict[str, Any] = {"id": config.model_name, "object": "model", "created": created, "owned_by": "vllm"}
         limit = client.facts.get("max_model_len")
         return JSONResponse({"object": "list", "data": [made | ({"max_model_len": limit} if limit else {})]})
-
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        if client.state in ("down", "failed", "closed"):
-            raise unavailable("the engine has stopped")
-        return JSONResponse({"status": "ok", "engine": client.state})
-
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        if gate.closed:
-            raise unavailable("the server is shutting down")
-        client.check()
-        return JSONResponse({"status": "ready"})
 
     @app.get("/version")
     async def version() -> JSONResponse:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
-from sameseed.server.text import Text
+from sameseed.server.text import TextCodec
 from sameseed.server.usage import speculation_metrics
 
 DONE = b"data: [DONE]\n\n"
@@ -32,7 +32,7 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 
 
 @dataclass
-class Choice:
+class ReplyChoice:
     """One sequence as far as it is known."""
 
     text: list[str] = field(default_factory=list)
@@ -54,16 +54,16 @@ class Reply:
     kind, chunk_kind = "", ""
 
     def __init__(
-        self, id: str, model: str, text: Text, num_choices: int, *, num_spec_tokens: int = 0, tokens: bool = False
+        self, id: str, model: str, text: TextCodec, num_choices: int, *, num_spec_tokens: int = 0, tokens: bool = False
     ) -> None:
         """`num_spec_tokens`: the longest draft that the engine may make; `tokens`: show token ids too."""
         self.id, self.model, self.text, self.show_tokens = id, model, text, tokens
         self.created = int(time.time())
-        self.choices = [Choice() for _ in range(num_choices)]
+        self.choices = [ReplyChoice() for _ in range(num_choices)]
         self.num_prompts, self.num_prompt_tokens = 1, 0
         self.num_spec_tokens = num_spec_tokens
 
-    def take(self, piece: Piece) -> Choice:
+    def take(self, piece: Piece) -> ReplyChoice:
         """Add a piece to its choice."""
         choice = self.choices[piece.index]
         choice.text.append(piece.text)
@@ -127,7 +127,7 @@ class Reply:
         choices = [self.whole_choice(i, c) for i, c in enumerate(self.choices)]
         return {**self.envelope(self.kind), "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
 
-    def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def whole_choice(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
         """One entry of "choices" in a body."""
         raise NotImplementedError
 
@@ -152,7 +152,7 @@ class Reply:
         yield DONE
 
 
-def shown_tokens(part: Choice | Piece) -> dict[str, Any]:
+def shown_tokens(part: ReplyChoice | Piece) -> dict[str, Any]:
     """Tokens, where in the text each begins, and which of them were guessed and by whom."""
     accepted = [int(level is not None) for level in part.levels]
     return {

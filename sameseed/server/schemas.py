@@ -44,7 +44,7 @@ def check(schema: Any, name: str) -> str:
             _check_length(size, name)
     except RecursionError:
         raise bad_request(f"{name}: the schema nests too deeply", name) from None
-    _Walk(schema, name).schema(schema, "schema", 0)
+    _SchemaWalk(schema, name).schema(schema, "schema", 0)
     return "".join(parts)
 
 
@@ -53,7 +53,7 @@ def _check_length(size: int, name: str) -> None:
         raise bad_request(f"{name}: a schema may have {limits.MAX_GRAMMAR} characters, this has more", name)
 
 
-class _Walk:
+class _SchemaWalk:
     """One schema; counts what it holds."""
 
     def __init__(self, root: dict[str, Any], name: str) -> None:

@@ -25,8 +25,8 @@ from sameseed.server.gate import Gate
 from sameseed.server.grammars import Compiled
 from sameseed.server.guard import Visit
 from sameseed.server.intake import INLINE, Intake
-from sameseed.server.metrics import Metrics
-from sameseed.server.parameters import check_length, sampling, tenant, wish
+from sameseed.server.metrics import ServerMetrics
+from sameseed.server.parameters import check_length, sampling, speculation, tenant
 from sameseed.server.protocol import (
     ChatFields,
     Common,
@@ -36,8 +36,8 @@ from sameseed.server.protocol import (
 from sameseed.server.reading import F, read
 from sameseed.server.replies import Reply
 from sameseed.server.responses import ResponseReply
-from sameseed.server.structured import Source
-from sameseed.server.text import Text
+from sameseed.server.structured import GrammarSource
+from sameseed.server.text import TextCodec
 from sameseed.server.tools import PARSERS, Parser, parser_for
 
 COMPLETION_TOKENS = 16  # OpenAI's default
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class Plain(NamedTuple):
     """What the engine and the template are told, of a body that may be large."""
 
-    source: Source | None
+    source: GrammarSource | None
     messages: Seq[dict[str, Any]] = ()
     tools: Seq[dict[str, Any]] = ()
     parser: Callable[[], Parser] | None = None
@@ -61,7 +61,7 @@ class Service:
         self.gate = Gate(config.max_queue, len(config.keys))
         self._intake = Intake()
         self._threads = ThreadPoolExecutor(2, "bodies")  # more would only take turns
-        self.metrics = Metrics(client, self.gate, config.model_name, config.metrics_prefix)
+        self.metrics = ServerMetrics(client, self.gate, config.model_name, config.metrics_prefix)
 
     async def fields(self, request: Request, *kinds: type[F]) -> F:
         """The checked fields of a request's body, of the first kind or, where it holds a conversation, the last.
@@ -90,7 +90,7 @@ class Service:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def loaded(self, model: str | None) -> Text:
+    def loaded(self, model: str | None) -> TextCodec:
         """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
         if model is not None and model != self.config.model_name:
             raise ApiError(
@@ -99,7 +99,7 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        self.client.check()
+        self.client.check_ready()
         text = self.client.text
         assert text is not None
         self.gate.max_running = self.client.facts["max_num_seqs"]
@@ -191,7 +191,7 @@ class Service:
     async def _answer(
         self,
         request: Request,
-        text: Text,
+        text: TextCodec,
         fields: Common,
         num_seqs: int,
         plain: Callable[[], Plain],
@@ -202,58 +202,52 @@ class Service:
         visit: Visit = request.scope["sameseed"]
         ticket = self.gate.enter(visit.tenant, num_seqs, visit.size)
 
-        async def prepared() -> tuple[Reply, tuple[Add, bytes, Compiled | None]]:
+        async def prepared() -> tuple[Reply, Add, bytes, Compiled | None]:
             made = await self.aside(request, plain)
             grammar = None if made.source is None else await self.client.grammars.compiled(made.source)
             ids = await encode(made)
             reply, params, score = await make(visit.id, ids, made)
             reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(map(len, ids))
-            asked = Add(
-                visit.id,
-                ids,
-                params,
-                tenant=tenant(visit, fields.cache_salt),
-                speculation=wish(fields),
-                score_prompt=score,
-                choice=fields.choice,
-                priority=fields.priority or 0,
-                grammar=None if grammar is None else grammar.key,
-                detailed=self.config.detailed,
-                owner=visit.tenant,
-            )
-            packed = await text.away(reply.num_prompt_tokens, lambda: frames.pack(asked))
-            return reply, (asked, packed, grammar)
+            asked = self._add(visit, fields, ids, params)
+            asked.score_prompt, asked.grammar = score, None if grammar is None else grammar.key
+            return reply, asked, await text.away(reply.num_prompt_tokens, lambda: frames.pack(asked)), grammar
 
         try:
             left = self.config.request_timeout - (time.monotonic() - visit.arrived)
-            reply, asked = await asyncio.wait_for(prepared(), left)
-            stream = self.client.submit(*asked)
+            reply, asked, packed, grammar = await asyncio.wait_for(prepared(), left)
+            stream = self.client.submit(asked, packed, grammar)
         except asyncio.TimeoutError:
             ticket.leave()
             raise too_late(self.config.request_timeout) from None
         except BaseException:
             ticket.leave()
             raise
-        return Answer(
-            reply,
-            stream,
-            ticket,
-            self.metrics,
-            events=bool(fields.stream),
-            usage=fields.include_usage,
-            timeout=self.config.request_timeout,
+        usage, timeout = fields.include_usage, self.config.request_timeout
+        return Answer(reply, stream, ticket, self.metrics, events=bool(fields.stream), usage=usage, timeout=timeout)
+
+    def _add(self, visit: Visit, fields: Common, ids: list[list[int]], params: SamplingParams) -> Add:
+        return Add(
+            visit.id,
+            ids,
+            params,
+            tenant=tenant(visit, fields.cache_salt),
+            speculation=speculation(fields),
+            choice=fields.choice,
+            priority=fields.priority or 0,
+            detailed=self.config.detailed,
+            owner=visit.tenant,
         )
 
     def _shown(self, fields: Common) -> dict[str, Any]:
         """What replies need to know for their metrics."""
-        own = wish(fields)
-        k = self.client.facts["num_draft_tokens"] if self.client.facts["method"] != "none" else 0
-        if own is not None and k:
-            k = own.of(k)
-        return {"num_spec_tokens": k, "tokens": bool(fields.return_token_ids)}
+        own = speculation(fields)
+        num_draft_tokens = self.client.facts["num_draft_tokens"] if self.client.facts["method"] != "none" else 0
+        if own is not None and num_draft_tokens:
+            num_draft_tokens = own.of(num_draft_tokens)
+        return {"num_spec_tokens": num_draft_tokens, "tokens": bool(fields.return_token_ids)}
 
 
-def tool_parser(tools: Seq[dict[str, Any]], text: Text) -> Callable[[], Parser] | None:
+def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec) -> Callable[[], Parser] | None:
     """What makes a parser of tool calls for each choice. Raises ApiError 400 where the model knows no tools."""
     if not tools:
         return None
@@ -264,7 +258,7 @@ def tool_parser(tools: Seq[dict[str, Any]], text: Text) -> Callable[[], Parser] 
     return partial(PARSERS[name], names)
 
 
-def grammar_source(fields: ChatFields, text: Text) -> Source | None:
+def grammar_source(fields: ChatFields, text: TextCodec) -> GrammarSource | None:
     """What the answer must look like, by its format or by its tools. Raises ApiError 400 where both say so."""
     source, calls = fields.source(), fields.compelled(parser_for(text.tokenizer.chat_template))
     if calls is not None and (source is not None or fields.choice is not None):

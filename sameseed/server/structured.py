@@ -27,7 +27,7 @@ SOME_PATTERNS: dict[str, Any] = {"anyOf": [{"enum": ["[a-z]+", "(a|b)*", None]}]
 SOME_GRAMMARS: dict[str, Any] = {"anyOf": [{"enum": ['root ::= "a" | "b"', 'start: "a" | "b"', None]}]}
 
 
-class Source(NamedTuple):
+class GrammarSource(NamedTuple):
     """A grammar to be compiled: `kind` as `spec.matching` has it, the text, and the field that it came in."""
 
     kind: str
@@ -77,6 +77,9 @@ class FlatSchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
+AnyFormat = TextFormat | ObjectFormat | SchemaFormat | FlatSchemaFormat
+
+
 class TextOptions(Fields):
     """`text` of /v1/responses."""
 
@@ -112,35 +115,35 @@ class StructuredOutputs(Fields):
         raise PydanticCustomError("empty", "give one of choice, json, regex, grammar, json_object")
 
 
-def of_format(chosen: TextFormat | ObjectFormat | SchemaFormat | FlatSchemaFormat | None, name: str) -> Source | None:
+def of_format(chosen: AnyFormat | None, name: str) -> GrammarSource | None:
     """What OpenAI's formats ask for. Raises ApiError 400."""
     if chosen is None or isinstance(chosen, TextFormat):
         return None
     if isinstance(chosen, ObjectFormat):
-        return Source("object", "", name)
+        return GrammarSource("object", "", name)
     schema = chosen.json_schema if isinstance(chosen, SchemaFormat) else chosen
     if schema.schema_ is None:
-        return Source("object", "", name)
-    return Source("json", schemas.check(schema.schema_, name), name)
+        return GrammarSource("object", "", name)
+    return GrammarSource("json", schemas.check(schema.schema_, name), name)
 
 
 def of_guides(
     name: str, json_schema: Schema | None, regex: str | None, grammar: str | None, json_object: bool | None
-) -> list[Source]:
+) -> list[GrammarSource]:
     """What vLLM's fields ask for. Raises ApiError 400; `name`: what their names begin with."""
-    found: list[Source] = []
+    found: list[GrammarSource] = []
     if json_schema is not None:
-        found.append(Source("json", schemas.check(json_schema, f"{name}json"), f"{name}json"))
+        found.append(GrammarSource("json", schemas.check(json_schema, f"{name}json"), f"{name}json"))
     if regex is not None:
-        found.append(Source("regex", schemas.check_regex(regex, f"{name}regex"), f"{name}regex"))
+        found.append(GrammarSource("regex", schemas.check_regex(regex, f"{name}regex"), f"{name}regex"))
     if grammar is not None:
-        found.append(Source("grammar", schemas.check_grammar(grammar, f"{name}grammar"), f"{name}grammar"))
+        found.append(GrammarSource("grammar", schemas.check_grammar(grammar, f"{name}grammar"), f"{name}grammar"))
     if json_object:
-        found.append(Source("object", "", f"{name}json_object"))
+        found.append(GrammarSource("object", "", f"{name}json_object"))
     return found
 
 
-def only(found: list[Source], choice: bool) -> Source | None:
+def only(found: list[GrammarSource], choice: bool) -> GrammarSource | None:
     """The one thing that is asked for. Raises ApiError 400 where there are several."""
     if len(found) + choice > 1:
         names = ", ".join([*(s.field for s in found), *(["a choice"] if choice else [])])

@@ -23,7 +23,7 @@ INLINE = 1000  # characters that are encoded at once: a thread would take longer
 SLACK = 4  # a normalizer may shorten a text, but not by so much
 
 
-class Text:
+class TextCodec:
     """A loaded model's tokenizer, with its limits."""
 
     def __init__(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from typing import Any
 
 
@@ -14,43 +16,41 @@ def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) 
     and to the end of all, in seconds.
     """
     found = [c["metrics"] for c in completions]
-    drafts, drafted, accepted = (
-        sum(m[k] for m in found) for k in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    )
-    depth = max((len(m["num_accepted_tokens_per_pos"]) for m in found), default=0)
-    per_pos = [sum((m["num_accepted_tokens_per_pos"] + [0] * depth)[i] for m in found) for i in range(depth)]
-    per_pos += [0] * max(1, num_spec_tokens + 1 - depth)
-    reached = [drafts, *per_pos]
-    speculative: dict[str, Any] | None = (
-        {
-            "mean_acceptance_length": 1 + accepted / drafts,
-            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "acceptance_histogram": [reached[i] - reached[i + 1] for i in range(len(reached) - 1)],
-            "num_spec_steps": drafts,
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": drafted,
-            "num_spec_tokens": num_spec_tokens,
-        }
-        if drafts
-        else None
-    )
-    if speculative is not None and len(found) == 1 and "rounds" in found[0]:  # vLLM's level "detailed"
-        speculative["per_step_accepted"] = [accepted for _, accepted in found[0]["rounds"]]
-        speculative["per_step_drafted"] = [drafted for drafted, _ in found[0]["rounds"]]
-    undrafted: dict[str, int] = {}
-    split = {"draft": 0.0, "target": 0.0, "verify": 0.0, "schedule": 0.0}
+    undrafted: Counter[str] = Counter()
     for m in found:
-        for why, count in m["undrafted"].items():
-            undrafted[why] = undrafted.get(why, 0) + count
-        for stage in split:
-            split[stage] += m["time_split_s"][stage]
+        undrafted.update(m["undrafted"])
+    stages = ("draft", "target", "verify", "schedule")
     own = {
         "num_rounds": sum(m["num_rounds"] for m in found),
-        "undrafted": undrafted,
-        "time_split_s": split,
+        "undrafted": dict(undrafted),
+        "time_split_s": {stage: sum((m["time_split_s"][stage] for m in found), 0.0) for stage in stages},
         "time_to_first_token_s": min((m["time_to_first_token_s"] for m in found), default=0.0),
         "total_time_s": max((m["total_time_s"] for m in found), default=0.0),
         "num_preemptions": sum(m["num_preemptions"] for m in found),
         "seeds": [c["seed"] for c in completions],
     }
-    return {"speculative_decoding": speculative, "sameseed": own}
+    return {"speculative_decoding": _speculative(found, num_spec_tokens), "sameseed": own}
+
+
+def _speculative(found: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any] | None:
+    drafts, drafted, accepted = (
+        sum(m[k] for m in found) for k in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    )
+    if not drafts:
+        return None
+    depth = max(len(m["num_accepted_tokens_per_pos"]) for m in found)
+    per_pos = [sum((m["num_accepted_tokens_per_pos"] + [0] * depth)[i] for m in found) for i in range(depth)]
+    reached = [drafts, *per_pos, *[0] * max(1, num_spec_tokens + 1 - depth)]
+    made: dict[str, Any] = {
+        "mean_acceptance_length": 1 + accepted / drafts,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": [before - after for before, after in pairwise(reached)],
+        "num_spec_steps": drafts,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": num_spec_tokens,
+    }
+    if len(found) == 1 and "rounds" in found[0]:  # vLLM's level "detailed"
+        made["per_step_accepted"] = [accepted for _, accepted in found[0]["rounds"]]
+        made["per_step_drafted"] = [drafted for drafted, _ in found[0]["rounds"]]
+    return made

@@ -215,10 +215,10 @@ class Worker:
             time.sleep(BEAT)
 
 
-def _facts(engine: Engine, config: EngineConfig) -> frames.Ready:
+def _facts(engine: Engine, config: EngineConfig) -> frames.EngineReady:
     """What the server must know of a loaded engine: its tokenizer and its limits."""
     model, spec = engine.runner.model.config, config.spec
-    return frames.Ready(
+    return frames.EngineReady(
         tokenizer=engine.tokenizer.as_files(),
         vocab_size=model.vocab_size,
         eos_token_ids=list(model.eos_token_ids),

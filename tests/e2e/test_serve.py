@@ -86,9 +86,9 @@ def test_one_text_streamed_or_not_with_drafts_or_without(http: httpx.Client, llm
     pieces = streamed(http, prompt, **SAMPLED)
     assert "".join(p["choices"][0]["text"] for p in pieces) == alone
     assert not any("\ufffd" in p["choices"][0]["text"] for p in pieces) or "\ufffd" in alone
-    wishes = ("off", "goodput", {"policy": "fixed", "num_draft_tokens": 7}, {"num_draft_tokens": 1})
-    for wish in wishes:
-        assert text_of(http, prompt, speculation=wish, **SAMPLED) == alone
+    choices = ("off", "goodput", {"policy": "fixed", "num_draft_tokens": 7}, {"num_draft_tokens": 1})
+    for choice in choices:
+        assert text_of(http, prompt, speculation=choice, **SAMPLED) == alone
     assert text_of(http, llm.tokenizer.encode(prompt), **SAMPLED) == alone
 
 

@@ -21,7 +21,7 @@ from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
-from sameseed.server.text import INLINE, Text
+from sameseed.server.text import INLINE, TextCodec
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVER = sorted((ROOT / "sameseed" / "server").glob("*.py"))
@@ -107,7 +107,7 @@ def test_every_key_is_compared_whatever_matches(monkeypatch: pytest.MonkeyPatch)
 
 async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and templates of one request must not keep the event loop from the others."""
-    text = Text(pair.tokenizer.as_files(), 304, 256)
+    text = TextCodec(pair.tokenizer.as_files(), 304, 256)
     threads: list[str] = []
 
     def noted(name: str) -> Any:

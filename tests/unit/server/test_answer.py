@@ -20,9 +20,9 @@ from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add, Piece
 from sameseed.server.gate import Gate
 from sameseed.server.guard import Visit
-from sameseed.server.metrics import Metrics
+from sameseed.server.metrics import ServerMetrics
 from sameseed.server.stream import Stream
-from sameseed.server.text import Text
+from sameseed.server.text import TextCodec
 
 pytestmark = pytest.mark.asyncio
 DONE = {
@@ -70,7 +70,7 @@ async def answered(
     stream = Stream(Add("r", [[1]], SamplingParams()), lambda job_id: None)
     for piece in pieces:
         stream.push(piece)
-    metrics = Metrics(EngineClient("x", {}), gate, "x", "vllm:")
+    metrics = ServerMetrics(EngineClient("x", {}), gate, "x", "vllm:")
     answer = Answer(reply, stream, gate.enter("", 1, 1), metrics, events=events, usage=False, timeout=10)
     sent: list[Any] = []
 
@@ -87,7 +87,7 @@ async def answered(
 
 @pytest.fixture
 def reply(pair: Pair) -> Recorded:
-    text = Text(pair.tokenizer.as_files(), 304, 256)
+    text = TextCodec(pair.tokenizer.as_files(), 304, 256)
     return Recorded("cmpl-1", "x", text, 1, logprobs=True, echoes=[], hidden=False)
 
 

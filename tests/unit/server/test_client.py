@@ -54,7 +54,7 @@ Start = Callable[..., EngineClient]
 def start(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Makes clients of processes that behave in a certain way."""
     ready = tmp_path / "ready"
-    ready.write_bytes(frames.pack(frames.Ready(pair.tokenizer.as_files(), 304, 256, 4)))
+    ready.write_bytes(frames.pack(frames.EngineReady(pair.tokenizer.as_files(), 304, 256, 4)))
     for name, seconds in (("beat", 0.0), ("stuck", 99.0)):
         ready.with_suffix(f".{name}").write_bytes(frames.pack(frames.Beat(seconds, {"drafts": 1})))
     script = tmp_path / "pretender.py"

@@ -27,7 +27,7 @@ from sameseed.server.helper import Helper, HelperDiedError
 from sameseed.server.loading import Loader
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
-from sameseed.server.structured import Source
+from sameseed.server.structured import GrammarSource
 from sameseed.server.text import vocabulary
 from sameseed.server.tools import PARSERS, Call, More
 
@@ -51,15 +51,15 @@ def test_bounded_by_bytes() -> None:
     async def scenario() -> None:
         helper, forgotten = Pretended(), []
         grammars = Grammars(helper, forgotten.append, max_bytes=350)  # type: ignore[arg-type]
-        first = await grammars.compiled(Source("regex", "40", "f"))
-        second = await grammars.compiled(Source("regex", "41", "f"))
-        assert await grammars.compiled(Source("regex", "40", "other field")) == first
-        third = await grammars.compiled(Source("regex", "42", "f"))
+        first = await grammars.compiled(GrammarSource("regex", "40", "f"))
+        second = await grammars.compiled(GrammarSource("regex", "41", "f"))
+        assert await grammars.compiled(GrammarSource("regex", "40", "other field")) == first
+        third = await grammars.compiled(GrammarSource("regex", "42", "f"))
         assert forgotten == [second.key] and second.key not in grammars and third.key in grammars
         assert grammars.num_bytes == len(first.frame) + len(third.frame) and helper.asked == ["40", "41", "42"]
-        big = await grammars.compiled(Source("regex", "1000", "f"))
+        big = await grammars.compiled(GrammarSource("regex", "1000", "f"))
         assert len(forgotten) == 3 and big.key in grammars and grammars.num_bytes == len(big.frame) > 1000
-        assert Source("json", "40", "f").key != Source("regex", "40", "f").key
+        assert GrammarSource("json", "40", "f").key != GrammarSource("regex", "40", "f").key
 
     run(scenario())
 
@@ -70,18 +70,18 @@ def test_refusals_are_remembered_and_bounded() -> None:
         grammars = Grammars(helper, lambda key: None)  # type: ignore[arg-type]
         for name in ("guided_regex", "structured_outputs.regex"):
             with pytest.raises(ApiError) as caught:
-                await grammars.compiled(Source("regex", "bad", name))
+                await grammars.compiled(GrammarSource("regex", "bad", name))
             assert caught.value.param == name
         assert helper.asked == ["bad"]
         for _ in range(2):  # that a process died may have other reasons
             with pytest.raises(ApiError, match="in time") as caught:
-                await grammars.compiled(Source("regex", "late", "f"))
+                await grammars.compiled(GrammarSource("regex", "late", "f"))
             assert caught.value.status == 503 and caught.value.retry_after
         assert helper.asked == ["bad", "late", "late"]
         for i in range(MAX_REFUSALS + 5):
             grammars._refused[str(i)] = "no"
         with pytest.raises(ApiError):
-            await grammars.compiled(Source("json", "bad", "f"))
+            await grammars.compiled(GrammarSource("json", "bad", "f"))
         assert len(grammars._refused) <= MAX_REFUSALS + 6
 
     run(scenario())
@@ -100,7 +100,7 @@ async def test_who_asks_meanwhile_waits_for_the_same() -> None:
     grammars = Grammars(helper, lambda key: None)  # type: ignore[arg-type]
 
     def ask(source: str, field: str) -> asyncio.Task[Any]:
-        return asyncio.ensure_future(grammars.compiled(Source("regex", source, field)))  # type: ignore[return-value]
+        return asyncio.ensure_future(grammars.compiled(GrammarSource("regex", source, field)))  # type: ignore[return-value]
 
     good, bad = [ask("40", f"f{i}") for i in range(40)], [ask("bad", f"f{i}") for i in range(3)]
     await asyncio.sleep(0)
@@ -225,7 +225,7 @@ TOOLS = [
 ]
 
 
-def walk(words: Matching, source: Source, seed: int) -> str:
+def walk(words: Matching, source: GrammarSource, seed: int) -> str:
     """A random text of a grammar, which ends where it first may."""
     matched, rng = words.matched(words.language(words.compiled(source.kind, source.text))), random.Random(seed)
     tokens: list[int] = []
@@ -294,7 +294,7 @@ async def test_a_new_engine_gets_its_grammars_again(monkeypatch: pytest.MonkeyPa
     client.grammars = Grammars(Pretended(), client._forget_grammar, max_bytes=250)  # type: ignore[arg-type]
 
     async def submit(source: str) -> None:
-        grammar = await client.grammars.compiled(Source("regex", source, "f"))
+        grammar = await client.grammars.compiled(GrammarSource("regex", source, "f"))
         asked = frames.Add("r", [[1]], SamplingParams(), grammar=grammar.key)
         client.submit(asked, frames.pack(asked), grammar)
 

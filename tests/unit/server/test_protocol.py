@@ -11,7 +11,7 @@ import pytest
 from sameseed.request import Speculation
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, clean
-from sameseed.server.parameters import wish
+from sameseed.server.parameters import speculation
 from sameseed.server.protocol import (
     ChatFields,
     CompletionFields,
@@ -148,7 +148,7 @@ def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture
 
 def test_wishes_for_speculation() -> None:
     def of(value: Any) -> Any:
-        return wish(read(CompletionFields, {"prompt": "x", "speculation": value}))
+        return speculation(read(CompletionFields, {"prompt": "x", "speculation": value}))
 
     assert of(None) is None
     assert of("off") == Speculation("off")

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from lawkit import Pair
 
-from sameseed.request import Metrics as Cost, SpecMetrics, TimeSplit
+from sameseed.request import Metrics, SpecMetrics, TimeSplit
 from sameseed.server.chat import ChatReply
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
 from sameseed.server.gate import Gate
-from sameseed.server.metrics import Metrics
+from sameseed.server.metrics import ServerMetrics
 from sameseed.server.replies import event
-from sameseed.server.text import Text
+from sameseed.server.text import TextCodec
 from sameseed.server.usage import speculation_metrics as metrics
 
 
@@ -64,7 +64,7 @@ def test_sums_and_longer_drafts_than_usual() -> None:
 
 
 def test_tokens_spell_their_bytes(pair: Pair) -> None:
-    text = Text(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
+    text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
     sample = "für 你好 🙂 the sum\n"
     ids = text.tokenizer.encode(sample)
     assert b"".join(text.pieces.raw(i) for i in ids).decode() == sample
@@ -98,7 +98,7 @@ def test_counters_outlive_an_engine() -> None:
     }
     client.past_stats = [{**old, "running": 0}]
     client.stats = {**old, "running": 3, "num_blocks": 10, "free_blocks": 4}
-    page = Metrics(client, Gate(1), "m", "vllm:").render().decode()
+    page = ServerMetrics(client, Gate(1), "m", "vllm:").render().decode()
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     assert lines['vllm:spec_decode_num_drafts_total{model_name="m"}'] == "10.0"
     assert lines['vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"}'] == "2.0"
@@ -117,19 +117,19 @@ def test_every_draft_of_one_sequence_is_listed_where_asked_for() -> None:
     spec = SpecMetrics(rounds=[])
     for drafted, accepted in ((4, 2), (0, 0), (3, 0), (4, 4)):
         spec.update(drafted, accepted)
-    made = {"metrics": Cost(3, 9, spec.copy(), TimeSplit(), 0.1, 0.1, 1.0).as_dict(), "seed": 1}
+    made = {"metrics": Metrics(3, 9, spec.copy(), TimeSplit(), 0.1, 0.1, 1.0).as_dict(), "seed": 1}
     told = metrics([made], 4)["speculative_decoding"]
     assert told["per_step_accepted"] == [2, 0, 4] and told["per_step_drafted"] == [4, 3, 4]
     assert sum(told["per_step_drafted"]) == told["num_draft_tokens"] and told["num_spec_steps"] == 3
     assert "per_step_accepted" not in metrics([made, made], 4)["speculative_decoding"]
     spec.rounds = None
-    made = {"metrics": Cost(3, 9, spec.copy(), TimeSplit(), 0.1, 0.1, 1.0).as_dict(), "seed": 1}
+    made = {"metrics": Metrics(3, 9, spec.copy(), TimeSplit(), 0.1, 0.1, 1.0).as_dict(), "seed": 1}
     assert "per_step_accepted" not in metrics([made], 4)["speculative_decoding"]
 
 
 def test_an_event_is_one_line_to_whoever_splits_lines(pair: Pair) -> None:
     """Python's clients end lines where Unicode does; all three ways out of a stream."""
-    text = Text(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
+    text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
     hostile = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\n für 🙂"
     reply = ChatReply("chatcmpl-r", hostile, text, 1, logprobs=False)
     reply.take(Piece(0, hostile, [5], [None], [], [], None))

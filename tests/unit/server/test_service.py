@@ -21,7 +21,7 @@ from sameseed.server.errors import ApiError
 from sameseed.server.intake import INLINE
 from sameseed.server.protocol import ChatFields
 from sameseed.server.service import Service
-from sameseed.server.text import Text
+from sameseed.server.text import TextCodec
 
 pytestmark = pytest.mark.asyncio
 HELLO = {"role": "user", "content": "hi"}
@@ -47,7 +47,7 @@ async def served(pair: Pair) -> AsyncIterator[tuple[httpx.AsyncClient, Service, 
     """An application whose engine takes nothing; whoever is prepared gets a 503."""
     client, helper = EngineClient("embedded", {}), Waiting()
     client.state, client.facts, client._templates = "ready", dict(FACTS), helper  # type: ignore[assignment]
-    text = client.text = Text(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
+    text = client.text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
     app, service = create_app(client, ServerConfig())
     client._over = True
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:

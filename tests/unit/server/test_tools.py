@@ -16,7 +16,7 @@ from sameseed.server.frames import Piece
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
 from sameseed.server.service import tool_parser
-from sameseed.server.text import Text
+from sameseed.server.text import TextCodec
 from sameseed.server.tools import Call, LlamaCalls, More, QwenCalls, parser_for
 
 NAMES = {"get", "add"}
@@ -143,13 +143,13 @@ MESSAGES = [
 
 
 @pytest.fixture
-def text(pair: Pair) -> Text:
+def text(pair: Pair) -> TextCodec:
     files = pair.tokenizer.as_files()
     config = json.loads(files["tokenizer_config.json"])
-    return Text({**files, "tokenizer_config.json": json.dumps(config | {"chat_template": TEMPLATE})}, 304, 256)
+    return TextCodec({**files, "tokenizer_config.json": json.dumps(config | {"chat_template": TEMPLATE})}, 304, 256)
 
 
-async def test_conversations_with_tools_reach_the_template(text: Text) -> None:
+async def test_conversations_with_tools_reach_the_template(text: TextCodec) -> None:
     fields = read(ChatFields, {"messages": MESSAGES, "tools": TOOLS})
     ids = await text.chat([m.plain() for m in fields.messages], fields.offered)
     assert text.tokenizer.decode(ids) == (
@@ -160,7 +160,7 @@ async def test_conversations_with_tools_reach_the_template(text: Text) -> None:
 
 
 def test_tools_that_cannot_be(pair: Pair) -> None:
-    plain = Text(pair.tokenizer.as_files(), 304, 256)
+    plain = TextCodec(pair.tokenizer.as_files(), 304, 256)
     with pytest.raises(ApiError, match="template has no tools"):
         tool_parser(TOOLS, plain)
     assert tool_parser([], plain) is None
@@ -191,7 +191,7 @@ def test_tools_that_cannot_be(pair: Pair) -> None:
     assert seen[0]["tool_calls"][0]["function"]["arguments"] == "{", "the template sees what was sent"
 
 
-def answer(text: Text, pieces: list[str], **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def answer(text: TextCodec, pieces: list[str], **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The body and the chunks of a reply to these pieces, the last of which ends it."""
     reply = ChatReply("chatcmpl-x", "m", text, 1, logprobs=False, parser=tool_parser(TOOLS, text), **more)
     done = {"finish_reason": "stop", "seed": 1, "metrics": METRICS}
@@ -230,7 +230,7 @@ METRICS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("num_pieces", [1, 7, 40])
-def test_one_answer_streamed_or_not(text: Text, num_pieces: int) -> None:
+def test_one_answer_streamed_or_not(text: TextCodec, num_pieces: int) -> None:
     whole = f"See: <tool_call>{GET}</tool_call><tool_call>{GET}</tool_call>"
     size = -(-len(whole) // num_pieces)
     pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
@@ -252,12 +252,12 @@ def test_one_answer_streamed_or_not(text: Text, num_pieces: int) -> None:
     assert "tool_calls" not in plain["message"]
 
 
-def test_a_named_tool_is_no_reason_to_end(text: Text) -> None:
+def test_a_named_tool_is_no_reason_to_end(text: TextCodec) -> None:
     body, _ = answer(text, [f"<tool_call>{GET}</tool_call>"], named=True)
     assert body["finish_reason"] == "stop" and body["message"]["tool_calls"][0]["function"]["name"] == "get"
 
 
-def test_arguments_that_were_cut_off(text: Text) -> None:
+def test_arguments_that_were_cut_off(text: TextCodec) -> None:
     body, chunks = answer(text, ["<tool_call>", '{"name": "get", "arguments": {"ci', "ty"])
     assert body["message"]["tool_calls"] == gathered(chunks)
     assert body["message"]["tool_calls"][0]["function"]["arguments"] == '{"city'
