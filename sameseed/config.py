@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sameseed import registry
 from sameseed.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 64
-POLICIES = ("fixed", "history", "goodput")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """How to speculate. `method` is a name on the drafters' shelf, or "none"; `model` is for drafters that own one.
+    """How to speculate. `method` is a drafter's name, or "none"; `model` is for drafters that own one.
+
+    `drafter`: a `Drafter` of one's own, an object or its class, which `method` then only names.
 
     `num_draft_tokens` is the most a round may guess (0..64). `confidence` stops a draft once the drafter's probability
     of its last token falls below it. `policy`: "fixed" lengths; "history": by what was right before; or "goodput": as
@@ -54,14 +56,18 @@ class SpecConfig:
     options: Mapping[str, object] = field(default_factory=dict)
     below: tuple[SpecConfig, ...] = ()
     overlap: int = 0
+    drafter: Any = None
 
     def __post_init__(self) -> None:
         self._check_types()
         k = self.num_draft_tokens
         if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFT_TOKENS:
             raise ConfigError(f"num_draft_tokens (k) must be a whole number in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        policies = registry.names("lengths")
+        if self.policy not in policies:
+            raise ConfigError(f"policy must be one of {', '.join(policies)}, got {self.policy!r}")
+        if self.policy == "confidence" and self.confidence is None:
+            raise ConfigError("policy 'confidence' needs a confidence, e.g. --confidence 0.4")
         if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or self.overlap < 0:
             raise ConfigError(f"overlap is a number of cores, 0 (none) or more, got {self.overlap!r}")
         if self.confidence is not None and not 0.0 <= self.confidence <= 1.0:
@@ -83,60 +89,77 @@ class SpecConfig:
 
 def draft_text(spec: SpecConfig) -> str:
     """The text that `parse_draft` reads, without settings: "ngram", "draft_model", "ngram > cascade"."""
-    if spec.method == "first":
-        return " + ".join(f"({draft_text(b)})" if b.method == "cascade" else draft_text(b) for b in spec.below)
+    if spec.method != "none" and spec.drafter is None and _text(spec.method) == "A + B":
+        return " + ".join(f"({draft_text(b)})" if len(b.below) == 1 else draft_text(b) for b in spec.below)
     return " > ".join([*(draft_text(b) for b in spec.below), spec.method])
 
 
 def parse_draft(text: str) -> SpecConfig:
-    """How to speculate, from text: a drafter's name, or a model (a folder, a hub id, "embedded-draft").
+    """How to speculate, from text: a drafter's name, a model (a folder, a hub id, "embedded-draft"), or `name:model`.
 
-    `a + b`: a cache first, and where it has no guess the next one (drafter `first`). `a > m`: model m writes the draft,
-    helped by a (drafter `cascade`). `+` binds more than `>`; brackets group. Raises ConfigError with the place.
+    `a + b`: a cache first, and where it has no guess the next one. `a > m`: model m writes the draft, helped by a.
+    `+` binds more than `>`; brackets group. Which drafters serve a bare model, `>` and `+`, the drafters say
+    (`Drafter.text`). Raises ConfigError with the place.
     """
     if text in registry.names("drafters") or os.path.exists(os.path.expanduser(text)):
         return _atom(text)
     tokens = [t.strip() for t in re.split(r"([()+>])", text) if t.strip()]
-    spec, rest = _levels(tokens, text)
+    spec, rest = _chain(tokens, text)
     if rest:
         raise ConfigError(f"--draft {text!r}: {rest[0]!r} has no place there; write e.g. 'suffix + embedded-draft'")
     return spec
 
 
-def _levels(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
-    spec, tokens = _turns(tokens, text)
+def written_as(text: str) -> str:
+    """The drafter that a form of text stands for: "MODEL", "HEAD", "A > MODEL", "A + B"."""
+    return next(name for name in registry.names("drafters") if _text(name) == text)
+
+
+def _text(name: str) -> str:
+    text: str = registry.load("drafters", name).DRAFTER.text
+    return text
+
+
+def _chain(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
+    """`a > m > ...`: the settings, and the tokens after them."""
+    spec, tokens = _sum(tokens, text)
     while tokens and tokens[0] == ">":
-        upper, tokens = _turns(tokens[1:], text)
-        if upper.method != "draft_model":
+        upper, tokens = _sum(tokens[1:], text)
+        if upper.below or not registry.load("drafters", upper.method).DRAFTER.owns:
             raise ConfigError(f"--draft {text!r}: right of '>' stands a model, not {upper.method!r}")
-        spec = replace(upper, method="cascade", below=(spec,))
+        method = written_as("A > MODEL") if _text(upper.method) == "MODEL" else upper.method
+        spec = replace(upper, method=method, below=(spec,))
     return spec, tokens
 
 
-def _turns(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
-    turns: list[SpecConfig] = []
-    while True:
+def _sum(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
+    """`a + b + ...`: the settings, and the tokens after them."""
+    terms: list[SpecConfig] = []
+    while not terms or (tokens and tokens[0] == "+"):
+        tokens = tokens[1:] if terms else tokens
         if not tokens or tokens[0] in ")+>":
             raise ConfigError(f"--draft {text!r}: a drafter or a model is missing; write e.g. 'ngram > embedded-draft'")
         if tokens[0] == "(":
-            spec, tokens = _levels(tokens[1:], text)
+            spec, tokens = _chain(tokens[1:], text)
             if not tokens or tokens[0] != ")":
                 raise ConfigError(f"--draft {text!r}: a bracket is not closed")
-            tokens = tokens[1:]
         else:
-            spec, tokens = _atom(tokens[0]), tokens[1:]
-        turns.append(spec)
-        if not tokens or tokens[0] != "+":
-            break
+            spec = _atom(tokens[0])
+        terms.append(spec)
         tokens = tokens[1:]
-    if len(turns) == 1:
-        return turns[0], tokens
+    if len(terms) == 1:
+        return terms[0], tokens
     # Each may guess as much as the whole is asked for.
-    return SpecConfig("first", below=tuple(replace(t, num_draft_tokens=MAX_DRAFT_TOKENS) for t in turns)), tokens
+    below = tuple(replace(term, num_draft_tokens=MAX_DRAFT_TOKENS) for term in terms)
+    return SpecConfig(written_as("A + B"), below=below), tokens
 
 
-def _atom(name: str) -> SpecConfig:
-    return SpecConfig(name) if name in registry.names("drafters") else SpecConfig("draft_model", name)
+def _atom(text: str) -> SpecConfig:
+    """A drafter's name, `name:model`, or a model."""
+    name, colon, model = text.partition(":")
+    if name in registry.names("drafters") and (model or not colon):
+        return SpecConfig(name, model or None)
+    return SpecConfig(written_as("MODEL"), text)
 
 
 @dataclass(frozen=True)

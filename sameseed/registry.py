@@ -1,31 +1,64 @@
-"""Shelves: a folder of modules, one entry a file. The file name is the key, and a file is loaded on first use."""
+"""Registries: a folder of modules, one entry a file. The file's name is the key, and a file is loaded on first use.
+
+A file whose name begins with an underscore is no entry. An installed package adds entries by entry points of the group
+`sameseed.<registry>` (`sameseed.drafters`, `sameseed.formats`): each names a module like those in the folder.
+"""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
-from sameseed.errors import RegistryError
+from sameseed.errors import RegistryError, nearest
 
 
 @cache
-def names(shelf: str) -> tuple[str, ...]:
-    """Names of the entries on a shelf (`"drafters"`, `"formats"`, ...), sorted; nothing is imported."""
-    folder = Path(__file__).parent / shelf
-    found = (m.name for m in pkgutil.iter_modules([str(folder)]))
-    return tuple(sorted(n for n in found if not n.startswith("_")))
+def names(registry: str) -> tuple[str, ...]:
+    """Names of the entries of a registry (`"drafters"`, `"formats"`, ...), sorted; nothing is imported.
+
+    Raises RegistryError where two packages have an entry of the same name.
+    """
+    return tuple(sorted({*_own(registry), *_installed(registry)}))
 
 
 @cache
-def load(shelf: str, name: str) -> ModuleType:
+def load(registry: str, name: str) -> ModuleType:
     """The module of one entry. Raises RegistryError that suggests the nearest name."""
-    known = names(shelf)
+    known = names(registry)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RegistryError(f"no entry {name!r} in {shelf}{hint} (there are: {', '.join(known)})")
-    return importlib.import_module(f"sameseed.{shelf}.{name}")
+        there = f"{nearest(name, known)} (there are: {', '.join(known)})"
+        raise RegistryError(f"no entry {name!r} in {registry}{there}")
+    point = _installed(registry).get(name)
+    if point is None:
+        return importlib.import_module(f"sameseed.{registry}.{name}")
+    try:
+        return importlib.import_module(point.value)
+    except Exception as error:  # code of another package
+        raise RegistryError(f"{_package(point)} gives {registry} {name!r}, which cannot be loaded: {error}") from error
+
+
+def _own(registry: str) -> set[str]:
+    folder = Path(__file__).parent / registry
+    return {m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_")}
+
+
+@cache
+def _installed(registry: str) -> dict[str, EntryPoint]:
+    own, found = _own(registry), dict[str, EntryPoint]()
+    for point in entry_points(group=f"sameseed.{registry}"):
+        first = found.setdefault(point.name, point)
+        if point.name in own or (first.value, _package(first)) != (point.value, _package(point)):
+            other = "sameseed itself" if point.name in own else _package(first)
+            raise RegistryError(
+                f"two entries of {registry} are named {point.name!r}: {other} and {_package(point)} have one; "
+                "rename or uninstall one"
+            )
+    return found
+
+
+def _package(point: EntryPoint) -> str:
+    return f"package {point.dist.name!r}" if point.dist is not None else "a package"

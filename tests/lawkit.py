@@ -24,6 +24,7 @@ from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
+from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import expected_shapes
 from sameseed.request import Completion, Request, SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
@@ -128,18 +129,18 @@ BELOW = {
 
 def below_of(method: str) -> tuple[SpecConfig, ...]:
     """Levels below a drafter: those of the table, else n-grams, as many as it wants."""
-    num_below = 0 if method == "none" else registry.load("drafters", method).DRAFTER.num_below
-    return BELOW.get(method, (SpecConfig("ngram", num_draft_tokens=3),) * (2 if num_below < 0 else num_below))
+    least = 0 if method == "none" else registry.load("drafters", method).DRAFTER.num_below[0]
+    return BELOW.get(method, (SpecConfig("ngram", num_draft_tokens=3),) * least)
 
 
 def models_of(spec: SpecConfig, pair: Pair, target: Llama) -> list[Llama | EagleHead]:
     """The models that the drafters of a SpecConfig own, all levels together. A head is always the target's."""
     drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
-    if drafter is not None and drafter.of_head:
+    if drafter is not None and drafter.owns == "head":
         assert pair.head is not None, "the pair has no draft head"
         return [pair.head]
-    own = [] if drafter is None or not drafter.needs_model else [target if drafter.of_target else pair.draft]
-    if drafter is not None and drafter.of_target and target is pair.target and pair.low is not None:
+    own = [] if drafter is None or not drafter.owns else [target if drafter.owns == "target" else pair.draft]
+    if drafter is not None and drafter.owns == "target" and target is pair.target and pair.low is not None:
         own = [pair.low]
     return own + [m for b in spec.below for m in models_of(b, pair, own[0] if own else target)]
 
@@ -160,6 +161,7 @@ def make_engine(
     drafter: Drafter | None = None,
     below: tuple[SpecConfig, ...] | None = None,
     policy: str = "fixed",
+    target: ModelRunner | None = None,
 ) -> Engine:
     """An Engine of loaded models, where these are; the cache holds `tokens`. `drafter` replaces that of `method`."""
     device = str(pair.target.device)
@@ -171,10 +173,11 @@ def make_engine(
     config = EngineConfig(
         max_num_rows=rows, max_num_seqs=min(seqs, rows), max_model_len=max_len, device=device, cache=cache, spec=spec
     )
-    engine = assemble(config, pair.tokenizer, -(-tokens // block), pair.target, models_of(spec, pair, pair.target))
+    engine = assemble(
+        config, pair.tokenizer, -(-tokens // block), target or pair.target, models_of(spec, pair, pair.target)
+    )
     if drafter is not None:
         engine.drafter, engine.policy = drafter, FixedLength(k)
-        drafter.policy = engine.policy
     return engine
 
 

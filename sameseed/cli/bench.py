@@ -178,14 +178,14 @@ def open_bench(
 
 def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
     """The SpecConfigs of each --drafts entry: one for each of --overlaps that it can do. Raises ConfigError, as LLM."""
-    from sameseed.engine.levels import check_options, check_overlap, check_policies, goes_ahead, heeds_confidence
+    from sameseed.engine.levels import can_overlap, check_options, check_overlap, check_policies, heeds_confidence
     from sameseed.engine.settings import make_config
 
     shared = {k: engine.settings[k] for k in SPECULATION}
     chosen = [make_config(draft_choice(name, engine.model), **shared).spec for name in args.drafts]
     if any(heeds_confidence(spec) for spec in chosen):  # the others are measured without
         chosen = [s if heeds_confidence(s) else dataclasses.replace(s, confidence=None) for s in chosen]
-    able = [goes_ahead(spec) for spec in chosen]
+    able = [can_overlap(spec) for spec in chosen]
     if max(args.overlaps) > 0 and not any(able):
         raise ConfigError(
             f"--overlaps {max(args.overlaps)}: none of these drafts ({', '.join(args.drafts)}) can guess on while the "

@@ -71,6 +71,7 @@ def read_prompt(args: GenerateArgs) -> str:
 
 def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_draft: bool) -> int:
     from sameseed.cli.console import TextWriter, legend, level_line, stderr_console, summary
+    from sameseed.spec.drafter import level_metrics
 
     console = stderr_console()
     writers = [TextWriter(sys.stdout, llm.tokenizer, show_draft) for _ in range(params.n)]
@@ -102,7 +103,7 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
         console.file.write(legend(sys.stdout, console.file) + "\n")
     for completion in done:
         console.print(summary(completion.metrics), style="dim", soft_wrap=True)
-    for name, metrics in llm.engine.drafter.levels():
+    for name, metrics in level_metrics(llm.engine.drafter):
         console.print(level_line(name, metrics), style="dim", soft_wrap=True)
     if params.seed is None and not params.greedy and done:
         console.print(f"seed {done[0].seed} writes this again", style="dim")
@@ -134,8 +135,10 @@ def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> in
 
 def remarks(llm: LLM) -> dict[str, object]:
     """Counters of the drafters below (of the engine, until now) and warnings about them, where there are any."""
+    from sameseed.spec.drafter import level_metrics
+
     found = {
-        "levels": {name: metrics.as_dict() for name, metrics in llm.engine.drafter.levels()},
+        "levels": {name: metrics.as_dict() for name, metrics in level_metrics(llm.engine.drafter)},
         "warnings": list(llm.engine.alarm.texts),
     }
     return {name: value for name, value in found.items() if value}

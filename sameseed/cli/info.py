@@ -100,9 +100,10 @@ def _drafter(name: str) -> dict[str, Any]:
 
 def _needs(drafter: type[Drafter]) -> str:
     """What a drafter works with: a model of its own, drafters below it (whose guesses are counted apart)."""
-    own = "the target's weights" if drafter.of_target else "a draft head" if drafter.of_head else "a draft model"
-    below = {0: "", 1: "a drafter below", -1: "two drafters or more below"}[drafter.num_below]
-    return " and ".join(filter(None, (own if drafter.needs_model else "", below)))
+    own = {"": "", "model": "a draft model", "head": "a draft head", "target": "the target's weights"}[drafter.owns]
+    least, most = drafter.num_below
+    below = "" if most == 0 else "a drafter below" if most == 1 else "two drafters or more below"
+    return " and ".join(filter(None, (own, below if least else below and f"maybe {below}")))
 
 
 def _first_line(text: str | None) -> str:

@@ -128,7 +128,7 @@ def engine_flags(defaults: Mapping[str, Any], left_out: Seq[str] = ()) -> type[A
         (name, "str", given[name], text) for name, text in CHOICE_HELP.items() if name not in left_out
     ]
     shelves: tuple[tuple[type[Any], dict[str, str], set[str]], ...] = (
-        (SpecConfig, {"format": "draft_format"}, {"method", "model", "options", "below"}),
+        (SpecConfig, {"format": "draft_format"}, {"method", "model", "options", "below", "drafter"}),
         (EngineConfig, {}, {"cache", "spec"}),
         (CacheConfig, {"format": "kv_format"}, set()),
     )
@@ -254,10 +254,10 @@ def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
         drafters = ", ".join(registry.names("drafters"))
         raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
     below = tuple(_checked(b, embedded) for b in spec.below)
-    takes_draft = spec.method in ("draft_model", "cascade")
-    model = EMBEDDED_DRAFT if embedded and takes_draft and name is None else name
-    model = EMBEDDED_HEAD if embedded and spec.method == "eagle" and name is None else model
-    return dataclasses.replace(spec, model=model, below=below)
+    if embedded and name is None:
+        owns = registry.load("drafters", spec.method).DRAFTER.owns
+        name = {"model": EMBEDDED_DRAFT, "head": EMBEDDED_HEAD}.get(owns)
+    return dataclasses.replace(spec, model=name, below=below)
 
 
 def stdin_text(what: str) -> str:

@@ -1,4 +1,4 @@
-"""Shelf of drafters: one file, one way to guess. A module here defines `DRAFTER`, a class derived from Drafter.
+"""Registry of drafters: one file, one way to guess. A module here defines `DRAFTER`, a class derived from `Drafter`.
 
-`DRAFTER.build(options, runner, vocab_size)` makes one; `runner` is None unless the class says `needs_model = True`.
+`DRAFTER.build(options, parts)` makes one for a target. Files that begin with an underscore are what drafters share.
 """

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence as Seq
 
 from sameseed.drafters._shadow import Shadow
+from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
-from sameseed.spec.drafter import Drafter, NoDrafter
+from sameseed.spec.drafter import Below, NoDrafter
 from sameseed.spec.step import decode_step
 
 
 class Followers:
     """Shadows by sequence in the cache of `runner`. `below` drafts for this model and learns what the shadows hold."""
 
-    def __init__(self, runner: ModelRunner, prefill_rows: int, vocab_size: int, below: Drafter | None = None) -> None:
+    def __init__(self, runner: ModelRunner, prefill_rows: int, vocab_size: int, below: Below | None = None) -> None:
         """`prefill_rows`: the most rows of one pass while it catches up; `vocab_size`: the target's."""
         self.runner = runner
         self.prefill_rows = prefill_rows
         self.vocab_limit = min(vocab_size, runner.model.config.vocab_size)  # from here on: padding, or not known to one
-        self.below = below or NoDrafter()
+        self.below = below.drafter if below else NoDrafter()
+        self._policy = below.policy if below else FixedLength(0)
         self._shadows: dict[int, Shadow] = {}
 
     @property
@@ -92,5 +94,5 @@ class Followers:
         shadow = self._shadows.pop(seq.seq_id, None)
         if shadow is not None:
             self.below.release(shadow.seq)
-            self.below.policy.release(shadow.seq)
+            self._policy.release(shadow.seq)
             self.runner.blocks.release(shadow.seq)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
+from sameseed.models.runner import ModelRunner
+from sameseed.models.vocabulary import with_tokens
 
 
 def read_vocabulary(text: str, vocab_size: int) -> Tensor:
@@ -30,6 +32,13 @@ def read_vocabulary(text: str, vocab_size: int) -> Tensor:
     if not ids or any(type(t) is not int or not 0 <= t < vocab_size for t in ids):
         raise ConfigError(f"vocabulary {text!r} must list token ids in 0..{vocab_size - 1}")
     return torch.tensor(sorted(set(ids)))
+
+
+def with_vocabulary(runner: ModelRunner, text: str, vocab_size: int) -> ModelRunner:
+    """A runner whose model guesses the option's tokens only; itself for "". Raises ConfigError."""
+    if not text:
+        return runner
+    return runner.beside(with_tokens(runner.model, read_vocabulary(text, vocab_size)), runner.captures)
 
 
 def frequent_tokens(texts: Iterable[Seq[int]], size: int, always: Iterable[int] = ()) -> list[int]:

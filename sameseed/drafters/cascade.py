@@ -10,13 +10,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.drafters._followers import Followers
-from sameseed.drafters._vocabulary import read_vocabulary
+from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
-from sameseed.models.vocabulary import with_tokens
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, Parts, Round
+from sameseed.spec.drafter import Below, Drafter, Parts, Round
 from sameseed.spec.step import decode_step
 
 
@@ -40,22 +39,23 @@ class CascadeDrafter(Drafter):
                     f"min_length and prefill_rows must be at least 1, got {self.min_length} and {self.prefill_rows}"
                 )
 
-    needs_model = True
-    num_below = 1
+    owns = "model"
+    num_below = (1, 1)
+    text = "A > MODEL"
 
-    def __init__(self, options: Options, runner: ModelRunner, below: Drafter, vocab_size: int) -> None:
+    def __init__(self, options: Options, runner: ModelRunner, below: Below, vocab_size: int) -> None:
         self.options = options
         self.runner = runner
-        self.below = below
+        self.below = below.drafter
+        self.policy_below = below.policy
         self.metrics = SpecMetrics()  # what this level's model made of the guesses from below
         self.followers = Followers(runner, options.prefill_rows, vocab_size, below)
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> CascadeDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
-        if options.vocabulary:
-            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
-        return cls(options, parts.runner, parts.below[0], parts.vocab_size)
+        runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
+        return cls(options, runner, parts.below[0], parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains: what the model writes after each sequence, cut at num_draft[b], never padded."""
@@ -87,15 +87,14 @@ class CascadeDrafter(Drafter):
         """
         self.followers.catch_up(shadows)
         pending = [s.num_pending for s in shadows]
-        asked = self.below.policy.lengths(shadows, sum(pending))
+        asked = self.policy_below.lengths(shadows, sum(pending))
         room = [self._room(s, k) for s, k in zip(shadows, asked, strict=True)]
         times = TimeSplit()
-        policy = self.below.policy
-        draft, result = decode_step(self.runner, self.below, shadows, pending, room, times, policy)
+        draft, result = decode_step(self.runner, self.below, shadows, pending, room, times, self.policy_below)
         counts = [draft.count(b) for b in range(len(shadows))]
         accepted = [len(nodes) for nodes in result.nodes]
         num_rows = sum(pending) + sum(counts)
-        policy.update(Round(shadows, room, counts, accepted, num_rows, times, result.nodes))
+        self.policy_below.update(Round(shadows, room, counts, accepted, num_rows, times, result.nodes))
         own = len(self.below.level_names)
         for b, (guessed, right) in enumerate(zip(counts, accepted, strict=True)):
             self.metrics.update(guessed, right)

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, extend_chains
 from sameseed.drafters._followers import Followers
-from sameseed.drafters._vocabulary import read_vocabulary
+from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
-from sameseed.models.vocabulary import with_tokens
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, Parts
+from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 
 
 class DraftModelDrafter(Drafter):
@@ -36,13 +35,14 @@ class DraftModelDrafter(Drafter):
             if self.prefill_rows < 1:
                 raise ConfigError(f"prefill_rows must be at least 1, got {self.prefill_rows}")
 
-    needs_model = True
+    owns = "model"
+    text = "MODEL"
     judges = True
-    goes_ahead = True
 
-    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int) -> None:
+    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
         self.options = options
         self.runner = runner
+        self.policy = policy
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
         # What was guessed ahead, by sequence: from which length of the text on, and the chain, which the shadow holds.
         self._ready: dict[int, tuple[int, Chain]] = {}
@@ -50,9 +50,8 @@ class DraftModelDrafter(Drafter):
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> DraftModelDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
-        if options.vocabulary:
-            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
-        return cls(options, parts.runner, parts.vocab_size)
+        runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
+        return cls(options, runner, parts.vocab_size, parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together: one pass of the draft model a token."""

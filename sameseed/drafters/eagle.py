@@ -24,7 +24,7 @@ from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, Level
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, Parts, Span
+from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
 from sameseed.spec.sampling import needs_adjusting
 
 
@@ -55,22 +55,27 @@ class EagleDrafter(Drafter):
             if self.prefill_rows < 1 or self.window < 0:
                 raise ConfigError("prefill_rows must be at least 1, window at least 0")
 
-    needs_model = True
+    owns = "head"
+    text = "HEAD"
     judges = True
-    of_head = True
     branches = True
 
     def __init__(
-        self, options: Options, runner: HeadRunner, captures: tuple[int, ...], eos_token_ids: Seq[int] = ()
+        self,
+        options: Options,
+        runner: HeadRunner,
+        captures: tuple[int, ...],
+        policy: LengthPolicy,
+        eos_token_ids: Seq[int] = (),
     ) -> None:
         """`captures`: the target's layers that the head reads; `eos_token_ids`: the target's."""
         head = runner.model
         own = min(options.window or head.config.layer.max_model_len, head.config.layer.max_model_len)
-        if options.beyond == "slide":
-            runner.window = own if own < head.max_model_len else None
-        limit = head.max_model_len if options.beyond == "slide" else min(own, head.max_model_len)
+        slides = options.beyond == "slide"
+        limit = head.max_model_len if slides else min(own, head.max_model_len)
         self.options = options
-        self.runner = runner
+        self.runner = runner = runner.seeing(own if slides and own < head.max_model_len else None)
+        self.policy = policy
         self.captures = captures
         self.followers = Contexts(runner, options.prefill_rows, limit)
         ids = head.weights.target_ids
@@ -82,9 +87,12 @@ class EagleDrafter(Drafter):
         assert isinstance(options, cls.Options) and parts.head is not None
         target, head = parts.target.model.config, parts.head.model
         head.config.check_target(target)
+        runner = parts.head
         if options.vocabulary:
-            parts.head.model = with_vocabulary(head, read_vocabulary(options.vocabulary, target.vocab_size))
-        return cls(options, parts.head, head.config.captures(target.num_layers), target.eos_token_ids)
+            own = with_vocabulary(head, read_vocabulary(options.vocabulary, target.vocab_size))
+            runner = HeadRunner(own, runner.cache)
+        captures = head.config.captures(target.num_layers)
+        return cls(options, runner, captures, parts.policy, target.eos_token_ids)
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         if hidden is not None:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.lengths._capped import CappedLength
-from sameseed.lengths.fixed import FixedLength
-from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, SpecMetrics
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, Parts, Span
+from sameseed.spec.drafter import Below, Drafter, Parts, Span
+
+MAX_BELOW = 64
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,13 @@ class FirstDrafter(Drafter):
             if self.min_tokens < 1 or self.min_expected < 0:
                 raise ConfigError("min_tokens must be at least 1, min_expected at least 0")
 
-    num_below = -1
+    num_below = (2, MAX_BELOW)
+    text = "A + B"
 
-    def __init__(self, options: Options, below: Seq[Drafter]) -> None:
+    def __init__(self, options: Options, below: Seq[Below]) -> None:
         self.options = options
-        self.below = tuple(below)
+        self.below = tuple(b.drafter for b in below)
+        self._policies = tuple(b.policy for b in below)
         self.metrics = tuple(SpecMetrics() for _ in below)  # what was made of each one's guesses
         widths = [len(d.level_names) for d in self.below]
         self._starts = [0, *accumulate(widths)]  # of each one's levels among all of them
@@ -63,21 +64,16 @@ class FirstDrafter(Drafter):
         assert isinstance(options, cls.Options)
         return cls(options, parts.below)
 
-    def attach(self, target: ModelRunner) -> None:
-        for d in self.below:
-            d.attach(target)
-
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
         sure: list[list[float]] = [[] for _ in seqs]
         levels: list[list[int]] = [[] for _ in seqs]
         open_ = [b for b, k in enumerate(num_draft) if k > 0]
         self._taken.clear()
-        for which, d in enumerate(self.below):
+        for which, (d, policy) in enumerate(zip(self.below, self._policies, strict=True)):
             if not open_:
                 break
-            self._share_policy(d)
-            limits = d.policy.lengths([seqs[b] for b in open_])
+            limits = policy.lengths([seqs[b] for b in open_])
             asked = [min(num_draft[b], k) for b, k in zip(open_, limits, strict=True)]
             if not d.branches:
                 asked = [min(k, seqs[b].draft_depth) for b, k in zip(open_, asked, strict=True)]
@@ -96,12 +92,6 @@ class FirstDrafter(Drafter):
                     self._taken[seqs[b].seq_id] = _Taken(which, len(seqs[b]))
             open_ = [b for b in open_ if b not in taken]
         return Draft.trees(trees, sure, levels)
-
-    def _share_policy(self, drafter: Drafter) -> None:
-        """Let a drafter below that has but a fixed length give, and heed, what this one's policy works with."""
-        policy = drafter.policy
-        if isinstance(policy, FixedLength) and type(policy) in (FixedLength, CappedLength):
-            drafter.policy = CappedLength(policy.num_draft_tokens, self.policy)
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         for seq, span in zip(seqs, spans, strict=True):

@@ -12,13 +12,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.drafters._chains import write_chains
-from sameseed.drafters._vocabulary import read_vocabulary
+from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
-from sameseed.models.vocabulary import with_tokens
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, Parts
+from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 
 
 class SelfQuantDrafter(Drafter):
@@ -44,25 +43,18 @@ class SelfQuantDrafter(Drafter):
                 if getattr(self, name) < 0:
                     raise ConfigError(f"{name} must be a number of tokens, 0 or more, got {getattr(self, name)}")
 
-    needs_model = True
+    owns = "target"
     judges = True
-    of_target = True
 
-    def __init__(self, options: Options, runner: ModelRunner) -> None:
+    def __init__(self, options: Options, runner: ModelRunner, policy: LengthPolicy) -> None:
         self.options = options
-        self.runner = runner
-        runner.unseen = self._unseen
+        self.runner = runner.beside(unseen=self._unseen)
+        self.policy = policy
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
-        if options.vocabulary:
-            parts.runner.model = with_tokens(parts.runner.model, read_vocabulary(options.vocabulary, parts.vocab_size))
-        return cls(options, parts.runner)
-
-    def attach(self, target: ModelRunner) -> None:
-        self.runner = ModelRunner(self.runner.model, target.cache, blocks=target.blocks)
-        self.runner.unseen = self._unseen
+        return cls(options, with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size), parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together: one pass of the copy a token."""

@@ -33,7 +33,7 @@ class Alarm:
             if drafted:
                 metrics.update(drafted, accepted)
         for level, counted in [(drafter, metrics), *drafter.counted()]:
-            if level.needs_model and is_useless(counted) and level not in self._said:
+            if level.owns and is_useless(counted) and level not in self._said:
                 self._say(level, counted)
 
     def _say(self, drafter: Drafter, metrics: SpecMetrics) -> None:

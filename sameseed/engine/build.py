@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from sameseed import ops
+from sameseed import ops, registry
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.calibrate import measure_curve
 from sameseed.engine.engine import Engine
@@ -22,11 +22,12 @@ from sameseed.engine.levels import (
 )
 from sameseed.engine.memory import Demand, demand, head_demand, kv_format, plan_blocks
 from sameseed.engine.overlap import make_overlap
-from sameseed.engine.policies import make_policy
+from sameseed.engine.policies import ByRequest, make_policy
 from sameseed.engine.scheduler import Scheduler
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
+from sameseed.lengths._capped import CappedLength
 from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_config import is_head
@@ -38,7 +39,7 @@ from sameseed.models.nested import is_nested, is_smaller, nested_view
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
 from sameseed.scheme import QuantScheme
-from sameseed.spec.drafter import Drafter, Parts, parse_options
+from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, parse_options
 from sameseed.tokenizer import Tokenizer
 
 SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said and none is nested in its own
@@ -56,15 +57,15 @@ class Loaded:
 
 
 def build_engine(
-    model: str, config: EngineConfig, progress: Progress | None = None, target: Llama | None = None
+    model: str, config: EngineConfig, progress: Progress | None = None, target: ModelRunner | None = None
 ) -> Engine:
     """Load the target, and the draft where `config.spec` names one, and put an Engine together.
 
-    `target`: the model itself where it is loaded already, in the same format. Raises ModelLoadError, ConfigError,
-    VocabularyError or RegistryError, each with its remedy.
+    `target`: of another engine with the same settings, which shares its cache: only one of them may have requests.
+    Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with its remedy.
     """
-    got = load_parts(model, config, progress, target)
-    return assemble(got.config, got.tokenizer, got.num_blocks, got.target, got.drafts)
+    got = load_parts(model, config, progress, None if target is None else target.model)
+    return assemble(got.config, got.tokenizer, got.num_blocks, target or got.target, got.drafts)
 
 
 def load_parts(
@@ -117,40 +118,61 @@ def _demand(m: _Model, config: EngineConfig) -> Demand:
 
 
 def assemble(
-    config: EngineConfig, tokenizer: Tokenizer, num_blocks: int, target: Llama, drafts: Seq[Llama | EagleHead] = ()
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    num_blocks: int,
+    target: Llama | ModelRunner,
+    drafts: Seq[Llama | EagleHead] = (),
 ) -> Engine:
     """An Engine of models that are loaded already: caches of `num_blocks` blocks, drafter, length policy, scheduler.
 
     `drafts` are those of `config.spec`'s levels that need one: a level's own before those of the levels below it.
     """
-    runner = _runner(target, config, num_blocks)
-    drafter = _build_drafter(config.spec, config, num_blocks, runner, iter(drafts))
-    max_len = config.max_model_len or target.max_model_len
+    runner = target if isinstance(target, ModelRunner) else _runner(target, config, num_blocks)
+    policies = ByRequest(make_policy(config.spec, partial(measure_curve, runner)))
+    drafter = _build_drafter(config.spec, config, num_blocks, runner, policies, iter(drafts))
+    max_len = config.max_model_len or runner.model.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
-    return Engine(runner, drafter, drafter.policy, tokenizer, scheduler, make_overlap(config.spec))
+    capturing = runner.beside(captures=drafter.captures)
+    return Engine(capturing, drafter, policies, tokenizer, scheduler, make_overlap(config.spec))
 
 
 def _build_drafter(
-    spec: SpecConfig, config: EngineConfig, num_blocks: int, target: ModelRunner, models: Iterator[Llama | EagleHead]
+    spec: SpecConfig,
+    config: EngineConfig,
+    num_blocks: int,
+    target: ModelRunner,
+    policy: LengthPolicy,
+    models: Iterator[Llama | EagleHead],
 ) -> Drafter:
-    """The drafter of one level for `target`, whose captured layers it then decides, and those below it."""
+    """The drafter of one level for `target`, and those below it."""
+    if isinstance(spec.drafter, Drafter):
+        return spec.drafter
     cls = drafter_class(spec)
     own: ModelRunner | None = None
     head: HeadRunner | None = None
-    if cls.needs_model:
+    if cls.owns:
         model = next(models)
         if isinstance(model, EagleHead):
             head = HeadRunner(model, _cache(model.config.layer, model.weights.dense, config, num_blocks))
-        elif cls.of_target:
-            own = ModelRunner(model, target.cache, blocks=target.blocks)
+        elif cls.owns == "target":
+            own = target.beside(model)
         else:
             own = _runner(model, config, num_blocks)
     check_below(cls, spec)
-    below = tuple(_build_drafter(b, config, num_blocks, own or target, models) for b in spec.below)
-    drafter = cls.build(parse_options(cls, spec.options), Parts(target, own, below, head))
-    drafter.policy = make_policy(spec, partial(measure_curve, target))
-    target.captures = drafter.captures
-    return drafter
+    below: list[Below] = []
+    for b in spec.below:
+        # Drafters below one without a model draft for the same target: they end by the same policy.
+        shares = not cls.owns and b.policy == "fixed" and b.confidence is None
+        lower = (
+            CappedLength(b.num_draft_tokens, policy)
+            if shares
+            else make_policy(b, partial(measure_curve, own or target))
+        )
+        below.append(Below(_build_drafter(b, config, num_blocks, own or target, lower, models), lower))
+    if own is not None:
+        own = own.beside(captures=tuple(sorted({layer for b in below for layer in b.drafter.captures})))
+    return cls.build(parse_options(cls, spec.options), Parts(target, policy, own, tuple(below), head))
 
 
 @dataclass(frozen=True)
@@ -180,26 +202,30 @@ def _add_models(found: list[_Model], spec: SpecConfig, folder: Path, quant: Quan
     if spec.method == "none":
         return
     cls, name = drafter_class(spec), spec.model
-    if cls.needs_model:
-        if name is None and not cls.of_target:
-            one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.of_head else ""
+    if cls.owns:
+        if name is None and cls.owns != "target":
+            one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.owns == "head" else ""
             one = one or "model; name one, e.g. --draft embedded-draft"
             raise ConfigError(f"drafter {spec.method!r} needs a draft {one}")
-        own = folder if cls.of_target or name is None else resolve_model(name)
-        if is_head(own) != cls.of_head:
+        if isinstance(spec.drafter, Drafter):
+            raise ConfigError(
+                f"drafter {spec.method!r} owns a model, which its `build` gets; give its class, no object"
+            )
+        own = folder if cls.owns == "target" or name is None else resolve_model(name)
+        if is_head(own) != (cls.owns == "head"):
             what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
             raise ConfigError(
                 f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
             )
         is_view = _drafts_with_view(spec, cls, folder, quant)
-        text = SELF_FORMAT if cls.of_target and spec.format == "auto" else spec.format
+        text = SELF_FORMAT if cls.owns == "target" and spec.format == "auto" else spec.format
         own_quant = quant if is_view else QuantScheme.parse(text)
         if not is_view and own.resolve() == folder.resolve() and not is_smaller(folder, own_quant, quant):
             raise ConfigError(
                 f"{name or 'the target'} would draft for itself in as many bits ({own_quant}; the target: {quant}); "
                 "take a smaller model, or a lower format for the draft (--draft-format)"
             )
-        found.append(_Model(own, own_quant, cls.of_target, cls.of_head, is_view, folder, owner))
+        found.append(_Model(own, own_quant, cls.owns == "target", cls.owns == "head", is_view, folder, owner))
         folder, quant, owner = own, own_quant, len(found) - 1
     for below in spec.below:
         _add_models(found, below, folder, quant, owner)
@@ -210,12 +236,13 @@ def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant:
 
     Raises ConfigError where that is asked for, and there are none.
     """
-    if spec.format == NESTED and not cls.of_target:
+    if spec.format == NESTED and cls.owns != "target":
+        able = [n for n in registry.names("drafters") if registry.load("drafters", n).DRAFTER.owns == "target"]
         raise ConfigError(
             f"draft format {NESTED!r} is a view of the target's own weights, which drafter {spec.method!r} does not "
-            "draft with; take --draft self_quant, or another --draft-format"
+            f"draft with; take --draft {' or '.join(able)}, or another --draft-format"
         )
-    if not cls.of_target or spec.format not in (NESTED, "auto"):
+    if cls.owns != "target" or spec.format not in (NESTED, "auto"):
         return False
     found = is_nested(folder, quant)
     if spec.format == NESTED and not found:

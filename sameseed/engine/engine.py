@@ -35,7 +35,7 @@ class Engine:
         self,
         runner: ModelRunner,
         drafter: Drafter,
-        policy: LengthPolicy,
+        policies: ByRequest,
         tokenizer: Tokenizer,
         scheduler: Scheduler,
         ahead: NoOverlap = NO_OVERLAP,
@@ -43,7 +43,7 @@ class Engine:
         self.runner = runner
         self.ahead = ahead  # what the drafter does while the target checks
         self.drafter = drafter
-        self.policy = policy
+        self._policies = policies
         self._wanted: dict[int, int] = {}  # draft tokens that the policy wants, by sequence, of the round that runs
         self._crowded = False  # did it want all that there was room for?
         self.tokenizer = tokenizer
@@ -161,12 +161,12 @@ class Engine:
 
     @property
     def policy(self) -> LengthPolicy:
-        """Decides draft lengths, where a request has no wish of its own."""
+        """Decides draft lengths, where a request has no policy of its own; the drafter ends its drafts by it."""
         return self._policies.default
 
     @policy.setter
     def policy(self, policy: LengthPolicy) -> None:
-        self._policies = ByRequest(policy)
+        self._policies.default = policy
 
     def _lengths(self, seqs: Seq[Sequence], num_rows: int, budget: int) -> list[int]:
         scripted = [seq for seq in seqs if seq.num_scripted]

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from sameseed import ops, registry
-from sameseed.config import SpecConfig
+from sameseed.config import SpecConfig, written_as
 from sameseed.errors import ConfigError
 from sameseed.models.eagle_config import is_head
 from sameseed.models.loader import resolve_model
 from sameseed.scheme import QuantScheme
-from sameseed.spec.drafter import Drafter, NoDrafter, parse_options
+from sameseed.spec.drafter import Drafter, NoDrafter, goes_ahead, parse_options
 
 NESTED = "nested"  # draft format: the lower weights inside the target's own
 
@@ -30,8 +30,8 @@ def check_overlap(spec: SpecConfig) -> None:
     if not spec.overlap and not any(level.overlap for level in levels(spec)):
         return
     cls, cores = drafter_class(spec), ops.available_cores()
-    if not cls.goes_ahead or any(b.overlap for level in spec.below for b in levels(level)):
-        able = [n for n in registry.names("drafters") if registry.load("drafters", n).DRAFTER.goes_ahead]
+    if not goes_ahead(cls) or any(b.overlap for level in spec.below for b in levels(level)):
+        able = [n for n in registry.names("drafters") if goes_ahead(registry.load("drafters", n).DRAFTER)]
         raise ConfigError(
             f"--overlap {spec.overlap}: drafter {spec.method!r} cannot guess on while the target checks; "
             f"{' and '.join(able)} can, as the only level"
@@ -41,9 +41,9 @@ def check_overlap(spec: SpecConfig) -> None:
 
 
 def check_policies(spec: SpecConfig) -> None:
-    """Raise ConfigError for a policy below `first`, which would never learn, or a confidence that nobody would heed."""
+    """Raise ConfigError for a policy that would never learn, or a confidence that nobody would heed."""
     for level in levels(with_heads(spec)):
-        own = [b for b in level.below if b.policy != "fixed"] if drafter_class(level).num_below < 0 else []
+        own = [] if drafter_class(level).owns else [b for b in level.below if b.policy != "fixed"]
         if own:
             raise ConfigError(
                 f"drafter {level.method!r} asks {own[0].method!r} below it in turn, which can have no policy "
@@ -60,18 +60,19 @@ def heeds_confidence(spec: SpecConfig) -> bool:
     """Does this draft, or any that it asks in turn, end by its own probabilities? Raises as `with_heads`."""
     spec = with_heads(spec)
     cls = drafter_class(spec)
-    return cls.judges or (cls.num_below < 0 and any(heeds_confidence(b) for b in spec.below))
+    return cls.judges or (not cls.owns and any(heeds_confidence(b) for b in spec.below))
 
 
-def goes_ahead(spec: SpecConfig) -> bool:
+def can_overlap(spec: SpecConfig) -> bool:
     """Can this draft guess on while the target checks (`overlap`)? Raises as `with_heads`."""
-    return drafter_class(with_heads(spec)).goes_ahead
+    return goes_ahead(drafter_class(with_heads(spec)))
 
 
 def check_below(cls: type[Drafter], spec: SpecConfig) -> None:
     """Raise ConfigError for too few or too many drafters below one of this class."""
-    wanted = "two drafters or more" if cls.num_below < 0 else f"{cls.num_below} drafter(s)"
-    if len(spec.below) < 2 if cls.num_below < 0 else len(spec.below) != cls.num_below:
+    least, most = cls.num_below
+    wanted = f"{least} drafter(s)" if least == most else "two drafters or more" if least == 2 else f"up to {most}"
+    if not least <= len(spec.below) <= most:
         raise ConfigError(
             f"drafter {spec.method!r} works with {wanted} below it, not {len(spec.below)}; write e.g. "
             "--draft 'suffix + embedded-draft' or --draft 'ngram > embedded-draft'"
@@ -91,6 +92,9 @@ def drafter_class(spec: SpecConfig) -> type[Drafter]:
     """The class of a level's drafter. Raises RegistryError for an unknown name."""
     if spec.method == "none":
         return NoDrafter
+    if spec.drafter is not None:
+        own: type[Drafter] = spec.drafter if isinstance(spec.drafter, type) else type(spec.drafter)
+        return own
     found: type[Drafter] = registry.load("drafters", spec.method).DRAFTER
     return found
 
@@ -101,8 +105,10 @@ def with_heads(spec: SpecConfig) -> SpecConfig:
     Raises ModelLoadError for a model that is not there.
     """
     below = tuple(with_heads(b) for b in spec.below)
-    head = spec.method == "draft_model" and spec.model is not None and is_head(resolve_model(spec.model))
-    return replace(spec, method="eagle" if head else spec.method, below=below)
+    bare = spec.model is not None and drafter_class(spec).text == "MODEL"
+    if bare and is_head(resolve_model(str(spec.model))):
+        return replace(spec, method=written_as("HEAD"), below=below)
+    return replace(spec, below=below)
 
 
 def resolved_options(spec: SpecConfig) -> dict[str, object]:

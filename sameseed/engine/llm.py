@@ -15,12 +15,14 @@ from sameseed.config import SpecConfig
 from sameseed.engine.build import build_engine
 from sameseed.engine.settings import make_config
 from sameseed.errors import RequestError, SameseedError
-from sameseed.models.llama import Llama
+from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
 from sameseed.request import Completion, Delta, Grammar, Request, SamplingParams
+from sameseed.spec.drafter import Drafter
 from sameseed.spec.sampling import derive_seed
 
 log = logging.getLogger("sameseed")
+DraftChoice = str | SpecConfig | Drafter | type[Drafter] | None
 Prompt = str | Seq[int]
 Message = dict[str, str]
 
@@ -51,13 +53,13 @@ class _Front:
     def __init__(
         self,
         model: str = "embedded",
-        draft: str | SpecConfig | None = None,
+        draft: DraftChoice = None,
         *,
         progress: Progress | None = None,
-        target: Llama | None = None,
+        target: ModelRunner | None = None,
         **settings: Any,
     ) -> None:
-        """`target`: the model itself, where it is loaded already, in the same format and context."""
+        """`target`: of another LLM with the same settings, whose model and cache this one shares, in turns."""
         self.config = make_config(draft, **settings)
         self.engine = build_engine(model, self.config, progress, target)
         self.tokenizer = self.engine.tokenizer
@@ -78,7 +80,7 @@ class _Front:
 class LLM(_Front):
     """Generates text, blocking. `model` is a folder, a hub id or "embedded"; for the rest see `make_config`."""
 
-    def __init__(self, model: str = "embedded", draft: str | SpecConfig | None = None, **settings: Any) -> None:
+    def __init__(self, model: str = "embedded", draft: DraftChoice = None, **settings: Any) -> None:
         super().__init__(model, draft, **settings)
         self._mail: dict[str, deque[Delta]] = {}  # request id -> deltas that its stream has not given out yet
 
@@ -149,7 +151,7 @@ class AsyncLLM(_Front):
     Use it as an async context manager, or call `close` at the end.
     """
 
-    def __init__(self, model: str = "embedded", draft: str | SpecConfig | None = None, **settings: Any) -> None:
+    def __init__(self, model: str = "embedded", draft: DraftChoice = None, **settings: Any) -> None:
         super().__init__(model, draft, **settings)
         self._inbox: list[Callable[[], object]] = []  # what the engine's thread does before its next step
         self._sinks: dict[str, Callable[[Delta | SameseedError], None]] = {}

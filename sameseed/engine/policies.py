@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 
+from sameseed import registry
 from sameseed.config import MAX_DRAFT_TOKENS, SpecConfig
 from sameseed.lengths._cost import Curve
-from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.lengths.history import HistoryLength
@@ -19,22 +19,34 @@ def make_policy(spec: SpecConfig, measure: Callable[[], Curve] | None = None) ->
     """The policy that a SpecConfig asks for; `measure` times passes of the target, for a policy that wants that."""
     if spec.method == "none":
         return FixedLength(0)
-    if spec.policy == "goodput":
-        return GoodputLength(spec.num_draft_tokens, None if measure is None else measure())
-    if spec.policy == "history":
-        return HistoryLength(spec.num_draft_tokens, 0.0 if spec.confidence is None else spec.confidence)
-    if spec.confidence is None:
-        return FixedLength(spec.num_draft_tokens)
-    return ConfidenceLength(spec.num_draft_tokens, spec.confidence)
+    name = "confidence" if spec.policy == "fixed" and spec.confidence is not None else spec.policy
+    made: LengthPolicy = registry.load("lengths", name).POLICY.build(spec.num_draft_tokens, spec.confidence, measure)
+    return made
 
 
 class ByRequest:
     """The engine's policy, except for requests that wish for another one (`Speculation`)."""
 
     def __init__(self, default: LengthPolicy) -> None:
+        self._own: GoodputLength | None = None  # of requests that want goodput where the engine has another policy
         self.default = default
-        self._goodput = default if isinstance(default, GoodputLength) else None
         self._trimmed: set[int] = set()  # sequences whose draft of this round was dropped whole
+
+    @property
+    def _goodput(self) -> GoodputLength | None:
+        return self.default if isinstance(self.default, GoodputLength) else self._own
+
+    @property
+    def uses_confidence(self) -> bool:
+        return self.default.uses_confidence
+
+    def stop(self, confidence: float) -> bool:
+        """As the engine's policy says: a draft's chains end together."""
+        return self.default.stop(confidence)
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        """As the engine's policy says."""
+        return self.default.ends(paths)
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         """Lengths of all; sequences of one policy are decided together, after those that leave no choice."""
@@ -91,12 +103,13 @@ class ByRequest:
     def _of(self, seq: Sequence) -> LengthPolicy:
         if seq.speculation is None or seq.speculation.policy != "goodput":
             return self.default
-        if self._goodput is None:
-            self._goodput = GoodputLength(MAX_DRAFT_TOKENS)
-        return self._goodput
+        if isinstance(self.default, GoodputLength):
+            return self.default
+        self._own = self._own or GoodputLength(MAX_DRAFT_TOKENS)
+        return self._own
 
     def _all(self) -> list[LengthPolicy]:
-        return [self.default, *([self._goodput] if self._goodput not in (None, self.default) else [])]
+        return [self.default, *([self._own] if self._own else [])]
 
     def update(self, round_: Round) -> None:
         """Every policy in use learns of the round."""

@@ -7,10 +7,11 @@ from typing import Any
 
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
 from sameseed.errors import ConfigError
+from sameseed.spec.drafter import Drafter
 
 
 def make_config(
-    draft: str | SpecConfig | None = None,
+    draft: str | SpecConfig | Drafter | type[Drafter] | None = None,
     *,
     num_draft_tokens: int | None = None,
     confidence: float | None = None,
@@ -22,7 +23,8 @@ def make_config(
 ) -> EngineConfig:
     """An EngineConfig from keyword arguments, as LLM and the CLI take them.
 
-    `draft`: None for plain decoding, or text as `parse_draft` reads it: "ngram", a model, "suffix + embedded-draft".
+    `draft`: None for plain decoding, text as `parse_draft` reads it ("ngram", a model, "suffix + embedded-draft"), or a
+    drafter of one's own: its class, or an object, which is taken as it is.
     `draft_options` are those of its top level; under "below" a list has those of the levels below, each an object with
     fields of SpecConfig. `settings` are fields of EngineConfig and CacheConfig
     (`block_size`, `num_blocks`, `kv_format`, `prefix_cache`). Raises ConfigError for unknown settings.
@@ -31,8 +33,10 @@ def make_config(
         spec = draft
     elif draft is None or draft == "none":
         spec = SpecConfig()
-    else:
+    elif isinstance(draft, str):
         spec = parse_draft(draft)
+    else:
+        spec = SpecConfig(_name(draft), drafter=draft)
     changes: dict[str, Any] = {
         "num_draft_tokens": num_draft_tokens,
         "confidence": confidence,
@@ -53,6 +57,14 @@ def make_config(
     return EngineConfig(spec=spec, cache=CacheConfig(**cache), **settings)
 
 
+def _name(draft: object) -> str:
+    """The name of a drafter that is given as an object. Raises ConfigError for what is none."""
+    kind = draft if isinstance(draft, type) else type(draft)
+    if not issubclass(kind, Drafter):
+        raise ConfigError(f"draft must be text, a SpecConfig or a Drafter, got {draft!r}")
+    return kind.__name__
+
+
 def _levels_below(spec: SpecConfig, settings: object) -> tuple[SpecConfig, ...]:
     """The levels below a drafter with settings from plain data: a list of objects, one for each, in their order."""
     if settings is None:
@@ -60,7 +72,7 @@ def _levels_below(spec: SpecConfig, settings: object) -> tuple[SpecConfig, ...]:
     if not isinstance(settings, list) or len(settings) != len(spec.below):
         raise ConfigError(f"option 'below' must list {len(spec.below)} objects, one for each drafter below")
     made = []
-    known = {f.name for f in dataclasses.fields(SpecConfig)} - {"method", "model"}
+    known = {f.name for f in dataclasses.fields(SpecConfig)} - {"method", "model", "drafter"}
     for level, values in zip(spec.below, settings, strict=True):
         if not isinstance(values, dict) or values.keys() - known:
             raise ConfigError(f"option 'below': {values!r} must be an object with some of {', '.join(sorted(known))}")

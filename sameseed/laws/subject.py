@@ -118,7 +118,6 @@ class Subject:
         engine = assemble(config, self.loaded.tokenizer, count, self.loaded.target, drafts)
         if drafter is not None:
             engine.drafter, engine.policy = drafter, FixedLength(24)
-            drafter.policy = engine.policy
         return engine
 
     def scripted(self, jobs: Seq[Job], texts: Seq[Tokens], seed: int = 0) -> ScriptDrafter:

@@ -106,7 +106,7 @@ def toy_spec(spec: SpecConfig) -> SpecConfig:
 
 def needs_head(spec: SpecConfig) -> bool:
     """Does a level draft with a head? There is no toy of one."""
-    own = spec.method != "none" and registry.load("drafters", spec.method).DRAFTER.of_head
+    own = spec.method != "none" and registry.load("drafters", spec.method).DRAFTER.owns == "head"
     return own or any(needs_head(b) for b in spec.below)
 
 
@@ -117,8 +117,8 @@ def _models(
         return []
     drafter = registry.load("drafters", spec.method).DRAFTER
     own: list[Llama] = []
-    if drafter.needs_model:
-        if drafter.of_target:
+    if drafter.owns:
+        if drafter.owns == "target":
             quant = SELF_FORMAT if spec.format == "auto" else spec.format
             own = [toy_model(ops, vocab_size, quant, seed, notes=notes, device=device)]
         else:

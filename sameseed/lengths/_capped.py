@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from sameseed.spec.drafter import FixedLength, LengthPolicy
+from sameseed.lengths.fixed import FixedLength
+from sameseed.spec.drafter import LengthPolicy
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from sameseed.spec.drafter import FixedLength
+from sameseed.lengths._cost import Curve
+from sameseed.lengths.fixed import FixedLength
 
 
 @dataclass(frozen=True)
@@ -12,6 +14,13 @@ class ConfidenceLength(FixedLength):
     """At most `num_draft_tokens`, ending with the first token whose draft probability is below `threshold`."""
 
     threshold: float = 0.0
+
+    @classmethod
+    def build(
+        cls, num_draft_tokens: int, confidence: float | None = None, measure: Callable[[], Curve] | None = None
+    ) -> ConfidenceLength:
+        """One for these settings."""
+        return cls(num_draft_tokens, confidence or 0.0)
 
     @property
     def uses_confidence(self) -> bool:

@@ -2,8 +2,49 @@
 
 from __future__ import annotations
 
-from sameseed.spec.drafter import FixedLength
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
 
-__all__ = ["POLICY", "FixedLength"]
+from sameseed.lengths._cost import Curve
+from sameseed.request import Sequence
+from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Round
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Always `num_draft_tokens`; 0 is plain decoding."""
+
+    num_draft_tokens: int = 0
+
+    @classmethod
+    def build(
+        cls, num_draft_tokens: int, confidence: float | None = None, measure: Callable[[], Curve] | None = None
+    ) -> FixedLength:
+        """One for these settings."""
+        return cls(num_draft_tokens)
+
+    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+        return [self.num_draft_tokens] * len(seqs)
+
+    def update(self, round_: Round) -> None:
+        return None
+
+    def release(self, seq: Sequence) -> None:
+        return None
+
+    @property
+    def uses_confidence(self) -> bool:
+        return False
+
+    def stop(self, confidence: float) -> bool:
+        return False
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        return False
+
+    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
+        return draft
+
 
 POLICY = FixedLength

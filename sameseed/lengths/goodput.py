@@ -7,7 +7,7 @@ nodes are kept as long as the next likeliest one brings more than the time for i
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from operator import itemgetter
 
 import numpy as np
@@ -53,6 +53,13 @@ class GoodputLength:
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
         self._nodes: dict[int, Nodes] = {}  # of the round that runs
         self._steps: int | None = None  # of its proposal
+
+    @classmethod
+    def build(
+        cls, num_draft_tokens: int, confidence: float | None = None, measure: Callable[[], Curve] | None = None
+    ) -> GoodputLength:
+        """One for these settings."""
+        return cls(num_draft_tokens, measure() if measure else None)
 
     def stop(self, confidence: float) -> bool:
         return False

@@ -38,6 +38,10 @@ class HeadRunner:
         self.blocks = BlockManager(cache.num_blocks, cache.block_size)
         self.window = window
 
+    def seeing(self, window: int | None) -> HeadRunner:
+        """A runner in the same cache, before anything is in it, with `window` tokens in sight."""
+        return HeadRunner(self.model, self.cache, window)
+
     def extend(
         self, holders: Seq[Sequence], tokens: Seq[Seq[int]], hidden: Seq[Tensor], wants_logits: bool
     ) -> tuple[Tensor, Tensor]:

@@ -45,14 +45,28 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Llama, cache: KVCache, captures: tuple[int, ...] = (), blocks: BlockManager | None = None
+        self,
+        model: Llama,
+        cache: KVCache,
+        captures: tuple[int, ...] = (),
+        blocks: BlockManager | None = None,
+        unseen: Callable[[Sequence], tuple[int, int]] = _nothing,
     ) -> None:
         """`blocks`: who gives out the cache's blocks, where another runner shares it."""
         self.model = model
         self.cache = cache
         self.blocks = blocks or BlockManager(cache.num_blocks, cache.block_size)
         self.captures = captures
-        self.unseen: Callable[[Sequence], tuple[int, int]] = _nothing
+        self.unseen = unseen
+
+    def beside(
+        self,
+        model: Llama | None = None,
+        captures: tuple[int, ...] = (),
+        unseen: Callable[[Sequence], tuple[int, int]] = _nothing,
+    ) -> ModelRunner:
+        """Another runner on the same cache and blocks: of the same model, or of one with the same cached rows."""
+        return ModelRunner(model or self.model, self.cache, captures, self.blocks, unseen)
 
     def forward(self, seqs: Seq[Sequence], draft: Nodes, num_pending: Seq[int]) -> Output:
         """One pass: the first num_pending[b] pending tokens of each sequence, then its draft nodes.

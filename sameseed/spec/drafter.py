@@ -1,10 +1,10 @@
-"""Drafter: a way to guess. One file on the drafters' shelf derives from it; `propose` is all that must be written."""
+"""Drafter: a way to guess. One file of the registry derives from it; `propose` is all that must be written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
@@ -13,6 +13,8 @@ from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
+
+Owned = Literal["", "model", "head", "target"]
 
 
 @dataclass(frozen=True)
@@ -81,42 +83,26 @@ class LengthPolicy(Trims, Protocol):
 
 
 @dataclass(frozen=True)
-class FixedLength:
-    """Always `num_draft_tokens`; 0 is plain decoding."""
+class Below:
+    """A drafter that another one works with, and the policy of its lengths."""
 
-    num_draft_tokens: int = 0
-
-    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
-        return [self.num_draft_tokens] * len(seqs)
-
-    def update(self, round_: Round) -> None:
-        return None
-
-    def release(self, seq: Sequence) -> None:
-        return None
-
-    @property
-    def uses_confidence(self) -> bool:
-        return False
-
-    def stop(self, confidence: float) -> bool:
-        return False
-
-    def ends(self, paths: Seq[Seq[float]]) -> bool:
-        return False
-
-    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        return draft
+    drafter: Drafter
+    policy: LengthPolicy
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a drafter is made of: the target, the drafter's own model (if it `needs_model`), the drafters below it."""
+    """What a drafter is made of: the target, its length policy, its own model if it `owns` one, the drafters below it.
+
+    The policy is asked after each guessed token (`policy.stop`). `runner`: its own model with a cache of its own, or in
+    the target's cache where it owns "target"; it captures what the drafters below want. `head`: where it owns "head".
+    """
 
     target: ModelRunner
+    policy: LengthPolicy
     runner: ModelRunner | None = None
-    below: tuple[Drafter, ...] = ()
-    head: HeadRunner | None = None  # its own model, where that is a draft head
+    below: tuple[Below, ...] = ()
+    head: HeadRunner | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -125,21 +111,18 @@ class Parts:
 
 
 class Drafter:
-    """Base of all drafters. `policy` is set by who builds it and asked after each drafted token (`policy.stop`)."""
+    """Base of all drafters."""
 
     @dataclass(frozen=True)
     class Options:
         """Knobs of one drafter; flags, JSON keys and docs rows derive from the fields."""
 
-    needs_model = False  # does it own a model, which `build` then gets in a runner of its own?
-    of_head = False  # is that model a draft head, which reads the target's hidden states?
-    of_target = False  # is that model the target itself in another format, in the target's own cache?
-    num_below = 0  # drafters that it works with, which `build` then gets: so many, or with -1 two or more
+    owns: ClassVar[Owned] = ""  # the model of its own that `build` gets; "target": the target in another format
+    num_below: ClassVar[tuple[int, int]] = (0, 0)  # the fewest and the most drafters that it works with
+    text: ClassVar[str] = ""  # what also means it in --draft: "MODEL", "HEAD", "A > MODEL" or "A + B"
+    judges: ClassVar[bool] = False  # does it know how likely its tokens are, so that `confidence` can end its drafts?
     branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern
-    judges = False  # does it know how likely its own tokens are, so that a policy can end drafts by it (`confidence`)?
-    goes_ahead = False  # can it guess on while the target checks (`ahead`)?
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants
-    policy: LengthPolicy = FixedLength(0)
 
     def __init__(self, options: Any = None) -> None:
         """`options` are the class's own Options, or None for the defaults."""
@@ -148,9 +131,6 @@ class Drafter:
     def build(cls, options: Options, parts: Parts) -> Drafter:
         """One for a target, of what the engine has prepared for it."""
         return cls(options)
-
-    def attach(self, target: ModelRunner) -> None:
-        """Draft for another target from now on, of the same model, with its own cache."""
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Guess at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed.
@@ -185,7 +165,7 @@ class Drafter:
 
     @property
     def name(self) -> str:
-        """Its name on the shelf."""
+        """Its name: that of its file."""
         return type(self).__module__.rsplit(".", 1)[-1]
 
     @property
@@ -196,10 +176,6 @@ class Drafter:
     def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
         """Drafters below whose guesses are counted apart, the lowest first, with what was made of their guesses."""
         return []
-
-    def levels(self) -> list[tuple[str, SpecMetrics]]:
-        """The same by name: "level 1: ngram"."""
-        return [(f"level {i}: {d.name}", metrics) for i, (d, metrics) in enumerate(self.counted(), 1)]
 
 
 class NoDrafter(Drafter):
@@ -214,3 +190,13 @@ class NoDrafter(Drafter):
 def parse_options(drafter: type[Drafter], options: Mapping[str, object]) -> Drafter.Options:
     """The drafter's Options from plain data. Raises ConfigError: unknown key (with the nearest), wrong type."""
     return fields.parse(drafter.Options, options)
+
+
+def goes_ahead(drafter: type[Drafter]) -> bool:
+    """Can it guess on while the target checks (`ahead`)?"""
+    return drafter.ahead is not Drafter.ahead
+
+
+def level_metrics(drafter: Drafter) -> list[tuple[str, SpecMetrics]]:
+    """What was made of the guesses of the drafters below one, by name: "level 1: ngram"."""
+    return [(f"level {i}: {d.name}", metrics) for i, (d, metrics) in enumerate(drafter.counted(), 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Callable, Sequence as Seq
@@ -20,7 +19,7 @@ from sameseed.lengths._cost import Curve
 from sameseed.models.config import read_config
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
-from sameseed.spec.drafter import Drafter, LengthPolicy, NoDrafter
+from sameseed.spec.drafter import LengthPolicy, level_metrics
 from sameseed.study.estimate import Prediction, RunCounts, draft_curve, predict
 from sameseed.study.workload import Arm, Prompt, Workload, spec_as_dict
 
@@ -92,7 +91,7 @@ class Bench:
         """
         settings = {**settings, "prefix_cache": False}
         self.arms = list(arms)
-        self._drafters: dict[object, Drafter] = {}
+        self._engines: dict[object, Engine] = {}  # by drafter; they share the target and its cache
         self._policies: dict[Arm, LengthPolicy] = {}
         self._target: Curve | None = None  # costs of passes, for predictions
         self._curves: dict[object, Curve | None] = {}  # of draft models
@@ -101,23 +100,17 @@ class Bench:
             check_overlap(arm.spec)
         self.llm = load(model, None, **settings)
         for arm in arms:
-            if not arm.plain and _key(arm) not in self._drafters:
-                # Only the drafter is kept: the second engine's cache goes.
-                given = {**settings, "target": self.llm.engine.runner.model}
-                self._drafters[_key(arm)] = load(model, arm.spec, **given).engine.drafter
-                gc.collect()
+            if not arm.plain and _key(arm) not in self._engines:
+                given = {**settings, "target": self.llm.engine.runner}
+                self._engines[_key(arm)] = load(model, arm.spec, **given).engine
 
     def install(self, arm: Arm) -> Engine:
-        """The engine, set to decode as `arm` says."""
-        engine = self.llm.engine
-        engine.drafter = NoDrafter() if arm.plain else self._drafters[_key(arm)]
+        """The engine that decodes as `arm` says."""
+        engine = self.llm.engine if arm.plain else self._engines[_key(arm)]
         if arm not in self._policies:  # one that learns keeps what it learned
             self._policies[arm] = make_policy(arm.spec, partial(measure_curve, engine.runner))
         engine.policy = self._policies[arm]
-        engine.drafter.policy = engine.policy
         engine.ahead = self._aheads[arm.spec.overlap]
-        engine.drafter.attach(engine.runner)
-        engine.runner.captures = engine.drafter.captures
         return engine
 
     def predict(self, arm: Arm, run: Run, plain: Run, batch_size: int) -> Prediction | None:
@@ -174,7 +167,7 @@ def _key(arm: Arm) -> object:
 def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:
     """Run prompts together to their end, and add what it took to `run`; `tick` is called for each that ended."""
     before = replace(engine.times)
-    levels = [(name, metrics, metrics.copy()) for name, metrics in engine.drafter.levels()]
+    levels = [(name, metrics, metrics.copy()) for name, metrics in level_metrics(engine.drafter)]
     done: dict[str, Completion] = {}
     start = time.perf_counter()
     for i, (prompt, params) in enumerate(batch):

@@ -233,7 +233,7 @@ def _remarks(draft: str, run: Run) -> dict[str, object]:
     found: dict[str, object] = {}
     if run.levels:
         found["levels"] = {name: level.as_dict() for name, level in run.levels.items()}
-    if draft != "none" and registry.load("drafters", draft).DRAFTER.needs_model and is_useless(run.metrics):
+    if draft != "none" and registry.load("drafters", draft).DRAFTER.owns and is_useless(run.metrics):
         found["useless_draft"] = True
     return found
 

@@ -20,6 +20,7 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.overlap import Overlap
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import goes_ahead
 
 FORMATS = [("cpu", "auto", weights, kv) for weights in ("bf16", "w8a8", "w4a8") for kv in ("bf16", "int8")]
 ON_GPU = [
@@ -63,7 +64,7 @@ def _load(target: Path, draft: Path, backend: str, weights: str, device: str) ->
 def engine_of(pair: Pair, name: str, **settings: Any) -> Engine:
     """An engine with a drafter of the shelf; one that can go ahead of the target does."""
     engine = make_engine(pair, name, k=5, **settings)
-    if engine.drafter.goes_ahead:
+    if goes_ahead(type(engine.drafter)):
         engine.ahead = Overlap(1)
     return engine
 
@@ -76,7 +77,7 @@ def test_text_is_plain_decodings(stored: tuple[Pair, str, list[tuple[int, ...]]]
     assert texts(run(engine, PROMPTS, EACH)) == plain
     spec, drafter = engine.metrics, engine.drafter
     assert (spec.num_draft_tokens > 0) == (name != "none")
-    if type(drafter).needs_model:
+    if type(drafter).owns:
         assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens, "right guesses and wrong ones"
     tight = engine_of(pair, name, kv=kv, rows=9, block=4, tokens=96, max_len=48)
     assert texts(run(tight, PROMPTS, EACH)) == plain

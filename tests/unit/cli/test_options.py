@@ -23,7 +23,7 @@ def parse(*argv: str) -> options.Parsed[Nothing]:
 
 
 def test_every_field_has_a_flag_with_help() -> None:
-    own = {"method", "model", "options", "below", "cache", "spec"}
+    own = {"method", "model", "options", "below", "drafter", "cache", "spec"}
     fields = [f.name for cls in (EngineConfig, CacheConfig, SpecConfig) for f in dataclasses.fields(cls)]
     assert set(fields) - own <= set(options.ENGINE_HELP)
     assert {f.name for f in dataclasses.fields(SamplingParams)} == set(options.SAMPLING_HELP)

@@ -21,7 +21,7 @@ from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter
+from sameseed.spec.drafter import Below, Drafter, level_metrics
 
 PROMPTS = random_prompts(6, seed=12)
 GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
@@ -49,11 +49,12 @@ class Scripted(Drafter):
         self.rewinds.append(length)
 
 
-def cascade_of(pair: Pair, below: Drafter, k: int, **options: Any) -> Any:
-    """An engine whose drafter is a cascade over the pair's draft with this drafter below."""
+def cascade_of(pair: Pair, below: Drafter, asked: int, k: int, **options: Any) -> Any:
+    """An engine whose drafter is a cascade over the pair's draft, with this drafter below, asked for `asked` tokens."""
     engine = make_engine(pair, "cascade", k=k, options=options)
     assert isinstance(engine.drafter, CascadeDrafter)
     engine.drafter.below = engine.drafter.followers.below = below
+    engine.drafter.policy_below = FixedLength(asked)
     return engine
 
 
@@ -93,14 +94,13 @@ def test_passes_of_the_model_by_what_is_right_below(pair: Pair, right: int, pass
     prompt = PROMPTS[0]
     text = written(pair, prompt, 12)
     below = Scripted({0: text}, set())
-    below.policy = FixedLength(right)
-    engine = cascade_of(pair, below, k=6, min_length=6)
+    engine = cascade_of(pair, below, right, k=6, min_length=6)
     seq = Sequence(0, prompt, GREEDY, 2)
     draft = engine.drafter.propose([seq], [6])
     assert draft.tokens.tolist() == text[len(prompt) :][:6], "never longer than asked for"
     metrics = engine.drafter.metrics
     assert (metrics.num_rounds, metrics.num_accepted_tokens) == (passes, passes * right)
-    assert engine.drafter.levels()[-1][1] is metrics
+    assert level_metrics(engine.drafter)[-1][1] is metrics
     engine.drafter.release(seq)
 
 
@@ -109,8 +109,7 @@ def test_passes_of_the_model_by_what_is_right_below(pair: Pair, right: int, pass
 def test_the_length_lies_between_the_least_and_one_pass_more(pair: Pair, min_length: int, right: int) -> None:
     prompt = PROMPTS[1]
     below = Scripted({0: written(pair, prompt, 30)}, set())
-    below.policy = FixedLength(right)
-    engine = cascade_of(pair, below, k=20, min_length=min_length)
+    engine = cascade_of(pair, below, right, k=20, min_length=min_length)
     seq = Sequence(0, prompt, GREEDY, 2)
     length = len(engine.drafter.propose([seq], [20]).tokens)
     assert min_length <= length <= min_length + right
@@ -122,9 +121,8 @@ def test_rejection_takes_the_shadow_and_what_is_below_back(pair: Pair) -> None:
     prompt = PROMPTS[2]
     text = written(pair, prompt, 30)
     below = Scripted({0: text}, set())
-    below.policy = FixedLength(2)
     for kept in range(5):
-        engine = cascade_of(pair, below, k=4, min_length=4)
+        engine = cascade_of(pair, below, 2, k=4, min_length=4)
         below.rewinds.clear()
         seq = Sequence(0, prompt, GREEDY, 2)
         draft = engine.drafter.propose([seq], [4]).tokens.tolist()
@@ -152,7 +150,7 @@ def test_a_goodput_policy_below_learns_and_forgets(pair: Pair) -> None:
     engine = make_engine(pair, "cascade", k=4, below=(below,))
     assert texts(run(engine, PROMPTS, GREEDY)) == plain
     assert isinstance(engine.drafter, CascadeDrafter)
-    policy = engine.drafter.below.policy
+    policy = engine.drafter.policy_below
     assert isinstance(policy, GoodputLength)
     assert policy.target is not None and policy.draft.seen >= 2, "what rounds cost"
     assert not policy.acceptance.own and not len(policy.probing), "sequences that are gone"
@@ -197,12 +195,15 @@ def test_history_forgets_what_is_taken_back() -> None:
 # --- first ---
 
 
+def first_of(options: FirstDrafter.Options, *below: Drafter) -> FirstDrafter:
+    return FirstDrafter(options, [Below(d, FixedLength(8)) for d in below])
+
+
 class Fixed(Drafter):
     """Always the same guess, with some confidence."""
 
     def __init__(self, chain: list[int], likely: float) -> None:
         self.chain, self.likely, self.asked = chain, likely, 0
-        self.policy = FixedLength(8)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         self.asked += len(seqs)
@@ -223,7 +224,7 @@ class Fixed(Drafter):
 )
 def test_a_weak_guess_leaves_it_to_the_next(chain: list[int], likely: float, num_draft: int, taken: bool) -> None:
     first, second = Fixed(chain, likely), Fixed([1, 2, 3], 0.9)
-    drafter = FirstDrafter(FirstDrafter.Options(), [first, second])
+    drafter = first_of(FirstDrafter.Options(), first, second)
     seqs = [Sequence(i, [1], SamplingParams(), 0) for i in range(2)]
     draft = drafter.propose(seqs, [num_draft, 0])
     assert draft.nodes(0)[0] == (chain if taken else [1, 2, 3])[:num_draft]
@@ -293,7 +294,7 @@ def test_first_counts_each_ones_guesses(pair: Pair) -> None:
     """Together they are the engine's counters; on their own, each knows what was made of its guesses."""
     engine = make_engine(pair, "first", k=6)
     run(engine, PROMPTS, GREEDY)
-    (one, suffix), (two, model) = engine.drafter.levels()
+    (one, suffix), (two, model) = level_metrics(engine.drafter)
     assert (one, two) == ("level 1: suffix", "level 2: draft_model")
     assert suffix.num_drafts > 2 and model.num_drafts > 2
     for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
@@ -327,16 +328,16 @@ class Short(Drafter):
 
 def test_first_drafts_as_long_as_any_below() -> None:
     options = FirstDrafter.Options()
-    assert FirstDrafter(options, [Short(40), Short(60), Short(50)]).limit == 60
-    assert FirstDrafter(options, [Short(40), NgramDrafter(), Short(60)]).limit is None
+    assert first_of(options, Short(40), Short(60), Short(50)).limit == 60
+    assert first_of(options, Short(40), NgramDrafter(), Short(60)).limit is None
 
 
 def test_first_counts_what_was_checked(pair: Pair) -> None:
     """Nodes that a policy drops are nobody's: the levels together are the engine's counters all the same."""
     engine = make_engine(pair, "first", k=6)
-    engine.policy = engine.drafter.policy = Clipping(6)
+    engine.policy = Clipping(6)
     run(engine, PROMPTS, GREEDY)
-    (_, suffix), (_, model) = engine.drafter.levels()
+    (_, suffix), (_, model) = level_metrics(engine.drafter)
     assert suffix.num_drafts > 2 and model.num_drafts > 2
     for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"):
         assert getattr(suffix, field) + getattr(model, field) == getattr(engine.metrics, field)
@@ -346,9 +347,9 @@ def test_levels_of_a_tower(pair: Pair) -> None:
     inner = SpecConfig("cascade", num_draft_tokens=4, below=(SpecConfig("first", below=(NGRAM, SUFFIX)),))
     engine = make_engine(pair, "cascade", k=6, below=(inner,))
     run(engine, PROMPTS, GREEDY)
-    names = [name for name, _ in engine.drafter.levels()]
+    names = [name for name, _ in level_metrics(engine.drafter)]
     assert names == ["level 1: ngram", "level 2: suffix", "level 3: first", "level 4: cascade"]
-    ngram, suffix, both, _ = (metrics for _, metrics in engine.drafter.levels())
+    ngram, suffix, both, _ = (metrics for _, metrics in level_metrics(engine.drafter))
     assert ngram.num_accepted_tokens + suffix.num_accepted_tokens == both.num_accepted_tokens > 0
 
 
@@ -368,8 +369,7 @@ def test_a_cascade_tells_its_own_tokens_from_those_below(pair: Pair, wrong: set[
     """Below guesses three tokens at a time; where it is wrong, and after the three, the model wrote itself."""
     prompt = PROMPTS[0]
     below = Scripted({0: written(pair, prompt, 12)}, {len(prompt) + i for i in wrong})
-    below.policy = FixedLength(3)
-    engine = cascade_of(pair, below, k=6, min_length=6)
+    engine = cascade_of(pair, below, 3, k=6, min_length=6)
     draft = engine.drafter.propose([Sequence(0, prompt, GREEDY, 2)], [6])
     assert draft.node_levels(0) == levels
     assert draft.tokens.tolist() == below.right[0][len(prompt) :][:6]
@@ -398,6 +398,6 @@ def test_every_level_has_a_name_of_its_own(pair: Pair) -> None:
 
 
 def test_first_names_who_it_asked() -> None:
-    drafter = FirstDrafter(FirstDrafter.Options(), [Fixed([7, 8, 9], 0.1), Fixed([1, 2, 3], 0.9)])
+    drafter = first_of(FirstDrafter.Options(), Fixed([7, 8, 9], 0.1), Fixed([1, 2, 3], 0.9))
     draft = drafter.propose([Sequence(0, [1], SamplingParams(), 0)], [5])
     assert draft.node_levels(0) == [1, 1, 1]

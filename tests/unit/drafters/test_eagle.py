@@ -29,7 +29,7 @@ from sameseed.models.eagle_config import parse_head_config
 from sameseed.models.eagle_loader import load_head
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
-from sameseed.spec.drafter import Span
+from sameseed.spec.drafter import Span, level_metrics
 from sameseed.spec.sampling import choose, needs_adjusting
 from sameseed.spec.step import decode_step
 
@@ -312,7 +312,7 @@ def test_a_guess_is_that_of_a_head_that_sees_the_text_anew(folders: Path, easy: 
         assert len(holder.blocks) == engine.runner.blocks.blocks_for(holder.num_cached), "guessed rows are gone"
         fresh.drafter.release(again)
         fresh.runner.blocks.release(again)
-    assert engine.drafter.levels() == []
+    assert level_metrics(engine.drafter) == []
 
 
 @pytest.mark.parametrize(("num_rows", "rows_before"), [(100, 0), (30, 72), (0, 72)])
@@ -373,7 +373,7 @@ def test_below_a_cascade(folders: Path, easy: Pair) -> None:
         engine = engine_of(pair, spec=SpecConfig("cascade", num_draft_tokens=8, below=(below,)))
         assert texts(run(engine, PROMPTS, asked)) == plain
         assert engine.metrics.num_rollbacks > 5
-        (name, level), *rest = engine.drafter.levels()
+        (name, level), *rest = level_metrics(engine.drafter)
         assert (name, rest) == ("level 1: eagle", [])
         assert level.mean_acceptance_length is not None
         assert level.mean_acceptance_length > 1.4

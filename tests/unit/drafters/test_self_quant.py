@@ -11,6 +11,7 @@ from sameseed import LLM
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
 from sameseed.request import SamplingParams
+from sameseed.spec.drafter import level_metrics
 
 PROMPTS = random_prompts(6, seed=31)
 GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
@@ -58,7 +59,7 @@ def test_below_a_cascade_it_copies_the_middle_model(pair: Pair) -> None:
     plain = texts(run(make_engine(pair), PROMPTS, GREEDY))
     engine = make_engine(pair, "cascade", k=6, below=(SpecConfig("self_quant", num_draft_tokens=3),))
     assert texts(run(engine, PROMPTS, GREEDY)) == plain
-    assert engine.drafter.levels()[-1][1].acceptance_rate == 1.0
+    assert level_metrics(engine.drafter)[-1][1].acceptance_rate == 1.0
 
 
 def test_from_names(tmp_path: Path) -> None:
@@ -91,12 +92,11 @@ def test_from_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["self_quant", "first"])
-def test_attached_to_another_engine_it_uses_that_ones_cache(pair: Pair, method: str) -> None:
+def test_engines_in_turns_share_a_cache(pair: Pair, method: str) -> None:
     below = (SpecConfig("ngram"), SpecConfig("self_quant")) if method == "first" else None
-    other, engine = (make_engine(pair, method, k=4, below=below) for _ in range(2))
-    run(other, PROMPTS, GREEDY)
-    engine.drafter = other.drafter
-    engine.drafter.policy = engine.policy
-    engine.drafter.attach(engine.runner)
-    assert texts(run(engine, PROMPTS, GREEDY)) == texts(run(make_engine(pair), PROMPTS, GREEDY))
-    assert engine.metrics.num_accepted_tokens_per_pos == other.metrics.num_accepted_tokens_per_pos
+    other = make_engine(pair, method, k=4, below=below)
+    engine = make_engine(pair, method, k=4, below=below, target=other.runner)
+    for one in (other, engine, other):
+        assert texts(run(one, PROMPTS, GREEDY)) == texts(run(make_engine(pair), PROMPTS, GREEDY))
+    twice = [2 * n for n in engine.metrics.num_accepted_tokens_per_pos]
+    assert engine.runner.cache is other.runner.cache and other.metrics.num_accepted_tokens_per_pos == twice

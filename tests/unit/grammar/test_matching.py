@@ -73,7 +73,7 @@ def write(
             done |= finished(engine)
     done |= finished(engine)
     assert_nothing_left(engine)
-    return [done[str(seed)] for seed in seeds]
+    return [done[str(seed), 0] for seed in seeds]
 
 
 def test_masks_are_those_of_a_naive_reader(words: Matching, vocabulary: Vocabulary) -> None:

@@ -67,5 +67,5 @@ def test_history_grows_after_right_drafts_and_shrinks_after_others() -> None:
 
 def test_history_is_asked_for_by_name() -> None:
     assert make_policy(SpecConfig("ngram", num_draft_tokens=6, policy="history")) == HistoryLength(6)
-    with pytest.raises(ConfigError, match="fixed, history, goodput"):
+    with pytest.raises(ConfigError, match="confidence, fixed, goodput, history"):
         SpecConfig("ngram", policy="historic")

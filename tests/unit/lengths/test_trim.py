@@ -328,7 +328,6 @@ def test_reasons(pair: Pair) -> None:
     wishes = {"off": Speculation("off"), "zero": Speculation("fixed", 0), "capped": Speculation(None, 0), "none": None}
     for policy, k in (("fixed", 4), ("fixed", 0), ("goodput", 4), ("goodput", 0)):
         engine = make_engine(pair, "draft_model", k=k, policy=policy)
-        engine.policy = engine.drafter.policy
         if isinstance(engine.policy, GoodputLength):
             engine.policy.target = Curve([(1, 1e-9), (2, 9.0), (64, 900.0)])  # nothing can pay
             engine.policy.draft = DraftCost(1.0, 1.0, 0.0, 99)
