@@ -19,7 +19,7 @@ from sameseed.engine.build import assemble
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_tokenizer, resolve_model
-from sameseed.ops import Ops, reference
+from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows, reference
 from sameseed.request import FinishReason, SamplingParams
 from sameseed.scheme import QuantScheme
 from sameseed.study.measure import Job, Run, run_batch
@@ -71,25 +71,25 @@ def _check_linear(format: str, height: int, depth: int, ops: Ops, device: str, t
     def apart(call: Any) -> Tensor:
         return torch.cat([call(slice(0, 1)), call(slice(MANY - 1, MANY))])
 
-    got = ops.linear(x, w, residual=residual)
-    wanted = reference.linear(x, plain, None, residual)
-    alone = apart(lambda s: ops.linear(x[s], w, residual=residual[s]))
+    got = ops.product(plain_rows(x), w, residual=residual)
+    wanted = reference.product(plain_rows(x), plain, None, residual)
+    alone = apart(lambda s: ops.product(plain_rows(x[s]), w, residual=residual[s]))
     tell(_told("linear", format, got, wanted, rounding * size, alone))
     # Of rows that another kernel made, quantized ones may step by a code: bounds are those of the rounding to it.
     step = max(rounding, 2.0**-6 if plain.activations is not None else 0.0)
     rows = reference.rms_norm(x, norm, 1e-5)
     size = rows.abs() @ scheme.get(plain.format).decode(plain).float().abs().T + 4
-    got = ops.norm_linear(x, norm, 1e-5, w)
-    alone = apart(lambda s: ops.norm_linear(x[s], norm, 1e-5, w))
-    tell(_told("norm_linear", format, got, reference.linear(rows, plain), step * size, alone))
+    got = ops.product(normed_rows(x, norm, 1e-5), w)
+    alone = apart(lambda s: ops.product(normed_rows(x[s], norm, 1e-5), w))
+    tell(_told("norm_linear", format, got, reference.product(plain_rows(rows), plain), step * size, alone))
     gated = reference.silu_mul(wide)
     size = gated.abs() @ scheme.get(plain.format).decode(plain).float().abs().T + 4
-    got = ops.silu_linear(wide, w)
-    alone = apart(lambda s: ops.silu_linear(wide[s], w))
-    tell(_told("silu_linear", format, got, reference.linear(gated, plain), step * size, alone))
-    picked = ops.norm_linear(x, norm, 1e-5, w, rows=ends.int())
+    got = ops.product(gated_rows(wide), w)
+    alone = apart(lambda s: ops.product(gated_rows(wide[s]), w))
+    tell(_told("silu_linear", format, got, reference.product(plain_rows(gated), plain), step * size, alone))
+    picked = ops.product(normed_rows(x, norm, 1e-5, ends.int()), w)
     tell({"part": "kernels", "op": "norm_linear of some rows", "format": format,
-          "rows_alone_equal": torch.equal(picked, ops.norm_linear(x, norm, 1e-5, w)[ends])})  # fmt: skip
+          "rows_alone_equal": torch.equal(picked, ops.product(normed_rows(x, norm, 1e-5), w)[ends])})  # fmt: skip
 
 
 def _check_rows(width: int, heads: int, dim: int, ops: Ops, device: str, tell: Tell) -> None:

@@ -22,7 +22,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import WeightReader
-from sameseed.ops import Ops
+from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study.passes import fill
 
@@ -64,12 +64,12 @@ def call_of(name: str, num_rows: int, w: QuantTensor, ops: Ops, device: str) -> 
     norm = torch.ones(depth, device=device)
     if name == "down":
         x, residual = noise(1, num_rows, 2 * depth, device=device), noise(2, num_rows, height, device=device)
-        return lambda w: ops.silu_linear(x, w, residual=residual)
+        return lambda w: ops.product(gated_rows(x), w, residual=residual)
     x = noise(1, num_rows, depth, device=device)
     if name == "o":
         residual = noise(2, num_rows, height, device=device)
-        return lambda w: ops.linear(x, w, residual=residual)
-    return lambda w: ops.norm_linear(x, norm, 1e-5, w)
+        return lambda w: ops.product(plain_rows(x), w, residual=residual)
+    return lambda w: ops.product(normed_rows(x, norm, 1e-5), w)
 
 
 def measure_linear(

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from sameseed.ops import triton as backend
+from sameseed.ops import plain_rows, triton as backend
 from sameseed.ops.triton import dispatch
 from sameseed.ops.triton.guard import Launch
 from sameseed.scheme import QuantScheme, QuantTensor
@@ -98,7 +98,7 @@ def product(w: QuantTensor, num_rows: int) -> Launch:
     """The launch of the product of so many rows with `w`, on tensors without numbers."""
     outputs, depth = w.shape
     x = torch.empty(num_rows, depth, device="meta")
-    ready = dispatch.preparation(x, dispatch.form_for(w), w.group)[1]
+    ready = dispatch.preparation(plain_rows(x), dispatch.form_for(w), w.group)[1]
     return dispatch.multiplication(ready, w, None, None, torch.empty(num_rows, outputs, device="meta"))[0]
 
 

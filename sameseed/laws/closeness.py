@@ -25,7 +25,7 @@ from sameseed.laws.kernels import (
 from sameseed.laws.subject import Subject
 from sameseed.laws.textbook import Floats, array
 from sameseed.models.llama import Llama
-from sameseed.ops import SUMS, Ops
+from sameseed.ops import SUMS, Ops, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import QuantTensor
 
 ROWS = 5  # of a product
@@ -72,7 +72,7 @@ def _product(found: Found, name: str, ops: Ops, w: QuantTensor) -> None:
     size = np.abs(array(x)) @ np.abs(array(scheme.get(plain.format).decode(plain))).T  # [T, O]
     found.sizes["products"] += 1
     bound = ops.rounding(w) * (size + 1e-30)
-    _judge(found, f"{name} linear", ops.linear(x, w), textbook.product(array(x), plain), bound)
+    _judge(found, f"{name} linear", ops.product(plain_rows(x), w), textbook.product(array(x), plain), bound)
 
 
 def _fused(found: Found, name: str, ops: Ops, w: QuantTensor) -> None:
@@ -81,8 +81,11 @@ def _fused(found: Found, name: str, ops: Ops, w: QuantTensor) -> None:
     x, gates = (randn(ROWS, n * width, seed=n, device=device) for n in (1, 2))
     norm = torch.linspace(0.5, 1.5, width).to(device)
     parts = {
-        "norm_linear": (ops.norm_linear(x, norm, 1e-5, w), ops.linear(ops.rms_norm(x, norm, 1e-5), w)),
-        "silu_linear": (ops.silu_linear(gates, w), ops.linear(ops.silu_mul(gates), w)),
+        "norm_linear": (
+            ops.product(normed_rows(x, norm, 1e-5), w),
+            ops.product(plain_rows(ops.rms_norm(x, norm, 1e-5)), w),
+        ),
+        "silu_linear": (ops.product(gated_rows(gates), w), ops.product(plain_rows(ops.silu_mul(gates)), w)),
     }
     for op, (got, expected) in parts.items():
         count = differing(got, expected)

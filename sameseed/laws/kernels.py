@@ -17,7 +17,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.laws.check import EFFORTS, Check, Effort, Found
 from sameseed.laws.subject import Subject
 from sameseed.models.llama import Llama
-from sameseed.ops import Ops
+from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import PRESETS, QuantScheme, QuantTensor
 
 NUM_ROWS = 128
@@ -162,9 +162,9 @@ def _ops_of(name: str, ops: Ops, w: QuantTensor) -> Iterator[Product]:
     """The ways in which a weight is multiplied."""
     width, device = w.shape[1], place_of(w)
     norm = torch.linspace(0.5, 1.5, width).to(device)
-    yield Product(f"{name} linear", width, lambda x: ops.linear(x, w), device)
-    yield Product(f"{name} norm_linear", width, lambda x: ops.norm_linear(x, norm, 1e-5, w), device)
-    yield Product(f"{name} silu_linear", 2 * width, lambda x: ops.silu_linear(x, w), device)
+    yield Product(f"{name} linear", width, lambda x: ops.product(plain_rows(x), w), device)
+    yield Product(f"{name} norm_linear", width, lambda x: ops.product(normed_rows(x, norm, 1e-5), w), device)
+    yield Product(f"{name} silu_linear", 2 * width, lambda x: ops.product(gated_rows(x), w), device)
 
 
 def place_of(w: QuantTensor) -> str:
@@ -195,7 +195,7 @@ def random_weights(ops: Ops, own: str, rng: random.Random, device: str) -> Itera
 
 def _grid(ops: Ops, own: str, rng: random.Random, device: str) -> Iterator[Product]:
     for name, w in random_weights(ops, own, rng, device):
-        yield Product(f"random {name} linear", w.shape[1], lambda x, w=w: ops.linear(x, w), device)  # type: ignore[misc]
+        yield Product(f"random {name} linear", w.shape[1], lambda x, w=w: ops.product(plain_rows(x), w), device)  # type: ignore[misc]
 
 
 def attention(subject: Subject, effort: Effort) -> Found:

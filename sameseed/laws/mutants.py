@@ -90,9 +90,9 @@ _GUESS = """from sameseed.spec.sampling import probability
             good = [t for t in sampled if probability(table[at], seq, t) > {limit}]
             token = good[0] if good else choose(table[at], seq, path.tokens, eos_token_ids)"""
 _UNIFORM = "__import__('random').Random(seq.seed * 7919 + position).random()"
-_PRODUCT = "out = _by_row(lambda row: torch.mv(weight, row), rows, w.shape[0])"
+_PRODUCT = "out = _by_row(lambda row: torch.mv(weight, row), x, w.shape[0])"
 _SUM = "out = sum(_by_row(lambda x, w=p: torch.mv(w.contiguous(), x), r.contiguous(), w.shape[0]) for p, r in parts)"
-_PARTS = "parts = list(zip(weight.split(width, 1), rows.split(width, 1)))\n        " + _SUM
+_PARTS = "parts = list(zip(weight.split(width, 1), x.split(width, 1)))\n        " + _SUM
 
 
 def _walk(name: str, old: str, new: str, *checks: str) -> Mutant:
@@ -108,7 +108,7 @@ def _mask(name: str, old: str, new: str) -> Mutant:
 
 
 def _product(name: str, new: str, check: str = "L1") -> Mutant:
-    return Mutant(name, reference.linear, _PRODUCT, new, (check,), REFERENCE)
+    return Mutant(name, reference.product, _PRODUCT, new, (check,), REFERENCE)
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -222,7 +222,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _product(
         "rows at odd places add up backwards",
         "out = torch.stack([torch.mv(weight.flip(1), r.flip(0)) if t % 2 else torch.mv(weight, r.clone())"
-        " for t, r in enumerate(rows)])",
+        " for t, r in enumerate(x)])",
     ),
     _product(
         "chunks of K depend on the number of threads",
@@ -230,7 +230,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _product(
         "a product forgets the last column",
-        "out = _by_row(lambda r: torch.mv(weight[:, :-1], r[:-1]), rows, w.shape[0])",
+        "out = _by_row(lambda r: torch.mv(weight[:, :-1], r[:-1]), x, w.shape[0])",
         "B1",
     ),
     Mutant(

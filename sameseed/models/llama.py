@@ -12,7 +12,7 @@ from sameseed.batch import Batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
 from sameseed.models.layers import LayerWeights, ModelWeights, rope_table
-from sameseed.ops import Ops
+from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
 
 
 class Llama:
@@ -59,19 +59,19 @@ class Llama:
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
             x = self._attention(ops, i, layer, x, batch, cache)
-            gate_up = ops.norm_linear(x, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias)  # [T, 2 I]
-            x = ops.silu_linear(gate_up, layer.down, layer.down_bias, residual=x)
+            gate_up = ops.product(normed_rows(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)  # [T, 2 I]
+            x = ops.product(gated_rows(gate_up), layer.down, layer.down_bias, residual=x)
             if i in captures:
                 kept[i] = x
-        logits = ops.norm_linear(x, w.norm, eps, w.lm_head, rows=batch.logit_rows)
+        logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
         return logits, ops.capture([kept[i] for i in captures]) if captures else None
 
     def _attention(self, ops: Ops, i: int, w: LayerWeights, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """x [T, C] plus what attention adds to it."""
         c = self.config
         kv = cache.layer(i)
-        qkv = ops.norm_linear(x, w.input_norm, c.rms_eps, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
+        qkv = ops.product(normed_rows(x, w.input_norm, c.rms_eps), w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
         norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
         q = ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, c.rms_eps)  # [T, H, D]
         out = ops.attention(q, kv, batch, c.head_dim**-0.5, c.windows[i])  # [T, H, D]
-        return ops.linear(out.view(-1, c.num_heads * c.head_dim), w.o, w.o_bias, residual=x)
+        return ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual=x)

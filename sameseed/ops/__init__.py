@@ -1,4 +1,4 @@
-"""Shelf of backends, and the table of ops that a model calls.
+"""Registry of backends, and the table of ops that a model calls.
 
 Letters: T rows of a pass, B sequences, N draft nodes, R rows whose logits are wanted, C hidden, H and Hk heads and KV
 heads, D head dimension, V vocabulary, O x K weight, G group, P positions.
@@ -26,7 +26,25 @@ from sameseed import devices, registry
 from sameseed.batch import Batch
 from sameseed.errors import ConfigError
 from sameseed.ops import reference
+from sameseed.ops._rows import RowSource, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
+
+__all__ = [
+    "SUMS",
+    "Forward",
+    "Ops",
+    "Replayed",
+    "RowSource",
+    "available_cores",
+    "by_part",
+    "gated_rows",
+    "limit_threads",
+    "normed_rows",
+    "num_threads",
+    "plain_rows",
+    "resolve",
+    "set_num_threads",
+]
 
 log = logging.getLogger("sameseed.ops")
 
@@ -50,8 +68,7 @@ def by_part(w: Seq[QuantTensor], bias: Tensor | None) -> list[tuple[QuantTensor,
 class Ops:
     """The ops of one backend, the reference behind it. Signatures and shapes are those of `ops/reference.py`.
 
-    The fused ops (`norm_linear`, `silu_linear`, `rope_store`) are compositions of the others; a backend may have them
-    as one call, with the same bits.
+    `rope_store` is a composition of the others; a backend may have it as one call, with the same bits.
     """
 
     def __init__(self, backend: ModuleType) -> None:
@@ -64,10 +81,8 @@ class Ops:
         self._serves: Callable[[QuantTensor], bool] = getattr(
             backend, "serves", lambda w: w.format in backend.LINEAR_FORMATS
         )
-        self._linear: Callable[..., Tensor] = self._pick("linear")
+        self._product: Callable[..., Tensor] | None = getattr(backend, "product", None)
         self._embedding: Callable[..., Tensor] = getattr(backend, "embedding", reference.embedding)
-        self._norm_linear: Callable[..., Tensor] | None = getattr(backend, "norm_linear", None)
-        self._silu_linear: Callable[..., Tensor] | None = getattr(backend, "silu_linear", None)
         self._rope_store: Callable[..., Tensor] | None = getattr(backend, "rope_store", None)
 
     def _pick(self, op: str) -> Callable[..., Tensor]:
@@ -134,56 +149,29 @@ class Ops:
             return self._embedding(token_ids, w)
         return reference.embedding(token_ids, self.unpack(w))
 
-    # --- products ---
-
-    def linear(
+    def product(
         self,
-        x: Tensor,
+        rows: RowSource,
         w: QuantTensor | tuple[QuantTensor, ...],
         bias: Tensor | None = None,
         residual: Tensor | None = None,
-        rows: Tensor | None = None,
     ) -> Tensor:
-        """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+        """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-        Of the rows `rows` int32 [R] of x alone where given. The products of several w stand side by side; these take
-        no residual.
+        Rows that are normed or gated give the bits of `rms_norm` or `silu_mul` and a product after it. The products of
+        several w stand side by side; these take no residual.
         """
-        x = x if rows is None else x.index_select(0, rows)
         if isinstance(w, tuple):
             assert residual is None
-            return self.beside([self.linear(x, p, b) for p, b in by_part(w, bias)])
-        if self._serves(w):
-            return self._linear(x, w, bias, residual)
+            return self.beside([self.product(rows, p, b) for p, b in by_part(w, bias)])
+        if self._product is not None and self._serves(w):
+            return self._product(rows, w, bias, residual)
         _say_once(
             f"no {self.name!r} kernel for weights in {w.format!r} (group {w.group}); using the reference "
             "(slow; see `sameseed info`)"
         )
-        return reference.linear(x, self.unpack(w), bias, residual)
-
-    def norm_linear(
-        self,
-        x: Tensor,
-        norm: Tensor,
-        eps: float,
-        w: QuantTensor | tuple[QuantTensor, ...],
-        bias: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """linear of rms_norm(x), of the rows `rows` int32 [R] of x [T, K] where given; of several w side by side."""
-        if isinstance(w, tuple):
-            return torch.cat([self.norm_linear(x, norm, eps, p, b, rows) for p, b in by_part(w, bias)], dim=1)
-        if self._norm_linear is not None and self._serves(w):
-            return self._norm_linear(x, norm, eps, w, bias, rows)
-        return self.linear(self.rms_norm(x if rows is None else x.index_select(0, rows), norm, eps), w, bias)
-
-    def silu_linear(
-        self, gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """linear of silu_mul(gate_up [T, 2 K])."""
-        if self._silu_linear is not None and self._serves(w):
-            return self._silu_linear(gate_up, w, bias, residual)
-        return self.linear(self.silu_mul(gate_up), w, bias, residual)
+        x = rows.prepared(self.rms_norm, self.silu_mul)
+        return reference.product(plain_rows(x), self.unpack(w), bias, residual)
 
     # --- cache ---
 

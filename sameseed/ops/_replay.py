@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.ops import by_part, cpu
+from sameseed.ops._rows import RowSource
 from sameseed.scheme import KVLayer, QuantTensor
 
 if TYPE_CHECKING:
@@ -104,38 +105,17 @@ class Recorder:
         self._served(w)
         return cpu.embedding(token_ids, w, self._target)
 
-    def linear(
+    def product(
         self,
-        x: Tensor,
+        rows: RowSource,
         w: QuantTensor | tuple[QuantTensor, ...],
         bias: Tensor | None = None,
         residual: Tensor | None = None,
-        rows: Tensor | None = None,
     ) -> Tensor:
         if isinstance(w, tuple):
-            return self.beside([self.linear(x, p, b) for p, b in by_part(w, bias)])
-        self._served(w, bias)
-        return cpu.linear(x, w, bias, residual, self._target, rows)
-
-    def norm_linear(
-        self,
-        x: Tensor,
-        norm: Tensor,
-        eps: float,
-        w: QuantTensor | tuple[QuantTensor, ...],
-        bias: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        if isinstance(w, tuple):
-            return self.beside([self.norm_linear(x, norm, eps, p, b, rows) for p, b in by_part(w, bias)])
-        self._served(w, norm, bias)
-        return cpu.norm_linear(x, norm, eps, w, bias, rows, self._target)
-
-    def silu_linear(
-        self, gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        self._served(w, bias)
-        return cpu.silu_linear(gate_up, w, bias, residual, self._target)
+            return self.beside([self.product(rows, p, b) for p, b in by_part(w, bias)])
+        self._served(w, rows.norm, bias)
+        return cpu.product(rows, w, bias, residual, self._target)
 
     def rope_store(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor
 from sameseed.batch import Batch
 from sameseed.errors import ConfigError
 from sameseed.ops import _packed
+from sameseed.ops._rows import RowSource, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor, round_rows
 
 try:
@@ -181,32 +182,34 @@ def embedding(token_ids: Tensor, w: QuantTensor, on: Target = _NOW) -> Tensor:
     return out
 
 
-_PLAIN, _NORM, _SILU = 0, 1, 2  # RowSource::Kind in csrc/linear.h
+_SOURCES = {"plain": 0, "norm": 1, "silu": 2}  # RowSource::Kind in csrc/linear.h
 
 
-def _product(
-    kind: int,
-    x: Tensor,
+def product(
+    rows: RowSource,
     w: QuantTensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    index: Tensor | None = None,
     on: Target = _NOW,
 ) -> Tensor:
-    x = _floats(x)
+    """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+
+    Rows for fp8 activations are rounded here, which no plan can record.
+    """
+    if w.activations == "fp8":
+        rows = plain_rows(round_rows(rows.prepared(rms_norm, silu_mul), w.group))
+    x = _floats(rows.x)
     handle = _weight(w)
     outputs, depth = w.shape
-    if x.shape[1] != (2 * depth if kind == _SILU else depth):
+    if x.shape[1] != (2 * depth if rows.kind == "silu" else depth):
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight {w.shape}")
-    rows = x.shape[0]
+    count = x.shape[0]
     index_at = norm_at = bias_at = residual_at = 0
-    if index is not None:
-        index = _ints(index)
-        rows, index_at = index.shape[0], index.data_ptr()
-    if norm is not None:
-        norm = _floats(norm)
+    if rows.row_ids is not None:
+        index = _ints(rows.row_ids)
+        count, index_at = index.shape[0], index.data_ptr()
+    if rows.norm is not None:
+        norm = _floats(rows.norm)
         _fit("norm weight", norm.shape[0], depth)
         norm_at = norm.data_ptr()
     if bias is not None:
@@ -214,66 +217,25 @@ def _product(
         _fit("bias", bias.shape[0], outputs)
         bias_at = bias.data_ptr()
     if residual is not None:
-        if residual.dtype is not _F32 or not residual.is_contiguous() or residual.shape != (rows, outputs):
-            raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(rows, outputs)}")
+        if residual.dtype is not _F32 or not residual.is_contiguous() or residual.shape != (count, outputs):
+            raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(count, outputs)}")
         residual_at = residual.data_ptr()
-    out = on.empty(rows, outputs)
+    out = on.empty(count, outputs)
     on.calls.linear(
-        kind,
+        _SOURCES[rows.kind],
         x.data_ptr(),
         _row_stride(x),
         norm_at,
-        eps,
+        rows.eps,
         index_at,
         x.shape[0],
         handle,
         bias_at,
         residual_at,
         out.data_ptr(),
-        rows,
+        count,
     )
     return out
-
-
-def linear(
-    x: Tensor,
-    w: QuantTensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    on: Target = _NOW,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
-
-    Of the rows `rows` [R] of x alone where given. Rows for fp8 activations are rounded here, which no plan can record.
-    """
-    if w.activations == "fp8":
-        x = round_rows(x, w.group)
-    return _product(_PLAIN, x, w, bias, residual, index=rows, on=on)
-
-
-def norm_linear(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    w: QuantTensor,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
-    on: Target = _NOW,
-) -> Tensor:
-    """linear(rms_norm(x, norm, eps), w, bias), of the rows `rows` [R] of x [T, K] if given; bit for bit the same."""
-    if w.activations == "fp8":
-        return linear(rms_norm(x if rows is None else x.index_select(0, rows), norm, eps), w, bias)
-    return _product(_NORM, x, w, bias, norm=norm, eps=eps, index=rows, on=on)
-
-
-def silu_linear(
-    gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Target = _NOW
-) -> Tensor:
-    """linear(silu_mul(gate_up [T, 2 K]), w, bias, residual); bit for bit the same."""
-    if w.activations == "fp8":
-        return linear(silu_mul(gate_up), w, bias, residual)
-    return _product(_SILU, gate_up, w, bias, residual, on=on)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

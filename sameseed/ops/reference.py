@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sameseed import registry, scheme
 from sameseed.batch import MAX_NODES, Batch
+from sameseed.ops._rows import RowSource
 from sameseed.scheme import KVLayer, QuantTensor
 
 row_invariant = True
@@ -58,18 +59,19 @@ def embedding(token_ids: Tensor, w: QuantTensor) -> Tensor:
     return scheme.get(w.format).decode_rows(w, token_ids)
 
 
-def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
+def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-    Where the weight asks for int8 activations, the rows of x are quantized first (`scheme.quantize_rows`); for fp8,
+    Where the weight asks for int8 activations, the rows are quantized first (`scheme.quantize_rows`); for fp8,
     they are rounded (`scheme.round_rows`): either by row and group of the weight, so that company changes nothing.
     """
+    x = rows.prepared(rms_norm, silu_mul)
     if w.activations == "int8":
         out = _integer_product(x, w)
     else:
-        rows = x if w.activations is None else scheme.round_rows(x, w.group)
+        x = x if w.activations is None else scheme.round_rows(x, w.group)
         weight = scheme.get(w.format).decode(w)
-        out = _by_row(lambda row: torch.mv(weight, row), rows, w.shape[0])
+        out = _by_row(lambda row: torch.mv(weight, row), x, w.shape[0])
     if bias is not None:
         out = out + bias
     return out if residual is None else residual + out

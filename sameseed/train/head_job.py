@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.models.llama import Llama
-from sameseed.ops import Ops
+from sameseed.ops import Ops, normed_rows
 from sameseed.scheme import QuantTensor
 from sameseed.train.head_model import GuessRows, HeadForTraining
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
@@ -110,7 +110,7 @@ def teacher(target: Llama, last: Tensor, target_ids: Tensor | None) -> Tensor:
     """The target's logits [R, Vd] of what leaves its last layer [R, C], by its own norm, head and format."""
     w = target.weights
     with torch.inference_mode():
-        logits = target.ops.norm_linear(last, w.norm, target.config.rms_eps, w.lm_head)
+        logits = target.ops.product(normed_rows(last, w.norm, target.config.rms_eps), w.lm_head)
     logits = logits.clone()  # out of inference mode
     return logits if target_ids is None else logits.index_select(1, target_ids.long())
 

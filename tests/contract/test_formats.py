@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sameseed import ops, registry, scheme
 from sameseed.errors import ConfigError
+from sameseed.ops import gated_rows, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme, QuantTensor
 
 FORMATS = {n: scheme.get(n) for n in registry.names("formats")} | {"ternary": fixtures_formats.FORMAT}
@@ -257,7 +258,10 @@ def test_linear_and_embedding_work_on_every_backend(name, backend):
     q, x, bias = fmt.encode(randn(19, K)), randn(6, K, seed=1), randn(19, seed=2)
     weight = fmt.decode(q).double()
     wanted = x.double() @ weight.T
-    for got, exact in ((chosen.linear(x, q), wanted), (chosen.linear(x, q, bias), wanted + bias)):
+    for got, exact in (
+        (chosen.product(plain_rows(x), q), wanted),
+        (chosen.product(plain_rows(x), q, bias), wanted + bias),
+    ):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
     ids = torch.tensor([3, 0, 18, 3], dtype=torch.int32)
@@ -394,7 +398,7 @@ def test_products_of_integers_are_exact(name, backend):
     x.view(5, -1, q.group)[:, :, 0] = 127.0  # absmax 127: the scale is 1, the codes are x
     wanted = x.double() @ scheme.get(q.format).decode(q).double().T
     chosen = ops.resolve(backend)
-    assert chosen.linear(x, chosen.pack(q)).double().equal(wanted)
+    assert chosen.product(plain_rows(x), chosen.pack(q)).double().equal(wanted)
 
 
 @pytest.mark.parametrize("name", ["fp8-a8", "fp8-a8-b128", "fp8_e5m2-a8"])
@@ -405,13 +409,19 @@ def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
     q = QuantScheme.parse(name).encode(randn(33, K))
     floats, rounding = chosen.pack(replace(q, activations=None)), chosen.pack(q)
     x, norm = randn(5, K, seed=1), randn(K, seed=2)
-    wanted = chosen.linear(scheme.round_rows(x, q.group), floats)
-    assert chosen.linear(x, rounding).equal(wanted) and not chosen.linear(x, floats).equal(wanted)
+    wanted = chosen.product(plain_rows(scheme.round_rows(x, q.group)), floats)
+    assert chosen.product(plain_rows(x), rounding).equal(wanted) and not chosen.product(plain_rows(x), floats).equal(
+        wanted
+    )
     rows = torch.tensor([3, 0], dtype=torch.int32)
     normed = chosen.rms_norm(x[rows.long()], norm, 1e-5)
-    assert chosen.norm_linear(x, norm, 1e-5, rounding, rows=rows).equal(chosen.linear(normed, rounding))
+    assert chosen.product(normed_rows(x, norm, 1e-5, rows), rounding).equal(
+        chosen.product(plain_rows(normed), rounding)
+    )
     gate_up = randn(5, 2 * K, seed=3)
-    assert chosen.silu_linear(gate_up, rounding).equal(chosen.linear(chosen.silu_mul(gate_up), rounding))
+    assert chosen.product(gated_rows(gate_up), rounding).equal(
+        chosen.product(plain_rows(chosen.silu_mul(gate_up)), rounding)
+    )
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -419,7 +429,7 @@ def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
 def test_products_resemble_those_of_floats(name, backend):
     x, weight = randn(6, K), randn(40, K, seed=1)
     chosen, fmt = ops.resolve(backend), Variant(name)
-    got = chosen.linear(x, chosen.pack(fmt.scheme.encode(weight)))
+    got = chosen.product(plain_rows(x), chosen.pack(fmt.scheme.encode(weight)))
     wanted = x @ weight.T
     assert (got - wanted).norm() < max(0.15, fmt.loss if fmt.bits < 4 else 0) * wanted.norm()
 
@@ -436,11 +446,11 @@ def test_rows_do_not_know_their_company(name, backend):
     x[3] = 0
     x[5, 17] = torch.nan
     x[6] *= 1e-30
-    whole = chosen.linear(x, w, bias, residual)
+    whole = chosen.product(plain_rows(x), w, bias, residual)
     assert whole[5].isnan().any() and whole[[0, 1, 2, 3, 4, 6, 7, 8]].isfinite().all()
     for start, count in ((0, 1), (4, 1), (0, 5), (2, 3), (6, 3)):
         part = slice(start, start + count)
-        got = chosen.linear(x[part].clone(), w, bias, residual[part].clone())
+        got = chosen.product(plain_rows(x[part].clone()), w, bias, residual[part].clone())
         assert got.view(torch.int32).equal(whole[part].contiguous().view(torch.int32))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from sameseed import ops, registry, scheme
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
+from sameseed.ops import plain_rows
 
 pytestmark = pytest.mark.bits
 
@@ -66,9 +67,9 @@ def test_linear(T, O, K, name, backend):  # noqa: E741 - O x K is the weight
     q, bias = fmt.encode(randn(O, K, seed=1)), randn(O, seed=2)
     wanted = x.double() @ fmt.decode(q).double().T
     chosen = ops.resolve(backend)
-    close(chosen.linear(x, q), wanted, 3 * math.sqrt(K)) if T else None
-    close(chosen.linear(x, q, bias), wanted + bias, 3 * math.sqrt(K)) if T else None
-    assert chosen.linear(x, q, bias).shape == (T, O)
+    close(chosen.product(plain_rows(x), q), wanted, 3 * math.sqrt(K)) if T else None
+    close(chosen.product(plain_rows(x), q, bias), wanted + bias, 3 * math.sqrt(K)) if T else None
+    assert chosen.product(plain_rows(x), q, bias).shape == (T, O)
 
 
 @every_backend
@@ -199,7 +200,7 @@ def test_slices_of_wider_rows(backend):
     assert chosen.attention(sliced, p.layer, p.batch, 0.3).equal(chosen.attention(p.q, p.layer, p.batch, 0.3))
     rows = randn(5, 40)[:, 3:35]
     weight = scheme.get("fp32").encode(randn(7, 32))
-    assert chosen.linear(rows, weight).equal(chosen.linear(rows.contiguous(), weight))
+    assert chosen.product(plain_rows(rows), weight).equal(chosen.product(plain_rows(rows.contiguous()), weight))
     assert chosen.rms_norm(rows, torch.ones(32), 1e-5).equal(chosen.rms_norm(rows.contiguous(), torch.ones(32), 1e-5))
     assert chosen.silu_mul(rows).equal(chosen.silu_mul(rows.contiguous()))
 
@@ -214,13 +215,15 @@ def test_linear_rows_do_not_know_their_company(O, K, name, backend):  # noqa: E7
     chosen = ops.resolve(backend)
     x, bias = randn(70, K), randn(O, seed=2)
     weight = scheme.get(name).encode(randn(O, K, seed=1))
-    whole = chosen.linear(x, weight, bias)
+    whole = chosen.product(plain_rows(x), weight, bias)
     for count in (1, 2, 3, 5, 8, 16, 33):
         for start in (0, 1, 70 - count):
-            assert chosen.linear(x[start : start + count].clone(), weight, bias).equal(whole[start : start + count])
+            assert chosen.product(plain_rows(x[start : start + count].clone()), weight, bias).equal(
+                whole[start : start + count]
+            )
     with threads(2):
-        assert chosen.linear(x, weight, bias).equal(whole)
-        assert chosen.linear(x[4:5], weight, bias).equal(whole[4:5])
+        assert chosen.product(plain_rows(x), weight, bias).equal(whole)
+        assert chosen.product(plain_rows(x[4:5]), weight, bias).equal(whole[4:5])
 
 
 @every_invariant_backend

@@ -13,7 +13,7 @@ from torch import Tensor
 from sameseed import ops, scheme
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
-from sameseed.ops import reference, triton as gpu
+from sameseed.ops import gated_rows, normed_rows, plain_rows, reference, triton as gpu
 from sameseed.ops.triton import dispatch as host, guard, packing, tiling as cuts
 from sameseed.scheme import QuantScheme, QuantTensor
 
@@ -104,13 +104,13 @@ def test_values(T, O, K, name):  # noqa: E741
         return
     plain, w = packed(name, O, K)
     x, bias, residual = randn(T, K), randn(O, seed=2), randn(T, O, seed=3)
-    got = backend.linear(x, w, bias, residual)
+    got = backend.product(plain_rows(x), w, bias, residual)
     decoded = scheme.get(plain.format).decode(plain).double()
     wanted = as_entered(x, plain) @ decoded.T + bias + residual
     assert got.dtype == torch.float32 and got.shape == (T, O)
     assert (got - wanted).abs().max() <= SUMS * 3 * math.sqrt(K) * max(1.0, decoded.abs().max().item())
     bound = (ROUNDING[host.form_for(w)] + SUMS) * (size(x, plain) + 4)
-    assert ((got - reference.linear(x, plain, bias, residual)).abs() <= bound).all()
+    assert ((got - reference.product(plain_rows(x), plain, bias, residual)).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a8", "fp8", "w4a16"])
@@ -123,7 +123,7 @@ def test_rows_of_any_size(name):
     x[3] = 0.0
     x[4, 7], x[5, 9] = math.nan, math.inf
     x[6] *= 1e-41
-    got, wanted = backend.linear(x, w), reference.linear(x, plain)
+    got, wanted = backend.product(plain_rows(x), w), reference.product(plain_rows(x), plain)
     assert not got[4:6].isfinite().any() and not wanted[4:6].isfinite().any()
     for t in (0, 1, 2, 3, 7):
         torch.testing.assert_close(got[t], wanted[t], rtol=2e-3, atol=2e-2 * float(x[t].abs().max()))
@@ -136,7 +136,7 @@ def test_every_code_of_four_bit_floats(name):
     fmt = scheme.get(name)
     plain = fmt.stored(torch.arange(128, dtype=torch.uint8).remainder(16)[None], torch.ones(1, 128 // fmt.groups[0]))
     ones = torch.arange(16) * 7  # columns of every code
-    got = gpu.linear(torch.eye(128)[ones], gpu.pack(plain)).T
+    got = gpu.product(plain_rows(torch.eye(128)[ones]), gpu.pack(plain)).T
     torch.testing.assert_close(got, fmt.decode(plain)[:, ones], rtol=2.0**-22 if name == "nf4" else 0.0, atol=2.0**-25)
 
 
@@ -148,8 +148,8 @@ def test_every_code_of_eight_bit_floats():
         finite = codes.view(scheme.get(name).dtype).float().isfinite()
         alone = replace(plain, parts={**plain.parts, "codes": torch.where(finite, codes, 0)})
         x = torch.eye(32)
-        assert gpu.linear(x, gpu.pack(alone)).T.equal(scheme.get(name).decode(alone))
-        spoiled = gpu.linear(torch.ones(1, 32), gpu.pack(plain))[0]
+        assert gpu.product(plain_rows(x), gpu.pack(alone)).T.equal(scheme.get(name).decode(alone))
+        spoiled = gpu.product(plain_rows(torch.ones(1, 32)), gpu.pack(plain))[0]
         assert spoiled.isfinite().equal(finite.all(1))
 
 
@@ -160,7 +160,7 @@ def test_rows_are_quantized_as_the_formats_say(form):
     x[4, 3], x[5, 200] = math.nan, math.inf
     x[0, :128] = torch.arange(128) - 63.5  # ties
     for group in (64, 256):
-        launch, ready = host.preparation(x, form, group)
+        launch, ready = host.preparation(plain_rows(x), form, group)
         launch.run()
         if form == "int8":
             codes, scales = scheme.quantize_rows(x, group)
@@ -174,7 +174,7 @@ def test_rows_are_quantized_as_the_formats_say(form):
 def test_halves_of_the_largest_and_the_smallest_rows():
     """A row's power of two never reaches the ends of float32."""
     x = torch.tensor([[3.4e38, -1.7e38, 1.0], [2.0**-126, 2.0**-100, -(2.0**-99)], [0.0, -0.0, 0.0]])
-    launch, ready = host.preparation(x, "half", 3)
+    launch, ready = host.preparation(plain_rows(x), "half", 3)
     launch.run()
     assert ready.values.isfinite().all() and (ready.values.abs() < 4).all()
     back = ready.values.double() * ready.scales.double()[:, None]
@@ -204,20 +204,22 @@ def test_small_ops():
 def test_rows_do_not_know_their_company(name):
     _, w = packed(name, 33, 64)
     x, bias = randn(40 if name in FEW else 20, 64), randn(33, seed=2)
-    whole = backend.linear(x, w, bias)
+    whole = backend.product(plain_rows(x), w, bias)
     for start, count in ((39, 1), (2, 17)) if name in FEW else ((19, 1),):
-        assert backend.linear(x[start : start + count].clone(), w, bias).equal(whole[start : start + count]), count
+        assert backend.product(plain_rows(x[start : start + count].clone()), w, bias).equal(
+            whole[start : start + count]
+        ), count
 
 
 def test_a_row_keeps_its_bits_as_others_join_it():
     """Numbers of rows on either side of every border; that all others run the same code, the cut's test says."""
     _, w = packed("w4a16-g32", 8, 64)
     x = randn(64, 64)
-    whole = backend.linear(x, w)
+    whole = backend.product(plain_rows(x), w)
     for count in (1, 15, 16, 17, 32, 33, 63):
-        assert backend.linear(x[:count].clone(), w).equal(whole[:count]), count
+        assert backend.product(plain_rows(x[:count].clone()), w).equal(whole[:count]), count
     lies = torch.cat([torch.zeros(1), x.flatten()])[1:].view(64, 64)
-    assert lies.data_ptr() % 16 and backend.linear(lies, w).equal(whole)  # wherever it lies in memory
+    assert lies.data_ptr() % 16 and backend.product(plain_rows(lies), w).equal(whole)  # wherever it lies in memory
 
 
 @pytest.fixture
@@ -233,12 +235,12 @@ def test_split_sums_keep_the_law(name, short_parts, monkeypatch):
     plain, w = packed(name, 20, 256)
     assert cuts.tiling(w).split == 2
     x, bias, residual = randn(65, 256), randn(20, seed=2), randn(65, 20, seed=3)
-    whole = backend.linear(x, w, bias, residual)
-    assert backend.linear(x[17:18].clone(), w, bias, residual[17:18]).equal(whole[17:18])
+    whole = backend.product(plain_rows(x), w, bias, residual)
+    assert backend.product(plain_rows(x[17:18].clone()), w, bias, residual[17:18]).equal(whole[17:18])
     wanted = as_entered(x, plain) @ scheme.get(plain.format).decode(plain).double().T + bias + residual
     assert (whole - wanted).abs().max() <= SUMS * 3 * math.sqrt(256) * 4
     monkeypatch.setattr(host, "ROWS_AT_ONCE", 64)  # a long pass goes in slices
-    assert backend.linear(x, w, bias, residual).equal(whole)
+    assert backend.product(plain_rows(x), w, bias, residual).equal(whole)
 
 
 def test_the_cut_of_a_weight_is_chosen_once(monkeypatch):
@@ -254,19 +256,25 @@ def test_some_sums_are_split_as_it_is():
     _, w = packed("w4a16", 130, 256)
     assert cuts.tiling(w).outputs > 32
     x = randn(20, 256)
-    assert backend.linear(x, w)[19:].equal(backend.linear(x[19:].clone(), w))
+    assert backend.product(plain_rows(x), w)[19:].equal(backend.product(plain_rows(x[19:].clone()), w))
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_fused_forms_have_the_bits_of_their_parts(name):
     _, w = packed(name, 20, 64)
     x, norm, bias = randn(5, 64), randn(64, seed=4), randn(20, seed=5)
-    assert gpu.norm_linear(x, norm, 1e-5, w, bias).equal(gpu.linear(gpu.rms_norm(x, norm, 1e-5), w, bias))
+    assert gpu.product(normed_rows(x, norm, 1e-5), w, bias).equal(
+        gpu.product(plain_rows(gpu.rms_norm(x, norm, 1e-5)), w, bias)
+    )
     index = torch.tensor([4, 3, 3], dtype=torch.int32)
-    assert gpu.norm_linear(x, norm, 1e-5, w, rows=index).equal(gpu.norm_linear(x, norm, 1e-5, w)[index.long()])
+    assert gpu.product(normed_rows(x, norm, 1e-5, index), w).equal(
+        gpu.product(normed_rows(x, norm, 1e-5), w)[index.long()]
+    )
     gate_up, residual = randn(5, 128, seed=6), randn(5, 20, seed=7)
-    assert gpu.silu_linear(gate_up, w, bias, residual).equal(gpu.linear(gpu.silu_mul(gate_up), w, bias, residual))
-    alone, added = gpu.silu_linear(gate_up, w), gpu.silu_linear(gate_up, w, residual=residual)
+    assert gpu.product(gated_rows(gate_up), w, bias, residual).equal(
+        gpu.product(plain_rows(gpu.silu_mul(gate_up)), w, bias, residual)
+    )
+    alone, added = gpu.product(gated_rows(gate_up), w), gpu.product(gated_rows(gate_up), w, residual=residual)
     assert added.equal(residual + alone)
 
 
@@ -275,7 +283,7 @@ def test_fused_norms_of_wide_rows_have_the_bits_of_their_parts(name):
     """More values than the threads of a program: the order of the mean's sum has a say."""
     _, w = packed(name, 8, 1024)
     x, norm = randn(3, 1024), randn(1024, seed=4)
-    assert gpu.norm_linear(x, norm, 1e-5, w).equal(gpu.linear(gpu.rms_norm(x, norm, 1e-5), w))
+    assert gpu.product(normed_rows(x, norm, 1e-5), w).equal(gpu.product(plain_rows(gpu.rms_norm(x, norm, 1e-5)), w))
 
 
 @every_format
@@ -284,7 +292,7 @@ def test_the_cut_depends_on_the_weight_alone(name):
     _, w = packed(name, 100, 4096)
     seen = set()
     for count in (*range(1, 65), 100, 500):
-        _, ready = host.preparation(torch.empty(count, 4096), host.form_for(w), w.group)
+        _, ready = host.preparation(plain_rows(torch.empty(count, 4096)), host.form_for(w), w.group)
         launches = host.multiplication(ready, w, None, None, torch.empty(count, 100))
         cut = []
         for launch in launches:
@@ -323,7 +331,7 @@ def test_what_has_no_kernel_is_left_to_the_reference():
     lowered = scheme.get("int8n").lower(QuantScheme.parse("int8n").encode(randn(4, 64, seed=1)))
     assert lowered is not None and backend.pack(lowered) is lowered
     x = randn(3, 64)
-    assert backend.linear(x, lowered).equal(reference.linear(x, lowered))
+    assert backend.product(plain_rows(x), lowered).equal(reference.product(plain_rows(x), lowered))
 
 
 @pytest.mark.parametrize("packed_first", [True, False])
@@ -338,16 +346,16 @@ def test_the_upper_halves_of_a_weight_are_read_alone(packed_first):
     x, exact = randn(5, 256), fmt.decode(fmt.lower(plain))
     assert fmt.decode(gpu.unpack(view)).equal(exact)
     wanted = as_entered(x, plain) @ exact.double().T
-    assert (gpu.linear(x, view) - wanted).abs().max() <= SUMS * 3 * 16 * exact.abs().max()
-    assert gpu.linear(x[1:2].clone(), view).equal(gpu.linear(x, view)[1:2])
+    assert (gpu.product(plain_rows(x), view) - wanted).abs().max() <= SUMS * 3 * 16 * exact.abs().max()
+    assert gpu.product(plain_rows(x[1:2].clone()), view).equal(gpu.product(plain_rows(x), view)[1:2])
 
 
 def test_rows_that_do_not_fit_are_refused():
     _, w = packed("w4a16", 4, 64)
     with pytest.raises(ValueError, match="do not fit a weight"):
-        gpu.linear(randn(2, 65), w)
+        gpu.product(plain_rows(randn(2, 65)), w)
     with pytest.raises(ValueError, match="to be float32"):
-        gpu.linear(randn(2, 64).half(), w)
+        gpu.product(plain_rows(randn(2, 64).half()), w)
     with pytest.raises(ValueError, match="do not fit a weight"):
         gpu.pack(replace(gpu.unpack(w), shape=(5, 64)))
-    assert gpu.linear(randn(0, 64), w).shape == (0, 4)
+    assert gpu.product(plain_rows(randn(0, 64)), w).shape == (0, 4)

@@ -20,12 +20,10 @@ _missing: str | None = None
 try:
     from sameseed.ops.triton.attention import attention, attention_rounding
     from sameseed.ops.triton.dispatch import (
-        linear,
-        norm_linear,
+        product,
         product_rounding,
         rms_norm,
         rope,
-        silu_linear,
         silu_mul,
     )
     from sameseed.ops.triton.kv import move_kv, rope_store, store_kv
@@ -71,17 +69,15 @@ __all__ = [
     "attention",
     "attention_rounding",
     "embedding",
-    "linear",
     "move_kv",
-    "norm_linear",
     "pack",
+    "product",
     "product_rounding",
     "rms_norm",
     "rope",
     "rope_store",
     "row_invariant",
     "serves",
-    "silu_linear",
     "silu_mul",
     "store_kv",
     "unavailable",

@@ -1,4 +1,4 @@
-"""Products on the GPU: rows made ready (rows.prepare), multiplied (product.product), parts added (product.combine)."""
+"""Products on the GPU: rows are made ready (rows.prepare), multiplied (multiply.product), parts added (combine)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sameseed.ops import reference
-from sameseed.ops.triton import packing, product, rows as row_kernels
+from sameseed.ops._rows import RowSource, gated_rows, normed_rows
+from sameseed.ops.triton import multiply, packing, rows as row_kernels
 from sameseed.ops.triton.guard import Launch, guarded, interpreted
 from sameseed.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling
 from sameseed.scheme import QuantTensor
@@ -60,16 +61,9 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def preparation(
-    x: Tensor,
-    form: str,
-    group: int,
-    source: str = "plain",
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    index: Tensor | None = None,
-) -> tuple[Launch, Ready]:
-    """Rows x [T, C] ("silu": [T, 2 C]) in a form, rows `index` alone where given: the launch, and where it writes."""
+def preparation(rows: RowSource, form: str, group: int) -> tuple[Launch, Ready]:
+    """Rows [T, C] ("silu": [T, 2 C]) in a form: the launch, and where it writes."""
+    x, source, norm, eps, index = rows
     width = x.shape[1] // 2 if source == "silu" else x.shape[1]
     num_rows = x.shape[0] if index is None else index.shape[0]
     block = max(16, 1 << (width - 1).bit_length())
@@ -143,12 +137,12 @@ def multiplication(
         "WIDEN": interpreted() and ready.form == "bf16",
     }
     free = frozenset({"num_rows"})
-    launches = [Launch(product.product, grid, arguments, constants, how.warps, stages(count), free)]
+    launches = [Launch(multiply.product, grid, arguments, constants, how.warps, stages(count), free)]
     if how.split > 1:
         arguments = {"parts_ptr": target, **extras, "out_ptr": out, "num_rows": num_rows, "outputs": outputs}
         block = 1024
         launches.append(
-            Launch(product.combine, (num_rows, -(-outputs // block)), arguments, {**flags, "BLOCK": block}, free=free)
+            Launch(multiply.combine, (num_rows, -(-outputs // block)), arguments, {**flags, "BLOCK": block}, free=free)
         )
     return launches
 
@@ -160,24 +154,17 @@ def _slices(num_rows: int, w: QuantTensor) -> Iterator[slice]:
         yield slice(start, min(start + step, num_rows))
 
 
-def _run(
-    x: Tensor,
-    w: QuantTensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    source: str = "plain",
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    index: Tensor | None = None,
-) -> Tensor:
-    width = x.shape[1] // 2 if source == "silu" else x.shape[1]
+def _run(rows: RowSource, w: QuantTensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    x = rows.x
+    width = x.shape[1] // 2 if rows.kind == "silu" else x.shape[1]
     if width != w.shape[1] or x.dtype != torch.float32:
         raise ValueError(f"rows {tuple(x.shape)} in {x.dtype} do not fit a weight {w.shape}; they are to be float32")
     x, form = aligned(x), form_for(w)
-    if source == "plain" and form == "single" and index is None:
+    if rows.kind == "plain" and form == "single" and rows.row_ids is None:
         ready = Ready(form, x, None)
     else:
-        launch, ready = preparation(x, form, w.group, source, norm, eps, index)
+        norm = None if rows.norm is None else aligned(rows.norm)
+        launch, ready = preparation(rows._replace(x=x, norm=norm), form, w.group)
         launch.run()
     out = x.new_empty(ready.values.shape[0], w.shape[0])
     bias = None if bias is None else aligned(bias)
@@ -190,46 +177,20 @@ def _run(
     return out
 
 
-def _name(w: QuantTensor) -> str:
-    return f"linear ({w.format}{'' if w.activations is None else f', {w.activations} rows'})"
+def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
-
-def linear(x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """x [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
-
-    Raises ValueError where x does not fit.
+    Raises ValueError where they do not fit.
     """
     return guarded(
-        _name(w),
-        lambda: _run(x, w, bias, residual),
-        lambda: reference.linear(x, packing.unpack(w), bias, residual),
+        f"product ({w.format}{'' if w.activations is None else f', {w.activations} rows'})",
+        lambda: _run(rows, w, bias, residual),
+        lambda: reference.product(rows, packing.unpack(w), bias, residual),
     )
 
 
-def norm_linear(
-    x: Tensor, norm: Tensor, eps: float, w: QuantTensor, bias: Tensor | None = None, rows: Tensor | None = None
-) -> Tensor:
-    """linear(rms_norm(x, norm, eps), w, bias), of the rows `rows` [R] of x [T, K] where given; bit for bit the same."""
-    return guarded(
-        _name(w),
-        lambda: _run(x, w, bias, None, "norm", aligned(norm), eps, rows),
-        lambda: reference.linear(
-            reference.rms_norm(x if rows is None else x.index_select(0, rows), norm, eps), packing.unpack(w), bias
-        ),
-    )
-
-
-def silu_linear(gate_up: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """linear(silu_mul(gate_up [T, 2 K]), w, bias, residual); bit for bit the same."""
-    return guarded(
-        _name(w),
-        lambda: _run(gate_up, w, bias, residual, "silu"),
-        lambda: reference.linear(reference.silu_mul(gate_up), packing.unpack(w), bias, residual),
-    )
-
-
-def _rows(x: Tensor, source: str, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    launch, ready = preparation(aligned(x), "single", 1, source, norm, eps)
+def _made(rows: RowSource) -> Tensor:
+    launch, ready = preparation(rows, "single", 1)
     launch.run()
     return ready.values
 
@@ -237,13 +198,15 @@ def _rows(x: Tensor, source: str, norm: Tensor | None = None, eps: float = 0.0) 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, C] divided by its root mean square over C, times weight [C] (Zhang and Sennrich, 2019)."""
     return guarded(
-        "rms_norm", lambda: _rows(x, "norm", aligned(weight), eps), lambda: reference.rms_norm(x, weight, eps)
+        "rms_norm",
+        lambda: _made(normed_rows(aligned(x), aligned(weight), eps)),
+        lambda: reference.rms_norm(x, weight, eps),
     )
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU: Shazeer, 2020)."""
-    return guarded("silu_mul", lambda: _rows(gate_up, "silu"), lambda: reference.silu_mul(gate_up))
+    return guarded("silu_mul", lambda: _made(gated_rows(aligned(gate_up))), lambda: reference.silu_mul(gate_up))
 
 
 def rotation(x: Tensor, positions: Tensor, table: Tensor) -> tuple[Launch, Tensor]:

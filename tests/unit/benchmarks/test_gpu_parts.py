@@ -182,8 +182,8 @@ def test_kernels_against_the_reference(told):
 def test_a_kernel_that_is_wrong_is_told(told, monkeypatch):
     lines, tell = told
     backend = ops.resolve("reference")
-    right = backend._linear
-    monkeypatch.setattr(backend, "_linear", lambda x, w, *rest: right(x, w, *rest) * (1 + 1e-3 * len(x)))
+    right = backend._product
+    monkeypatch.setattr(backend, "_product", lambda rows, *rest: right(rows, *rest) * (1 + 1e-3 * len(rows.x)))
     there(gpu_laws.check_kernels, tell)
     wrong = [x for x in lines if x["op"] == "linear"]
     assert wrong and not any(x["within"] or x["rows_alone_equal"] for x in wrong)

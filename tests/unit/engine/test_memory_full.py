@@ -44,7 +44,7 @@ def drain(engine: Engine) -> tuple[dict[str, Any], int]:
     return done, failed
 
 
-@pytest.mark.parametrize(("op", "at"), [("attention", 5), ("linear", 7), ("move_kv", 1), ("move_kv", 2)])
+@pytest.mark.parametrize(("op", "at"), [("attention", 5), ("product", 7), ("move_kv", 1), ("move_kv", 2)])
 def test_requests_of_the_pass_fail_and_the_engine_lives(
     reference_pair: Pair, op: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,9 +18,9 @@ from sameseed.laws.check import FAILED, PASSED, WARNING, Effort, run_check
 from sameseed.laws.checks import CHECKS, chosen
 from sameseed.laws.subject import Subject
 from sameseed.models.loader import load_model
-from sameseed.ops import Ops, devices, reference
+from sameseed.ops import Ops, RowSource, devices, reference
 from sameseed.request import SamplingParams
-from sameseed.scheme import QuantScheme
+from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.study import certificate as suite
 from sameseed.study.certificate_page import render
 from sameseed.tokenizer import Tokenizer
@@ -69,13 +69,13 @@ def test_every_check_runs_where_the_models_are(
 ) -> None:
     seen: list[bool] = []
     with pretended_device() as name:
-        plain = Ops.linear
+        plain = Ops.product
 
-        def linear(self: Ops, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-            seen.append(isinstance(x, Elsewhere))
-            return plain(self, x, *more, **named)
+        def product(self: Ops, rows: RowSource, *more: Any, **named: Any) -> torch.Tensor:
+            seen.append(isinstance(rows.x, Elsewhere))
+            return plain(self, rows, *more, **named)
 
-        monkeypatch.setattr(Ops, "linear", linear)
+        monkeypatch.setattr(Ops, "product", product)
         subject = subject_on(name, pair_folders)
         asked = suite.Asked("tiny", Path("p.jsonl"), None, 4, 2, LEAST)
         certificate = suite.certify(subject, asked, chosen(checks))
@@ -106,11 +106,17 @@ def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypa
         (lambda x, w, eps: plain(x, w, eps) * torch.nan, "rms_norm"),
     ):
         monkeypatch.setattr(off, "rms_norm", wrong)
+        monkeypatch.setattr(off, "_product", None)  # rows are normed by the op above
         monkeypatch.setattr(subject.target, "ops", off)
         result = run_check(closeness.CHECKS[0], subject, LEAST)
         assert result.status == FAILED and any(f.where == where for f in result.found.findings)
     fused = Ops(reference)
-    monkeypatch.setattr(fused, "silu_linear", lambda x, w, *more: off.linear(off.silu_mul(x), w) * (1 + 1e-6))
+    right = fused.product
+
+    def product(rows: RowSource, w: QuantTensor, *more: torch.Tensor | None) -> torch.Tensor:
+        return right(rows, w, *more) * (1 + 1e-6 * (rows.kind == "silu"))
+
+    monkeypatch.setattr(fused, "product", product)
     monkeypatch.setattr(subject.target, "ops", fused)
     result = run_check(closeness.CHECKS[0], subject, LEAST)
     assert result.status == FAILED and "silu_linear" in result.found.findings[0].where

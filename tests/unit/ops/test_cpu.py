@@ -17,7 +17,7 @@ from torch import Tensor
 from sameseed import _native, scheme
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
-from sameseed.ops import cpu
+from sameseed.ops import cpu, plain_rows
 from sameseed.scheme import QuantTensor
 
 EPS = 2.0**-24  # half a unit in the last place of 1: one rounding
@@ -37,12 +37,12 @@ def test_linear_is_right_and_its_bits_belong_to_the_row(isa, T, O, K, name, bias
     exact = x.double() @ weight.T + (bias if biased else 0)
     bound = (K + 2) * EPS * (x.double().abs() @ weight.abs().T + (bias.abs() if biased else 0))
     with instructions(isa):
-        got = cpu.linear(x, q, bias)
+        got = cpu.product(plain_rows(x), q, bias)
         assert ((got.double() - exact).abs() <= bound).all()
         for t in range(T):
-            assert cpu.linear(x[t : t + 1].clone(), q, bias).equal(got[t : t + 1])
+            assert cpu.product(plain_rows(x[t : t + 1].clone()), q, bias).equal(got[t : t + 1])
     with instructions("portable"):
-        assert cpu.linear(x, q, bias).equal(got)
+        assert cpu.product(plain_rows(x), q, bias).equal(got)
 
 
 @every_isa

@@ -11,7 +11,7 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from sameseed.ops import cpu, resolve
+from sameseed.ops import cpu, gated_rows, normed_rows, plain_rows, resolve
 from sameseed.scheme import QuantTensor
 
 pytestmark = pytest.mark.bits
@@ -102,13 +102,13 @@ def test_products_are_right_and_their_bits_belong_to_the_row(isa, w, T, shift, a
     packed = cpu.pack(w)
     assert packed.layout == "cpu" and cpu.serves(packed)
     with instructions(isa):
-        got = cpu.linear(x, packed, bias, residual)
+        got = cpu.product(plain_rows(x), packed, bias, residual)
         for t in range(T):
             row = None if residual is None else residual[t : t + 1]
-            assert cpu.linear(x[t : t + 1].clone(), packed, bias, row).equal(got[t : t + 1])
+            assert cpu.product(plain_rows(x[t : t + 1].clone()), packed, bias, row).equal(got[t : t + 1])
     assert ((got.double() - wanted).abs() <= (K + 8) * EPS * bound).all()
     with instructions("portable"):
-        assert cpu.linear(x, packed, bias, residual).equal(got)
+        assert cpu.product(plain_rows(x), packed, bias, residual).equal(got)
 
 
 @every_isa
@@ -121,15 +121,15 @@ def test_bits_belong_to_the_row(isa, name, K, G):
     w = cpu.pack(weight(name, 300, K, G, zeros=name == "int4", dtype=torch.bfloat16))
     x = randn(450, K)
     with instructions("portable"):
-        wanted = cpu.linear(x[:30], w)
+        wanted = cpu.product(plain_rows(x[:30]), w)
     with instructions(isa):
         for T in (*range(1, 31), 450):
-            got = cpu.linear(x[:T], w)
+            got = cpu.product(plain_rows(x[:T]), w)
             assert got[:30].equal(wanted[:T])
         with threads(2):
-            assert cpu.linear(x, w).equal(got)
-            assert cpu.linear(x[:7], w).equal(got[:7])
-        assert torch.cat([cpu.linear(x[t : t + 1], w) for t in range(450)]).equal(got)
+            assert cpu.product(plain_rows(x), w).equal(got)
+            assert cpu.product(plain_rows(x[:7]), w).equal(got[:7])
+        assert torch.cat([cpu.product(plain_rows(x[t : t + 1]), w) for t in range(450)]).equal(got)
 
 
 TINY = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 2.0**-130, 1e-20, 1.0, -1.0, 1e30, -1e30]
@@ -152,15 +152,15 @@ def test_extreme_rows_stay_alone(isa, numbers, broken, name):
     x = torch.stack([row, bad, row])
     with instructions(isa):
         packed = cpu.pack(w)
-        got, alone = cpu.linear(x, packed), cpu.linear(row[None], packed)
-        many = cpu.linear(x.repeat(9, 1), packed)
+        got, alone = cpu.product(plain_rows(x), packed), cpu.product(plain_rows(row[None]), packed)
+        many = cpu.product(plain_rows(x.repeat(9, 1)), packed)
     exact, size = values(w)
     bound = (K + 8) * EPS * (row.double().abs() @ size.T) + (K + 8) * 2.0**-149
     assert ((alone[0].double() - row.double() @ exact.T).abs() <= bound).all()
     assert same(got[[0, 2]], alone.repeat(2, 1)) and not got[1][exact[:, K // 2] != 0].isfinite().any()
     assert same(many, got.repeat(9, 1))
     with instructions("portable"):
-        assert same(cpu.linear(x, packed), got)
+        assert same(cpu.product(plain_rows(x), packed), got)
 
 
 @every_isa
@@ -171,7 +171,7 @@ def test_every_float8_is_read_as_torch_reads_it(isa, name, T):
     exact = codes.view(FLOAT8[name]).float()
     w = cpu.pack(QuantTensor(name, (256, 1), {"codes": codes, "scales": torch.full((256, 1), 0.5)}))
     with instructions(isa):
-        assert same(cpu.linear(torch.ones(T, 1), w), (exact.T * 0.5).expand(T, 256))
+        assert same(cpu.product(plain_rows(torch.ones(T, 1)), w), (exact.T * 0.5).expand(T, 256))
         assert same(cpu.embedding(torch.arange(256), w), exact * 0.5)
 
 
@@ -182,7 +182,7 @@ def test_every_nibble_is_read_in_its_place(isa, name):
     w = weight(name, 45, 40, 40)
     w.parts["scales"].fill_(1.0)
     with instructions(isa):
-        got = cpu.linear(torch.eye(40), cpu.pack(w))
+        got = cpu.product(plain_rows(torch.eye(40)), cpu.pack(w))
     assert got.equal(values(w)[0].float().T)
 
 
@@ -191,9 +191,11 @@ def test_sources_are_the_separate_ops(isa):
     w, x, norm = cpu.pack(weight("int4", 50, 64, 32, zeros=True)), randn(5, 128), randn(64, seed=3)
     rows = torch.tensor([4, 0, 4], dtype=torch.int32)
     with instructions(isa):
-        assert cpu.silu_linear(x, w).equal(cpu.linear(cpu.silu_mul(x), w))
+        assert cpu.product(gated_rows(x), w).equal(cpu.product(plain_rows(cpu.silu_mul(x)), w))
         normed = cpu.rms_norm(x[:, :64], norm, 1e-5)
-        assert cpu.norm_linear(x[:, :64], norm, 1e-5, w, rows=rows).equal(cpu.linear(normed[rows.long()], w))
+        assert cpu.product(normed_rows(x[:, :64], norm, 1e-5, rows), w).equal(
+            cpu.product(plain_rows(normed[rows.long()]), w)
+        )
 
 
 # --- packing ---
@@ -223,7 +225,7 @@ def test_nans_among_codes_survive_packing_and_joining():
     assert joined.parts.keys() == packed.parts.keys() == {"codes", "scales", "nans"}
     assert all(joined.parts[n].equal(packed.parts[n]) for n in packed.parts)
     assert cpu.unpack(joined).parts["codes"].equal(whole.parts["codes"])
-    got = cpu.linear(randn(3, 24), joined)
+    got = cpu.product(plain_rows(randn(3, 24)), joined)
     assert got[:, 70].isnan().all() and got.isnan().sum() == 3
     assert int(cpu.embedding(torch.tensor([70]), joined).isnan().sum()) == 1
 
@@ -250,6 +252,6 @@ def test_what_no_kernel_serves_stays_plain():
 def test_corrupt_packed_tensors_are_refused(name, part, wrong, error):
     w = cpu.pack(weight(name, 70, 96, 96))
     corrupt = replace(w, parts={**w.parts, part: wrong(w.parts[part])})
-    for call in (lambda: cpu.linear(randn(1, 96), corrupt), lambda: cpu.unpack(corrupt)):
+    for call in (lambda: cpu.product(plain_rows(randn(1, 96)), corrupt), lambda: cpu.unpack(corrupt)):
         with pytest.raises(error, match="pack it again"):
             call()

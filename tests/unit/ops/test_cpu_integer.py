@@ -12,7 +12,7 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from sameseed.ops import cpu, resolve
+from sameseed.ops import cpu, gated_rows, normed_rows, plain_rows, resolve
 from sameseed.scheme import QuantTensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -115,7 +115,7 @@ def test_products_are_those_of_the_oracle(isa, w, T, shift, added):
     if bias is not None and residual is not None:
         wanted = residual + (wanted + bias)
     with instructions(isa):
-        assert same(cpu.linear(x, cpu.pack(w), bias, residual), wanted)
+        assert same(cpu.product(plain_rows(x), cpu.pack(w), bias, residual), wanted)
 
 
 EXTREMES = [0.0, -0.0, 1e-45, 2.0**-126, 2.0**-101, 2.0**-100, 1e-20, 1.0, -1.0, 126.5, 127.5, 3.4e38, -3.4e38]
@@ -138,7 +138,7 @@ def test_extreme_rows_stay_alone(isa, values, broken, name):
     bad = row.clone()
     bad[K // 2] = broken
     with instructions(isa):
-        got = cpu.linear(torch.stack([row, bad, row]), cpu.pack(w))
+        got = cpu.product(plain_rows(torch.stack([row, bad, row])), cpu.pack(w))
     assert same(got[[0, 2]], product(torch.stack([row, row]), w)) and got[1].isnan().all()
 
 
@@ -151,7 +151,7 @@ def test_the_largest_sums_are_exact(isa, name):
         w.parts["codes"].fill_(code)
         x = torch.tensor([1.0, -1.0])[:, None] * torch.ones(1, 4096)
         with instructions(isa):
-            assert same(cpu.linear(x, cpu.pack(w)), product(x, w))
+            assert same(cpu.product(plain_rows(x), cpu.pack(w)), product(x, w))
 
 
 @every_isa
@@ -163,14 +163,14 @@ def test_bits_belong_to_the_row(isa, name, K, G):
     w = weight(name, 200, K, G, dtype=torch.bfloat16)
     packed, x = cpu.pack(w), randn(512, K)
     with instructions("portable"):
-        wanted = torch.cat([cpu.linear(x[t : t + 1], packed) for t in range(40)])
+        wanted = torch.cat([cpu.product(plain_rows(x[t : t + 1]), packed) for t in range(40)])
     assert wanted[:3].equal(product(x[:3], w))
     with instructions(isa):
         for T in (*range(1, 41), 512):
-            got = cpu.linear(x[:T], packed)
+            got = cpu.product(plain_rows(x[:T]), packed)
             assert got[:40].equal(wanted[:T])
         with threads(2):
-            assert cpu.linear(x, packed).equal(got)
+            assert cpu.product(plain_rows(x), packed).equal(got)
 
 
 @every_isa
@@ -178,9 +178,11 @@ def test_sources_are_the_separate_ops(isa):
     w, x, norm = cpu.pack(weight("int4", 50, 64, 32)), randn(5, 128), randn(64, seed=3)
     rows = torch.tensor([4, 0, 4], dtype=torch.int32)
     with instructions(isa):
-        assert cpu.silu_linear(x, w).equal(cpu.linear(cpu.silu_mul(x), w))
+        assert cpu.product(gated_rows(x), w).equal(cpu.product(plain_rows(cpu.silu_mul(x)), w))
         normed = cpu.rms_norm(x[:, :64], norm, 1e-5)
-        assert cpu.norm_linear(x[:, :64], norm, 1e-5, w, rows=rows).equal(cpu.linear(normed[rows.long()], w))
+        assert cpu.product(normed_rows(x[:, :64], norm, 1e-5, rows), w).equal(
+            cpu.product(plain_rows(normed[rows.long()]), w)
+        )
 
 
 # --- packing ---
@@ -251,6 +253,6 @@ def test_what_no_kernel_serves_stays_plain():
 def test_corrupt_packed_tensors_are_refused(name, wrong, error):
     w = cpu.pack(weight("int4", 70, 96, 32, zeros=True))
     corrupt = replace(w, parts={**w.parts, name: wrong(w.parts[name])})
-    for call in (lambda: cpu.linear(randn(1, 96), corrupt), lambda: cpu.unpack(corrupt)):
+    for call in (lambda: cpu.product(plain_rows(randn(1, 96)), corrupt), lambda: cpu.unpack(corrupt)):
         with pytest.raises(error, match="pack it again"):
             call()

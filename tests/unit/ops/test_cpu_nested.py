@@ -11,7 +11,7 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 
 from sameseed.formats.int8n import FORMAT
-from sameseed.ops import cpu, resolve
+from sameseed.ops import cpu, plain_rows, resolve
 from sameseed.scheme import QuantArgs, QuantScheme, QuantTensor
 
 REFERENCE = resolve("reference")
@@ -36,9 +36,9 @@ def test_products_are_those_of_the_reference(isa: str, data: st.DataObject) -> N
     if data.draw(st.booleans()):
         w = FORMAT.lower(w) or w
     x, bias, residual = randn(T, K, seed=K), randn(O, seed=1), randn(T, O, seed=2)
-    wanted = REFERENCE.linear(x, w, bias, residual)
+    wanted = REFERENCE.product(plain_rows(x), w, bias, residual)
     with instructions(isa):
-        assert cpu.linear(x, cpu.pack(w), bias, residual).equal(wanted)
+        assert cpu.product(plain_rows(x), cpu.pack(w), bias, residual).equal(wanted)
 
 
 @every_isa
@@ -50,10 +50,10 @@ def test_rows_in_any_number_have_the_same_bits(isa: str, lower: bool) -> None:
         w = (FORMAT.lower(w) or w) if lower else w
         x = randn(61, depth, seed=3)
         with instructions(isa), threads(2):
-            whole = cpu.linear(x, w)
-            assert whole.equal(cpu.linear(x, w))
+            whole = cpu.product(plain_rows(x), w)
+            assert whole.equal(cpu.product(plain_rows(x), w))
             for count in (1, 2, 3, 5, 8, 13, 25, 37):
-                assert cpu.linear(x[:count].clone(), w).equal(whole[:count])
+                assert cpu.product(plain_rows(x[:count].clone()), w).equal(whole[:count])
 
 
 @every_isa
@@ -80,7 +80,9 @@ def test_weights_that_are_no_numbers_show() -> None:
     weight[2, 5] = torch.nan
     quant = QuantScheme("int8n", activations="int8")
     made = cpu.encode(weight, quant)
-    assert made is not None and cpu.linear(randn(1, 128), made)[0].isnan().tolist() == [i == 2 for i in range(8)]
+    assert made is not None and cpu.product(plain_rows(randn(1, 128)), made)[0].isnan().tolist() == [
+        i == 2 for i in range(8)
+    ]
     assert FORMAT.encode(weight, QuantArgs(128)).parts["scales"][2].isnan().all()
 
 
@@ -89,4 +91,4 @@ def test_planes_that_do_not_fit_are_refused() -> None:
     for name in ("high", "low"):
         bad = replace(w, parts={**w.parts, name: w.parts[name][:1]})
         with pytest.raises(ValueError, match=f"{name} .* must be .* pack it again"):
-            cpu.linear(randn(1, 128), bad)
+            cpu.product(plain_rows(randn(1, 128)), bad)

@@ -20,7 +20,7 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import ConfigError
-from sameseed.ops import cpu
+from sameseed.ops import cpu, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 # --- threads ---
@@ -34,12 +34,12 @@ def big_linear() -> tuple[Tensor, QuantTensor]:
 def test_threads_change_no_bit(count):
     x, w = big_linear()
     p = make_pass([Part(500, 1, [-1, 0, 1]), Part(0, 70)], heads=8, kv_heads=4, dim=32)
-    alone_linear, alone_attention = cpu.linear(x, w), cpu.attention(p.q, p.layer, p.batch, 0.2)
+    alone_linear, alone_attention = cpu.product(plain_rows(x), w), cpu.attention(p.q, p.layer, p.batch, 0.2)
     wide = 3 * randn(400, 400)
     alone_silu = cpu.silu_mul(wide)
     with threads(count):
         for _ in range(20):
-            assert cpu.linear(x, w).equal(alone_linear)
+            assert cpu.product(plain_rows(x), w).equal(alone_linear)
             assert cpu.attention(p.q, p.layer, p.batch, 0.2).equal(alone_attention)
             assert cpu.silu_mul(wide).equal(alone_silu)
 
@@ -48,32 +48,34 @@ def test_workers_take_the_callers_rounding_mode():
     """Flushing of denormals belongs to a thread; who runs a task must not show."""
     x, w = big_linear()
     tiny = x * 1e-38
-    kept = cpu.linear(tiny, w)
+    kept = cpu.product(plain_rows(tiny), w)
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush denormals")
     try:
-        flushed = cpu.linear(tiny, w)
+        flushed = cpu.product(plain_rows(tiny), w)
         with threads(2):
-            assert all(cpu.linear(tiny, w).equal(flushed) for _ in range(20))
+            assert all(cpu.product(plain_rows(tiny), w).equal(flushed) for _ in range(20))
     finally:
         torch.set_flush_denormal(False)
     with threads(2):
-        assert all(cpu.linear(tiny, w).equal(kept) for _ in range(20))
+        assert all(cpu.product(plain_rows(tiny), w).equal(kept) for _ in range(20))
     assert not kept.equal(flushed)
 
 
 def test_python_threads_may_call_at_once():
     x, w = big_linear()
-    wanted = cpu.linear(x, w)
+    wanted = cpu.product(plain_rows(x), w)
     with threads(2), ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda _: cpu.linear(x, w).equal(wanted), range(200)))
+        assert all(pool.map(lambda _: cpu.product(plain_rows(x), w).equal(wanted), range(200)))
 
 
 def test_a_forked_child_computes():
     x, w = big_linear()
     with threads(2):
-        wanted = cpu.linear(x, w)
-        child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not cpu.linear(x, w).equal(wanted)))
+        wanted = cpu.product(plain_rows(x), w)
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: sys.exit(not cpu.product(plain_rows(x), w).equal(wanted))
+        )
         child.start()
         child.join(60)
         assert child.exitcode == 0
@@ -82,12 +84,12 @@ def test_a_forked_child_computes():
 def test_threads_with_limits_of_their_own_run_beside_each_other():
     """A limit holds for the thread that sets it, also where it is above one, and changes no bit."""
     x, w = big_linear()
-    wanted = cpu.linear(x, w)
+    wanted = cpu.product(plain_rows(x), w)
 
     def limited(limit):
         cpu.limit_threads(limit)
         try:
-            return cpu.num_threads(), all(cpu.linear(x, w).equal(wanted) for _ in range(200))
+            return cpu.num_threads(), all(cpu.product(plain_rows(x), w).equal(wanted) for _ in range(200))
         finally:
             cpu.limit_threads(0)
 
@@ -96,7 +98,7 @@ def test_threads_with_limits_of_their_own_run_beside_each_other():
         assert cpu.num_threads() == 4
         cpu.limit_threads(2)
         try:
-            assert cpu.linear(x, w).equal(wanted)  # makes this thread's own workers, which no child has
+            assert cpu.product(plain_rows(x), w).equal(wanted)  # makes this thread's own workers, which no child has
             child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not all(limited(2))))
             child.start()
             child.join(60)
@@ -139,7 +141,7 @@ def test_kernels_stay_inside(isa, name, T, O, K):  # noqa: E741
     layer = KVLayer(name, fenced(dense.view(O, 1, 1, K)), fenced(dense.view(O, 1, 1, K)), None, None)
     rows = [Rows([0], O - 1, [], [], range(O), True)]
     with instructions(isa):
-        cpu.linear(x, w, fenced(randn(O)))
+        cpu.product(plain_rows(x), w, fenced(randn(O)))
         cpu.embedding(torch.tensor([O - 1]), w)
         cpu.rms_norm(x, fenced(randn(K)), 1e-5)
         cpu.silu_mul(fenced(randn(T, 2 * K)))
@@ -207,13 +209,13 @@ def test_batches_that_contradict_themselves_are_refused():
 def test_tensors_of_another_shape_or_type_are_refused():
     x, w = big_linear()
     with pytest.raises(TypeError, match="float32"):
-        cpu.linear(x.double(), w)
+        cpu.product(plain_rows(x.double()), w)
     with pytest.raises(ValueError, match="does not fit a weight"):
-        cpu.linear(x[:, :299], w)
+        cpu.product(plain_rows(x[:, :299]), w)
     with pytest.raises(ValueError, match="bias"):
-        cpu.linear(x, w, randn(699))
+        cpu.product(plain_rows(x), w, randn(699))
     with pytest.raises(TypeError, match="cannot be"):
-        cpu.linear(x, QuantTensor("bf16", (700, 300), {"weight": randn(700, 300)}))
+        cpu.product(plain_rows(x), QuantTensor("bf16", (700, 300), {"weight": randn(700, 300)}))
     with pytest.raises(ValueError, match="norm weight"):
         cpu.rms_norm(x, randn(299), 1e-5)
     layer = empty_layer("fp32", 2, 4, 1, 8)
@@ -232,10 +234,10 @@ def test_tensors_of_another_shape_or_type_are_refused():
 def test_a_copied_weight_is_found_at_its_own_place():
     """Addresses are kept by object; a copy, or another tensor in a freed one's place, has its own."""
     x, w = big_linear()
-    cpu.linear(x, w)
+    cpu.product(plain_rows(x), w)
     twin = copy.deepcopy(w)
     twin.parts["weight"].zero_()
-    assert (cpu.linear(x, twin) == 0).all() and not (cpu.linear(x, w) == 0).all()
+    assert (cpu.product(plain_rows(x), twin) == 0).all() and not (cpu.product(plain_rows(x), w) == 0).all()
     kept, key = len(cpu._weights), id(twin)
     del twin
     gc.collect()

@@ -19,6 +19,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head, with_vocabulary
 from sameseed.models.loader import load_model
 from sameseed.models.vocabulary import with_tokens
+from sameseed.ops import plain_rows
 from sameseed.scheme import QuantScheme
 
 
@@ -236,7 +237,7 @@ def test_formats_compute_elsewhere(name, kv):
     reference.store_kv(rows, rows, cache[0].layers[0], slots)
     with pretended_device() as there:
         moved = replace(plain, parts={k: t.to(there) for k, t in plain.parts.items()})
-        assert reference.linear(x.to(there), moved).cpu().equal(reference.linear(x, plain))
+        assert reference.product(plain_rows(x.to(there)), moved).cpu().equal(reference.product(plain_rows(x), plain))
         away = KVCache(1, 2, 4, 2, 16, kv, there)
         reference.store_kv(rows.to(there), rows.to(there), away.layers[0], slots.to(there))
         assert away.layers[0].k.cpu().view(torch.uint8).equal(cache[0].layers[0].k.view(torch.uint8))

@@ -11,7 +11,7 @@ from fixtures_ops import Part, empty_layer, exact_attention, flat, make_pass, ra
 
 from sameseed import ops, scheme
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.ops import Ops, reference
+from sameseed.ops import Ops, plain_rows, reference
 
 pytestmark = pytest.mark.bits
 
@@ -26,8 +26,11 @@ def dense(values: list[list[float]]):
 def test_linear():
     x = torch.tensor([[1.0, 2.0], [0.0, -1.0]])
     w = dense([[1.0, 0.0], [0.5, 0.25], [-1.0, 1.0]])
-    assert reference.linear(x, w).tolist() == [[1.0, 1.0, 1.0], [0.0, -0.25, -1.0]]
-    assert reference.linear(x, w, torch.tensor([1.0, 0.0, 10.0])).tolist() == [[2.0, 1.0, 11.0], [1.0, -0.25, 9.0]]
+    assert reference.product(plain_rows(x), w).tolist() == [[1.0, 1.0, 1.0], [0.0, -0.25, -1.0]]
+    assert reference.product(plain_rows(x), w, torch.tensor([1.0, 0.0, 10.0])).tolist() == [
+        [2.0, 1.0, 11.0],
+        [1.0, -0.25, 9.0],
+    ]
 
 
 def test_embedding_takes_any_order_of_tokens():
@@ -125,10 +128,10 @@ def test_the_caller_s_number_of_threads_stays():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        reference.linear(randn(2, 3), dense([[1.0, 2.0, 3.0]]))
+        reference.product(plain_rows(randn(2, 3)), dense([[1.0, 2.0, 3.0]]))
         assert torch.get_num_threads() == 2
         with pytest.raises(RuntimeError):
-            reference.linear(randn(2, 4), dense([[1.0, 2.0, 3.0]]))
+            reference.product(plain_rows(randn(2, 4)), dense([[1.0, 2.0, 3.0]]))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -153,7 +156,7 @@ def test_what_a_backend_lacks_falls_through_said_once(caplog):
         p = make_pass([Part(2, 1)])
         for _ in range(3):
             q = dense([[1.0, 2.0]])
-            assert table.linear(torch.ones(1, 2), q).tolist() == [[3.0]]
+            assert table.product(plain_rows(torch.ones(1, 2)), q).tolist() == [[3.0]]
             assert table.attention(p.q, p.layer, p.batch, 1.0).equal(reference.attention(p.q, p.layer, p.batch, 1.0))
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == len(set(said))
@@ -165,18 +168,18 @@ def test_what_a_backend_lacks_falls_through_said_once(caplog):
 def test_what_a_backend_has_is_used_for_its_formats_only():
     calls = []
 
-    def linear(x, w, bias=None, residual=None):
+    def product(rows, w, bias=None, residual=None):
         calls.append(w.format)
-        return reference.linear(x, w, bias)
+        return reference.product(rows, w, bias)
 
     def embedding(token_ids, w):
         calls.append("embedding " + w.format)
         return reference.embedding(token_ids, w)
 
-    table = Ops(backend(linear=linear, embedding=embedding, LINEAR_FORMATS=frozenset({"bf16"})))
+    table = Ops(backend(product=product, embedding=embedding, LINEAR_FORMATS=frozenset({"bf16"})))
     for name in ("fp32", "bf16", "int8"):
         q = scheme.get(name).encode(torch.ones(2, 4))
-        table.linear(torch.ones(1, 4), q)
+        table.product(plain_rows(torch.ones(1, 4)), q)
         table.embedding(torch.tensor([0], dtype=torch.int32), q)
     assert calls == ["bf16", "embedding bf16"]
 

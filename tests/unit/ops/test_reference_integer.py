@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from sameseed import scheme
-from sameseed.ops import reference
+from sameseed.ops import plain_rows, reference
 from sameseed.scheme import QuantScheme, quantize_rows
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -75,7 +75,7 @@ def test_the_product_in_plain_python(name):
     x, weight = torch.randn(3, 128, generator=generator), torch.randn(5, 128, generator=generator)
     bias, residual = torch.randn(5, generator=generator), torch.randn(3, 5, generator=generator)
     w = QuantScheme.parse(name).encode(weight)
-    got = reference.linear(x, w, bias, residual)
+    got = reference.product(plain_rows(x), w, bias, residual)
     group = w.group
     codes, row_scales = quantize_rows(x, group)
     zeros = w.parts.get("zeros")
@@ -98,7 +98,7 @@ def test_outputs_in_blocks(monkeypatch):
     codes = torch.full((4100, 2048), 127, dtype=torch.int8)
     codes[4099, 0] = 126
     w = scheme.get("int8").from_checkpoint("x", {"x.weight": codes, "x.weight_scale": torch.ones(4100, 1)})
-    out = reference.linear(torch.full((1, 2048), 127.0), replace(w, activations="int8"))
+    out = reference.product(plain_rows(torch.full((1, 2048), 127.0)), replace(w, activations="int8"))
     assert out.shape == (1, 4100)
     assert out[0, :4099].unique().tolist() == [127 * 127 * 2048]
     assert out[0, 4099].item() == nearest_float(Fraction(127 * 127 * 2048 - 127))

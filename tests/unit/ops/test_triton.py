@@ -15,7 +15,7 @@ import torch
 from fixtures_ops import randn
 
 from sameseed import registry
-from sameseed.ops import reference
+from sameseed.ops import gated_rows, normed_rows, plain_rows, reference
 from sameseed.scheme import QuantScheme
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
@@ -104,11 +104,13 @@ def test_a_kernel_that_does_not_compile_leaves_its_op_to_the_reference(name, fai
     plain = QuantScheme.parse(name).encode(randn(6, 128, seed=1))
     w, x, norm = gpu.pack(plain), randn(3, 128), randn(128, seed=2)
     with caplog.at_level(logging.WARNING, "sameseed.ops"):
-        assert gpu.linear(x, w).equal(reference.linear(x, plain))
-        assert gpu.linear(x, w).equal(reference.linear(x, plain))
-        assert gpu.norm_linear(x, norm, 1e-5, w).equal(reference.linear(reference.rms_norm(x, norm, 1e-5), plain))
+        assert gpu.product(plain_rows(x), w).equal(reference.product(plain_rows(x), plain))
+        assert gpu.product(plain_rows(x), w).equal(reference.product(plain_rows(x), plain))
+        assert gpu.product(normed_rows(x, norm, 1e-5), w).equal(
+            reference.product(plain_rows(reference.rms_norm(x, norm, 1e-5)), plain)
+        )
         wide = randn(3, 256)
-        assert gpu.silu_linear(wide, w).equal(reference.linear(reference.silu_mul(wide), plain))
+        assert gpu.product(gated_rows(wide), w).equal(reference.product(plain_rows(reference.silu_mul(wide)), plain))
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 1 and "tt.dot" in said[0] and plain.format in said[0] and "using the reference" in said[0]
     assert failing.launches == 1  # tried once, not with every pass
@@ -205,7 +207,7 @@ def instructions(name: str, capability: int, num_rows: int) -> set[str]:
     """What of tensor cores the kernels of a product use; they are compiled to machine code."""
     w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(128, 512)))
     form = dispatch.form_for(w)
-    launch, ready = dispatch.preparation(torch.empty(num_rows, 512), form, w.group, "norm", torch.ones(512), 1e-5)
+    launch, ready = dispatch.preparation(normed_rows(torch.empty(num_rows, 512), torch.ones(512), 1e-5), form, w.group)
     assert launch.compile(capability).asm["cubin"]
     launches = dispatch.multiplication(ready, w, None, None, torch.empty(num_rows, 128))
     compiled = [launch.compile(capability) for launch in launches]
@@ -241,9 +243,9 @@ def test_the_smallest_shapes_compile(tmp_path, monkeypatch):
     """Sizes of 1 become constants of a kernel, which must bear that."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     w = gpu.pack(QuantScheme.parse("w4a8").encode(torch.ones(1, 64)))
-    launch, ready = dispatch.preparation(torch.empty(1, 64), "int8", w.group)
+    launch, ready = dispatch.preparation(plain_rows(torch.empty(1, 64)), "int8", w.group)
     launches = [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
-    launches.append(dispatch.preparation(torch.empty(1, 1), "single", 1, "norm", torch.ones(1), 1e-5)[0])
+    launches.append(dispatch.preparation(normed_rows(torch.empty(1, 1), torch.ones(1), 1e-5), "single", 1)[0])
     launches.append(dispatch.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
     assert all(launch.compile(90).asm["cubin"] for launch in launches)
 
@@ -252,7 +254,7 @@ def test_the_smallest_shapes_compile(tmp_path, monkeypatch):
 def test_kernels_are_not_compiled_for_numbers_of_rows():
     """What a launch leaves free, Triton must not specialize on: one row, or a multiple of 16, would be other code."""
     w = gpu.pack(QuantScheme.parse("w4a16").encode(torch.ones(8, 4096)))
-    launch, ready = dispatch.preparation(torch.empty(3, 4096), "half", w.group)
+    launch, ready = dispatch.preparation(plain_rows(torch.empty(3, 4096)), "half", w.group)
     launches = [launch, *dispatch.multiplication(ready, w, None, None, torch.empty(3, 8))]
     assert len(launches) == 3
     for launch in launches:
@@ -266,8 +268,8 @@ def test_kernels_are_not_compiled_for_numbers_of_rows():
 def test_small_ops_compile(capability, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = [
-        dispatch.preparation(torch.empty(3, 256), "single", 1, "silu")[0],
-        dispatch.preparation(torch.empty(3, 256), "int8", 64, "silu")[0],
+        dispatch.preparation(gated_rows(torch.empty(3, 256)), "single", 1)[0],
+        dispatch.preparation(gated_rows(torch.empty(3, 256)), "int8", 64)[0],
         dispatch.rotation(torch.empty(3, 2, 64), torch.zeros(3, dtype=torch.int32), torch.empty(9, 64))[0],
     ]
     assert all(launch.compile(capability).asm["cubin"] for launch in launches)
@@ -278,7 +280,7 @@ def layout_of_sum(form: str, width: int, gather: bool) -> str:
     index = torch.zeros(2, dtype=torch.int32) if gather else None
     group = {"int8": 64, "fp8": 128}.get(form, 1)
     x, norm = torch.empty(3, width), torch.ones(width)
-    text = dispatch.preparation(x, form, group, "norm", norm, 1e-5, index)[0].compile(90).asm["ttgir"]
+    text = dispatch.preparation(normed_rows(x, norm, 1e-5, index), form, group)[0].compile(90).asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.M))
     found = re.findall(r'"tt\.reduce"[^\n]*\n[^\n]*\n\s*%\w+ = arith\.addf.*?\}\) : \((.*?)\) ->', text, re.S)
     assert len(found) == 2
