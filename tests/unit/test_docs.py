@@ -76,6 +76,13 @@ def test_the_readme_is_short() -> None:
     assert len(re.findall(r"\w\S*", text)) < 600
 
 
+def test_few_sentences_are_long() -> None:
+    text = "\n".join(prose(page) for page in PAGES if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md"))
+    text = re.sub(r"^#.*$|^\s*[-*] ", ". ", text, flags=re.MULTILINE).replace("\n", " ")
+    long = [s.strip() for s in re.split(r"[.!?](?:\s|$)", text) if len(s.split()) > 30]
+    assert len(long) < 20, "\n".join(long)
+
+
 def commands() -> dict[str, set[str]]:
     """The flags that the pages give to each command of ours, in blocks of code and in the text."""
     found: dict[str, set[str]] = defaultdict(set)
