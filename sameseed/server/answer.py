@@ -69,13 +69,12 @@ class Answer(Response):
             deadline.cancel()
             watcher.cancel()
             self._stream.leave()
-            self._ticket.leave()
+            self._ticket.close()
             self._record(scope, LEFT if self._gone else status)
 
     async def _watch(self, receive: Receive) -> None:
         """The client has left: the engine stops within a step."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await client_left(receive)
         self._gone = True
         self._stream.leave()
 
@@ -178,6 +177,12 @@ class Answer(Response):
                 "total_ms": round(took * 1e3, 1),
             },
         )
+
+
+async def client_left(receive: Receive) -> None:
+    """Until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def too_late(timeout: float) -> ApiError:

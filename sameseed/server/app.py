@@ -21,7 +21,7 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.conversation import plain
 from sameseed.server.errors import ApiError, bad_request, unavailable
 from sameseed.server.gate import Gate
-from sameseed.server.guard import Guard
+from sameseed.server.guard import Guard, visit_of
 from sameseed.server.interface import SUMMARY, described, errors, fitted, page
 from sameseed.server.playground import Playground
 from sameseed.server.service import Service
@@ -153,13 +153,13 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", **described(forms, "Token ids of a text, or of a conversation"))
     async def tokenize(request: Request) -> JSONResponse:
         fields: protocol.TokenizeFields | protocol.TokenizeChatFields = await service.fields(request, *forms)
-        text, size = service.loaded(fields.model), service.size(request)
-        with service.gate.enter(service.owner(request), 0, size):
+        text, visit = service.loaded(fields.model), visit_of(request)
+        with service.gate.enter(visit.tenant, 0, visit.size):
             if isinstance(fields, protocol.TokenizeFields):
                 ids = await text.encode(fields.prompt, fields.add_special_tokens is not False)
             else:
                 messages = await service.aside(request, lambda: plain(fields.messages))
-                ids = await text.encode_chat(messages, size=size)
+                ids = await text.encode_chat(messages, size=visit.size)
             return await service.aside(
                 request, lambda: JSONResponse(_tokens(text, ids, bool(fields.return_token_strs)))
             )
@@ -173,7 +173,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", **described([protocol.DetokenizeFields], "Text of token ids"))
     async def detokenize(request: Request) -> JSONResponse:
         fields = await service.fields(request, protocol.DetokenizeFields)
-        with service.gate.enter(service.owner(request), 0, service.size(request)):
+        visit = visit_of(request)
+        with service.gate.enter(visit.tenant, 0, visit.size):
             return JSONResponse({"prompt": await service.loaded(fields.model).decode(fields.tokens)})
 
 

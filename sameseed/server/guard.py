@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sameseed.server import limits
@@ -38,6 +39,12 @@ class Visit:
     client_id: str | None = None  # what the client calls it: repeated and logged, never used
     arrived: float = field(default_factory=time.monotonic)
     outcome: int | None = None  # a status other than that of the response: 499, or an error in a stream
+
+
+def visit_of(request: Request) -> Visit:
+    """What the guard knows of a request."""
+    visit: Visit = request.scope["sameseed"]
+    return visit
 
 
 class AnswerCounter(Protocol):

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, unavailable
-from sameseed.server.guard import Visit
+from sameseed.server.guard import Visit, visit_of
 
 INLINE = 2**16  # bytes of a body that are parsed on the spot
 MAX_INSIDE = 128 * 2**20  # bytes of all bodies that are being read, parsed or checked
@@ -23,20 +23,13 @@ class Intake:
     def __init__(self) -> None:
         self.size_inside = 0
 
-    async def read_object(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a request's body. Raises ApiError: 400, 408, 413, 415, 503."""
-        async with self.held(request) as body:
-            return body
-
-    async def read_sized(self, request: Request) -> tuple[dict[str, Any], int]:
-        """As `read_object`, and how many bytes of a body it was: not every client says so before."""
-        visit: Visit = request.scope["sameseed"]
-        return await self.read_object(request), visit.size
-
     @asynccontextmanager
     async def held(self, request: Request) -> AsyncIterator[dict[str, Any]]:
-        """As `read_object`, and the body's bytes count until this is left. Their number is the visit's `size`."""
-        visit: Visit = request.scope["sameseed"]
+        """The JSON object of a request's body, whose bytes (the visit's `size`) count until this is left.
+
+        Raises ApiError: 400, 408, 413, 415, 503.
+        """
+        visit = visit_of(request)
         try:
             yield await self._object(request, visit)
         finally:

@@ -33,57 +33,48 @@ def fitted(document: dict[str, Any], model_name: str, text: TextCodec | None, lo
 
 
 def _fit(value: Any, model_name: str, text: TextCodec | None) -> Any:
-    if isinstance(value, list):
-        return [_fit(v, model_name, text) for v in value if not _needs_tools(v, text)]
+    toolless = text is not None and parser_for(text.tokenizer.chat_template) is None
+    if isinstance(value, list):  # of the forms of messages a model without tools has one less
+        forms = (v for v in value if not (toolless and isinstance(v, dict) and v.get("title") == "CallMessage"))
+        return [_fit(form, model_name, text) for form in forms]
     if not isinstance(value, dict):
         return value
     made = {k: _fit(v, model_name, text) for k, v in value.items() if k != "422"}  # FastAPI's own, never used here
-    properties = made.get("properties")
-    if isinstance(properties, dict):
-        made["properties"] = properties = dict(properties)
-        if "model" in properties:
-            properties["model"] = {"enum": [model_name, None], "title": "Model"}
-        if text is not None and parser_for(text.tokenizer.chat_template) is None:
-            properties.pop("tools", None)
-            properties.pop("tool_call_id", None)
-            if "tool_choice" in properties:
-                properties["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
-            if "enum" in properties.get("role", {}):
-                properties["role"] = {
-                    **properties["role"],
-                    "enum": [r for r in properties["role"]["enum"] if r != "tool"],
-                }
-        for name in ONE_OF_THEM:
-            properties.pop(name, None)
-        if "logit_bias" in properties and text is not None:
-            properties["logit_bias"] = _with_keys(properties["logit_bias"], text.vocab_size)
-        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-            if name in properties and text is not None:
-                properties[name] = _with_maximum(properties[name], text.max_model_len)
+    if isinstance(made.get("properties"), dict):
+        made["properties"] = _fit_properties(made["properties"], model_name, text, toolless)
     if made.pop(TOKEN, False) and text is not None:
         made["maximum"] = text.vocab_size - 1
     return made
 
 
-def _needs_tools(value: Any, text: TextCodec | None) -> bool:
-    """Is this a form that only a model with tools can have?"""
-    knows_none = text is not None and parser_for(text.tokenizer.chat_template) is None
-    return knows_none and isinstance(value, dict) and value.get("title") == "CallMessage"
+def _fit_properties(
+    properties: dict[str, Any], model_name: str, text: TextCodec | None, toolless: bool
+) -> dict[str, Any]:
+    made = {name: schema for name, schema in properties.items() if name not in ONE_OF_THEM}
+    if "model" in made:
+        made["model"] = {"enum": [model_name, None], "title": "Model"}
+    if toolless:
+        made.pop("tools", None)
+        made.pop("tool_call_id", None)
+        if "tool_choice" in made:
+            made["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
+        if "enum" in made.get("role", {}):
+            made["role"] = {**made["role"], "enum": [r for r in made["role"]["enum"] if r != "tool"]}
+    if text is None:
+        return made
+    if "logit_bias" in made:  # keys are token ids; said for those of fewer digits than the vocabulary's size has
+        digits = max(1, len(str(text.vocab_size - 1)) - 1)
+        keys = {"propertyNames": {"pattern": f"^[0-9]{{1,{digits}}}$"}}
+        made["logit_bias"] = _extended(made["logit_bias"], "object", keys)
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if name in made:
+            made[name] = _extended(made[name], "integer", {"maximum": text.max_model_len})
+    return made
 
 
-def _with_maximum(schema: dict[str, Any], most: int) -> dict[str, Any]:
-    forms = [{**form, "maximum": most} if form.get("type") == "integer" else form for form in schema["anyOf"]]
-    return {**schema, "anyOf": forms}
-
-
-def _with_keys(schema: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Keys are token ids; said for those of fewer digits than the vocabulary's size, which all exist."""
-    digits = max(1, len(str(vocab_size - 1)) - 1)
-    keys = {"pattern": f"^[0-9]{{1,{digits}}}$"}
-    return {
-        **schema,
-        "anyOf": [{**f, "propertyNames": keys} if f.get("type") == "object" else f for f in schema["anyOf"]],
-    }
+def _extended(schema: dict[str, Any], kind: str, more: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose forms of this type say more."""
+    return {**schema, "anyOf": [form | more if form.get("type") == kind else form for form in schema["anyOf"]]}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

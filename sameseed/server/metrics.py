@@ -26,6 +26,11 @@ _COUNTED = {
     "spec_decode_num_draft_tokens": ("draft_tokens", "draft tokens"),
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "draft tokens that were accepted"),
 }
+_COUNTED_BY = (
+    ("spec_decode_num_accepted_tokens_per_pos", "accepted, by place", "position", "accepted_per_pos"),
+    ("spec_decode_undrafted_rounds", "rounds without a draft, by why", "reason", "undrafted"),
+    ("engine_time_seconds", "seconds of the engine, by stage", "stage", "times"),
+)
 
 
 class ServerMetrics:
@@ -98,14 +103,16 @@ class _EngineCounters(Collector):
         yield self._count("admission_rejections", "requests refused by a full queue", self._gate.num_refused)
         for name, (key, text) in _COUNTED.items():
             yield self._count(name, text, sum(s.get(key, 0) for s in everything))
-        yield self._by(
-            "spec_decode_num_accepted_tokens_per_pos", "accepted, by place", "position", _per_pos(everything)
-        )
-        yield self._by(
-            "spec_decode_undrafted_rounds", "rounds without a draft, by why", "reason", _sums(everything, "undrafted")
-        )
         yield self._passes(everything)
-        yield self._by("engine_time_seconds", "seconds of the engine, by stage", "stage", _sums(everything, "times"))
+        for name, text, label, key in _COUNTED_BY:
+            sums: dict[str, float] = {}
+            for stats in everything:
+                for of, value in stats.get(key, {}).items():
+                    sums[of] = sums.get(of, 0) + value
+            family = CounterMetricFamily(self._prefix + name, text, labels=["model_name", label])
+            for of, value in sums.items():
+                family.add_metric([*self._labels, of], value)
+            yield family
 
     def _passes(self, everything: list[dict[str, Any]]) -> Metric:
         """Passes of the engine by the tokens that they computed; by the bound above."""
@@ -127,25 +134,3 @@ class _EngineCounters(Collector):
         family = CounterMetricFamily(self._prefix + name, text, labels=["model_name"])
         family.add_metric(self._labels, value)
         return family
-
-    def _by(self, name: str, text: str, label: str, values: dict[str, float]) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, text, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([*self._labels, key], value)
-        return family
-
-
-def _per_pos(everything: list[dict[str, Any]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for stats in everything:
-        for i, count in enumerate(stats.get("accepted_per_pos", ())):
-            found[str(i)] = found.get(str(i), 0) + count
-    return found
-
-
-def _sums(everything: list[dict[str, Any]], key: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for stats in everything:
-        for name, value in stats.get(key, {}).items():
-            found[name] = found.get(name, 0) + value
-    return found

@@ -19,7 +19,7 @@ import sameseed
 from sameseed.server.app import add_state, lifespan
 from sameseed.server.config import ServerConfig
 from sameseed.server.gate import Gate
-from sameseed.server.guard import Guard, Visit
+from sameseed.server.guard import Guard, visit_of
 from sameseed.server.intake import INLINE, Intake
 from sameseed.server.metrics import CONTENT_TYPE
 from sameseed.server.passable import check, num_prompts
@@ -72,23 +72,20 @@ def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intak
     """The route that passes bodies on to vLLM's route of the same path."""
 
     async def route(request: Request) -> Relay:
-        visit: Visit = request.scope["sameseed"]
-        body, size = await intake.read_sized(request)
-        client.check()
-        if size > INLINE:
-            await asyncio.to_thread(check, body)
-        else:
-            check(body)
-        if path.startswith("/v1/"):
-            salt(body, visit.tenant)
-        count = int(body.get("n") or 1) * num_prompts(body.get("prompt"))
-        ticket = gate.enter(visit.tenant, count, size)
-        try:
-            raw = await asyncio.to_thread(_written, body) if size > INLINE else _written(body)
-            return Relay(client, path, raw, ticket, config.request_timeout)
-        except BaseException:
-            ticket.leave()
-            raise
+        visit = visit_of(request)
+        async with intake.held(request) as body:
+            client.check()
+            large = visit.size > INLINE
+            if large:
+                await asyncio.to_thread(check, body)
+            else:
+                check(body)
+            if path.startswith("/v1/"):
+                salt(body, visit.tenant)
+            count = int(body.get("n") or 1) * num_prompts(body.get("prompt"))
+            with gate.enter(visit.tenant, count, visit.size) as ticket:
+                raw = await asyncio.to_thread(_written, body) if large else _written(body)
+                return Relay(client, path, raw, ticket.pop_all(), config.request_timeout)
 
     return route
 

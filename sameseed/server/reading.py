@@ -7,33 +7,14 @@ not offered is refused by its name.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from sameseed.server import structured
-from sameseed.server.conversation import (
-    CallMessage,
-    Fields,
-    Function,
-    Message,
-    NamedTool,
-    OfferedFunction,
-    TextPart,
-    Tool,
-    ToolCall,
-)
+from sameseed.server.conversation import Fields
 from sameseed.server.errors import ApiError, bad_request
-from sameseed.server.protocol import (
-    ChatFields,
-    CompletionFields,
-    DetokenizeFields,
-    ResponseFields,
-    SpeculationFields,
-    StreamOptions,
-    TokenizeChatFields,
-    TokenizeFields,
-)
+from sameseed.server.protocol import ChatFields, CompletionFields, TokenizeChatFields, TokenizeFields
 
 log = logging.getLogger("sameseed.server")
 
@@ -89,30 +70,13 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
     return fields
 
 
-_NAMES = frozenset(
-    name
-    for kind in (CompletionFields, ChatFields, ResponseFields, TokenizeFields, TokenizeChatFields, DetokenizeFields)
-    for part in (
-        kind,
-        SpeculationFields,
-        StreamOptions,
-        Message,
-        CallMessage,
-        TextPart,
-        Tool,
-        OfferedFunction,
-        ToolCall,
-        Function,
-        NamedTool,
-        structured.StructuredOutputs,
-        structured.SchemaFormat,
-        structured.JsonSchema,
-        structured.TextOptions,
-    )
-    for field, info in part.model_fields.items()
-    for name in (field, info.alias)
-    if name is not None
-)
+def _kinds(base: type[Fields]) -> Iterator[type[Fields]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+_NAMES = frozenset(n for k in _kinds(Fields) for f, info in k.model_fields.items() for n in (f, info.alias) if n)
 
 
 def _first_fault(error: ValidationError) -> ApiError:

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sameseed.server.answer import GRACE, LEFT, error_response
+from sameseed.server.answer import GRACE, LEFT, client_left, error_response, too_late
 from sameseed.server.connection import cut
 from sameseed.server.errors import ApiError, internal, unavailable
 from sameseed.server.events import Events, without_places
@@ -45,7 +45,7 @@ class Relay(Response):
         status = LEFT
         self._client.enter(self)
         work: asyncio.Task[None] | None = None
-        watcher = loop.create_task(_left(receive))
+        watcher = loop.create_task(client_left(receive))
         try:
             work = loop.create_task(self._pass_on(send))
             await asyncio.wait((work, watcher, self._stopped), timeout=self._timeout, return_when="FIRST_COMPLETED")
@@ -61,7 +61,7 @@ class Relay(Response):
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
             self._client.forget(self)
-            self._ticket.leave()
+            self._ticket.close()
             visit.outcome = status
             took = round((time.monotonic() - visit.arrived) * 1e3, 1)
             told = {"request_id": visit.id, "client_request_id": visit.client_id, "status": status, "total_ms": took}
@@ -72,8 +72,7 @@ class Relay(Response):
         if not work.done():
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-            late = ApiError(408, f"the request took longer than {self._timeout:g} s", code="timeout")
-            return self._stopped.result() if self._stopped.done() else late
+            return self._stopped.result() if self._stopped.done() else too_late(self._timeout)
         error = work.exception()
         if error is None or isinstance(error, ApiError):
             return error
@@ -113,11 +112,6 @@ class Relay(Response):
             await send({"type": "http.response.body", "body": rest, "more_body": False})
             if events is not None and events.failed:
                 self._status = 500
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def told(status: int, raw: bytes) -> ApiError:

@@ -23,7 +23,7 @@ from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Add
 from sameseed.server.gate import Gate
 from sameseed.server.grammars import Compiled
-from sameseed.server.guard import Visit
+from sameseed.server.guard import Visit, visit_of
 from sameseed.server.intake import INLINE, Intake
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.parameters import check_length, sampling, speculation, tenant
@@ -72,21 +72,9 @@ class Service:
             kind = kinds[0 if body.get("messages") is None else -1]
             return await self.aside(request, lambda: read(kind, body))
 
-    @staticmethod
-    def size(request: Request) -> int:
-        """Bytes of a request's body, which has been read."""
-        visit: Visit = request.scope["sameseed"]
-        return visit.size
-
-    @staticmethod
-    def owner(request: Request) -> str:
-        """Whose key it came with."""
-        visit: Visit = request.scope["sameseed"]
-        return visit.tenant
-
     async def aside(self, request: Request, work: Callable[[], T]) -> T:
         """Work that grows with the request's body: in a thread where that is large."""
-        if self.size(request) <= INLINE:
+        if visit_of(request).size <= INLINE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
@@ -154,7 +142,7 @@ class Service:
             return Plain(grammar_source(fields, text), conversation.plain(fields.messages), tools, parser)
 
         async def encode(plain: Plain) -> list[list[int]]:
-            return [await text.chat(plain.messages, plain.tools, self.size(request))]
+            return [await text.chat(plain.messages, plain.tools, visit_of(request).size)]
 
         async def make(id: str, ids: Seq[list[int]], plain: Plain) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
@@ -177,7 +165,7 @@ class Service:
             return Plain(fields.source(), fields.messages)
 
         async def encode(plain: Plain) -> list[list[int]]:
-            return [await text.chat(plain.messages, size=self.size(request))]
+            return [await text.chat(plain.messages, size=visit_of(request).size)]
 
         async def make(id: str, ids: Seq[list[int]], plain: Plain) -> tuple[Reply, SamplingParams, bool]:
             room = text.max_model_len - len(ids[0])
@@ -199,8 +187,7 @@ class Service:
         make: Callable[[str, Seq[list[int]], Plain], Awaitable[tuple[Reply, SamplingParams, bool]]],
     ) -> Answer:
         """Through the gate first; then tokens, then the engine."""
-        visit: Visit = request.scope["sameseed"]
-        ticket = self.gate.enter(visit.tenant, num_seqs, visit.size)
+        visit = visit_of(request)
 
         async def prepared() -> tuple[Reply, Add, bytes, Compiled | None]:
             made = await self.aside(request, plain)
@@ -212,18 +199,16 @@ class Service:
             asked.score_prompt, asked.grammar = score, None if grammar is None else grammar.key
             return reply, asked, await text.away(reply.num_prompt_tokens, lambda: frames.pack(asked)), grammar
 
-        try:
-            left = self.config.request_timeout - (time.monotonic() - visit.arrived)
-            reply, asked, packed, grammar = await asyncio.wait_for(prepared(), left)
+        timeout = self.config.request_timeout
+        with self.gate.enter(visit.tenant, num_seqs, visit.size) as ticket:
+            try:
+                made = await asyncio.wait_for(prepared(), timeout - (time.monotonic() - visit.arrived))
+            except asyncio.TimeoutError:
+                raise too_late(timeout) from None
+            reply, asked, packed, grammar = made
             stream = self.client.submit(asked, packed, grammar)
-        except asyncio.TimeoutError:
-            ticket.leave()
-            raise too_late(self.config.request_timeout) from None
-        except BaseException:
-            ticket.leave()
-            raise
-        usage, timeout = fields.include_usage, self.config.request_timeout
-        return Answer(reply, stream, ticket, self.metrics, events=bool(fields.stream), usage=usage, timeout=timeout)
+            more: dict[str, Any] = {"events": bool(fields.stream), "usage": fields.include_usage, "timeout": timeout}
+            return Answer(reply, stream, ticket.pop_all(), self.metrics, **more)
 
     def _add(self, visit: Visit, fields: Common, ids: list[list[int]], params: SamplingParams) -> Add:
         return Add(

@@ -8,6 +8,7 @@ the other end of the socket closes, the process ends.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import logging
 import os
 import signal
@@ -148,9 +149,9 @@ class Worker:
             "drafts": spec.num_drafts,
             "draft_tokens": spec.num_draft_tokens,
             "accepted_tokens": spec.num_accepted_tokens,
-            "accepted_per_pos": list(spec.num_accepted_tokens_per_pos),
+            "accepted_per_pos": {str(i): n for i, n in enumerate(spec.num_accepted_tokens_per_pos)},
             "undrafted": dict(spec.undrafted),
-            "times": {"draft": times.draft, "target": times.target, "verify": times.verify, "schedule": times.schedule},
+            "times": dataclasses.asdict(times),
         }
 
     def send(self, frame: Frame) -> None:
@@ -176,7 +177,6 @@ class Worker:
             self._wake.notify()
 
     def _vocabulary(self) -> Vocabulary:
-        """What the model's tokens write, for grammars."""
         from sameseed.server.text import vocabulary
 
         assert self.engine is not None

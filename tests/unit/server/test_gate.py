@@ -28,8 +28,8 @@ async def test_a_full_gate_says_when_to_return() -> None:
     assert gate.num_refused == 1
     with inside[0]:
         pass
-    inside[0].leave()
-    gate.enter("", 2, 10).leave()
+    inside[0].close()
+    gate.enter("", 2, 10).close()
     with pytest.raises(ApiError) as caught:
         gate.enter("", 6, 10)
     assert caught.value.status == 400, "it would never fit"
@@ -42,18 +42,18 @@ async def test_large_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
         gate.enter("", 1, 20)
     with gate.enter("", 0, 90):  # of who wants tokens only, no sequence is counted
         assert gate.num_inside == 0
-        gate.enter("", 1, 10).leave()
+        gate.enter("", 1, 10).close()
         with pytest.raises(ApiError, match="too much text"):
             gate.enter("", 0, 20)
         with pytest.raises(asyncio.TimeoutError):  # but a drain waits for it
             await asyncio.wait_for(gate.wait_empty(), 0.01)
     await asyncio.wait_for(gate.wait_empty(), 1)
-    gate.enter("", 1, 1000).leave()
+    gate.enter("", 1, 1000).close()
 
 
 async def test_a_full_queue_has_room_for_who_has_nothing_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "MAX_TEXT", 80)
-    gate = Gate(max_queue=14, num_owners=3)
+    gate = Gate(max_queue=14, num_tenants=3)
     gate.max_running = 2
     flood = [gate.enter("flood", 1, 5) for _ in range(14)]  # two of fourteen places are kept, and ten of 80 bytes
     with pytest.raises(ApiError, match="queue is full"):
@@ -67,13 +67,13 @@ async def test_a_full_queue_has_room_for_who_has_nothing_inside(monkeypatch: pyt
     with pytest.raises(ApiError, match="queue is full"):
         gate.enter("fourth", 1, 0)
     for ticket in (*flood, other, third, third):
-        ticket.leave()
+        ticket.close()
     assert not gate._requests and gate.num_inside == gate.size_inside == 0, "nobody is remembered"
-    gate.enter("flood", 16, 1000).leave()
+    gate.enter("flood", 16, 1000).close()
     alone = Gate(max_queue=14)
     alone.max_running = 2
     for ticket in [alone.enter("", 1, 5) for _ in range(16)]:
-        ticket.leave()
+        ticket.close()
 
 
 async def test_a_closed_gate() -> None:
@@ -86,7 +86,7 @@ async def test_a_closed_gate() -> None:
     waiting = asyncio.create_task(gate.wait_empty())
     await asyncio.sleep(0)
     assert not waiting.done()
-    ticket.leave()
+    ticket.close()
     await asyncio.wait_for(waiting, 1)
     assert gate.num_inside == gate.size_inside == 0
 

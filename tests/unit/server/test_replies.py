@@ -91,7 +91,7 @@ def test_counters_outlive_an_engine() -> None:
     old = {
         "drafts": 5,
         "draft_tokens": 20,
-        "accepted_per_pos": [3, 1],
+        "accepted_per_pos": {"0": 3, "1": 1},
         "undrafted": {"prompt": 2},
         "times": {"draft": 1.0},
         "passes": {"counts": [1, 4, *[0] * 11, 2], "tokens": 50_000},
