@@ -1,11 +1,11 @@
-"""`sameseed info`: what this machine can run and what is on the shelves."""
+"""`sameseed info`: what this machine can run and what its registries hold."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,7 +84,7 @@ def _format(name: str) -> dict[str, Any]:
 
 
 def _presets() -> dict[str, Any]:
-    """The names that --format takes besides the shelf's, with the formats of weights and activations."""
+    """The names that --format takes besides the registry's, with the formats of weights and activations."""
     from sameseed.scheme import PRESETS
 
     return {n: {"weights": w, "activations": a or "float32"} for n, (w, a) in PRESETS.items()}
@@ -151,77 +151,53 @@ def _card_facts(card: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#") and any(w in line.lower() for w in words)][:6]
 
 
+Table = tuple[str, Seq[str], Seq[Seq[object]]]  # title, heads (none: two columns without), rows
+
+
 def _print(found: Mapping[str, Any]) -> None:
+    from rich import table
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     console = Console(highlight=False)
     console.print(f"[bold]sameseed {found['version']}[/] ({found['commit']})\n")
-
-    def show(title: str, head: Seq[str], rows: Seq[Seq[object]]) -> None:
-        table = Table(title=title, title_justify="left", title_style="bold", show_header=bool(head), expand=False)
+    for title, head, rows in (*_machine_tables(found), *_registry_tables(found), *_model_tables(found)):
+        made = table.Table(title=title, title_justify="left", title_style="bold", show_header=bool(head))
         for i, name in enumerate(head or ("", "")):
-            table.add_column(name, no_wrap=i == 0)
+            made.add_column(name, no_wrap=i == 0)
         for row in rows:
-            table.add_row(*(escape(str(cell)) for cell in row))
-        console.print(table)
+            made.add_row(*(escape(str(cell)) for cell in row))
+        console.print(made)
 
-    machine = found["machine"]
-    show("machine", (), [(k, "none" if v is None else v) for k, v in machine.items()])
-    gpus, why = found["devices"]["gpus"], found["devices"]["reason"]
-    show(
-        "GPUs",
-        ("device", "name", "capability", "multiplies", "free of memory"),
-        [
-            (
-                g["device"],
-                g["name"],
-                g["capability"],
-                g["multiplies"],
-                f"{g['free_bytes'] / 2**30:.1f} of {g['memory_bytes'] / 2**30:.1f} GiB",
-            )
-            for g in gpus
-        ]
-        or [("none", why, "", "", "")],
-    )
-    show(
-        "backends",
-        ("name", "runs here", "device", "row-invariant", "weights", "KV cache"),
-        [
-            (
-                name,
-                "yes" if b["runs_here"] else f"no: {b['reason']}",
-                " ".join(b["devices"]),
-                "yes" if b["row_invariant"] else "no",
-                " ".join(b["weights"]),
-                " ".join(b["kv_cache"]),
-            )
-            for name, b in found["backends"].items()
-        ],
-    )
-    show(
-        "formats",
-        ("name", "what", "bits per weight", "KV cache"),
-        [
-            (
-                n,
-                f["what"],
-                "" if f["bits_per_weight"] is None else f"{f['bits_per_weight']:g}",
-                "yes" if f["kv_cache"] else "no",
-            )
-            for n, f in found["formats"].items()
-        ],
-    )
-    show(
-        "more names for --format (docs/guides/formats.md tells of -g32, -asym, -b128, -dq, -mse and rules)",
-        ("name", "weights", "activations"),
-        [(n, p["weights"], p["activations"]) for n, p in found["presets"].items()],
-    )
-    show(
-        "drafters",
-        ("name", "what", "needs", "options (--draft-options)"),
-        [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()],
-    )
+
+def _machine_tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    yield "machine", (), [(k, "none" if v is None else v) for k, v in found["machine"].items()]
+    rows: list[Seq[object]] = []
+    for gpu in found["devices"]["gpus"]:
+        free = f"{gpu['free_bytes'] / 2**30:.1f} of {gpu['memory_bytes'] / 2**30:.1f} GiB"
+        rows.append((gpu["device"], gpu["name"], gpu["capability"], gpu["multiplies"], free))
+    head = ("device", "name", "capability", "multiplies", "free of memory")
+    yield "GPUs", head, rows or [("none", found["devices"]["reason"], "", "", "")]
+
+
+def _registry_tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    rows: list[Seq[object]] = []
+    for name, b in found["backends"].items():
+        here, same = "yes" if b["runs_here"] else f"no: {b['reason']}", "yes" if b["row_invariant"] else "no"
+        rows.append((name, here, " ".join(b["devices"]), same, " ".join(b["weights"]), " ".join(b["kv_cache"])))
+    yield "backends", ("name", "runs here", "device", "row-invariant", "weights", "KV cache"), rows
+    rows = []
+    for name, f in found["formats"].items():
+        bits = "" if f["bits_per_weight"] is None else f"{f['bits_per_weight']:g}"
+        rows.append((name, f["what"], bits, "yes" if f["kv_cache"] else "no"))
+    yield "formats", ("name", "what", "bits per weight", "KV cache"), rows
+    title = "more names for --format (docs/guides/formats.md tells of -g32, -asym, -b128, -dq, -mse and rules)"
+    presets = [(n, p["weights"], p["activations"]) for n, p in found["presets"].items()]
+    yield title, ("name", "weights", "activations"), presets
+    drafters = [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()]
+    yield "drafters", ("name", "what", "needs", "options (--draft-options)"), drafters
+
+
+def _model_tables(found: Mapping[str, Any]) -> Iterator[Table]:
     for name, model in found["models"].items():
-        show(f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v])
+        yield f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v]

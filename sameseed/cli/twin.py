@@ -14,7 +14,7 @@ from sameseed.cli.options import option, parse
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.study.twin import HeadTwin
+    from sameseed.study.twin import HeadTwin, Twin
 
 OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
 
@@ -60,17 +60,17 @@ def run(argv: Seq[str], prog: str) -> int:
             bar.update(bar.tasks[0].id, completed=done // 10**6, total=total // 10**6, note="million weights")
 
         shape = find_shape(args.shape)
-        shared: dict[str, Any] = {
-            "name": args.shape,
-            "seed": args.seed,
-            "device": args.device,
-            "overwrite": args.overwrite,
-            "progress": report,
-        }
+        shared: dict[str, Any] = {"name": args.shape, "progress": report}
+        shared |= {"seed": args.seed, "device": args.device, "overwrite": args.overwrite}
         if of_head:
-            made = make_head_twin(shape, args.of, args.target, args.out, num_tokens=args.draft_vocab, **shared)
-            return _tell_head(args, made)
-        twin = make_twin(shape, args.of, args.out, **shared)
+            head = make_head_twin(shape, args.of, args.target, args.out, num_tokens=args.draft_vocab, **shared)
+        else:
+            twin = make_twin(shape, args.of, args.out, **shared)
+    return _tell_head(args, head) if of_head else _tell(args, twin)
+
+
+def _tell(args: TwinArgs, twin: Twin) -> int:
+    """Say what was written for a model."""
     if args.json:
         print(json.dumps({"folder": str(twin.folder), "bytes": twin.num_bytes, **twin.layout.as_dict()}))
         return 0

@@ -19,7 +19,7 @@ from sameseed.laws.subject import Subject, storeless
 from sameseed.models.weights import Progress
 from sameseed.request import SamplingParams
 from sameseed.study import record
-from sameseed.study.fields import CERTIFICATE_SCHEMA
+from sameseed.study.schemas import CERTIFICATE_SCHEMA
 from sameseed.study.workload import read_prompts
 
 LEAST_TOKENS = 8  # of the answers that are compared

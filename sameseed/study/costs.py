@@ -6,16 +6,14 @@ c(M), the time of M rows over that of one, is what checking a draft costs; plann
 from __future__ import annotations
 
 import difflib
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
-from sameseed.study.fields import PROFILE_SCHEMA
 from sameseed.study.limits import Limits
+from sameseed.study.schemas import PROFILE_SCHEMA
 
 Report = Callable[[str, float, float], None]  # stage, done, total
 
@@ -210,17 +208,6 @@ def profile(
     from sameseed.study.profiler import Profiler
 
     return Profiler(ProfileGrid(**grid), shape, model).run(report)
-
-
-def read_profile(path: Path) -> Profile:
-    """The profile in a JSON file. Raises ConfigError with its path."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}); write it with `sameseed profile --json`") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no JSON object; write it with `sameseed profile --json`")
-    return Profile.from_dict(data, str(path))
 
 
 def _interpolate(xs: Seq[float], ys: Seq[float], x: float) -> float:

@@ -6,45 +6,13 @@ and what lies outside the models (Leviathan et al., 2023, section 3, with measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from sameseed.lengths._cost import Curve
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SpecMetrics
 from sameseed.spec.drafter import Drafter
-
-
-def expected_tokens(rates: Seq[float]) -> float:
-    """Tokens of a round: 1 + the sum over j of the probability that the first j drafted ones are all right.
-
-    `rates[j]`: how often token j is right where those before it were. For equal rates a and k tokens this is
-    (1 - a^(k+1)) / (1 - a), equation 1 of Leviathan et al.
-    """
-    total, path = 1.0, 1.0
-    for rate in rates:
-        path *= rate
-        total += path
-    return total
-
-
-def rates_of(metrics: SpecMetrics, num_draft_tokens: int) -> list[float]:
-    """For chains of a fixed length: how often each place was right where those before it were, from counters."""
-    reached, rates = float(metrics.num_drafts), []
-    per_pos = [*metrics.num_accepted_tokens_per_pos, *[0] * num_draft_tokens]
-    for right in per_pos[:num_draft_tokens]:
-        rates.append(right / reached if reached else 0.0)
-        reached = float(right)
-    return rates
-
-
-def chain_speedup(rates: Seq[float], target: Curve, step: float, overhead: float = 0.0) -> float:
-    """Speed-up of one sequence by chains of len(rates) tokens; `step`: seconds of one drafted token, and `overhead`
-    those of a round outside the models.
-    """
-    rows = 1 + len(rates)
-    seconds = target.at(rows) + step * len(rates) + overhead
-    return expected_tokens(rates) * (target.at(1) + overhead) / seconds
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,20 @@ from sameseed.engine.alarm import is_useless
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
-from sameseed.study.fields import BENCH_SCHEMA, check
 from sameseed.study.measure import Bench, Run
+from sameseed.study.schemas import BENCH_SCHEMA, check
 from sameseed.study.workload import Arm, Workload, spec_as_dict
 
+COUNTED = (  # of SpecMetrics, under their own names
+    "num_rounds",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "num_ahead",
+    "num_ahead_kept",
+)
 DIGEST_LIMIT = 256 * 2**20  # bytes: larger weights are named, not hashed
 
 
@@ -194,37 +204,31 @@ def make_record(
         "commit": commit(),
         "machine": dict(machine_),
         "config": dict(config),
-        "repetitions": [
-            {
-                "seconds": run.seconds,
-                "num_tokens": run.num_tokens,
-                "tokens_per_s": run.tokens_per_s,
-                "speedup": ratio,
-                "equals_plain": same,
-                "num_steps": run.num_steps,
-                "time_split": _split(run),
-            }
-            for run, ratio, same in zip(runs, ratios, equal, strict=True)
-        ],
+        "repetitions": [_repetition(*each) for each in zip(runs, ratios, equal, strict=True)],
         "tokens_per_s": median(run.tokens_per_s for run in runs),
         "latency_s": spread([m.total_time for m in done]),
         "ttft_s": spread([m.time_to_first_token for m in done]),
         "time_per_output_token_s": spread([m.time_per_output_token for m in done if m.num_output_tokens > 1]),
-        "num_rounds": metrics.num_rounds,
-        "num_drafts": metrics.num_drafts,
-        "num_draft_tokens": metrics.num_draft_tokens,
-        "num_accepted_tokens": metrics.num_accepted_tokens,
-        "acceptance_rate": metrics.acceptance_rate,
-        "mean_acceptance_length": metrics.mean_acceptance_length,
+        **{name: getattr(metrics, name) for name in COUNTED},
         "rollbacks": metrics.num_rollbacks,
-        "num_ahead": metrics.num_ahead,
-        "num_ahead_kept": metrics.num_ahead_kept,
         "accepted_per_pos": list(metrics.num_accepted_tokens_per_pos),
         "speedup": median(ratios),
         "equals_plain": all(equal),
         "time_split": {name: median(_split(run)[name] for run in runs) for name in _split(runs[0])},
         "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,
         **_remarks(str(config.get("draft", "none")), runs[0]),
+    }
+
+
+def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
+    return {
+        "seconds": run.seconds,
+        "num_tokens": run.num_tokens,
+        "tokens_per_s": run.tokens_per_s,
+        "speedup": ratio,
+        "equals_plain": same,
+        "num_steps": run.num_steps,
+        "time_split": _split(run),
     }
 
 

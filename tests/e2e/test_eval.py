@@ -13,7 +13,7 @@ from lawkit import write_model
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
-from sameseed.study import fields, record
+from sameseed.study import record, schemas
 from sameseed.study.quality import compare
 from sameseed.study.quality.compare import Comparing
 from sameseed.study.quality.variant import Footprint, Variant
@@ -71,7 +71,7 @@ def test_json_is_the_record_and_a_format_changes_it(cli: Cli, model: str, data: 
         code, out, _ = cli("--model", model, "--data", data, "--window", "64", "--json", *more)
         assert code == 0
         line = json.loads(out)
-        fields.check(line)
+        schemas.check(line)
         low, high = line["perplexity"]["interval"]
         assert low < line["perplexity"]["value"] < high
         values.append(line["perplexity"]["value"])

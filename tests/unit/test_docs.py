@@ -19,7 +19,7 @@ import recorded
 from sameseed import cli
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.drafter import parse_options
-from sameseed.study.fields import BENCH_SCHEMA
+from sameseed.study.schemas import BENCH_SCHEMA
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from sameseed.study.fields import LOAD_SCHEMA
 from sameseed.study.load.bench import LoadBench, LoadCell, Repetition, ServerArm
 from sameseed.study.load.figures import same_texts
+from sameseed.study.schemas import LOAD_SCHEMA
 
 SPREADS = ("ttft_ms", "tpot_ms", "itl_chunk_ms", "itl_token_ms", "e2e_ms")
 BUSY = 0.7  # share of a core above which the generator may be what is measured

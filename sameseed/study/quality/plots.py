@@ -14,8 +14,6 @@ from sameseed.study.quality.bootstrap import Interval
 from sameseed.study.quality.compare import Comparison, Row
 from sameseed.study.quality.speed import CHAIN
 
-GREY = "0.72"
-
 
 def plot_paths(path: Path) -> tuple[Path, Path]:
     """The pages that are written for `path`: NAME-quality.png and NAME-cost.png.
@@ -74,21 +72,12 @@ def _bars(
     step = 0.8 / len(series)
     top = 0.0
     for s, (name, bars) in enumerate(series):
-        label: str | None = name
-        for i, bar in enumerate(bars):
-            if bar is None or not isfinite(bar[0]):
-                continue
-            value, interval = bar
+        shown = [(i, bar) for i, bar in enumerate(bars) if bar is not None and isfinite(bar[0])]
+        for n, (i, bar) in enumerate(shown):
             y = i - 0.4 + step * (s + 0.5)
-            panel.barh(y, value, 0.9 * step, color=COLOURS[s], label=label, alpha=0.85)
-            label = None  # the legend names a series once
-            end = value
-            if interval is not None and all(map(isfinite, interval)):
-                low, high = interval
-                panel.plot([low, high], [y, y], color="0.15", linewidth=1.1, marker="|", markersize=5)
-                end = max(value, high)
-            panel.annotate(f"{value:{form}}", (end, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
-            top = max(top, end)
+            label = name if n == 0 else None  # the legend names a series once
+            panel.barh(y, bar[0], 0.9 * step, color=COLOURS[s], label=label, alpha=0.85)
+            top = max(top, _whisker(panel, y, bar, form))
     if line is not None:
         panel.axvline(line, color="0.4", linewidth=0.8, linestyle="--")
     panel.set_yticks(range(len(names)), names)
@@ -99,6 +88,17 @@ def _bars(
     panel.set_title(title, loc="left", fontsize=10)
     if len(series) > 1:
         panel.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0.0, -0.1), ncols=len(series))
+
+
+def _whisker(panel: Any, y: float, bar: Bar, form: str) -> float:
+    """The interval of a bar at height y, and its value behind; returns how far both reach."""
+    value, interval = bar
+    end = value
+    if interval is not None and all(map(isfinite, interval)):
+        panel.plot(interval, [y, y], color="0.15", linewidth=1.1, marker="|", markersize=5)
+        end = max(value, interval[1])
+    panel.annotate(f"{value:{form}}", (end, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    return end
 
 
 def _quality(panels: Seq[Any], found: Comparison) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from sameseed.engine.llm import LLM
 from sameseed.study import record
-from sameseed.study.fields import EVAL_SCHEMA
 from sameseed.study.quality.compare import Comparison, Row
 from sameseed.study.quality.suite import PerplexityText, Quality
 from sameseed.study.quality.tasks import TaskSettings
 from sameseed.study.quality.variant import Variant, stored_format
+from sameseed.study.schemas import EVAL_SCHEMA
 
 
 def _config(variant: Variant, tasks: Seq[str], settings: TaskSettings, text: PerplexityText) -> dict[str, Any]:

@@ -77,17 +77,10 @@ def make_twin(
         size = num_bytes(layout.config, source)
         check_room(out, size)
         with new_folder(out, overwrite, folder) as partial:
-            copy_files(folder, partial)
             stream_weights(partial, layout.config, source, progress, shard_bytes)
-            record = {"schema": SCHEMA, "of": of, "shape": name, "seed": seed, **layout.as_dict()}
             dtype = str(source.dtype("model.embed_tokens.weight")).removeprefix("torch.")
-            texts = {
-                "config.json": _json(raw_config(layout, raw, dtype)),
-                RECORD: _json(record),
-                "README.md": _card(of, name, layout),
-            }
-            for file, text in texts.items():
-                write_file(partial / file, [text.encode()])
+            about = {"schema": SCHEMA, "of": of, "shape": name, "seed": seed, **layout.as_dict()}
+            _write_about(folder, partial, raw_config(layout, raw, dtype), about, _card(of, name, layout))
     return Twin(Path(os.path.abspath(out)), layout, size)
 
 
@@ -121,23 +114,20 @@ def make_head_twin(
         size = num_bytes(head.layout.config, source, source.shapes)
         check_room(out, size)
         with new_folder(out, overwrite, folder) as partial:
-            copy_files(folder, partial)
             stream_weights(partial, head.layout.config, source, progress, shapes=source.shapes)
-            record = {"schema": SCHEMA, "of": of, "target": target, "shape": name, "seed": seed}
-            record |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
             dtype = str(source.dtype("fc.weight")).removeprefix("torch.")
-            texts = {
-                "config.json": _json(head.raw_config(raw, dtype)),
-                RECORD: _json(record),
-                "README.md": _head_card(of, target, name),
-            }
-            for file, text in texts.items():
-                write_file(partial / file, [text.encode()])
+            about = {"schema": SCHEMA, "of": of, "target": target, "shape": name, "seed": seed}
+            about |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
+            _write_about(folder, partial, head.raw_config(raw, dtype), about, _head_card(of, target, name))
     return HeadTwin(Path(os.path.abspath(out)), head, size)
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2) + "\n"
+def _write_about(source: Path, folder: Path, config: Any, about: Any, card: str) -> None:
+    """What stands beside the weights: the small model's own files, config.json, where it lies, and the card."""
+    copy_files(source, folder)
+    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in (("config.json", config), (RECORD, about))}
+    for file, text in {**texts, "README.md": card}.items():
+        write_file(folder / file, [text.encode()])
 
 
 def _head_card(of: str, target: str, name: str) -> str:

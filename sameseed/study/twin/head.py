@@ -63,13 +63,7 @@ def make_head_layout(
     ConfigError where the head is of a kind, or has dimensions, of which no twin is exact.
     """
     head.check_target(target.small)
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    odd = ["of EAGLE-1"] if head.kind != "eagle3" else [f"with {f}" for f in flags if getattr(head, f)]
-    if odd or head.layer.hidden_size != head.target_hidden_size:
-        raise ConfigError(
-            f"no twin is made of a head {odd[0] if odd else 'of another width than its target'}; take a plain EAGLE-3 "
-            "head of the target's width"
-        )
+    _check_head(head)
     shape = replace(target.config, num_layers=1, windows=(None,), tied_embeddings=False)
     layout = make_layout(head.layer, shape, raw, name)
     if (layout.copies, layout.constant, layout.constant_value) != (
@@ -82,26 +76,39 @@ def make_head_layout(
             f"{target.small.head_dim} and {target.small.rms_eps:g}; a twin needs them to be the same"
         )
     live = torch.arange(head.draft_vocab_size) if target_ids is None else target_ids.long()
-    most = target.config.vocab_size if layout.constant is not None else len(live)
-    wanted = min(max(len(live), DRAFT_VOCAB), most) if num_tokens is None else num_tokens
-    if not len(live) <= wanted <= most:
-        raise ConfigError(
-            f"the draft vocabulary must have {len(live)} to {most} tokens, got {wanted}: the head's own, and padding "
-            "where the target's twin has padding too"
-        )
-    free = torch.ones(target.config.vocab_size, dtype=torch.bool)
-    free[live] = False
-    ids = torch.cat([live, free.nonzero().flatten()[: wanted - len(live)]])
-    small = target.small.num_layers
-    inputs = tuple(target.layers[i] + 1 for i in head.captures(small))
+    ids = _padded(live, target.config.vocab_size, num_tokens, layout.constant is not None)
     config = replace(
         head,
         layer=layout.config,
-        draft_vocab_size=wanted,
+        draft_vocab_size=len(ids),
         target_hidden_size=target.config.hidden_size,
-        aux_layers=inputs,
+        aux_layers=tuple(target.layers[i] + 1 for i in head.captures(target.small.num_layers)),
     )
     return HeadLayout(layout, target, config, ids, len(live))
+
+
+def _check_head(head: HeadConfig) -> None:
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    odd = ["of EAGLE-1"] if head.kind != "eagle3" else [f"with {f}" for f in flags if getattr(head, f)]
+    if odd or head.layer.hidden_size != head.target_hidden_size:
+        raise ConfigError(
+            f"no twin is made of a head {odd[0] if odd else 'of another width than its target'}; take a plain EAGLE-3 "
+            "head of the target's width"
+        )
+
+
+def _padded(live: Tensor, vocab_size: int, num_tokens: int | None, can_pad: bool) -> Tensor:
+    """The target's token of each of the big head's: the small head's own, then tokens that it does not guess."""
+    largest = vocab_size if can_pad else len(live)
+    wanted = min(max(len(live), DRAFT_VOCAB), largest) if num_tokens is None else num_tokens
+    if not len(live) <= wanted <= largest:
+        raise ConfigError(
+            f"the draft vocabulary must have {len(live)} to {largest} tokens, got {wanted}: the head's own, and "
+            "padding where the target's twin has padding too"
+        )
+    free = torch.ones(vocab_size, dtype=torch.bool)
+    free[live] = False
+    return torch.cat([live, free.nonzero().flatten()[: wanted - len(live)]])
 
 
 class HeadTwinSource(TwinSource):

@@ -32,7 +32,7 @@ from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
 from sameseed.spec.draft import Draft
 from sameseed.spec.verify import verify
-from sameseed.study import certificate as suite, fields, record
+from sameseed.study import certificate as suite, record, schemas
 from sameseed.study.certificate_page import render
 from sameseed.tokenizer import Tokenizer
 
@@ -304,7 +304,7 @@ def test_the_record_is_a_record(certificate: suite.Certificate, tmp_path: Path) 
     assert {"label", "model", "model_digest", "format", "kv_format", "backend", "seed"} <= found["config"].keys()
     del found["checks"]
     with pytest.raises(ConfigError, match="lacks 'checks'"):
-        fields.check(found)
+        schemas.check(found)
 
 
 class Page(HTMLParser):

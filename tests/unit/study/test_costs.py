@@ -13,8 +13,8 @@ import torch
 from fixtures_models import backends
 
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.study import fields, grid, limits, profiler, record, shapes
-from sameseed.study.costs import Cost, Profile, profile, read_profile
+from sameseed.study import grid, limits, profiler, record, schemas, shapes
+from sameseed.study.costs import Cost, Profile, profile
 from sameseed.study.limits import from_rates
 from sameseed.study.passes import Pass, TimedModel
 
@@ -79,17 +79,14 @@ def test_json_and_back(tmp_path: Path) -> None:
     assert next(iter(data)) == "schema" and data["schema"] == "sameseed.profile/1"
     assert {"machine", "limits", "shape", "costs", "prefill", "batch", "threads", "commit", "date"} <= set(data)
     assert {"format", "kv_format", "context", "rows", "ms", "c", "p10", "p90", "repeats"} <= set(data["costs"][0])
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(data))
-    assert read_profile(path) == found
+    assert Profile.from_dict(json.loads(json.dumps(data))) == found
     record.append(tmp_path / "r.jsonl", data)
     assert record.read(tmp_path / "r.jsonl") == [json.loads(json.dumps(data))]
-    for broken in ({**data, "schema": "other"}, {k: v for k, v in data.items() if k != "limits"}, [1]):
-        path.write_text(json.dumps(broken))
+    for broken in ({**data, "schema": "other"}, {k: v for k, v in data.items() if k != "limits"}):
         with pytest.raises(ConfigError, match="profile"):
-            read_profile(path)
+            Profile.from_dict(broken)
     with pytest.raises(ConfigError, match=r"lacks 'costs'.*sameseed profile"):
-        fields.check({k: v for k, v in data.items() if k != "costs"})
+        schemas.check({k: v for k, v in data.items() if k != "costs"})
 
 
 def test_a_checkpoint(pair_folders: tuple[Path, Path]) -> None:

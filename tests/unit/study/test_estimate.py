@@ -1,4 +1,4 @@
-"""Predicted speed-ups: closed formulas, and a simulated machine whose costs are known."""
+"""Predicted speed-ups: a simulated machine whose costs are known."""
 
 from __future__ import annotations
 
@@ -8,28 +8,7 @@ import pytest
 
 from sameseed.lengths._cost import Curve
 from sameseed.request import SpecMetrics
-from sameseed.study.estimate import RunCounts, chain_speedup, expected_tokens, predict, rates_of
-
-
-@pytest.mark.parametrize(("rate", "k"), [(0.8, 4), (0.5, 7), (0.9, 1), (0.3, 0)])
-def test_expected_tokens_of_a_constant_rate(rate: float, k: int) -> None:
-    assert expected_tokens([rate] * k) == pytest.approx((1 - rate ** (k + 1)) / (1 - rate))
-
-
-def test_a_chain_whose_checking_is_free_is_as_in_the_paper() -> None:
-    """Theorem 3.8 of Leviathan et al.: (1 - a^(k+1)) / ((1 - a)(k c + 1)), c the draft's time over the target's."""
-    target = Curve([(1, 0.02), (64, 0.02)])
-    found = chain_speedup([0.7] * 5, target, step=0.002)
-    assert found == pytest.approx((1 - 0.7**6) / (0.3 * (5 * 0.1 + 1)))
-    assert chain_speedup([0.7] * 5, target, 0.002, overhead=0.01) < found * 1.5
-    assert chain_speedup([], target, 0.002) == 1.0
-
-
-def test_rates_from_counters() -> None:
-    metrics = SpecMetrics()
-    for accepted in (0, 1, 2, 2):
-        metrics.update(3, accepted)
-    assert rates_of(metrics, 3) == pytest.approx([3 / 4, 2 / 3, 0.0])
+from sameseed.study.estimate import RunCounts, predict
 
 
 @pytest.mark.parametrize("batch", [1, 4])

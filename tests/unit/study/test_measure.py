@@ -17,7 +17,7 @@ from sameseed.models.config import read_config
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.request import SamplingParams, SpecMetrics
 from sameseed.scheme import QuantScheme
-from sameseed.study import fields, record, report
+from sameseed.study import record, report, schemas
 from sameseed.study.measure import Bench, Run, fitted
 from sameseed.study.workload import Prompt, Workload, arms
 
@@ -149,7 +149,7 @@ def test_a_foreign_record_is_refused(measured: Measured, tmp_path: Path, damage:
     bench, _, runs = measured
     plain = runs[bench.arms[0]]
     line = record.make_record({}, plain, plain, "now", {})
-    fields.check(line)
+    schemas.check(line)
     bad = {**line, "schema": "other/2"} if damage == "schema" else {k: v for k, v in line.items() if k != damage}
     with pytest.raises(ConfigError, match=damage):
         record.append(tmp_path / "r.jsonl", bad)
@@ -190,7 +190,7 @@ def test_levels_are_counted_for_each_run(pair_folders: tuple[Path, Path]) -> Non
             assert sum(getattr(m, field) for m in run.levels.values()) == getattr(run.metrics, field) > 0
     plain, first = record.make_records(bench, target, workload, runs, "run", {})
     assert "levels" not in plain and "useless_draft" not in first
-    fields.check(json.loads(json.dumps(first)))
+    schemas.check(json.loads(json.dumps(first)))
     lines = report.levels(first)
     assert len(lines) == 2 and all(f": level {i}: " in line for i, line in enumerate(lines, 1))
     assert report.levels(plain) == []

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from sameseed.errors import ConfigError
-from sameseed.study import fields
+from sameseed.study import schemas
 from sameseed.study.load import prompts, report, wire
 from sameseed.study.load.bench import LoadBench, LoadCell, LoadSettings, ServerArm
 from sameseed.study.load.drive import LoadLevel
@@ -124,7 +124,7 @@ async def test_arms_take_turns_over_the_same_prompts_and_seeds() -> None:
     assert all(b["ignore_eos"] and b["stream_options"] == {"include_usage": True} for b in sent)
     assert len({b["cache_salt"] for b in sent}) == 12  # no request finds in a cache what another left
     for made in records:
-        fields.check(made)
+        schemas.check(made)
         assert made["errors"] == {} and made["retries"] == 0 and made["config"]["model"] == "tiny"
         assert all(r["counted"] == {"usage": 3} and r["num_output_tokens"] == 12 for r in made["repetitions"])
     assert records[0]["acceptance"] is None and records[1]["acceptance"]["acceptance_rate"] == pytest.approx(2 / 3)
@@ -236,7 +236,7 @@ async def test_a_run_ends_with_its_time() -> None:
     _, records = await measure(Fake(), settings, arms())
     assert [r["config"]["concurrency"] for r in records[1::2]] == [1, 2, 4, 8, 16, 32]
     for made in records:
-        fields.check(made)
+        schemas.check(made)
         level = made["config"]["concurrency"]
         assert [r["num_requests"] for r in made["repetitions"]] == [level] * 2, "one a client"
         assert made["config"]["max_seconds"] == 1e-9

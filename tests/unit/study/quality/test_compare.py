@@ -16,7 +16,7 @@ from lawkit import write_model
 from sameseed import LLM
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError
-from sameseed.study import fields, record
+from sameseed.study import record, schemas
 from sameseed.study.quality import advice, compare, plots, records, speed, tables
 from sameseed.study.quality.compare import Comparing, Comparison, Row
 from sameseed.study.quality.speed import DraftAcceptance
@@ -109,7 +109,7 @@ def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
     assert told["perplexity_ratio"]["interval"][0] < told["perplexity_ratio"]["value"]
     assert len(told["repetitions"]) == 2 and read[1]["config"]["format"] == "nf4"
     with pytest.raises(ConfigError, match="sameseed eval"):
-        fields.check({k: v for k, v in read[0].items() if k != "tasks"})
+        schemas.check({k: v for k, v in read[0].items() if k != "tasks"})
 
 
 def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path) -> None:

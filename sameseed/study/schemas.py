@@ -1,4 +1,4 @@
-"""Fields: what the records of each measuring command hold, by their schema."""
+"""Schemas: what the records of each measuring command hold."""
 
 from __future__ import annotations
 
