@@ -1,7 +1,8 @@
-"""Write the generated tables of README.md and docs/: from the measured records, the shelves and the flags.
+"""Write the generated tables of README.md and docs/: from the measured records, the registries and the flags.
 
 A table stands between two markers, and what lies between them is replaced:
 
+    <!-- table:summary -->    README's: rows of bench.jsonl and headline.jsonl, with prompts, tokens and runs
     <!-- table:bench -->      the newest run in benchmarks/results/bench.jsonl
     <!-- table:eval -->       the newest comparison of formats in benchmarks/results/eval.jsonl
     <!-- table:quantize -->   the newest record of every method and format in quantize.jsonl
@@ -13,7 +14,7 @@ A table stands between two markers, and what lies between them is replaced:
     <!-- table:server -->     what the server costs and saves: overhead, prefix, grammar and soak .jsonl
     <!-- table:gpu -->        the newest run of benchmarks/gpu.py on a GPU: aims and what was found, from gpu.jsonl
     <!-- table:peers -->      the newest comparison with other engines of each shape, from peers.jsonl
-    <!-- shelf:drafters -->   the entries of a shelf and the first sentence of each
+    <!-- registry:drafters -->   the entries of a registry and the first sentence of each
     <!-- flags:sampling -->   the settings of sampling, or of the engine (flags:engine): defaults and meaning
     <!-- end -->
 
@@ -36,7 +37,7 @@ from sameseed import registry
 from sameseed.cli import options
 from sameseed.request import SamplingParams
 
-MARKED = re.compile(r"(<!-- (table|shelf|flags):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (table|registry|flags):(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -44,8 +45,8 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def shelf(name: str) -> str:
-    """Name and first sentence of each entry on a shelf; entries are read, not imported."""
+def entries(name: str) -> str:
+    """Name and first sentence of each entry of a registry; entries are read, not imported."""
     rows = []
     for entry in registry.names(name):
         folder = ROOT / "sameseed" / name / entry
@@ -72,7 +73,7 @@ def default(field: dataclasses.Field[Any]) -> str:
     return "" if value in (None, (), {}, "{}", "") else f"`{value!r}`"
 
 
-MAKERS: dict[str, Callable[[str], str]] = {"table": table, "shelf": shelf, "flags": flags}
+MAKERS: dict[str, Callable[[str], str]] = {"table": table, "registry": entries, "flags": flags}
 
 
 def render(text: str) -> str:
