@@ -11,7 +11,6 @@ ends the run. It needs the checkout alone: no installed package, and no native m
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
@@ -24,13 +23,11 @@ from types import FrameType
 from typing import Any
 
 import gpu_checkout  # noqa: F401  # finds the package
-import gpu_plot
 import gpu_summary
 import torch
-from gpu_crew import Crew, Worker
+from gpu_crew import Crew
 from gpu_models import shape_of
 from gpu_plan import (
-    DEFAULT,
     DRY,
     FULL,
     GIB,
@@ -51,19 +48,15 @@ from sameseed import devices, ops
 from sameseed.engine.memory import available_memory
 from sameseed.errors import ConfigError, SameseedError
 from sameseed.models.config import ModelConfig
-from sameseed.models.loader import resolve_model
-from sameseed.models.save import source_config
 from sameseed.scheme import QuantScheme
 from sameseed.study import record
-from sameseed.study.shapes import SHAPES
 
 SCHEMA = "sameseed.gpu/1"
 HERE = Path(__file__).resolve().parent
-PEERS = ("transformers", "compiled", "vllm")
 
 
 class Book:
-    """The records of one run: on disk as they come, and in memory for the plot."""
+    """The records of one run: on disk as they come, and in memory for the table."""
 
     def __init__(self, path: Path, shared: Mapping[str, Any]) -> None:
         self.path = path
@@ -93,7 +86,7 @@ def parse() -> tuple[argparse.Namespace, Sizes]:
     parser.add_argument("--formats")
     parser.add_argument("--batches")
     parser.add_argument("--contexts")
-    parser.add_argument("--parts", default=",".join(DEFAULT), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--parts", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--memory-share", type=float, default=0.9, help="of the free memory: the most that is taken")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu.jsonl")
@@ -111,11 +104,6 @@ def parse() -> tuple[argparse.Namespace, Sizes]:
     if args.contexts:
         sizes = replace(sizes, contexts=numbers(args.contexts))
     return args, sizes
-
-
-def raw_shape(name: str) -> dict[str, Any]:
-    """The config.json of a shape, for other engines."""
-    return dict(SHAPES[name]) if name in SHAPES else dict(source_config(resolve_model(name)))
 
 
 def plan(args: argparse.Namespace, sizes: Sizes, config: ModelConfig) -> dict[str, Any]:
@@ -173,26 +161,9 @@ class Measurement:
 
     def one(self, part: Part, seconds: float, more: bool) -> str | None:
         """Run one part; why it did not end well, if so."""
-        if part.kind in PEERS:
-            return self.peer(part, seconds)
         more_arguments = {"limits": self.limits} if part.kind in ("costs", "micro") else {}
         job = {**self.shared, "kind": part.kind, **part.arguments, **more_arguments}
         return self.crew.run(job, seconds, self.take(part.name), more)
-
-    def peer(self, part: Part, seconds: float) -> str | None:
-        """Measure another engine."""
-        peer = part.arguments["peer"]
-        package = "transformers" if peer == "compiled" else peer
-        if importlib.util.find_spec(package) is None:
-            return "it is not installed"
-        sizes = self.sizes
-        asked = {"raw": raw_shape(sizes.shape), "device": self.shared["device"], "batches": list(sizes.batches),
-                 "context": sizes.batch_context, "prompt": sizes.prompts[-1]}  # fmt: skip
-        worker = Worker([sys.executable, str(HERE / "gpu_peers.py")], self.crew.log)
-        try:
-            return worker.run({"peer": peer, "asked": asked}, seconds, self.take(part.name))
-        finally:
-            worker.kill()
 
     def take(self, name: str) -> Any:
         """Writes what a part tells."""
@@ -203,13 +174,13 @@ class Measurement:
                 return
             if found.get("part") == "limits":
                 self.limits = found
-            self.book.write({"shape": self.sizes.shape, "part": "peers", **found})
+            self.book.write({"shape": self.sizes.shape, **found})
 
         return take
 
 
 def main() -> int:
-    """Check, plan, measure, plot, sum up. 2 for what cannot be measured as asked."""
+    """Check, plan, measure, sum up. 2 for what cannot be measured as asked."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)  # through every `finally`: no process is left behind
@@ -253,13 +224,8 @@ def main() -> int:
 
 
 def finish(book: Book, log: Path) -> None:
-    """Plot, and print what was aimed at beside what was found."""
-    try:
-        written = gpu_plot.draw(book.lines, book.path.with_suffix(".png"))
-    except Exception as error:  # a picture is worth less than the table
-        written = None
-        print(f"no plot: {type(error).__name__}: {error}")
-    print(f"records in {book.path}, errors in {log}" + (f", plot in {written}" if written else "; no plot"))
+    """Print what was aimed at beside what was found."""
+    print(f"records in {book.path}, errors in {log}")
     print(gpu_summary.text(book.lines), flush=True)
 
 

@@ -50,7 +50,7 @@ class Sizes:
         return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in data.items()})
 
 
-# All but those of BY_NAME end before `minutes`, with room for the plots. The first of the formats are worth most.
+# The parts end before `minutes`. The first of the formats are worth most.
 FULL = Sizes(
     shape="llama-3.1-8b",
     draft_shape="llama-3.2-1b",
@@ -78,8 +78,6 @@ FULL = Sizes(
         "laws": 30,
         "transformers": 40,
         "micro": 35,
-        "compiled": 25,
-        "vllm": 240,
     },
 )
 DRY = Sizes(
@@ -109,13 +107,9 @@ DRY = Sizes(
         "laws": 40,
         "transformers": 40,
         "micro": 10,
-        "compiled": 5,
-        "vllm": 3,
     },
 )
 KINDS = tuple(FULL.seconds)  # in the order of their worth
-BY_NAME = ("vllm",)  # measured only where asked for: starting it twice takes minutes, which no default run has
-DEFAULT = tuple(kind for kind in KINDS if kind not in BY_NAME)
 
 
 @dataclass(frozen=True)
@@ -136,11 +130,9 @@ def parts(sizes: Sizes, kinds: Seq[str]) -> list[Part]:
     spoken = list(dict.fromkeys((sizes.large_format, "bf16")))
     found += [Part("speculation", f"speculation in {f}", s["speculation"], {"format": f}) for f in spoken]
     found += [Part("large", "large", s["large"])]
-    found += [Part("transformers", "transformers", s["transformers"], {"peer": "transformers"})]
+    found += [Part("transformers", "transformers", s["transformers"])]
     found += [Part("laws", "laws", s["laws"], {"formats": list(sizes.formats)})]
     found += [Part("micro", "micro", s["micro"])]
-    found += [Part("compiled", "transformers, compiled", s["compiled"], {"peer": "compiled"})]
-    found += [Part("vllm", "vllm", s["vllm"], {"peer": "vllm"})]
     return [p for p in found if p.kind in kinds]
 
 

@@ -16,9 +16,8 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ SHAPES = {  # outputs and inputs of the products of a Llama
     "70B down": (8192, 28672),
 }
 LATENCY = 0.8e-6  # seconds from memory, loaded
+Pick = Callable[[list[tuple[int, str]]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Chip:
     warps: int = 64
     registers: int = 65536
     issues: int = 4  # a clock
+
+    def resident(self, code: Code, warps: int) -> int:
+        """Programs of so many warps that one multiprocessor holds."""
+        by_registers = self.registers // (-(-code.registers // 8) * 8 * 32 * warps)
+        return min(by_registers, self.shared // (code.shared + 1024), self.warps // warps)
 
 
 CHIPS = {  # by compute capability: A100, L40 and H200
@@ -115,29 +120,31 @@ def instructions(sass: str) -> list[tuple[int, str]]:
     return [(int(m[1], 16), m[2]) for m in found]
 
 
-def inner_loop(code: list[tuple[int, str]]) -> list[str]:
-    """The shortest loop that multiplies. Raises ValueError where none does: the kernel is not what was thought."""
-    loops = []
+def loops(code: list[tuple[int, str]]) -> Iterator[list[str]]:
+    """The loops of a listing, in the order of their ends."""
     for at, text in code:
         target = re.match(r"BRA\S* (?:.*\s)?`?\(?(0x[0-9a-f]+)", text)
         if target and int(target[1], 16) < at:
-            body = [t for a, t in code if int(target[1], 16) <= a <= at]
-            if any("MMA" in t or t.startswith("FFMA") for t in body):
-                loops.append(body)
-    if not loops:
+            yield [t for a, t in code if int(target[1], 16) <= a <= at]
+
+
+def inner_loop(code: list[tuple[int, str]]) -> list[str]:
+    """The shortest loop that multiplies. Raises ValueError where none does: the kernel is not what was thought."""
+    found = [body for body in loops(code) if any("MMA" in t or t.startswith("FFMA") for t in body)]
+    if not found:
         raise ValueError("no loop of products was found in the machine code; read it by cuobjdump")
-    return min(loops, key=len)
+    return min(found, key=len)
 
 
-def examine(launch: Launch, capability: int = 90) -> Code:
-    """Compile a launch of a product for a chip and read its code."""
+def examine(launch: Launch, capability: int = 90, pick: Pick = inner_loop) -> Code:
+    """Compile a launch for a chip and read its code. pick: the loop that counts."""
     compiled = launch.compile(capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         code = instructions(_tool("cuobjdump", "-sass", file.name))
         usage = {name: int(n) for name, n in re.findall(r"(\w+):(\d+)", _tool("cuobjdump", "-res-usage", file.name))}
-    loop = inner_loop(code)
+    loop = pick(code)
     names = Counter(text.split()[0].split(".")[0] for text in loop)
     spilled = sum(text.startswith(("STL", "LDL")) for _, text in code)
     return Code(usage["REG"], spilled, compiled.metadata.shared, names, len(code) - len(loop))
@@ -162,8 +169,7 @@ def estimate(launch: Launch, code: Code, chip: Chip, weight_bytes: int) -> Estim
     """What the chip's numbers make of a kernel's code."""
     arguments, constants, warps = launch.arguments, launch.constants, launch.warps
     programs = launch.grid[0] * launch.grid[1] * launch.grid[2]
-    by_registers = chip.registers // (-(-code.registers // 8) * 8 * 32 * warps)
-    held = min(by_registers, chip.shared // (code.shared + 1024), chip.warps // warps)
+    held = chip.resident(code, warps)
     turns = -(-programs // chip.multiprocessors)
     planes = 2 if arguments["low_ptr"] is not None else 1
     tile = constants["WIDTH"] * constants["BLOCK_O"] * arguments["w_ptr"].element_size() * planes
@@ -182,32 +188,26 @@ def estimate(launch: Launch, code: Code, chip: Chip, weight_bytes: int) -> Estim
     )
 
 
-@cache
-def _examined(key: str, capability: int) -> Code:
-    return examine(_LAUNCHES[key], capability)
-
-
-_LAUNCHES: dict[str, Launch] = {}
-
-
-def examine_once(launch: Launch, capability: int) -> Code:
+def examine_once(launch: Launch, capability: int, known: dict[str, Code]) -> Code:
     """`examine`, but once for launches that compile to the same code."""
-    sizes = {k: v % 16 == 0 for k, v in launch.arguments.items() if isinstance(v, int) and k not in launch.free}
-    ones = [k for k, v in launch.arguments.items() if isinstance(v, int) and v == 1 and k not in launch.free]
-    key = str((sorted(launch.constants.items()), sizes, ones, launch.warps, launch.stages))
-    _LAUNCHES.setdefault(key, launch)
-    return _examined(key, capability)
+    numbers = {k: v for k, v in launch.arguments.items() if isinstance(v, int) and k not in launch.free}
+    traits = {k: (v % 16 == 0, v == 1) for k, v in numbers.items()}  # what the compiler looks at
+    key = str((sorted(launch.constants.items()), traits, launch.warps, launch.stages))
+    if key not in known:
+        known[key] = examine(launch, capability)
+    return known[key]
 
 
 def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A record for each format, shape and number of rows."""
+    known: dict[str, Code] = {}
     for name in args.formats.split(","):
         for what in args.products.split(","):
             outputs, depth = SHAPES[what]
             w = weight(name, outputs, depth)
             for num_rows in map(int, args.rows.split(",")):
                 launch = product(w, num_rows)
-                code = examine_once(launch, args.capability)
+                code = examine_once(launch, args.capability, known)
                 about = estimate(launch, code, CHIPS[args.capability], w.nbytes)
                 cut = {"outputs": launch.constants["BLOCK_O"], "split": launch.grid[2], "warps": launch.warps}
                 cut |= {"stages": launch.stages, "tiles": launch.constants["TILES"]}

@@ -13,18 +13,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import re
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from gpu_static import CHIPS, SCHEMA, Chip, Code, examine, loops
 
 from sameseed import scheme
 from sameseed.batch import Batch
@@ -34,7 +30,6 @@ from sameseed.study import record
 from sameseed.study.shapes import get_shape
 
 attention = importlib.import_module("sameseed.ops.triton.attention")  # it shares its name with the op
-SCHEMA = "sameseed.gpu_static/1"
 OUT = Path(__file__).parent / "results" / "gpu_static_attention.jsonl"
 FORMATS = ("bf16", "fp16", "fp32", "int8", "fp8_e4m3")
 TAKEN = ("span", "stretch", "all")
@@ -42,75 +37,16 @@ PAGE = 16
 Case = tuple[int, int, int]  # rows of each sequence, context, sequences
 CASES: list[Case] = [(1, context, 1) for context in (512, 2048, 8192, 32768)]
 CASES += [(rows, 4096, 1) for rows in (4, 8, 16)] + [(1, 2048, count) for count in (4, 16, 64)] + [(2048, 2048, 1)]
-# An H200: multiprocessors, clocks a second, bytes a second that a copy reached; of a multiprocessor: registers, shared
-# bytes, warps, schedulers.
-SMS, CLOCK, BANDWIDTH, REGISTERS, SHARED, WARPS, SCHEDULERS = 132, 1.755e9, 4.3e12, 65536, 228 << 10, 64, 4
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);")
+KINDS = ("HMMA", "LDGSTS", "BAR", "LDL", "STL", "FFMA")  # instructions that a record counts
 
 
-@dataclass(frozen=True)
-class Code:
-    """A compiled kernel: its resources, and how many instructions of each kind its inner loop has."""
-
-    registers: int
-    spilled: int  # bytes of stack
-    shared: int
-    warps: int
-    loop: Counter[str]
-
-    @property
-    def resident(self) -> int:
-        """Programs that fit one multiprocessor."""
-        return min(
-            REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps),
-            SHARED // (self.shared + 1024),
-            WARPS // self.warps,
-        )
-
-    def as_dict(self) -> dict[str, object]:
-        """What a record says of it."""
-        names = ("HMMA", "LDGSTS", "BAR", "LDL", "STL", "FFMA")
-        kinds = {name.lower(): self.loop[name] for name in names}
-        return {
-            "registers": self.registers,
-            "stack_bytes": self.spilled,
-            "shared_bytes": self.shared,
-            "warps": self.warps,
-            "resident": self.resident,
-            "loop_instructions": sum(self.loop.values()),
-            **kinds,
-        }
-
-
-def _disassembled(flag: str, cubin: Path) -> str:
-    environment = {**os.environ, "PATH": f"{_TOOLS}:{os.environ['PATH']}"}
-    command = [str(_TOOLS / "cuobjdump"), flag, str(cubin)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-
-
-def _inner_loop(sass: str) -> Counter[str]:
-    """Instructions of the first loop that multiplies matrices: the one over blocks that rows of a tile share."""
-    listing = [(int(m[1], 16), m[2].partition(".")[0], m[3]) for m in _INSTRUCTION.finditer(sass)]
-    for at, kind, rest in listing:
-        target = re.search(r"0x([0-9a-f]+)", rest) if kind == "BRA" else None
-        if target is not None and int(target[1], 16) < at:
-            found = Counter(kind for place, kind, _ in listing if int(target[1], 16) <= place <= at)
-            if found["HMMA"] >= 16 or found["FFMA"] + found["FMUL"] >= 256:
-                return found
-    return Counter()
-
-
-def code_of(launch: Launch, capability: int) -> Code:
-    """Compile a launch and read what came out."""
-    made = launch.compile(capability)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(made.asm["cubin"])
-        used = re.search(r"REG:(\d+) STACK:(\d+)", _disassembled("-res-usage", cubin))
-        assert used is not None
-        loop = _inner_loop(_disassembled("-sass", cubin))
-    return Code(int(used[1]), int(used[2]), made.metadata.shared, launch.warps, loop)
+def shared_loop(code: list[tuple[int, str]]) -> list[str]:
+    """The first loop that multiplies matrices: the one over blocks that rows of a tile share."""
+    for body in loops(code):
+        names = Counter(text.split()[0].split(".")[0] for text in body)
+        if names["HMMA"] >= 16 or names["FFMA"] + names["FMUL"] >= 256:
+            return body
+    return []
 
 
 def launches(shape: str, name: str, case: Case, taken: str | None = None) -> list[Launch]:
@@ -138,7 +74,7 @@ def launches(shape: str, name: str, case: Case, taken: str | None = None) -> lis
     return found
 
 
-def estimate(shape: str, name: str, case: Case, codes: dict[str, Code]) -> dict[str, object]:
+def estimate(shape: str, name: str, case: Case, codes: dict[str, Code], chip: Chip) -> dict[str, object]:
     """A case's programs, and the two bounds of its time."""
     config, (rows, context, count) = get_shape(shape), case
     launch = launches(shape, name, case)[0]
@@ -148,22 +84,22 @@ def estimate(shape: str, name: str, case: Case, codes: dict[str, Code]) -> dict[
     blocks = -(-context // keys)
     if rows == context:
         blocks = -(-blocks // 2)  # a prompt: half of them on average
-    instructions = tiles * blocks * sum(code.loop.values()) * code.warps
     width = scheme.kv_format(name).encode_kv(torch.zeros(1, 1, config.head_dim))
     row_bytes = 2 * sum(x.numel() * x.element_size() for x in width if x is not None)
-    programs = tiles * launch.grid[2]
-    block_bytes = keys * row_bytes
+    programs, block_bytes = tiles * launch.grid[2], keys * row_bytes
+    held, units = chip.resident(code, launch.warps), chip.multiprocessors
+    issued = tiles * blocks * code.step * launch.warps
     return {
         "rows": rows,
         "context": context,
         "sequences": count,
         "taken": taken,
         "programs": programs,
-        "waves": round(programs / (SMS * code.resident), 2),
-        "in_flight_bytes": block_bytes * min(code.resident, -(-programs // SMS)),
-        "instructions_per_kv_byte": round(sum(code.loop.values()) * code.warps / block_bytes, 4),
-        "bandwidth_us": round(1e6 * count * context * config.num_kv_heads * row_bytes / BANDWIDTH, 2),
-        "issue_us": round(1e6 * instructions / (SCHEDULERS * CLOCK * min(SMS, programs)), 2),
+        "waves": round(programs / (units * held), 2),
+        "in_flight_bytes": block_bytes * min(held, -(-programs // units)),
+        "instructions_per_kv_byte": round(code.step * launch.warps / block_bytes, 4),
+        "bandwidth_us": round(1e6 * count * context * config.num_kv_heads * row_bytes / chip.bandwidth, 2),
+        "issue_us": round(1e6 * issued / (chip.issues * chip.clock * min(units, programs)), 2),
     }
 
 
@@ -171,14 +107,27 @@ def rows_of(shapes: Seq[str], formats: Seq[str], capability: int = 90) -> Iterat
     """For each shape and format what its kernels are made of, and each case's estimate; seconds each."""
     for shape in shapes:
         for name in formats:
-            codes = {t: code_of(launches(shape, name, (1, 4096, 1), t)[0], capability) for t in TAKEN}
+            made = {taken: launches(shape, name, (1, 4096, 1), taken)[0] for taken in TAKEN}
+            codes = {taken: examine(launch, capability, shared_loop) for taken, launch in made.items()}
+            told = {
+                taken: {
+                    "registers": code.registers,
+                    "spills": code.spilled,
+                    "shared_bytes": code.shared,
+                    "warps": made[taken].warps,
+                    "resident": CHIPS[capability].resident(code, made[taken].warps),
+                    "loop_instructions": code.step,
+                    **{kind.lower(): code.loop[kind] for kind in KINDS},
+                }
+                for taken, code in codes.items()
+            }
             yield {
                 "kernel": "attention",
                 "shape": shape,
                 "kv_format": name,
                 "capability": capability,
-                "code": {taken: code.as_dict() for taken, code in codes.items()},
-                "cases": [estimate(shape, name, case, codes) for case in CASES],
+                "code": told,
+                "cases": [estimate(shape, name, case, codes, CHIPS[capability]) for case in CASES],
             }
 
 

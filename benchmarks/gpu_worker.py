@@ -22,6 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import gpu_laws
 import gpu_micro
 import gpu_parts
+import gpu_peers
 import gpu_twins
 from gpu_crew import with_parent
 from gpu_plan import Sizes
@@ -48,6 +49,7 @@ def do(job: dict[str, Any], tell: gpu_parts.Tell) -> None:
         "speculation": gpu_twins.measure_speculation,
         "large": gpu_twins.measure_large,
         "micro": gpu_micro.measure_micro,
+        "transformers": gpu_peers.measure_transformers,
     }[job["kind"]]
     try:
         function(sizes, backend, device, tell, **own)

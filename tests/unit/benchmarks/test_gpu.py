@@ -13,7 +13,6 @@ import gpu
 import gpu_clock
 import gpu_parts
 import gpu_plan
-import gpu_plot
 import gpu_summary
 import pytest
 import torch
@@ -38,12 +37,12 @@ def run(tmp_path, *flags):
     *lines, end = read(tmp_path / "gpu.jsonl")
     assert lines[0]["part"] == "plan" and end["part"] == "end"
     assert all(x["schema"] == "sameseed.gpu/1" and x["dry_run"] and x["device"] == "cpu" for x in lines)
-    assert len(list(tmp_path.iterdir())) <= 3  # records, errors, a picture
+    assert len(list(tmp_path.iterdir())) <= 2  # records, errors
     return lines, end, done.stdout
 
 
 def test_a_dry_run_measures_and_sums_up(tmp_path):
-    lines, end, said = run(tmp_path, "--parts", "limits,costs,vllm", "--formats", "w4a16")
+    lines, end, said = run(tmp_path, "--parts", "limits,costs,transformers", "--formats", "w4a16")
     late = {x["what"].partition(":")[0] for x in end["left_out"]}
     costs = [x for x in lines if x["part"] == "costs"]
     passes = [(x["kind"], x["context"], x["rows"]) for x in costs]
@@ -51,15 +50,14 @@ def test_a_dry_run_measures_and_sums_up(tmp_path):
     assert passes == wanted[: len(passes)] and (passes == wanted or "costs of w4a16" in late)
     assert all(x["c"] == 1 for x in costs if x["kind"] == "chain" and x["rows"] == 1)
     assert all(x["read_share"] > 0 and x["peak_bytes"] > x["weight_bytes"] for x in costs)
-    assert {"what": "vllm", "why": "it is not installed"} in end["left_out"] or "vllm" in said
+    theirs = {x["kind"] for x in lines if x["part"] == "peers"}
+    assert theirs == {"decode", "prefill"} or any("transformers" in x["what"] for x in end["left_out"])
     assert "DRY RUN" in said and "c(8) of w4a16" in said and " met" not in said
 
 
 @pytest.mark.slow
 def test_a_dry_run_measures_every_part(tmp_path):
-    lines, end, _ = run(
-        tmp_path, "--parts", ",".join(k for k in gpu_plan.KINDS if k not in ("transformers", "compiled"))
-    )
+    lines, end, _ = run(tmp_path, "--parts", ",".join(k for k in gpu_plan.KINDS if k != "transformers"))
     late = {x["what"].partition(":")[0] for x in end["left_out"] if x["why"] != "it is not installed"}
     told = {x["part"] for x in lines}
     assert {"limits", "kernels", "costs", "goodput", "host", "device", "micro", "laws", "speculation"} <= told or late
@@ -109,22 +107,19 @@ def test_the_plan_names_the_largest_that_fits():
 def test_twins_that_do_not_fit_are_left_out(monkeypatch):
     """On a GPU of 24 GiB: the 8B twin in bf16 and its draft fit, 70B in 4 bits does not."""
     monkeypatch.setattr(gpu, "available_memory", lambda: 24 * 2**30)
-    args = argparse.Namespace(device="cpu", memory_share=1.0, parts=["vllm", "speculation", "large"])
+    args = argparse.Namespace(device="cpu", memory_share=1.0, parts=["limits", "speculation", "large"])
     found = gpu.plan(args, gpu_plan.FULL, SHAPE)
-    assert args.parts == ["vllm", "speculation"] and list(found["unfit"]) == ["large"]
+    assert args.parts == ["limits", "speculation"] and list(found["unfit"]) == ["large"]
     assert "70b in w4a16 needs" in found["unfit"]["large"] and "24.0 are free" in found["unfit"]["large"]
     assert 18 * 2**30 < found["speculation"] < 22 * 2**30
 
 
 @pytest.mark.parametrize("sizes", [gpu_plan.FULL, gpu_plan.DRY])
 def test_the_parts_fit_the_run(sizes):
-    todo = gpu_plan.parts(sizes, gpu_plan.DEFAULT)
+    todo = gpu_plan.parts(sizes, gpu_plan.KINDS)
     total = sizes.seconds["compiling"] + sum(p.seconds for p in todo)
     assert total <= 60 * sizes.minutes and gpu_plan.FULL.minutes < 9
-    assert {p.kind for p in todo} | {"compiling"} == set(gpu_plan.DEFAULT)
-    assert set(gpu_plan.KINDS) - set(gpu_plan.DEFAULT) == {"vllm"}
-    clock, alone = gpu_plan.Clock(5), gpu_plan.parts(sizes, ["vllm"])
-    assert clock.share(alone[0], []) >= sizes.seconds["vllm"]
+    assert {p.kind for p in todo} | {"compiling"} == set(gpu_plan.KINDS)
     assert gpu_plan.Sizes.from_dict(json.loads(json.dumps(sizes.as_dict()))) == sizes
 
 
@@ -274,14 +269,3 @@ def test_a_trace_says_how_long_the_device_worked(tmp_path):
     path.write_text(json.dumps({"traceEvents": events[3:]}))
     with pytest.raises(RuntimeError, match="saw nothing"):
         gpu_clock.read_trace(path)
-
-
-def test_series_of_the_plot():
-    lines = [
-        {"part": "costs", "kind": "chain", "format": f, "context": c, "rows": r, "c": r * 1.5}
-        for f in ("bf16", "fp8") for c in (8, 9) for r in (1, 2)
-    ]  # fmt: skip
-    assert gpu_plot.series([*lines, {"part": "end"}], "chain", "c", 8) == {
-        "bf16": [(1, 1.5), (2, 3.0)],
-        "fp8": [(1, 1.5), (2, 3.0)],
-    }

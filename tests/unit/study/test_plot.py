@@ -45,5 +45,5 @@ def test_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=r"sameseed\[study\]"):
+    with pytest.raises(ConfigError, match=r"\.\[study\]"):
         plot_paths(Path("c.png"))
