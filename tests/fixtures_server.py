@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -73,6 +74,25 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+def pretender(*command: str, first: bytes = b"") -> Callable[[], tuple[int, socket.socket]]:
+    """What starts this program as if it were one of the server's; "FD" in it becomes its end of the socket.
+
+    `first`: what it has said already.
+    """
+
+    def spawn() -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            theirs.sendall(first)
+            os.set_inheritable(theirs.fileno(), True)
+            words = [word.replace("FD", str(theirs.fileno())) for word in command]
+            pid = os.posix_spawnp(words[0], words, os.environ)
+        ours.setblocking(False)
+        return pid, ours
+
+    return spawn
 
 
 def children(pid: int) -> list[int]:

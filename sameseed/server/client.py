@@ -24,7 +24,7 @@ from sameseed.server.frames import Add, Piece
 from sameseed.server.grammars import Compiled, Grammars
 from sameseed.server.helper import ENDED, Helper, HelperDiedError
 from sameseed.server.stream import Stream
-from sameseed.server.supervised import Supervised, starting
+from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
 from sameseed.server.text import TextCodec
 
 log = logging.getLogger("sameseed.server")
@@ -48,9 +48,12 @@ class EngineClient(Supervised):
         step_timeout: float = 600.0,
         max_restarts: int = 5,
         on_failure: Callable[[str], None] = lambda message: None,
+        first_delay: float = FIRST_DELAY,
+        spawn: Callable[[], tuple[int, socket.socket]] = lambda: process.spawn("worker"),
     ) -> None:
-        """`settings` as `make_config` takes them. `on_failure` is told why, when the engine is given up."""
-        super().__init__(max_restarts, on_failure)
+        """`settings` as `make_config` takes them; `spawn` starts the process; for the rest see `Supervised`."""
+        super().__init__(max_restarts, on_failure, first_delay)
+        self._spawn = spawn
         self.model = model
         self.text: TextCodec | None = None
         self.facts: dict[str, Any] = {}  # what a loaded engine says of itself
@@ -156,7 +159,7 @@ class EngineClient(Supervised):
 
     async def _run_once(self) -> int:
         with starting():
-            pid, ours = _spawn()
+            pid, ours = self._spawn()
         self.pid = pid
         self._sent.clear()
         try:
@@ -255,8 +258,3 @@ class _Link(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.closed.done():
             self.closed.set_result(None)
-
-
-def _spawn() -> tuple[int, socket.socket]:
-    """Start the engine's process."""
-    return process.spawn("worker")

@@ -32,8 +32,15 @@ class HelperDiedError(Exception):
 class Helper:
     """One process, one job at a time. A job that takes longer than `patience` seconds costs the process."""
 
-    def __init__(self, setup: Callable[[], Setup], patience: float, max_waiting: int) -> None:
-        """`setup` makes the first frame of a new process; `max_waiting`: jobs that may wait for the one that runs."""
+    def __init__(
+        self,
+        setup: Callable[[], Setup],
+        patience: float,
+        max_waiting: int,
+        spawn: Callable[[], tuple[int, socket.socket]] = lambda: process.spawn("aside"),
+    ) -> None:
+        """`setup` makes the first frame of a new process, which `spawn` starts; `max_waiting`: jobs that may wait."""
+        self._spawn = spawn
         self._setup, self._patience, self._max_waiting = setup, patience, max_waiting
         self._lock = asyncio.Lock()
         self._num_waiting = 0
@@ -101,7 +108,7 @@ class Helper:
 
     async def _start(self) -> None:
         try:
-            self._pid, ours = process.spawn("aside")
+            self._pid, ours = self._spawn()
             self._streams = await _streams(ours)
         except OSError as error:  # no process, memory or descriptor is to be had, now
             log.error("the process beside the server cannot be started: %s", error.strerror)

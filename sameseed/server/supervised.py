@@ -39,12 +39,15 @@ class Supervised:
 
     what, remedy = "the process", ""  # in messages; what stands behind that it has ended for good
 
-    def __init__(self, max_restarts: int, on_failure: Callable[[str], None]) -> None:
-        """`on_failure` is told why, when it is given up: after so many deaths in a row, or before it has served."""
+    def __init__(self, max_restarts: int, on_failure: Callable[[str], None], first_delay: float = FIRST_DELAY) -> None:
+        """`on_failure` is told why it is given up: after more than `max_restarts` deaths in a row, or a first start
+        that fails. `first_delay`: seconds before it is started again.
+        """
         self.state = "loading"
         self.num_restarts = 0
         self.pid: int | None = None
         self._max_restarts, self._on_failure = max_restarts, on_failure
+        self._first_delay = first_delay
         self._ready = asyncio.Event()  # it has served once, or never will
         self._ready_since = 0.0
         self._closing = asyncio.Event()
@@ -87,7 +90,7 @@ class Supervised:
 
     async def _supervise(self) -> None:
         """One process after the other."""
-        deaths, delay = 0, FIRST_DELAY
+        deaths, delay = 0, self._first_delay
         while self.state != "closed":
             self._ready_since = 0.0
             ended, passes = await self._run_and_tell()
@@ -95,7 +98,7 @@ class Supervised:
             self._gone()
             if self.state == "closed":
                 return
-            deaths, delay = (1, FIRST_DELAY) if lasted > STEADY else (deaths + 1, delay)
+            deaths, delay = (1, self._first_delay) if lasted > STEADY else (deaths + 1, delay)
             deaths -= passes and self._ready.is_set()  # no death
             if self._message or deaths > self._max_restarts or not self._ready.is_set():
                 self._give_up(self._message or f"{self.what} {ended}")

@@ -25,7 +25,7 @@ from sameseed.errors import ConfigError
 from sameseed.server.errors import ApiError, unavailable
 from sameseed.server.link import Link
 from sameseed.server.process import SECRETS, end
-from sameseed.server.supervised import Supervised, starting
+from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
 
 log = logging.getLogger("sameseed.server")
 START = Path(__file__).with_name("vllm_start.py")
@@ -59,6 +59,7 @@ class VllmClient(Supervised):
         load_timeout: float = LOADS,
         max_restarts: int = 5,
         on_failure: Callable[[str], None] = lambda message: None,
+        first_delay: float = FIRST_DELAY,
     ) -> None:
         """`arguments` as `export.vllm.arguments` makes them. `facts`: max_num_seqs, method. `python`: whose vLLM.
 
@@ -73,7 +74,7 @@ class VllmClient(Supervised):
         program = sys.executable if python is None else shutil.which(python)
         if program is None:
             raise ConfigError(f"--vllm-python {python} is no program; give the python of an environment that has vLLM")
-        super().__init__(max_restarts, on_failure)
+        super().__init__(max_restarts, on_failure, first_delay)
         self.facts: dict[str, Any] = dict(facts)
         self.link: Link | None = None
         self._command = [program, str(START)]

@@ -133,12 +133,11 @@ async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.M
     text.close()
 
 
-async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(*arguments: str) -> tuple[int, Any]:
+async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request() -> None:
+    def short() -> tuple[int, Any]:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(helper.process, "spawn", short)
-    made = helper.Helper(lambda: frames.Setup(False, {}, 8, []), 1.0, 8)
+    made = helper.Helper(lambda: frames.Setup(False, {}, 8, []), 1.0, 8, short)
     for _ in range(2):
         with pytest.raises(ApiError) as caught:
             await made.ask(frames.Render([], []), "messages")

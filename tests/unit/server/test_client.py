@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 import uvicorn
+from fixtures_server import pretender
 from lawkit import Pair
 
 from sameseed.request import SamplingParams
-from sameseed.server import client as clients, connection, frames, logs, process, run, supervised, vllm
+from sameseed.server import connection, frames, logs, process, run, vllm
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add
@@ -51,7 +53,7 @@ Start = Callable[..., EngineClient]
 
 
 @pytest.fixture
-def start(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+def start(pair: Pair, tmp_path: Path) -> Start:
     """Makes clients of processes that behave in a certain way."""
     ready = tmp_path / "ready"
     ready.write_bytes(frames.pack(frames.EngineReady(pair.tokenizer.as_files(), 304, 256, 4)))
@@ -60,19 +62,17 @@ def start(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     script = tmp_path / "pretender.py"
     script.write_text(PRETENDER)
 
-    def make(behaviour: str, **more: Any) -> EngineClient:
-        def spawn() -> tuple[int, socket.socket]:
-            ours, theirs = socket.socketpair()
-            os.set_inheritable(theirs.fileno(), True)
-            command = [sys.executable, str(script), str(theirs.fileno()), behaviour, str(ready)]
-            pid = os.posix_spawn(sys.executable, command, os.environ)
-            theirs.close()
-            ours.setblocking(False)
-            return pid, ours
+    def make(
+        behaviour: str, failing: Callable[[int], OSError | None] = lambda start: None, **more: Any
+    ) -> EngineClient:
+        pretended, starts = pretender(sys.executable, str(script), "FD", behaviour, str(ready)), itertools.count()
 
-        monkeypatch.setattr(clients, "_spawn", spawn)
-        monkeypatch.setattr(supervised, "FIRST_DELAY", 0.01)
-        made = EngineClient("x", {}, **more)
+        def spawn() -> tuple[int, socket.socket]:
+            if (error := failing(next(starts))) is not None:
+                raise error
+            return pretended()
+
+        made = EngineClient("x", {}, spawn=spawn, first_delay=0.01, **more)
         made.start()
         return made
 
@@ -129,36 +129,29 @@ async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, setti
     await client.close()
 
 
-async def test_a_process_that_cannot_be_started_is_tried_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_be_started_is_tried_again(start: Start) -> None:
     """The engine dies while no file descriptor is to be had: that passes."""
-    client = start("dies once", max_restarts=1)
+    states: list[str] = []
+
+    def short(start: int) -> OSError | None:
+        if start:
+            states.append(client.state)
+        return OSError(24, "Too many open files") if 1 <= start < 5 else None
+
+    client = start("dies once", short, max_restarts=1)
     await asyncio.wait_for(client.wait_ready(), 20)
-    spawn, failed = clients._spawn, []
-
-    def short() -> tuple[int, socket.socket]:
-        failed.append(client.state)
-        if len(failed) < 5:
-            raise OSError(24, "Too many open files")
-        return spawn()
-
-    monkeypatch.setattr(clients, "_spawn", short)
     submit(client)
     for _ in range(1000):
         if client.num_restarts >= 5 and client.state == "ready":
             break
         await asyncio.sleep(0.02)
-    assert failed[:5] == ["down"] * 5 and client.state == "ready"
+    assert states == ["down"] * 5 and client.state == "ready"
     await client.close()
 
 
-async def test_a_first_process_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def short() -> tuple[int, socket.socket]:
-        raise OSError(11, "Resource temporarily unavailable")
-
+async def test_a_first_process_that_cannot_be_started_is_one_line(start: Start) -> None:
     said: list[str] = []
-    monkeypatch.setattr(clients, "_spawn", short)
-    client = EngineClient("x", {}, on_failure=said.append)
-    client.start()
+    client = start("alive", lambda start: OSError(11, "Resource temporarily unavailable"), on_failure=said.append)
     with pytest.raises(ApiError):
         await asyncio.wait_for(client.wait_ready(), 20)
     assert said == ["the engine's process could not be started: Resource temporarily unavailable"]
@@ -216,9 +209,8 @@ async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Link, "healthy", well)
     monkeypatch.setattr(Link, "get", page)
-    monkeypatch.setattr(supervised, "FIRST_DELAY", 0.01)
     monkeypatch.setattr(vllm, "LOADING", 0.0)
-    client = VllmClient([], {}, python=str(python), max_restarts=2, on_failure=said.append)
+    client = VllmClient([], {}, python=str(python), max_restarts=2, on_failure=said.append, first_delay=0.01)
     client.start()
     await asyncio.wait_for(client.wait_ready(), 20)
     python.unlink()
@@ -315,7 +307,7 @@ def test_a_full_disk_silences_the_log(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 async def test_the_engine_does_not_outlive_its_server() -> None:
     """The real process: it leaves when the other end of its socket is closed, whatever became of who held it."""
-    pid, ours = clients._spawn()
+    pid, ours = process.spawn("worker")
     try:
         received = ours.recv(1) if select.select([ours], [], [], 30)[0] else b""
         assert received, "it beats before it is asked for anything"

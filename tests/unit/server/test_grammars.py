@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import queue
 import random
 import signal
-import socket
 import sys
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from fixtures_server import pretender
 from lawkit import EOS, MODEL_VOCAB, Pair
 
 from sameseed.grammar import Vocabulary
@@ -134,19 +133,10 @@ os.kill(os.getpid(), int(sys.argv[3]))
 async def test_too_much_work_is_told_from_a_death(
     number: int, expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spawn(program: str) -> tuple[int, socket.socket]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            os.set_inheritable(theirs.fileno(), True)
-            answer = frames.pack(frames.Done("")).hex()
-            command = [sys.executable, "-IS", "-c", DIES, str(theirs.fileno()), answer, str(int(number))]
-            pid = os.posix_spawn(sys.executable, command, {})
-        ours.setblocking(False)
-        return pid, ours
-
-    monkeypatch.setattr(helper_of_server.process, "spawn", spawn)
+    answer = frames.pack(frames.Done("")).hex()
+    spawn = pretender(sys.executable, "-IS", "-c", DIES, "FD", answer, str(int(number)))
     monkeypatch.setattr(helper_of_server, "AT_ONCE", -1.0)
-    made = Helper(lambda: frames.Setup(True, {}, 8, []), 0.5, 8)
+    made = Helper(lambda: frames.Setup(True, {}, 8, []), 0.5, 8, spawn)
     with pytest.raises((HelperDiedError, ApiError)) as caught:
         await made.ask(frames.Render([], []), "messages")
     assert getattr(caught.value, "spent", None) is expected

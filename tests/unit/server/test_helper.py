@@ -6,15 +6,17 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures_server import pretender
 
 from sameseed.request import SamplingParams
-from sameseed.server import aside as asides, frames, helper as helpers
+from sameseed.server import aside as asides, frames
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError
@@ -25,23 +27,7 @@ from sameseed.server.helper import Helper, HelperDiedError
 pytestmark = pytest.mark.asyncio
 SETUP = frames.Setup(False, {}, 8, [])
 RENDER = frames.Render([], [])
-
-
-@pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
-    """Processes that are set up, and then never answer; called, it gives their ids."""
-    pids, ends = [], []
-
-    def spawn(program: str) -> tuple[int, socket.socket]:
-        ours, theirs = socket.socketpair()
-        theirs.sendall(frames.pack(frames.Done("")))  # it is set up
-        ends.append(theirs)
-        ours.setblocking(False)
-        pids.append(os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ))
-        return pids[-1], ours
-
-    monkeypatch.setattr(helpers.process, "spawn", spawn)
-    return lambda: pids
+DONE = frames.pack(Done(""))
 
 
 async def refused(waiting: asyncio.Future[Any]) -> int:
@@ -50,10 +36,18 @@ async def refused(waiting: asyncio.Future[Any]) -> int:
     return caught.value.status
 
 
-async def test_who_is_being_prepared_when_the_server_ends_is_told(silent: Callable[[], list[int]]) -> None:
-    made = Helper(lambda: SETUP, 60.0, 8)
+async def test_who_is_being_prepared_when_the_server_ends_is_told() -> None:
+    pids: list[int] = []
+
+    def silent() -> tuple[int, socket.socket]:
+        """Starts what is set up, and then never answers."""
+        pid, ours = pretender("sleep", "60", first=DONE)()
+        pids.append(pid)
+        return pid, ours
+
+    made = Helper(lambda: SETUP, 60.0, 8, silent)
     waiting = [asyncio.ensure_future(made.ask(RENDER, "messages")) for _ in range(3)]
-    while not silent():
+    while not pids:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     made.refuse()
@@ -61,33 +55,30 @@ async def test_who_is_being_prepared_when_the_server_ends_is_told(silent: Callab
     assert await refused(asyncio.ensure_future(made.ask(RENDER, "messages"))) == 503
     await made.close()
     for _ in range(500):
-        if not Path(f"/proc/{silent()[0]}").exists():
+        if not Path(f"/proc/{pids[0]}").exists():
             break
         await asyncio.sleep(0.01)
-    assert len(silent()) == 1 and not Path(f"/proc/{silent()[0]}").exists(), "nothing is left behind, or started anew"
+    assert len(pids) == 1 and not Path(f"/proc/{pids[0]}").exists(), "nothing is left behind, or started anew"
 
 
-async def test_what_took_too_much_work_is_told_from_what_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+ENDS = """
+import os, signal, sys
+left = int(sys.argv[2])
+while left:
+    left -= len(os.read(int(sys.argv[1]), left))
+os.kill(os.getpid(), signal.Signals[sys.argv[3]])
+"""
+
+
+async def test_what_took_too_much_work_is_told_from_what_was_stopped() -> None:
     """A process's own limit ends it with a signal of its own; any other end may be the machine's doing."""
-
     read = len(frames.pack(SETUP)) + 1  # it ends when it has seen something of its job
-
-    def spawn(program: str) -> tuple[int, socket.socket]:
-        ours, theirs = socket.socketpair()
-        theirs.sendall(frames.pack(frames.Done("")))
-        command = ["sh", "-c", f"head -c {read} > /dev/null; kill -{end} $$"]
-        actions = [(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0)]
-        pid = os.posix_spawn("/bin/sh", command, os.environ, file_actions=actions)
-        theirs.close()
-        ours.setblocking(False)
-        return pid, ours
-
-    monkeypatch.setattr(helpers.process, "spawn", spawn)
-    for end, status in (("PROF", 400), ("KILL", 503)):
-        made = Helper(lambda: SETUP, 60.0, 8)
+    for end, status in (("SIGPROF", 400), ("SIGKILL", 503)):
+        spawn = pretender(sys.executable, "-IS", "-c", ENDS, "FD", str(read), end, first=DONE)
+        made = Helper(lambda: SETUP, 60.0, 8, spawn)
         with pytest.raises(HelperDiedError) as caught:
             await made.ask(RENDER, "messages")
-        assert caught.value.spent is (end == "PROF")
+        assert caught.value.spent is (end == "SIGPROF")
         client = EngineClient("x", {})
         client._templates = made
         with pytest.raises(ApiError) as told:

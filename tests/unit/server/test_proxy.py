@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from sameseed.errors import ConfigError
-from sameseed.server import relay, supervised, vllm
+from sameseed.server import relay, vllm
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.events import Events
@@ -170,11 +170,11 @@ def test_errors_lose_addresses_of_machines() -> None:
     assert (made.status, made.param, made.message) == (400, "...", "ask ... or ...")
 
 
-class Counted(VllmClient):
+class NeverStarted(VllmClient):
     """Does not start anything: its process `ends` at once, or stays until it is closed."""
 
     def __init__(self, ends: bool) -> None:
-        super().__init__([], FACTS, python=sys.executable)
+        super().__init__([], FACTS, python=sys.executable, first_delay=3600.0)
         self.ends, self.num_starts = ends, 0
 
     async def _run_once(self) -> int:
@@ -188,9 +188,8 @@ class Counted(VllmClient):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-async def test_none_is_started_after_the_end(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervised, "FIRST_DELAY", 3600.0)
-    client = Counted(ends)
+async def test_none_is_started_after_the_end(ends: bool) -> None:
+    client = NeverStarted(ends)
     client.start()
     while not client.num_starts:
         await asyncio.sleep(0)
@@ -199,7 +198,7 @@ async def test_none_is_started_after_the_end(ends: bool, monkeypatch: pytest.Mon
 
 
 async def test_one_closed_before_it_began_is_not_started() -> None:
-    client = Counted(True)
+    client = NeverStarted(True)
     client.start()
     await client.close()
     assert client.num_starts == 0

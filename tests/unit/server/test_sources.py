@@ -12,6 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[3] / "sameseed"
 EVERYWHERE = sorted(PACKAGE.rglob("*.py"))
 SERVER = sorted((PACKAGE / "server").rglob("*.py"))
+MAY = {"laws/mutants.py": {"compile"}}  # the package's own source, with one mistake in it
 LINK = "link.py"  # the one connection: to the unix socket of the vLLM that the server started
 FROM_DATA = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PROGRAMS = {"subprocess", "multiprocessing", "pty", "ctypes", "code", "codeop", "runpy"}
@@ -49,7 +50,7 @@ def test_nothing_runs_from_data() -> None:
         text = path.read_text()
         tree = ast.parse(text)
         assert not imports(tree) & FROM_DATA, path
-        assert not set(calls(tree)) & banned, path
+        assert not set(calls(tree)) & banned - MAY.get(path.relative_to(PACKAGE).as_posix(), set()), path
         assert "trust_remote_code" not in text, path
 
 
