@@ -4,8 +4,6 @@
 
 Each text is asked for twice in turn, by a tenant who was here before (hit) and by a new one (miss), so that both see
 the same machine. The texts must be the same; acceptance tells whether a drafter misses the rows that were skipped.
-Further: what hashing costs a request and a round, and whether a stranger's cached prefix can be told by the time (area
-under the ROC curve, 0.5: it cannot).
 """
 
 from __future__ import annotations
@@ -13,16 +11,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
-import time
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from sameseed import LLM, SamplingParams
 from sameseed.cli.options import draft_choice
-from sameseed.kvcache.blocks import BlockManager
-from sameseed.request import Completion, Request, Sequence
+from sameseed.request import Completion, Request
 from sameseed.study import record
 
 OUT = Path(__file__).parent / "results" / "prefix.jsonl"
@@ -82,49 +77,6 @@ def summary(done: list[Completion]) -> dict[str, Any]:
     }
 
 
-def hashing(num_tokens: int, block_size: int = 16, repeat: int = 200) -> dict[str, float]:
-    """Microseconds of the block manager, without a model: of a request, known or not, and of a sequence's round."""
-    tokens = [random.Random(0).randrange(50_000) for _ in range(num_tokens)]
-    blocks = BlockManager(2 * num_tokens // block_size + 2, block_size)
-
-    def timed(action: Any, seq: Sequence) -> float:
-        start = time.perf_counter()
-        action(seq)
-        return (time.perf_counter() - start) * 1e6
-
-    def store(seq: Sequence) -> None:
-        seq.num_cached = num_tokens
-        blocks.enter(seq, num_tokens)
-
-    found: dict[str, list[float]] = {"miss_us": [], "enter_us": [], "hit_us": [], "round_us": []}
-    for i in range(repeat):
-        first, second = (Sequence(0, tokens, SamplingParams(), 0, str(i)) for _ in range(2))
-        found["miss_us"].append(timed(blocks.adopt, first))
-        blocks.reserve(first, num_tokens)
-        found["enter_us"].append(timed(store, first))
-        found["round_us"].append(timed(lambda seq: blocks.enter(seq, num_tokens), first))
-        blocks.release(first)
-        found["hit_us"].append(timed(blocks.adopt, second))
-        assert second.num_cached == (num_tokens - 1) // block_size * block_size
-        blocks.release(second)
-    return {name: median(values) for name, values in found.items()}
-
-
-def stranger(llm: LLM, prefix: int, pairs: int) -> dict[str, float]:
-    """Can a tenant tell by the time that another has just sent the same prefix? In pairs, in random order."""
-    rng = random.Random(1)
-    size = llm.engine.runner.model.config.vocab_size
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for i in range(pairs):
-        for cached in rng.sample([True, False], 2):
-            prompt = [rng.randrange(4, size) for _ in range(prefix)]
-            other = prompt if cached else [rng.randrange(4, size) for _ in range(prefix)]
-            ask(llm, other, f"victim {i} {cached}", 1)
-            times[cached].append(ask(llm, prompt, f"attacker {i} {cached}", 1).metrics.time_to_first_token)
-    wins = [(a < b) + (a == b) / 2 for a, b in itertools.product(times[True], times[False])]
-    return {"pairs": pairs, "prefix_tokens": prefix, "auc": mean(wins)}
-
-
 def main() -> None:
     """Measure, print, append."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -135,7 +87,6 @@ def main() -> None:
     parser.add_argument("--prefixes", type=int, nargs="+", default=[192, 1000])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--pairs", type=int, default=200, help="of requests for the test of what a stranger sees")
     parser.add_argument("--threads", type=int, default=None)
     o = parser.parse_args()
     here, run_id = record.machine(), record.now()
@@ -156,15 +107,7 @@ def main() -> None:
                 f"{miss['ttft_s'] * 1e3:.1f} ms (miss); same texts: {line['equal_texts']}; acceptance length "
                 + ", ".join(f"{x:.3f}" if x else "-" for x in lengths)
             )
-        if name == "none" and o.pairs:
-            seen = stranger(llm, 256, o.pairs)
-            write(o.out, {**head, "time": record.now(), "config": config, "stranger": seen})
-            print(f"a stranger's cached prefix: AUC {seen['auc']:.3f} over {seen['pairs']} pairs")
         del llm
-    for num_tokens in o.prefixes:
-        cost = hashing(num_tokens)
-        write(o.out, {**head, "time": record.now(), "config": {"num_tokens": num_tokens}, "hashing": cost})
-        print(f"hashing, {num_tokens} tokens: " + ", ".join(f"{k} {v:.1f}" for k, v in cost.items()))
 
 
 def write(out: Path, line: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Clients that know nothing of sameseed against its server: each is run for real, and its results are recorded.
 
     .venv/bin/python benchmarks/clients/run.py --python VENV/bin/python openai langchain-openai litellm
-    .venv/bin/python benchmarks/clients/run.py --python VENV/bin/python lm-eval guidellm
+    .venv/bin/python benchmarks/clients/run.py --python VENV/bin/python lm-eval
 
 `--python` has the clients installed, in an environment of its own. A text that a client got is right where it is the
 one that the engine writes without a server; a likelihood, where it is what lm-eval gets of the engine without one.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -37,11 +36,8 @@ TOLERANCE = 1e-4  # nats: the harness adds up 32-bit numbers in another order
 class Server:
     """`sameseed serve` with the embedded pair, for as long as the block lasts."""
 
-    def __init__(self, *flags: str) -> None:
-        self._flags = flags
-
     def __enter__(self) -> str:
-        command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--max-num-seqs", "8", *self._flags]
+        command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--max-num-seqs", "8"]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         for line in self._process.stderr:
@@ -159,51 +155,11 @@ def largest(a: Any, b: Any) -> float:
         return 0.0 if a == b else float("inf")
 
 
-def guidellm(python: str, url: str) -> dict[str, Any]:
-    """A closed loop of two, with synthetic texts made by the model's tokenizer."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        command = [str(Path(python).with_name("guidellm")), "run", "--disable-console-interactive"]
-        command += ["--backend", f"kind=openai_http,target={url},model=embedded"]
-        command += ["--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=20"]
-        command += ["--tokenizer", f"kind=hf_auto,model={resolve_model('embedded')}"]
-        command += [
-            "--data",
-            "kind=synthetic_text,prompt_tokens=64,output_tokens=32",
-            "--output",
-            f"kind=json,path={out}",
-        ]
-        run(command, HF_HUB_OFFLINE="1")
-        totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
-    passed = totals["errored"] == 0 and totals["successful"] >= 20
-    return {"ran": ["concurrent"], "requests": totals, "passed": passed}
-
-
-def schemathesis(python: str, url: str) -> dict[str, Any]:
-    """200 requests an operation, made from the server's document: valid ones and invalid ones."""
-    command = [python, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--mode", "all", "--max-examples", "200"]
-    command += ["--checks", "all", "--exclude-checks", "positive_data_acceptance", "--no-color"]  # ours takes its place
-    command += ["--phases", "examples,coverage,fuzzing", "--generation-deterministic"]
-    tests = str(HERE.parents[1] / "tests")
-    said = run(command, SCHEMATHESIS_HOOKS="fixtures_fuzz", PYTHONPATH=tests)
-    counts = {word: int(count) for count, word in re.findall(r"(\d+) (generated|passed|skipped)", said)}
-    operations = re.search(r"Tested: (\d+)", said)
-    return {
-        "ran": ["coverage", "fuzzing"],
-        "cases": counts,
-        "operations": operations and int(operations[1]),
-        "passed": True,
-    }
-
-
-FLAGS = {"schemathesis": ["--max-model-len", "96"]}  # as long as it may write, it writes
 CLIENTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "openai": texts("with_openai.py"),
     "langchain-openai": texts("with_langchain.py"),
     "litellm": texts("with_litellm.py"),
     "lm-eval": lm_eval,
-    "guidellm": guidellm,
-    "schemathesis": schemathesis,
 }
 
 
@@ -215,7 +171,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     for client in args.clients:
-        with Server(*FLAGS.get(client, ())) as url:
+        with Server() as url:
             found = CLIENTS[client](args.python, url)
         line = {"schema": "sameseed.clients/1", "time": record.now(), "commit": record.commit()}
         line |= {"machine": record.machine(), "client": client, "version": version(args.python, client), **found}

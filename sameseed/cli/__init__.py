@@ -6,7 +6,6 @@ on stderr and exit code 2; Ctrl-C is exit code 130; a reader that went away (`| 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import io
 import os
@@ -49,9 +48,11 @@ def main(argv: Seq[str] | None = None) -> int:
         print(f"sameseed {__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        print(f"error: no command {name!r}{hint} (there are: {', '.join(COMMANDS)})", file=sys.stderr)
+        from sameseed.errors import nearest
+
+        print(
+            f"error: no command {name!r}{nearest(name, COMMANDS)} (there are: {', '.join(COMMANDS)})", file=sys.stderr
+        )
         return EXIT_USAGE
     return _run(name, argv[1:])
 

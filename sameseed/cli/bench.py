@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sameseed.study.measure import Bench, Run
     from sameseed.study.workload import Arm, Prompt, Workload
 
-RESULTS = Path("benchmarks/results")
 LEFT_OUT = ("overlap", "temperature", "n", "logprobs")
 
 
@@ -63,11 +62,9 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError(f"--batch-sizes must be at least 1, got {min(args.batch_sizes)}")
     # A bad value fails here, before anything is loaded.
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
-    out = args.out or (RESULTS / "bench.jsonl" if RESULTS.is_dir() else None)
-    if out is not None:
-        from sameseed.study import record
+    from sameseed.study import record
 
-        record.prepare(out)
+    out = record.destination(args.out, "bench")
     equal = True
     run_id = None
     for number_format in args.formats:
@@ -93,12 +90,18 @@ def _measure(
     prompts = read_prompts(path, args.num_prompts)
     ways, most = arms(_specs(args, parsed.engine), args.ks), max(params.max_tokens for params in all_params)
     bench = open_bench(parsed.engine, ways, args.batch_sizes, number_format, args.json, prompts, most)
-    encoded = tuple(_encode(prompt, bench) for prompt in prompts)
+    encoded = []
+    for prompt in prompts:
+        encoded.append(prompt.encode(bench.llm.tokenizer))
+        try:
+            bench.llm.engine.check(encoded[-1])
+        except RequestError as error:
+            raise RequestError(f"prompt {prompt.id}: {error}") from None
     run_id = run_id or record.now()
     here = record.machine()
     equal = True
     for params, size in itertools.product(all_params, args.batch_sizes):
-        workload = Workload(path.name, encoded, params, size)
+        workload = Workload(path.name, tuple(encoded), params, size)
         runs = run_with_progress(bench, workload, args.repeat, args.json)
         records = record.make_records(bench, parsed.engine.model, workload, runs, run_id, here)
         show(records, out, args.json)
@@ -106,16 +109,6 @@ def _measure(
     if not args.json:
         stderr_console().print(report.LEGEND, style="dim")
     return run_id, equal
-
-
-def _encode(prompt: Prompt, bench: Bench) -> tuple[int, ...]:
-    """The prompt's tokens, checked. Raises RequestError that names the prompt."""
-    tokens = prompt.encode(bench.llm.tokenizer)
-    try:
-        bench.llm.engine.check(tokens)
-    except RequestError as error:
-        raise RequestError(f"prompt {prompt.id}: {error}") from None
-    return tokens
 
 
 def run_with_progress(bench: Bench, workload: Workload, repeat: int, quiet: bool) -> dict[Arm, list[Run]]:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sameseed.study.load.bench import LoadBench, LoadSettings, ServerArm
     from sameseed.study.load.drive import LoadLevel
 
-RESULTS = Path("benchmarks/results")
-
 
 @dataclass(frozen=True)
 class BenchServeArgs:
@@ -70,11 +68,9 @@ def run(argv: Seq[str], prog: str) -> int:
         from sameseed.study.plot import plot_paths
 
         plot_paths(args.plot)
-    out = args.out or (RESULTS / "load.jsonl" if RESULTS.is_dir() else None)
     from sameseed.study import record
 
-    if out is not None:
-        record.prepare(out)
+    out = record.destination(args.out, "load")
     made = asyncio.run(_measure(args, arms, settings, out))
     if args.plot is not None and made:
         from sameseed.study.load.picture import draw
@@ -188,7 +184,9 @@ def _arms(args: BenchServeArgs) -> list[ServerArm]:
     if args.compare_speculation and args.baseline_url is not None:
         raise ConfigError("--compare-speculation and --baseline-url are two ways to compare; give one of them")
     extra = _object(args.extra_body, "--extra-body") if args.extra_body else {}
-    asked = {} if args.speculation is None else {"speculation": _wish(args.speculation)}
+    asked: dict[str, Any] = {}
+    if (text := args.speculation) is not None:
+        asked["speculation"] = _object(text, "--speculation") if text.lstrip().startswith("{") else text
     server = Endpoint(base_url(args.url), args.model or "", args.chat, {**extra, **asked})
     if args.compare_speculation:
         off = Endpoint(server.url, server.model, args.chat, {**extra, "speculation": "off"})
@@ -197,10 +195,6 @@ def _arms(args: BenchServeArgs) -> list[ServerArm]:
         base = Endpoint(base_url(args.baseline_url), args.model or "", args.chat, extra)
         return [ServerArm("baseline", base), ServerArm("server", server)]
     return [ServerArm("server", server)]
-
-
-def _wish(text: str) -> Any:
-    return _object(text, "--speculation") if text.lstrip().startswith("{") else text
 
 
 def _object(text: str, flag: str) -> dict[str, Any]:

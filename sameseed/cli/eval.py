@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
-from sameseed.cli.bench import RESULTS
 from sameseed.cli.options import EngineChoice, draft_choice, option, parse
 from sameseed.cli.profile import words
 from sameseed.errors import ConfigError
@@ -68,13 +67,14 @@ def run(argv: Seq[str], prog: str) -> int:
             raise ConfigError("give the models to --compare, and no other")
         engine = EngineChoice(args.name, engine.settings)
     engine = EngineChoice(engine.model, engine.settings | {"draft": draft_choice(args.draft, engine.model)})
+    from sameseed.study import record
     from sameseed.study.quality import suite
     from sameseed.study.quality.tasks import TaskSettings
 
     settings = TaskSettings(args.data, args.limit, args.chat, args.temperature, args.top_p, args.max_tokens, args.seed)
     settings.params(1, ())  # a bad value fails here
     text = suite.PerplexityText(args.text, args.window, args.stride, args.tokens)
-    out = prepared(args.out)
+    out = record.destination(args.out, "eval")
     if args.compare:
         return _compare(args, engine, settings, text, out)
     if args.plot is not None:
@@ -154,19 +154,10 @@ def check_plot(plot: Path | None) -> None:
 
 def compared(models: Seq[str], asked: Comparing, as_json: bool, plot: Path | None) -> None:
     """`quantize --report`: compare, append the records, and show."""
+    from sameseed.study import record
     from sameseed.study.quality.variant import Variant
 
-    report([Variant(m) for m in models], asked, prepared(None), as_json, plot)
-
-
-def prepared(out: Path | None) -> Path | None:
-    """Where records go, checked: `out`, or benchmarks/results/ if it exists. Raises ConfigError."""
-    from sameseed.study import record
-
-    out = out or (RESULTS / "eval.jsonl" if RESULTS.is_dir() else None)
-    if out is not None:
-        record.prepare(out)
-    return out
+    report([Variant(m) for m in models], asked, record.destination(None, "eval"), as_json, plot)
 
 
 def report(

@@ -23,7 +23,7 @@ OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
 
 
 @dataclass(frozen=True)
-class Args:
+class QuantizeArgs:
     """Store the linear layers of a model in fewer bits and write a checkpoint. Embedding and head stay as they are
     unless a rule of the scheme names them (lm_head=w8a16). A run that was stopped goes on with --resume.
     """
@@ -53,7 +53,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Check, quantize, write, say what it cost."""
-    args = parse(Args, argv, prog).args
+    args = parse(QuantizeArgs, argv, prog).args
     if args.out is None:
         raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16-g128 -o runs/w4a16")
     from sameseed.quantize._run import QuantizePlan
@@ -89,9 +89,10 @@ def run(argv: Seq[str], prog: str) -> int:
     return 0
 
 
-def _report_settings(args: Args) -> Comparing:
+def _report_settings(args: QuantizeArgs) -> Comparing:
     """What --report measures, with all that can be checked before the model is quantized."""
-    from sameseed.cli.eval import check_plot, prepared
+    from sameseed.cli.eval import check_plot
+    from sameseed.study import record
     from sameseed.study.quality import compare, suite
     from sameseed.study.quality.tasks import TaskSettings
 
@@ -101,7 +102,7 @@ def _report_settings(args: Args) -> Comparing:
     asked.settings.params(1, ())  # a bad seed fails here
     suite.check(asked.tasks, asked.settings, asked.text)
     check_plot(args.plot)
-    prepared(None)
+    record.destination(None, "eval")
     return asked
 
 

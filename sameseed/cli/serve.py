@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Args:
+class ServeArgs:
     """Serve a model over HTTP with OpenAI's API. On this machine only, unless there is an API key."""
 
     host: str = "127.0.0.1"  # address to listen on; one that others can reach needs a key
@@ -42,7 +42,7 @@ class Args:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, check, serve until told to stop."""
-    parsed = parse(Args, argv, prog, engine=True)
+    parsed = parse(ServeArgs, argv, prog, engine=True)
     args, engine = parsed.args, parsed.engine
     missing = [m for m in ("fastapi", "msgspec", "uvicorn", "prometheus_client") if importlib.util.find_spec(m) is None]
     if missing:
@@ -74,7 +74,7 @@ def run(argv: Seq[str], prog: str) -> int:
     return serve(engine.model, engine.settings, config, args.log_level)
 
 
-def _serve_vllm(args: Args, engine: EngineChoice, spread: Spread, config: ServerConfig) -> int:
+def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: ServerConfig) -> int:
     """The same flags in vLLM's words. Raises ConfigError, ModelLoadError for what vLLM cannot do."""
     from sameseed.export import vllm
     from sameseed.server.run import serve_vllm

@@ -20,7 +20,7 @@ OWN = ("head", "draft")
 
 
 @dataclass(frozen=True)
-class Args:
+class TrainArgs:
     """Train the models of a recipe. A run that was stopped goes on with --resume.
 
     `sameseed train head` and `sameseed train draft` train a draft head, or a small draft, for any target that runs
@@ -41,7 +41,7 @@ def run(argv: Seq[str], prog: str) -> int:
         from sameseed.cli import train_own
 
         return train_own.run(argv[0], argv[1:], f"{prog} {argv[0]}")
-    args = parse(Args, argv, prog).args
+    args = parse(TrainArgs, argv, prog).args
     for name in ("data", "out"):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; e.g. sameseed train --data corpus --out runs/embedded")

@@ -19,7 +19,7 @@ LEFT_OUT = ("n", "logprobs")
 
 
 @dataclass(frozen=True)
-class Args:
+class VerifyArgs:
     """Certify that texts with speculation are those without: tokens, log-probabilities, the law of sampling, the cache.
 
     The engine's flags are generate's; the sampling flags are those of sampled texts, beside which greedy ones are
@@ -41,7 +41,7 @@ class Args:
 def run(argv: Seq[str], prog: str) -> int:
     """Check the arguments, run, show, write; exit code 1 if anything failed."""
     defaults = {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32}
-    parsed = parse(Args, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=LEFT_OUT)
+    parsed = parse(VerifyArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=LEFT_OUT)
     args = parsed.args
     from sameseed.laws.check import Effort
 

@@ -72,7 +72,7 @@ def format_table(profile: Profile) -> Table:
             x.format,
             _size(x.bytes),
             _size(x.bytes_per_token),
-            _percent(x.bandwidth_share),
+            "-" if x.bandwidth_share is None else f"{x.bandwidth_share:.0%}",
             _size(x.load_peak_bytes),
         ]
         if prompt:
@@ -92,7 +92,3 @@ def _table(title: str, *heads: str) -> Table:
 
 def _size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"

@@ -5,13 +5,12 @@ c(M), the time of M rows over that of one, is what checking a draft costs; plann
 
 from __future__ import annotations
 
-import difflib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, nearest
 from sameseed.study.limits import Limits
 from sameseed.study.schemas import PROFILE_SCHEMA
 
@@ -116,9 +115,8 @@ class Profile:
         """Contexts of a format, ascending. Raises ConfigError for a format that was not measured."""
         found = tuple(sorted({x.context for x in self.costs if x.format == format}))
         if not found:
-            near = difflib.get_close_matches(format, self.formats, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             measured = ", ".join(self.formats) or "none"
+            hint = nearest(format, self.formats)
             raise ConfigError(f"format {format!r} was not profiled{hint} (there are: {measured})")
         return found
 

@@ -47,7 +47,9 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6))
         _c_panel(left, profile)
         _ms_panel(right, profile)
-        figure.text(0.012, 0.945, _title(profile), fontsize=12, weight="bold")
+        cached = " and ".join(map(str, sorted({x.context for x in profile.costs})))
+        title = f"{profile.shape['name']}: {profile.threads} threads, {cached} tokens cached"
+        figure.text(0.012, 0.945, title, fontsize=12, weight="bold")
         figure.text(0.012, 0.02, _footnote(profile), fontsize=7.5, color="0.35")
         figure.subplots_adjust(left=0.055, right=0.82, bottom=0.175, top=0.85, wspace=0.19)
         handles, labels = right.get_legend_handles_labels()
@@ -77,12 +79,8 @@ def _draw(panel: Any, profile: Profile, y: Callable[[Cost], float]) -> None:
         line = {"color": colour, "linestyle": STYLES[j % len(STYLES)], "marker": marker, "markersize": 5}
         panel.plot(rows, [y(p) for p in points], label=label, **line)
         if j == 0:  # the bands of other contexts would hide the lines
-            low, high = ([y(p) * v / p.ms for p, v in zip(points, values, strict=True)] for values in _spread(points))
+            low, high = ([y(p) * getattr(p, q) / p.ms for p in points] for q in ("p10", "p90"))
             panel.fill_between(rows, low, high, color=colour, alpha=0.13, linewidth=0)
-
-
-def _spread(points: Seq[Cost]) -> tuple[list[float], list[float]]:
-    return [p.p10 for p in points], [p.p90 for p in points]
 
 
 def _row_axis(panel: Any, profile: Profile) -> None:
@@ -137,12 +135,6 @@ def _line(first: Cost, last: Cost, name: str, rows: float) -> float:
     a, b = float(getattr(first, name)), float(getattr(last, name))
     share = (rows - first.rows) / (last.rows - first.rows) if last.rows > first.rows else 0.0
     return a + share * (b - a)
-
-
-def _title(profile: Profile) -> str:
-    contexts = sorted({x.context for x in profile.costs})
-    cached = " and ".join(map(str, contexts))
-    return f"{profile.shape['name']}: {profile.threads} threads, {cached} tokens cached"
 
 
 def _footnote(profile: Profile) -> str:

@@ -27,6 +27,7 @@ from sameseed.study.measure import Bench, Run
 from sameseed.study.schemas import BENCH_SCHEMA, check
 from sameseed.study.workload import Arm, Workload, spec_as_dict
 
+RESULTS = Path("benchmarks/results")
 COUNTED = (  # of SpecMetrics, under their own names
     "num_rounds",
     "num_drafts",
@@ -275,6 +276,17 @@ def prepare(path: Path, flag: str = "--out") -> None:
             path.unlink()  # what fails later should leave nothing
     except OSError as error:
         raise ConfigError(f"cannot write records to {path} ({error.strerror}); choose another with {flag}") from None
+
+
+def destination(out: Path | None, name: str) -> Path | None:
+    """Where a command's records go: `out`, or NAME.jsonl in benchmarks/results/ where that is; checked as by `prepare`.
+
+    None: nowhere.
+    """
+    out = out or (RESULTS / f"{name}.jsonl" if RESULTS.is_dir() else None)
+    if out is not None:
+        prepare(out)
+    return out
 
 
 def append(path: Path, record: Mapping[str, object]) -> None:

@@ -50,11 +50,13 @@ def title(config: Mapping[str, Any]) -> str:
 def cells(record: Mapping[str, Any]) -> list[str]:
     """One record as a row, in the order of COLUMNS."""
     plain = record["config"]["draft"] == "none"
+    prediction = record.get("prediction")
+    predicted = "" if prediction is None else f" ({prediction['speedup']:.2f}x)"
     rate, length, first = record["acceptance_rate"], record["mean_acceptance_length"], record["ttft_s"]["median"]
     return [
         record["config"]["label"],
         f"{record['tokens_per_s']:.1f}",
-        "1" if plain else f"{record['speedup']:.2f}x{_predicted(record)}",
+        "1" if plain else f"{record['speedup']:.2f}x{predicted}",
         "" if rate is None else f"{rate:.0%}",
         "" if length is None else f"{length:.2f}",
         "" if plain else str(record["rollbacks"]),
@@ -74,12 +76,6 @@ def levels(record: Mapping[str, Any]) -> list[str]:
     if record.get("useless_draft"):
         lines.append(f"{record['config']['label']}: next to nothing was accepted. {REMEDY}")
     return lines
-
-
-def _predicted(record: Mapping[str, Any]) -> str:
-    """The predicted speed-up, in brackets, where the record has one."""
-    found = record.get("prediction")
-    return "" if found is None else f" ({found['speedup']:.2f}x)"
 
 
 def blank(name: str) -> Table:

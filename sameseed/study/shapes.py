@@ -5,11 +5,10 @@ The facts are those of each model's public config.json, in its words.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, nearest
 from sameseed.models.config import ModelConfig, parse_config, read_config
 from sameseed.models.loader import resolve_model
 
@@ -84,8 +83,7 @@ def get_shape(name: str, other: str = "--model") -> ModelConfig:
     if known == "embedded":
         return read_config(resolve_model("embedded"))
     if known not in SHAPES:
-        near = difflib.get_close_matches(known, NAMES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = nearest(known, NAMES)
         raise ConfigError(f"no shape {name!r}{hint} (there are: {', '.join(NAMES)}; for a checkpoint, {other})")
     return parse_config(SHAPES[known], where=f"shape {known}")
 

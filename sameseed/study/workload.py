@@ -43,8 +43,12 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot read prompts from {path} ({why}); give a .jsonl or .txt file") from None
-    parse = _json_line if path.suffix == ".jsonl" else _text_line
-    prompts = [parse(line, f"{path}:{number}", number) for number, line in enumerate(lines, 1) if line.strip()]
+    json_lines = path.suffix == ".jsonl"
+    prompts = [
+        _json_line(line, f"{path}:{number}", number) if json_lines else Prompt(str(number), "text", line)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not prompts:
         raise ConfigError(f"{path} holds no prompts; write one a line")
     if limit is None or limit >= len(prompts):
@@ -52,10 +56,6 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     if limit < 1:
         raise ConfigError(f"the number of prompts must be at least 1, got {limit}")
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
-
-
-def _text_line(line: str, where: str, number: int) -> Prompt:
-    return Prompt(str(number), "text", line)
 
 
 def _json_line(line: str, where: str, number: int) -> Prompt:

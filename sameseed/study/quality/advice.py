@@ -30,15 +30,6 @@ class Recommendation:
     recovered: float | None = None
     added_bytes: int | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a record."""
-        return {
-            "modules": list(self.modules),
-            "reason": self.reason,
-            "recovered": self.recovered,
-            "added_bytes": self.added_bytes,
-        }
-
 
 def recorded(variant: Variant) -> list[Recommendation]:
     """The recommendation in the checkpoint's quantization.json; empty where there is none, or it says nothing."""

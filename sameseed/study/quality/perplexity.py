@@ -7,8 +7,9 @@ the text has nothing to follow and is not scored. Perplexity is exp of the mean 
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,14 +116,9 @@ def perplexity(
         found.append(scored.nll.numpy())
         done += len(found[-1])
         report(done, len(tokens) - 1)
+    digest = hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:12]
     read = text if whole else llm.tokenizer.decode(tokens)
-    return Perplexity(np.concatenate(found), len(read.encode()), window, stride, whole, _digest(tokens))
-
-
-def _digest(tokens: Seq[int]) -> str:
-    import hashlib
-
-    return hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:12]
+    return Perplexity(np.concatenate(found), len(read.encode()), window, stride, whole, digest)
 
 
 def ratio(mine: Perplexity, its: Perplexity, seed: int) -> tuple[float, Interval]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
+from dataclasses import asdict
 from typing import Any
 
 from sameseed.engine.llm import LLM
@@ -96,7 +97,7 @@ def _of_row(row: Row, found: Comparison, run_id: str) -> dict[str, Any]:
         "as_draft": None if row.as_draft is None else row.as_draft.as_dict(),
         **row.speed.as_dict(),
         "warnings": row.warnings,
-        "advice": [a.as_dict() for a in row.advice],
+        "advice": [asdict(a) | {"modules": list(a.modules)} for a in row.advice],
         "notes": row.notes,
     }
     return _record(config, row.quality, asked.settings.seed, run_id, comparison)

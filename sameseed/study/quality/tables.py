@@ -12,6 +12,7 @@ from rich.table import Table
 from sameseed.study.quality.bootstrap import Interval
 from sameseed.study.quality.compare import Comparison, Row
 from sameseed.study.quality.speed import CHAIN, CONTEXT, DraftAcceptance
+from sameseed.study.quality.suite import Quality
 
 LEGEND = (
     "in brackets: 95 % bootstrap intervals (over questions; of perplexity over stretches of text; of ratios paired). "
@@ -19,7 +20,6 @@ LEGEND = (
     "drafting for the first column; per draft: tokens that a draft yields, the target's own one included; "
     f"c({CHAIN}): time of a pass over {CHAIN} tokens against one, {CONTEXT} cached"
 )
-
 
 NONE: Interval = (float("nan"), float("nan"))
 
@@ -176,16 +176,14 @@ def _stored(pair: Mapping[str, Any], form: str) -> str:
 def said(found: Comparison) -> tuple[list[str], list[str], list[str]]:
     """Warnings, recommendations and notes of a comparison, each with its variant's name."""
 
+    def of_quality(q: Quality) -> list[str]:
+        return [f"perplexity: {n}" for n in q.notes] + [f"{r.task}: {n}" for r in q.results for n in r.notes]
+
     def each(pick: Callable[[Row], Seq[str]]) -> list[str]:
         return [f"{row.label}: {line}" for row in found.rows for line in pick(row)]
 
     return (
         each(lambda r: r.warnings),
         each(lambda r: [f"keep in higher precision: {', '.join(a.modules)} ({a.reason})" for a in r.advice]),
-        sorted({*each(lambda r: r.notes), *(n for r in found.rows for n in _quality_notes(r))}),
+        sorted({*each(lambda r: r.notes), *(n for r in found.rows for n in of_quality(r.quality))}),
     )
-
-
-def _quality_notes(row: Row) -> list[str]:
-    own = [f"perplexity: {note}" for note in row.quality.notes]
-    return own + [f"{r.task}: {note}" for r in row.quality.results for note in r.notes]

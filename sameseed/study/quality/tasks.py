@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.engine.llm import LLM
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, nearest
 from sameseed.request import MAX_SEED, SamplingParams
 from sameseed.study.measure import Run, run_batch
 from sameseed.study.quality.bootstrap import Interval, mean_interval
@@ -119,12 +119,8 @@ def answer(
 
 def check_names(names: Seq[str], known: Seq[str]) -> None:
     """Raise ConfigError for a name that is no task, with the nearest."""
-    import difflib
-
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"no task {name!r}{hint} (there are: {', '.join(known)})")
+            raise ConfigError(f"no task {name!r}{nearest(name, known)} (there are: {', '.join(known)})")
     if not names:
         raise ConfigError(f"no tasks; give one or more of {', '.join(known)}")
