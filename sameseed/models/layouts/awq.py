@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix, by_group, keep, nibbles, spread, whole
-from sameseed.scheme import QuantTensor
+from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, keep, nibbles, stored, whole
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where outputs 0..7 lie among the eight codes of an int32
 
@@ -32,7 +30,7 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> AwqLa
     return AwqLayout(None if group == -1 else group)
 
 
-class AwqLayout:
+class AwqLayout(Layout):
     """The layout of one quantization_config."""
 
     def __init__(self, group: int | None) -> None:
@@ -53,31 +51,16 @@ class AwqLayout:
             files.expect(f"{name}.qzeros", ["I32"], (width // size, height // 8)),
             files.expect(f"{name}.scales", FLOATS, (width // size, height)),
         )
-        held = keep("int4", width, self.group, symmetric=False)
-        parts = partial(_codes, name, files)
-        if held is None:
-            order = torch.arange(width) // size
-            return StoredMatrix(tensors, None, lambda: by_group(*parts(), order), f"AWQ in groups of {size}")
-        return StoredMatrix(tensors, held[0], partial(_kept, held[1], parts))
 
-    def spare(self, name: str, files: Files) -> bool:
-        """None."""
-        return False
+        def parts() -> tuple[Tensor, Tensor, Tensor]:
+            codes, zeros = _ordered(files.raw(f"{name}.qweight")), _ordered(files.raw(f"{name}.qzeros"))
+            return codes, files.raw(f"{name}.scales").T.contiguous(), zeros
 
-
-def _codes(name: str, files: Files) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes uint8 [O, K], scales [O, n], zero points [O, n]."""
-    codes, zeros = _ordered(files.raw(f"{name}.qweight")), _ordered(files.raw(f"{name}.qzeros"))
-    return codes, files.raw(f"{name}.scales").T.contiguous(), zeros
+        kept = keep("int4", width, self.group, symmetric=False)
+        return stored(tensors, kept, parts, torch.arange(width) // size, f"AWQ in groups of {size}")
 
 
 def _ordered(packed: Tensor) -> Tensor:
     """int32 [N, O / 8] as codes uint8 [O, N]."""
     codes = nibbles(packed).view(packed.shape[0], -1, 8)[..., ORDER]
     return codes.flatten(1).T.contiguous()
-
-
-def _kept(times: int, parts: Any) -> QuantTensor:
-    codes, scales, zeros = parts()
-    found = {"codes": codes, "scales": spread(scales, times).contiguous(), "zeros": spread(zeros, times).contiguous()}
-    return QuantTensor("int4", (codes.shape[0], codes.shape[1]), found)

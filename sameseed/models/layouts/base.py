@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.scheme import GROUPS, QuantScheme, QuantTensor
+from sameseed.scheme import GROUPS, QuantScheme, QuantTensor, get
 
 log = logging.getLogger("sameseed.models")
 FLOATS = ("F32", "BF16", "F16")
@@ -62,14 +62,16 @@ class Files(Protocol):
         """The name itself. Raises ModelLoadError unless it is there in one of the types and one of the shapes."""
 
 
-class Layout(Protocol):
+class Layout:
     """A quant_method with its settings."""
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         """How matrix `name` (without ".weight") of that shape is stored; None: dense. Raises ModelLoadError."""
+        raise NotImplementedError
 
     def spare(self, name: str, files: Files) -> bool:
         """Whether a tensor that no matrix consists of may be left unread."""
+        return False
 
 
 def whole(config: Mapping[str, Any], name: str, default: int, where: str) -> int:
@@ -106,16 +108,36 @@ def keep(
     except ConfigError:
         return None
     if kept is not None and group is None:
-        scheme = QuantScheme(
-            name, kept if kept in GROUPS and "group" in _options(name) else None, symmetric, activations
-        )
+        grouped = kept in GROUPS and "group" in get(name).options
+        scheme = QuantScheme(name, kept if grouped else None, symmetric, activations)
     return scheme, (group or width) // (kept or width)
 
 
-def _options(name: str) -> frozenset[str]:
-    from sameseed.scheme import get
+Parts = Callable[[], tuple[Tensor, Tensor, "Tensor | float"]]
 
-    return get(name).options
+
+def stored(
+    tensors: Seq[str], kept: tuple[QuantScheme, int] | None, parts: Parts, order: Tensor, why: str
+) -> StoredMatrix:
+    """A matrix of integer codes: in the scheme that `keep` found, or decoded where it found none.
+
+    `parts()` reads codes [O, K], scales [O, n] and zero points [O, n], or the number that they all are: then the format
+    knows it. `order` [K]: each column's group. `why`: what no format holds.
+    """
+    if kept is None:
+        return StoredMatrix(tuple(tensors), None, lambda: by_group(*parts(), order), why)
+    scheme, times = kept
+
+    def read() -> QuantTensor:
+        codes, scales, zeros = parts()
+        found = {"codes": codes, "scales": spread(scales, times).contiguous()}
+        if scheme.weights == "int8" and found["scales"].shape[1] == 1:
+            found["scales"] = found["scales"].float()
+        if isinstance(zeros, Tensor):
+            found["zeros"] = spread(zeros, times).contiguous()
+        return QuantTensor(scheme.weights, (codes.shape[0], codes.shape[1]), found, scheme.activations)
+
+    return StoredMatrix(tuple(tensors), scheme, read)
 
 
 def spread(x: Tensor, times: int) -> Tensor:

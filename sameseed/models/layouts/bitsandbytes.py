@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.formats.nf4 import TABLE
-from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix, spread
+from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, spread
 from sameseed.scheme import QuantScheme, QuantTensor
 
 STATE = "weight.quant_state.bitsandbytes__"
@@ -25,7 +25,7 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> BitsA
     return BitsAndBytes()
 
 
-class BitsAndBytes:
+class BitsAndBytes(Layout):
     """Which matrices are quantized, and how, is told by the tensors beside them."""
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
@@ -38,10 +38,6 @@ class BitsAndBytes:
         if f"{name}.{STATE}fp4" in files:
             raise ModelLoadError(f"tensor {weight} is in bitsandbytes' fp4, which cannot be read; nf4 and int8 can")
         return _nf4(name, shape, files)
-
-    def spare(self, name: str, files: Files) -> bool:
-        """None."""
-        return False
 
 
 def _int8(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:

@@ -14,19 +14,18 @@ from sameseed.errors import ModelLoadError
 from sameseed.models.layouts.base import (
     FLOATS,
     Files,
+    Layout,
     StoredMatrix,
-    by_group,
     cache_scales_left_out,
     keep,
     listed,
-    spread,
+    stored,
     two_sizes,
     unpacked,
     whole,
 )
 from sameseed.models.layouts.patterns import fits
 from sameseed.models.layouts.scaled import float8, mxfp4
-from sameseed.scheme import QuantTensor
 
 SPARE = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_global_scale")
 CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
@@ -108,7 +107,7 @@ def _activations(group: Mapping[str, Any], kind: str) -> str | None:
     return {"int": "int8", "float": "fp8"}[kind] if dynamic else None
 
 
-class CompressedTensors:
+class CompressedTensors(Layout):
     """The layout of one quantization_config."""
 
     def __init__(self, groups: list[Group], ignore: list[str], where: str) -> None:
@@ -170,24 +169,16 @@ class CompressedTensors:
         if index in files:
             tensors.append(files.expect(index, ["I32", "I64"], (width,)))
         order = _order(files.raw(index), size, width, count, name) if index in files else None
-        name_ = "int4" if g.bits == 4 else "int8"
-        held = None
+        kept = None
         if order is None and (g.symmetric or g.bits == 4):
-            held = keep(name_, width, size, g.symmetric, g.activations)
+            kept = keep("int4" if g.bits == 4 else "int8", width, size, g.symmetric, g.activations)
         # An int8 group that no kernel has is decoded; so are 8-bit codes with zero points.
-        why = (
-            "act-order groups"
-            if order is not None
-            else f"{g.bits}-bit groups of {size}"
-            if g.symmetric
-            else (f"{g.bits}-bit codes with zero points in groups of {size}")
-        )
-        parts = partial(_codes, name, shape, files, g, count)
-        if held is not None:
-            return StoredMatrix(tuple(tensors), held[0], partial(_kept, name_, held[1], g.activations, parts))
+        why = f"{g.bits}-bit {'groups' if g.symmetric else 'codes with zero points in groups'} of {size}"
         if order is None:
             order = torch.arange(width) // (size or width)
-        return StoredMatrix(tuple(tensors), None, lambda: by_group(*parts(), order), why)
+        else:
+            why = "act-order groups"
+        return stored(tensors, kept, partial(_codes, name, shape, files, g, count), order, why)
 
 
 def _codes(
@@ -196,8 +187,7 @@ def _codes(
     """Codes [O, K], scales [O, n], zero points [O, n] or the number that they all are."""
     height, width = shape
     scales = files.raw(f"{name}.weight_scale").reshape(-1, count).expand(height, count).contiguous()
-    packed = g.layout == "pack-quantized"
-    if not packed:
+    if g.layout != "pack-quantized":
         codes = files.raw(f"{name}.weight")
         zeros: Tensor | float = 0.0
         if not g.symmetric:
@@ -210,16 +200,6 @@ def _codes(
     if g.bits == 8 and g.symmetric:  # stored with 128 added
         return (codes ^ 128).view(torch.int8), scales, 0.0
     return codes.contiguous(), scales, zeros
-
-
-def _kept(name: str, times: int, activations: str | None, parts: Any) -> QuantTensor:
-    codes, scales, zeros = parts()
-    found = {"codes": codes, "scales": spread(scales, times).contiguous()}
-    if name == "int8" and found["scales"].shape[1] == 1:
-        found["scales"] = found["scales"].float()
-    if isinstance(zeros, Tensor):
-        found["zeros"] = spread(zeros, times).contiguous()
-    return QuantTensor(name, (codes.shape[0], codes.shape[1]), found, activations)
 
 
 def _order(index: Tensor, size: int | None, width: int, count: int, name: str) -> Tensor | None:

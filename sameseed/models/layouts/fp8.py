@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix, cache_scales_left_out, listed, two_sizes
+from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, cache_scales_left_out, listed, two_sizes
 from sameseed.models.layouts.patterns import covers
 from sameseed.models.layouts.scaled import float8
 
@@ -17,7 +17,7 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Fp8:
     return Fp8(None if block is None else two_sizes(block, f"{where}: weight_block_size"), skip, where)
 
 
-class Fp8:
+class Fp8(Layout):
     """The layout of one quantization_config."""
 
     def __init__(self, block: tuple[int, int] | None, skip: list[str], where: str) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix, by_group, keep, say_once, spread, unpacked, whole
+from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, keep, say_once, stored, unpacked, whole
 from sameseed.models.layouts.patterns import fits
-from sameseed.scheme import QuantTensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def _settings(config: object, default: GptqSettings, where: str) -> GptqSettings
     return replace(default, bits=bits, group=None if group == -1 else group, symmetric=symmetric)
 
 
-class GptqLayout:
+class GptqLayout(Layout):
     """The layout of one quantization_config."""
 
     def __init__(self, settings: GptqSettings, overrides: list[tuple[str, GptqSettings | None]], where: str) -> None:
@@ -99,21 +98,22 @@ class GptqLayout:
             permuted = not found.equal(order.to(found.dtype))
             order = found if permuted else order
         native = "int4" if s.bits == 4 else "int8"
-        held = None if permuted or (s.bits == 8 and not s.symmetric) else keep(native, width, s.group, s.symmetric)
-        parts = partial(self._codes, name, files, s)
-        if held is None:
-            why = (
-                "GPTQ with act-order, whose groups are permuted"
-                if permuted
-                else f"GPTQ, {s.bits} bits in groups of {size}"
-            )
-            return StoredMatrix(tuple(tensors), None, lambda: by_group(*parts(), order), why)
-        return StoredMatrix(tuple(tensors), held[0], partial(_kept, s, held[1], parts))
+        kept = None if permuted or (s.bits == 8 and not s.symmetric) else keep(native, width, s.group, s.symmetric)
+        why = "GPTQ with act-order, whose groups are permuted"
+        return stored(
+            tensors,
+            kept,
+            partial(self._parts, name, files, s),
+            order,
+            why if permuted else f"GPTQ, {s.bits} bits in groups of {size}",
+        )
 
-    def _codes(self, name: str, files: Files, s: GptqSettings) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes uint8 [O, K], scales [O, n], zero points [O, n]."""
+    def _parts(self, name: str, files: Files, s: GptqSettings) -> tuple[Tensor, Tensor, Tensor | float]:
         codes = unpacked(files.raw(f"{name}.qweight").T, s.bits)
-        return codes, files.raw(f"{name}.scales").T.contiguous(), self._zeros(name, files.raw(f"{name}.qzeros"), s)
+        scales, zeros = files.raw(f"{name}.scales").T.contiguous(), self._zeros(name, files.raw(f"{name}.qzeros"), s)
+        if not s.symmetric:
+            return codes, scales, zeros
+        return (codes, scales, 8.0) if s.bits == 4 else ((codes ^ 128).view(torch.int8), scales, 0.0)
 
     def _zeros(self, name: str, packed: Tensor, s: GptqSettings) -> Tensor:
         """Zero points uint8 [O, n] of qzeros int32 [n, O bits / 32]. Raises ModelLoadError where sym contradicts."""
@@ -138,15 +138,3 @@ class GptqLayout:
         """Biases of zeros, which older writers give every layer."""
         kind, shape = files.kind(name)
         return name.endswith(".bias") and kind in FLOATS and len(shape) == 1 and not files.raw(name).any()
-
-
-def _kept(s: GptqSettings, times: int, parts: Any) -> QuantTensor:
-    codes, scales, zeros = parts()
-    found = {"codes": codes, "scales": spread(scales, times).contiguous()}
-    if s.bits == 8:
-        found["codes"] = (codes ^ 128).view(torch.int8)
-        if found["scales"].shape[1] == 1:
-            found["scales"] = found["scales"].float()
-    elif not s.symmetric:
-        found["zeros"] = spread(zeros, times).contiguous()
-    return QuantTensor("int4" if s.bits == 4 else "int8", (codes.shape[0], codes.shape[1]), found)

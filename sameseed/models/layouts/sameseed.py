@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError
 from sameseed.formats._coded import PACKED, packed_bytes, unpacked_bytes
-from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix
+from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 VERSION = 1
@@ -44,7 +44,7 @@ def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Own:
     return Own(schemes)
 
 
-class Own:
+class Own(Layout):
     """The layout of one quantization_config."""
 
     def __init__(self, schemes: Mapping[str, QuantScheme]) -> None:
@@ -77,10 +77,6 @@ class Own:
             return QuantTensor(scheme.weights, shape, parts, scheme.activations)
 
         return StoredMatrix(tuple(tensors.values()), scheme, read)
-
-    def spare(self, name: str, files: Files) -> bool:
-        """None."""
-        return False
 
 
 @cache
