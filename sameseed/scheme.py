@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -76,68 +76,88 @@ class KVLayer:
     v_scale: Tensor | None
 
 
-class Format(Protocol):
-    """A number format, for weights and, where `kv_dtype` is not None, for the cache. Parts of a weight lead with O."""
+class Format:
+    """A number format, for weights and, where `kv_dtype` is not None, for the cache. Parts of a weight lead with O.
 
-    @property
-    def weights(self) -> bool:
-        """Whether it serves weights; if not, all that concerns them raises ConfigError."""
+    `bits`: of a code, without scales: the precision to expect; codes uint8 of 1, 2 or 4 bits are packed in files.
+    `weights`: whether it serves weights. `kv_dtype`: storage type of cached rows. `options`: what a scheme may ask of
+    it: "group", "asymmetric", "activations", "activations-fp8", names of variants. `groups`: tried in turn where a
+    scheme asks for none; where none divides K, a row has one scale. `nests`: the activations for which a backend keeps
+    a weight of fewer bits apart inside one of these. What a format does not serve raises ConfigError.
+    """
 
-    @property
-    def bits(self) -> int:
-        """Bits of a code, without scales: the precision to expect. Codes uint8 of 1, 2 or 4 are packed in files."""
-
-    @property
-    def kv_dtype(self) -> torch.dtype | None:
-        """Storage type of cached rows; None if the format does not serve the cache."""
-
-    @property
-    def options(self) -> frozenset[str]:
-        """What a scheme may ask of it: "group", "asymmetric", "activations", "activations-fp8", names of variants."""
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Groups that are tried in turn where a scheme asks for none; where none divides K, a row has one scale."""
+    name: str
+    bits: int
+    weights: bool = True
+    kv_dtype: torch.dtype | None = None
+    options: frozenset[str] = frozenset()
+    groups: tuple[int, ...] = ()
+    nests: str | None = None
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
         """Bits that a weight takes, scales and zero points included, in rows of `width`; a kernel's packing pads."""
+        raise self._no_weights()
 
     def rows_together(self, args: QuantArgs) -> int:
         """Rows of a weight that share something: encoded in chunks, these begin at multiples of it; 0: all rows do."""
-
-    @property
-    def nests(self) -> str | None:
-        """The activations for which a backend keeps a weight of fewer bits apart inside one of these; None: no such."""
+        return 1
 
     def lower(self, q: QuantTensor) -> QuantTensor | None:
         """The weight of fewer bits inside `q`, on the same memory; None where none is kept apart."""
+        return None
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         """Store weight [O, K], rounded to nearest; args None: `own_args`. Raises ConfigError where it cannot."""
+        raise self._no_weights()
 
     def decode(self, q: QuantTensor) -> Tensor:
         """The stored values, float32 [O, K]."""
+        raise self._no_weights()
 
     def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
         """Rows `index` [n] of the stored values, float32 [n, K]."""
+        parts = {name: t.index_select(0, index) for name, t in plain(q).parts.items()}
+        return self.decode(replace(q, shape=(index.shape[0], q.shape[1]), parts=parts))
 
     def concat(self, parts: list[QuantTensor]) -> QuantTensor:
         """Several weights as one, along O: each row keeps its values."""
+        stacked = {name: torch.cat([plain(q).parts[name] for q in parts]) for name in parts[0].parts}
+        return replace(parts[0], shape=(sum(q.shape[0] for q in parts), parts[0].shape[1]), parts=stacked)
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Codes [T, Hk, W] and scales float32 [T, Hk] (or None) of cache rows x [T, Hk, D]."""
+        raise self._no_cache()
 
     def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         """The inverse of encode_kv, float32."""
+        raise self._no_cache()
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         """The tensors of layer `name` as a checkpoint stores them."""
+        raise self._no_weights()
 
     def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
         """The inverse of checkpoint (a checkpoint says nothing of activations: they are None)."""
+        raise self._no_weights()
 
     def config(self, q: QuantTensor) -> dict[str, object]:
         """The `quantization_config` that vLLM reads, for a model of weights like `q`; empty for dense formats."""
+        raise self._no_weights()
+
+    def _no_weights(self) -> ConfigError:
+        return ConfigError(
+            f"format {self.name!r} serves the KV cache only; store weights as e.g. 'w4a16' (see sameseed info)"
+        )
+
+    def _no_cache(self) -> ConfigError:
+        return ConfigError(f"format {self.name!r} does not serve the KV cache; use e.g. 'bf16' or 'int8'")
+
+
+def plain(q: QuantTensor) -> QuantTensor:
+    """`q` itself, in the format's own layout. Raises ValueError if a backend has packed it."""
+    if q.layout != "plain":
+        raise ValueError(f"a weight in {q.format} is packed for the backend {q.layout!r}; ops.unpack gives the codes")
+    return q
 
 
 def get(name: str) -> Format:
@@ -154,9 +174,7 @@ def weight_format(name: str) -> Format:
     """The format of that name if it can store weights. Raises ConfigError otherwise."""
     found = get(name)
     if not found.weights:
-        raise ConfigError(
-            f"format {name!r} serves the KV cache only; store weights as e.g. 'w4a16' (see sameseed info)"
-        )
+        raise found._no_weights()
     return found
 
 
@@ -164,7 +182,7 @@ def kv_format(name: str) -> Format:
     """The format of that name if a cache can use it. Raises ConfigError otherwise."""
     found = get(name)
     if found.kv_dtype is None:
-        raise ConfigError(f"format {name!r} does not serve the KV cache; use e.g. 'bf16' or 'int8'")
+        raise found._no_cache()
     return found
 
 

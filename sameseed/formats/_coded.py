@@ -6,20 +6,12 @@ Parts: "codes" [O, K], "scales" [O, K / G], and where there are zero points "zer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, own_args
-
-
-def plain(q: QuantTensor) -> QuantTensor:
-    """`q` itself, in the format's own layout. Raises ValueError if a backend has packed it."""
-    if q.layout != "plain":
-        raise ValueError(f"a weight in {q.format} is packed for the backend {q.layout!r}; ops.unpack gives the codes")
-    return q
+from sameseed.scheme import SMALLEST, Format, QuantArgs, QuantTensor, own_args, plain
 
 
 def grouped(x: Tensor, group: int | None) -> Tensor:
@@ -47,27 +39,13 @@ PACKED = (1, 2, 4)  # bits of codes, uint8, that checkpoints pack
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Coded:
+class Coded(Format):
     """A format for weights; `values` is what its codes mean. Subclasses that serve the cache define more."""
-
-    name: str
-    bits: int  # of a code
-    weights = True
-    kv_dtype: torch.dtype | None = None
-    options: frozenset[str] = frozenset()
-    groups: tuple[int, ...] = ()
-    nests: str | None = None
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
         """Codes, scales (bfloat16 where the format knows groups) and bytes of zero points."""
         scale = 16 if args.group or self.groups else 32
         return self.bits + (scale + (0 if args.symmetric else 8)) / (args.group or width)
-
-    def rows_together(self, args: QuantArgs) -> int:
-        return 1
-
-    def lower(self, q: QuantTensor) -> QuantTensor | None:
-        return None
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         """Store weight [O, K], rounded to nearest. Raises ConfigError if the group does not divide K."""
@@ -86,16 +64,6 @@ class Coded:
         assert codes is not None and scales is not None
         codes = codes.view(*scales.shape, q.group)
         return (self.values(codes, None if zeros is None else zeros[..., None]) * scales.float()[..., None]).flatten(1)
-
-    def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
-        """Rows `index` [n], float32 [n, K]."""
-        parts = {name: t.index_select(0, index) for name, t in plain(q).parts.items()}
-        return self.decode(replace(q, shape=(index.shape[0], q.shape[1]), parts=parts))
-
-    def concat(self, parts: list[QuantTensor]) -> QuantTensor:
-        """Several weights as one, along O."""
-        stacked = {name: torch.cat([plain(q).parts[name] for q in parts]) for name in parts[0].parts}
-        return replace(parts[0], shape=(sum(q.shape[0] for q in parts), parts[0].shape[1]), parts=stacked)
 
     def stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> QuantTensor:
         """A weight of codes [O, K] (or in groups), scales [O, K / G] and zero points."""
@@ -128,14 +96,6 @@ class Coded:
     def config(self, q: QuantTensor) -> dict[str, object]:
         """Marked as ours: no other engine reads it."""
         return compressed_tensors(self.name, q, self.bits, "int", "sameseed")
-
-    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Not offered unless `kv_dtype` is set."""
-        raise ConfigError(f"format {self.name!r} does not serve the KV cache; use e.g. 'bf16' or 'int8'")
-
-    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """Not offered unless `kv_dtype` is set."""
-        raise ConfigError(f"format {self.name!r} does not serve the KV cache; use e.g. 'bf16' or 'int8'")
 
 
 def part(name: str, kind: str, tensors: Mapping[str, Tensor]) -> Tensor:

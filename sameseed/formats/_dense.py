@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats._coded import part, plain
-from sameseed.scheme import QuantArgs, QuantTensor
+from sameseed.formats._coded import part
+from sameseed.scheme import Format, QuantArgs, QuantTensor, plain
 
 
-@dataclass(frozen=True)
-class Dense:
+class Dense(Format):
     """A format whose codes are floats of `dtype`."""
 
-    name: str
-    dtype: torch.dtype
-    options: frozenset[str] = frozenset()
-    groups: tuple[int, ...] = ()
-    nests: str | None = None
-    weights: bool = True
-
-    @property
-    def bits(self) -> int:
-        return self.dtype.itemsize * 8
-
-    @property
-    def kv_dtype(self) -> torch.dtype | None:
-        return self.dtype
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self.bits = name, dtype.itemsize * 8
+        self.dtype = self.kv_dtype = dtype
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
         return self.bits
-
-    def rows_together(self, args: QuantArgs) -> int:
-        return 1
-
-    def lower(self, q: QuantTensor) -> QuantTensor | None:
-        return None
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
         stored = weight.to(self.dtype).contiguous()
@@ -50,13 +31,6 @@ class Dense:
 
     def decode(self, q: QuantTensor) -> Tensor:
         return plain(q).parts["weight"].float()
-
-    def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
-        return plain(q).parts["weight"].index_select(0, index).float()
-
-    def concat(self, parts: list[QuantTensor]) -> QuantTensor:
-        weight = torch.cat([plain(q).parts["weight"] for q in parts])
-        return QuantTensor(self.name, (weight.shape[0], weight.shape[1]), {"weight": weight})
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x.to(self.dtype), None

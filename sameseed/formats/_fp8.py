@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats._coded import FLOATS, Coded, compressed_tensors, fitting, part, plain
-from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor
+from sameseed.formats._coded import FLOATS, Coded, compressed_tensors, fitting, part
+from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, plain
 
 BLOCK = 128  # rows and columns that share a scale under -b128 (DeepSeek-AI, 2024)
 KINDS = ("fp8_e4m3", "fp8_e5m2")

@@ -15,12 +15,11 @@ from sameseed.formats._coded import (
     divided,
     fitting,
     grouped,
-    plain,
     scales_part,
     shape_part,
 )
 from sameseed.formats._hadamard import hadamard
-from sameseed.scheme import QuantArgs, QuantTensor
+from sameseed.scheme import QuantArgs, QuantTensor, plain
 
 ZERO = 8  # the code of 0 where there are no zero points
 

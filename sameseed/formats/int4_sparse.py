@@ -5,16 +5,14 @@ After Hooper et al., 2024 (KVQuant), with scales per token and head: what a toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.formats import _kv4
-from sameseed.scheme import QuantArgs, QuantTensor
+from sameseed.scheme import Format
 
 NAME = "int4_sparse"
 LARGEST = torch.finfo(torch.bfloat16).max
@@ -40,7 +38,7 @@ def _dim(width: int) -> int:
     return dim
 
 
-class Int4Sparse:
+class Int4Sparse(Format):
     """For the cache only. Rows of even D: bytes as `_kv4` has them for the values that stay, then the n outliers.
 
     The n largest of a row by size (of two as large, the first) follow as bfloat16 (2 n bytes), then their indices,
@@ -51,9 +49,7 @@ class Int4Sparse:
     name = NAME
     bits = 4
     weights = False
-    kv_dtype: torch.dtype | None = torch.uint8
-    options: frozenset[str] = frozenset()
-    groups: tuple[int, ...] = ()
+    kv_dtype = torch.uint8
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Bytes uint8 [T, Hk, W] and scales float32 [T, Hk] of x [T, Hk, D]. Raises ConfigError for an odd D."""
@@ -79,36 +75,6 @@ class Int4Sparse:
             places = places[..., ::2] | places[..., 1::2] << 8
         places = places.clamp_(max=dim - 1)  # rows that were never written may hold anything
         return _kv4.decode_rows(codes, scales, dim).scatter_(-1, places, outliers)
-
-    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
-        self._refuse()
-
-    def rows_together(self, args: QuantArgs) -> int:
-        self._refuse()
-
-    def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
-        self._refuse()
-
-    def decode(self, q: QuantTensor) -> Tensor:
-        self._refuse()
-
-    def decode_rows(self, q: QuantTensor, index: Tensor) -> Tensor:
-        self._refuse()
-
-    def concat(self, parts: list[QuantTensor]) -> QuantTensor:
-        self._refuse()
-
-    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        self._refuse()
-
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        self._refuse()
-
-    def config(self, q: QuantTensor) -> dict[str, object]:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise ConfigError(f"format {NAME!r} serves the KV cache only; store weights as e.g. 'w4a16'")
 
 
 FORMAT = Int4Sparse()

@@ -15,12 +15,11 @@ from sameseed.formats._coded import (
     divided,
     fitting,
     grouped,
-    plain,
     scales_part,
     shape_part,
 )
 from sameseed.formats.int4 import pack_int32, unpack_int32
-from sameseed.scheme import QuantArgs, QuantTensor, quantize_rows
+from sameseed.scheme import QuantArgs, QuantTensor, plain, quantize_rows
 
 
 class Int8(Coded):

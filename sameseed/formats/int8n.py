@@ -8,17 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sameseed.formats._coded import (
-    Coded,
-    bf16_scales,
-    compressed_tensors,
-    divided,
-    fitting,
-    grouped,
-    plain,
-    scales_part,
-)
-from sameseed.scheme import QuantArgs, QuantTensor
+from sameseed.formats._coded import Coded, bf16_scales, compressed_tensors, divided, fitting, grouped, scales_part
+from sameseed.scheme import QuantArgs, QuantTensor, plain
 
 LOWEST, HIGHEST = -128, 119
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats._coded import Coded, compressed_tensors, fitting, grouped, plain
-from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor
+from sameseed.formats._coded import Coded, compressed_tensors, fitting, grouped
+from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, plain
 
 # e2m1: sign, two bits of exponent, one of mantissa.
 TABLE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

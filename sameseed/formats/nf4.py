@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.formats import _dynamic8
-from sameseed.formats._coded import FLOATS, Coded, bf16_scales, divided, grouped, part, plain
-from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor
+from sameseed.formats._coded import FLOATS, Coded, bf16_scales, divided, grouped, part
+from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, plain
 
 # Appendix E of the paper, as float32.
 TABLE = torch.tensor(

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats._coded import (
-    Coded,
-    bf16_scales,
-    divided,
-    fitting,
-    grouped,
-    plain,
-    shape_part,
-)
+from sameseed.formats._coded import Coded, bf16_scales, divided, fitting, grouped, shape_part
 from sameseed.formats.int4 import pack_int32, unpack_int32
-from sameseed.scheme import QuantArgs, QuantTensor
+from sameseed.scheme import QuantArgs, QuantTensor, plain
 
 # Codes of the first level reach 119, not 127: rounding to steps of up to 16 (238 / 15, rounded up) moves them by 8 at
 # most, so that (code - zero) * step never leaves int8 (the paper's protective range).
