@@ -1,11 +1,13 @@
-"""The format of docs/extend.md, as its page prints it, in the registry."""
+"""The format of docs/extend.md, as its page prints it: as a module, and as an installed package."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +19,33 @@ CODE = next(c for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.D
 GUIDE = types.ModuleType("ternary")
 exec(compile(CODE, str(PAGE), "exec"), GUIDE.__dict__)
 FORMAT: Format = GUIDE.FORMAT
+ENTRY = "[sameseed.formats]\nternary = guide_formats.ternary\n"
 
 
-def register(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add it to the registry, as an installed package does."""
-    names, load = registry.names, registry.load
+def write_package(folder: Path) -> None:
+    """A package `guide_formats` as pip installs it, to be found where `folder` is on the path."""
+    (folder / "guide_formats").mkdir()
+    (folder / "guide_formats" / "__init__.py").touch()
+    (folder / "guide_formats" / "ternary.py").write_text(CODE)
+    info = folder / "guide_formats-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: guide-formats\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(ENTRY)
 
-    def more_names(kind: str) -> Any:
-        return (*names(kind), "ternary") if kind == "formats" else names(kind)
 
-    monkeypatch.setattr(registry, "names", more_names)
-    monkeypatch.setattr(registry, "load", lambda kind, name: GUIDE if name == "ternary" else load(kind, name))
+def forget() -> None:
+    """What the registry found so far."""
+    for cached in (registry.names, registry.load, registry._installed):
+        cached.cache_clear()
+
+
+@contextmanager
+def installed(folder: Path) -> Iterator[None]:
+    """The package in `folder`, for as long as the context lasts."""
+    write_package(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        importlib.invalidate_caches()
+        forget()
+        yield
+    forget()

@@ -29,9 +29,8 @@ K = 256  # a multiple of any group size
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        fixtures_formats.register(patch)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with fixtures_formats.installed(tmp_path_factory.mktemp("site")):
         yield
 
 
