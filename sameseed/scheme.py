@@ -186,6 +186,11 @@ def kv_format(name: str) -> Format:
     return found
 
 
+def cache_format(asked: str, dense: str) -> str:
+    """Storage format of a cache: as asked; for "auto" half precision where the dense weights are, else fp32."""
+    return asked if asked != "auto" else dense if dense in ("bf16", "fp16") else "fp32"
+
+
 def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     """Codes int8 [..., K] and scales float32 [..., K / G] of rows x [..., K]: what int8 is for activations and cache.
 

@@ -20,7 +20,7 @@ from sameseed.engine.levels import (
     drafter_class,
     with_heads,
 )
-from sameseed.engine.memory import Demand, demand, head_demand, kv_format, plan_blocks
+from sameseed.engine.memory import Demand, demand, head_demand, plan_blocks
 from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import ByRequest, make_policy
 from sameseed.engine.scheduler import Scheduler
@@ -38,7 +38,7 @@ from sameseed.models.loader import load_model, load_tokenizer, resolve_model
 from sameseed.models.nested import is_nested, is_smaller, nested_view
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
-from sameseed.scheme import QuantScheme
+from sameseed.scheme import QuantScheme, cache_format
 from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, parse_options
 from sameseed.tokenizer import Tokenizer
 
@@ -265,7 +265,7 @@ def _cache(c: ModelConfig, dense: str, config: EngineConfig, num_blocks: int) ->
         config.cache.block_size,
         c.num_kv_heads,
         c.head_dim,
-        kv_format(dense, config),
+        cache_format(config.cache.format, dense),
         config.device,
     )
 

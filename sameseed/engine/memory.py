@@ -41,21 +41,16 @@ def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
         checkpoint.check(shape)
         weights = weight_bytes(shape, checkpoint, quant)
         dense = quant.dense_for(checkpoint.dtype("model.embed_tokens.weight"))
-    block = block_bytes(shape, kv_format(dense, config), config.cache.block_size)
+    block = block_bytes(shape, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
     return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows))
 
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
     """The same of a draft head for the model in `target`. Raises also where the two do not fit together."""
     layer, weights, dense = head_bytes(folder, quant, read_config(target))
-    return Demand(quant, weights, block_bytes(layer, kv_format(dense, config), config.cache.block_size))
-
-
-def kv_format(dense: str, config: EngineConfig) -> str:
-    """Storage format of the cache: as asked, or half precision where weights (`ModelWeights.dense`) are, or fp32."""
-    if config.cache.format != "auto":
-        return config.cache.format
-    return dense if dense in ("bf16", "fp16") else "fp32"
+    return Demand(
+        quant, weights, block_bytes(layer, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
+    )
 
 
 def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:

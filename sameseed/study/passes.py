@@ -10,8 +10,7 @@ import torch
 
 from sameseed import scheme
 from sameseed.batch import MAX_NODES
-from sameseed.config import CacheConfig, EngineConfig
-from sameseed.engine.memory import kv_format
+from sameseed.config import CacheConfig
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
 from sameseed.models.llama import Llama
@@ -74,18 +73,13 @@ class PassWork:
         return self.matrix_ops / limits.peak(peak) + self.attention_ops / limits.fp32
 
 
-def cache_format(dense: str, asked: str) -> str:
-    """Format of the cache as the engine would choose it; `dense`: as ModelWeights.dense."""
-    return kv_format(dense, EngineConfig(cache=CacheConfig(format=asked)))
-
-
 class TimedModel:
     """A loaded model with a cache whose rows hold noise: what they say does not matter, that they are read does."""
 
     def __init__(self, model: Llama, kv_format: str, passes: Iterable[Pass]) -> None:
         """`kv_format` "auto" is what the engine would take; the cache fits the largest of `passes`."""
         c = self.config = model.config
-        self.kv_format = cache_format(model.weights.dense, kv_format)
+        self.kv_format = scheme.cache_format(kv_format, model.weights.dense)
         num_blocks = max(p.num_blocks for p in passes)
         device = str(model.device)
         cache = KVCache(c.num_layers, num_blocks, BLOCK_SIZE, c.num_kv_heads, c.head_dim, self.kv_format, device)

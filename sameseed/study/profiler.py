@@ -17,12 +17,12 @@ from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.loader import load_model, open_checkpoint, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint, random_model
 from sameseed.models.weights import weight_bytes
-from sameseed.scheme import QuantScheme
+from sameseed.scheme import QuantScheme, cache_format
 from sameseed.study import memory, record
 from sameseed.study.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
 from sameseed.study.grid import ProfileGrid
 from sameseed.study.limits import Limits, measure_limits
-from sameseed.study.passes import Pass, PassWork, TimedModel, cache_bytes, cache_format
+from sameseed.study.passes import Pass, PassWork, TimedModel, cache_bytes
 from sameseed.study.shapes import get_shape, shape_as_dict
 
 MIN_REPEATS = 3
@@ -86,7 +86,7 @@ class Profiler:
                 source.check(config)
             size = weight_bytes(config, source, quant)
             dense = quant.dense_for(source.dtype("model.embed_tokens.weight"))
-        size += cache_bytes(config, cache_format(dense, self.grid.kv_format), chains + others)
+        size += cache_bytes(config, cache_format(self.grid.kv_format, dense), chains + others)
         return Candidate(role, config, folder, format, chains, others, size)
 
     def _fits_together(self) -> bool:

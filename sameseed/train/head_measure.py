@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sameseed.models.llama import Llama
+from sameseed.scheme import cache_format
 from sameseed.train.head_job import dense, make_batch
 from sameseed.train.head_model import HeadForTraining
 from sameseed.train.head_recipe import HeadRecipe, aux_layers, head_shape
-from sameseed.train.own import kv_format
 from sameseed.train.seeds import HeldOut
 from sameseed.train.states import Seed, TextStates, captured_layers, new_runner, write_texts
 
@@ -42,7 +42,9 @@ def measure_head(
     seeds = [Seed(p.ids, NEW_TOKENS) for p in prompts]
     longest = max(len(s.ids) + s.num_new for s in seeds)
     stored = captured_layers(captures, target.config.num_layers)
-    runner = new_runner(target, stored, min(32, len(seeds)), longest, kv_format(recipe, target))
+    runner = new_runner(
+        target, stored, min(32, len(seeds)), longest, cache_format(recipe.kv_format, target.weights.dense)
+    )
     texts = write_texts(runner, seeds, min(32, len(seeds)), 0)
     judge = load_judge(folder, target, recipe, [stored.index(c) for c in captures])
     right = [agreement(judge, t) for t in texts]

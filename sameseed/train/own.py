@@ -14,7 +14,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, load_tokenizer, resolve_model
-from sameseed.scheme import QuantScheme
+from sameseed.scheme import QuantScheme, cache_format
 from sameseed.train.pipeline import digest_of
 from sameseed.train.recipe import TrainSettings, read_table
 from sameseed.train.seeds import TextSettings, file_seeds, recipe_seeds
@@ -120,17 +120,11 @@ def open_target(recipe: OwnRecipe, folder: Path, machine: Machine) -> Llama:
     return load_model(folder, backend, QuantScheme.parse(recipe.format), None, machine.device)
 
 
-def kv_format(recipe: OwnRecipe, target: Llama) -> str:
-    """The cache's format: as the engine's own choice is."""
-    dense = target.weights.dense
-    return recipe.kv_format if recipe.kv_format != "auto" else dense if dense in ("bf16", "fp16") else "fp32"
-
-
 def texts_stage(
     recipe: OwnRecipe, target: Llama, captures: Seq[int], lots: Seq[list[Seed]], out: Path, log: Log, *, quiet: bool
 ) -> Texts:
     """Write all texts, or those that are missing, and open them; each lot of seeds has a folder of its own."""
-    cache, before, parts = kv_format(recipe, target), 0, 0
+    cache, before, parts = cache_format(recipe.kv_format, target.weights.dense), 0, 0
     paths: list[Path] = []
     with progress_bar(quiet) as bar:
         task = bar.add_task("texts", total=sum(map(len, lots)), loss=0.0, rate=0.0)
