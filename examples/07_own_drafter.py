@@ -17,11 +17,10 @@ class EchoDrafter(Drafter):
         return Draft.chains([seq.token_ids[-4:][:k] for seq, k in zip(seqs, num_draft)])
 
 
-llm = LLM("embedded", draft="ngram", num_draft_tokens=4)
-expected = llm.generate("1, 2, 1, 2, 1,", SamplingParams(max_tokens=40))[0]
+expected = LLM("embedded").generate("1, 2, 1, 2, 1,", SamplingParams(max_tokens=40))[0]
 
 # A file sameseed/drafters/echo.py with DRAFTER = EchoDrafter would make it `--draft echo`.
-llm.engine.drafter = EchoDrafter()
+llm = LLM("embedded", draft=EchoDrafter, num_draft_tokens=4)
 completion = llm.generate("1, 2, 1, 2, 1,", SamplingParams(max_tokens=40))[0]
 assert completion.text == expected.text
 spec = completion.metrics.spec

@@ -26,7 +26,7 @@ PROMPTS = random_prompts(4, seed=4)
 
 
 class Learned(NoDrafter):
-    needs_model = True
+    owns = "model"
 
 
 class Above(NoDrafter):

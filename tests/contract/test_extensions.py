@@ -1,0 +1,160 @@
+"""A drafter of one's own is one file, an installed package or an object: the guide's examples as printed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sameseed
+from sameseed import LLM, SamplingParams, registry
+from sameseed.errors import ConfigError, RegistryError
+
+PACKAGE = Path(sameseed.__file__).parent
+GUIDE = (PACKAGE.parent / "docs" / "extend.md").read_text()
+CODES = {
+    re.findall(r'"""(\w+)', code)[0]: code
+    for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    if "DRAFTER" in code
+}
+PARAMS = SamplingParams(max_tokens=24)
+PROMPT = "1, 2, 1, 2, 1,"
+
+# In a process of its own: each way to write the drafter, by LLM and on the command line.
+SCRIPT = """
+import sys
+from sameseed import LLM, SamplingParams, registry
+from sameseed.cli import main
+
+assert {"repeat", "writer"} <= set(registry.names("drafters"))
+params, plain = SamplingParams(max_tokens=24), sys.argv[1]
+for draft in ("repeat", "writer:embedded-draft", "ngram > writer:embedded-draft", "ngram + writer:embedded-draft"):
+    done = LLM("embedded", draft=draft, num_draft_tokens=4).generate("1, 2, 1, 2, 1,", params)[0]
+    assert done.text == plain and done.metrics.spec.num_accepted_tokens > 0, draft
+    assert {n for n in done.levels if n} <= {"ngram", "repeat", "writer"}, done.levels
+sys.exit(main(["generate", "1, 2, 1, 2, 1,", "--draft", "ngram > writer", "--max-tokens", "4"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    return LLM("embedded").generate(PROMPT, PARAMS)[0].text
+
+
+def as_files(folder: Path) -> None:
+    """The package with two files more."""
+    package = folder / "sameseed"
+    (package / "drafters").mkdir(parents=True)
+    for part in (*PACKAGE.iterdir(), *(PACKAGE / "drafters").iterdir()):
+        if part.name not in ("drafters", "__pycache__"):
+            (package / part.relative_to(PACKAGE)).symlink_to(part)
+    for name, code in CODES.items():
+        (package / "drafters" / f"{name}.py").write_text(code)
+
+
+def as_package(folder: Path, name: str = "guesses", entries: tuple[str, ...] = ("repeat", "writer")) -> None:
+    """An installed package whose entry points name them."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").touch()
+    for entry, code in CODES.items():
+        (folder / name / f"{entry}.py").write_text(code)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [f"{entry} = {name}.{entry if entry in CODES else 'repeat'}" for entry in entries]
+    (info / "entry_points.txt").write_text("\n".join(["[sameseed.drafters]", *lines, ""]))
+
+
+@pytest.mark.parametrize("install", [as_files, as_package])
+def test_one_file_is_a_drafter(install: Any, tmp_path: Path, plain: str) -> None:
+    assert set(CODES) == {"repeat", "writer"}
+    install(tmp_path)
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-c", SCRIPT, plain]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_object_is_a_drafter(tmp_path: Path, plain: str) -> None:
+    classes = {}
+    for name, code in CODES.items():
+        (tmp_path / f"{name}.py").write_text(code)
+        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        classes[name] = module.DRAFTER
+    repeat, writer = classes["repeat"], classes["writer"]
+    for draft, options in ((repeat, {"period": 6}), (repeat(repeat.Options(6)), None)):
+        done = LLM("embedded", draft=draft, num_draft_tokens=4, draft_options=options).generate(PROMPT, PARAMS)[0]
+        assert done.text == plain and done.metrics.spec.num_draft_tokens > 0
+    owner = sameseed.SpecConfig("writer", "embedded-draft", drafter=writer)
+    done = LLM("embedded", draft=owner).generate(PROMPT, PARAMS)[0]
+    assert done.text == plain and done.metrics.spec.num_accepted_tokens > 0
+    with pytest.raises(ConfigError, match="needs a draft model"):
+        LLM("embedded", draft=writer)
+    with pytest.raises(ConfigError, match="text, a SpecConfig or a Drafter"):
+        LLM("embedded", draft=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"one": ("ngram",)}, "sameseed itself and package 'one'"),
+        ({"one": ("mine",), "two": ("mine",)}, "package '(one|two)' and package '(one|two)'"),
+    ],
+)
+def test_a_name_that_is_taken(
+    entries: dict[str, tuple[str, ...]], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, own in entries.items():
+        as_package(tmp_path, name, own)
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
+    try:
+        with pytest.raises(RegistryError, match=said):
+            registry.names("drafters")
+    finally:
+        monkeypatch.undo()
+        forget()
+    assert "ngram" in registry.names("drafters")
+
+
+def test_an_entry_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_package(tmp_path, "broken", ("gone",))
+    (tmp_path / "broken" / "repeat.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
+    try:
+        assert "gone" in registry.names("drafters"), "nothing is loaded by its name alone"
+        with pytest.raises(RegistryError, match="package 'broken' gives drafters 'gone', which cannot be loaded"):
+            registry.load("drafters", "gone")
+    finally:
+        monkeypatch.undo()
+        forget()
+
+
+def forget() -> None:
+    for known in (registry.names, registry.load, registry._installed):
+        known.cache_clear()
+
+
+def test_engine_and_commands_name_no_drafter() -> None:
+    """No constant there is a drafter's name, and none is imported: what a drafter needs, it declares."""
+    named = set()
+    for file in (f for folder in ("engine", "cli") for f in (PACKAGE / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and node.value in registry.names("drafters"):
+                named.add((file.name, node.value))
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            assert not re.match(r"sameseed\.drafters\.[a-z]", module or ""), f"{file.name} imports {module}"
+    assert named == {("bench.py", "ngram")}, "but for the drafts that `bench` measures where none is said"
