@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizer
 
 from sameseed import ops, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.drafters.cascade import CascadeDrafter
 from sameseed.engine.build import assemble
 from sameseed.engine.engine import Engine
-from sameseed.lengths.fixed import FixedLength
+from sameseed.laws import trial
+from sameseed.laws.trees import TreeDrafter as TreeDrafter, knowing as knowing
 from sameseed.models.config import parse_config
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
@@ -26,9 +26,8 @@ from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import expected_shapes
-from sameseed.request import Completion, Request, SamplingParams, Sequence
+from sameseed.request import Completion, Request, SamplingParams
 from sameseed.scheme import QuantScheme
-from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
 from sameseed.spec.sampling import derive_seed
 from sameseed.tokenizer import Tokenizer
@@ -176,9 +175,7 @@ def make_engine(
     engine = assemble(
         config, pair.tokenizer, -(-tokens // block), target or pair.target, models_of(spec, pair, pair.target)
     )
-    if drafter is not None:
-        engine.drafter, engine.policy = drafter, FixedLength(k)
-    return engine
+    return engine if drafter is None else trial.draft_with(engine, drafter, k)
 
 
 def run(
@@ -186,28 +183,14 @@ def run(
 ) -> list[Completion]:
     """Completions in order of prompt and index; all at once, or one prompt after the other. Checks law 3 at the end."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    done: dict[tuple[str, int], Completion] = {}
-
-    limit = sum((len(prompt) + p.max_tokens) * p.n for prompt, p in zip(prompts, each, strict=True)) * 4 + 10
-
-    def drain() -> None:
-        nonlocal limit
-        while engine.has_work:
-            limit -= 1
-            assert limit > 0, "the engine does not get on"
-            for delta in engine.step():
-                if delta.completion is not None:
-                    done[delta.request_id, delta.index] = delta.completion
-
-    for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
-        assert p.seed is not None
-        for n in range(p.n):
-            engine.add(Request(f"r{i}", tuple(prompt), p, derive_seed(p.seed, n), n))
-        if alone:
-            drain()
-    drain()
+    requests = [
+        Request(f"r{i}", tuple(prompt), p, derive_seed(p.seed or 0, n), n)
+        for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
+        for n in range(p.n)
+    ]
+    done = trial.run(engine, requests, alone)
     assert_nothing_left(engine)
-    return [done[f"r{i}", n] for i, p in enumerate(each) for n in range(p.n)]
+    return done
 
 
 def finished(engine: Engine) -> dict[tuple[str, int], Completion]:
@@ -225,66 +208,7 @@ def texts(completions: Seq[Completion]) -> list[tuple[int, ...]]:
 
 def assert_nothing_left(engine: Engine) -> None:
     """Law 3: every block of target and draft is free, each once, and nobody is remembered."""
-    runners = [engine.runner]
-    drafter = engine.drafter
-    stack: list[Any] = [drafter]
-    while stack:
-        level = stack.pop()
-        stack += [level.below] if isinstance(level, CascadeDrafter) else getattr(level, "below", ())
-        if hasattr(level, "followers"):
-            runners.append(level.runner)
-            assert not len(level.followers)
-        assert not getattr(level, "_indexes", None)
-        assert not getattr(level, "_own", None)
-    assert not engine._live
-    assert not engine.scheduler.running
-    assert not engine.scheduler.waiting
-    for runner in runners:
-        blocks = runner.blocks
-        assert sorted(blocks.free_blocks) == list(range(blocks.num_blocks))
-
-
-class TreeDrafter(Drafter):
-    """Proposes random trees: `answer(seq)` is the right continuation, if known, and hides among lies and duplicates.
-
-    What it guesses depends on its random state, not on the sequence: law 1 must hold whatever it does.
-    """
-
-    def __init__(self, answer: Callable[[Sequence], Seq[int]], vocab_size: int, seed: int = 0) -> None:
-        self.answer = answer
-        self.vocab_size = vocab_size
-        self.random = random.Random(seed)
-        self.largest = 0  # nodes of the largest tree so far
-
-    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        return Draft.trees([self._tree(seq, k) for seq, k in zip(seqs, num_draft, strict=True)])
-
-    def _tree(self, seq: Sequence, num_draft: int) -> tuple[list[int], list[int]]:
-        rng, answer = self.random, list(self.answer(seq))
-        tokens: list[int] = []
-        parents: list[int] = []
-        right: list[int] = [-1]  # nodes of the right path, after the root
-        for i in range(rng.randint(0, num_draft)):
-            depth = len(right) - 1
-            if depth < len(answer) and rng.random() < 0.4:
-                parents.append(right[-1])
-                tokens.append(answer[depth])
-                right.append(i)
-            elif tokens and rng.random() < 0.2:  # a duplicate sibling
-                twin = rng.randrange(len(tokens))
-                parents.append(parents[twin])
-                tokens.append(tokens[twin])
-            else:
-                parents.append(rng.randint(-1, i - 1))
-                tokens.append(rng.randrange(self.vocab_size))
-        self.largest = max(self.largest, len(tokens))
-        return tokens, parents
-
-
-def knowing(prompts: Seq[Seq[int]], outputs: Seq[Seq[int]]) -> Callable[[Sequence], Seq[int]]:
-    """The answers of a plain run, for drafters that (mostly) know the truth."""
-    table = {tuple(p): tuple(o) for p, o in zip(prompts, outputs, strict=True)}
-    return lambda seq: table[tuple(seq.token_ids[: seq.num_prompt])][seq.num_output :]
+    assert trial.leaks(engine) == []
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 48, vocab_size: int = TOKENIZER_SIZE) -> list[list[int]]:

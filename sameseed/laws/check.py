@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sameseed.errors import ConfigError, SameseedError
+from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
     from sameseed.laws.subject import Subject
@@ -40,10 +40,6 @@ class Effort:
     def of(self, full: int, least: int) -> int:
         """A size of this effort, at least `least`."""
         return max(1, round(least * self.least), round(full * self.share))
-
-
-class ContradictionError(SameseedError):
-    """An engine that did what no right one does, so that a check could not even be finished."""
 
 
 @dataclass(frozen=True)

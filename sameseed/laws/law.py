@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws.check import Check, Effort, Found
-from sameseed.laws.script import ScriptDrafter
-from sameseed.laws.statistics import ALPHA, Cell, Fit, fit, g_test, marginal, normal_tail
-from sameseed.laws.subject import Job, Subject, Tokens
+from sameseed.laws.statistics import ALPHA, Cell, Fit, g_test, marginal, normal_tail, target_law
+from sameseed.laws.subject import Subject, Tokens
 from sameseed.laws.textbook import adjusted, probabilities
 from sameseed.laws.toy import needs_head, toy_loaded
+from sameseed.laws.trees import TreeDrafter
 from sameseed.models.llama import Llama
-from sameseed.request import SamplingParams, Sequence
+from sameseed.request import Request, SamplingParams, Sequence
 from sameseed.spec import sampling
 
 VOCAB, LENGTH = 16, 3
@@ -39,32 +39,23 @@ DEVIATIONS = 5.0
 LAGS = range(1, 9)
 
 
-def exact_law(model: Llama, kv_format: str, params: SamplingParams) -> dict[Cell, float]:
-    """Probability of every text of three tokens after PROMPT, from the model's own logits in float64."""
+def exact_law(
+    model: Llama, kv_format: str, params: SamplingParams, prompt: Seq[int] = PROMPT, length: int = 0
+) -> dict[Cell, float]:
+    """Probability of every possible text of `length` (0: LENGTH) tokens, from the model's own logits in float64."""
+    c = model.config
     law: dict[Cell, float] = {(): 1.0}
-    for _ in range(LENGTH):
+    for _ in range(length or LENGTH):
         grown: dict[Cell, float] = {}
-        paths = [path for path, p in law.items() if p > 0.0]
-        for path, row in zip(paths, _logits(model, kv_format, paths), strict=True):
-            for token, p in enumerate(probabilities(adjusted(row, params, PROMPT, path), params)):
-                grown[(*path, token)] = law[path] * p
-        for path, p in law.items():
-            if p == 0.0:
-                grown.update({(*path, t): 0.0 for t in range(VOCAB)})
+        for path, share in law.items():
+            tokens = [*prompt, *path]
+            blocks = list(range(-(-len(tokens) // 16)))
+            cache = KVCache(c.num_layers, len(blocks), 16, c.num_kv_heads, c.head_dim, kv_format, str(model.device))
+            batch = build_batch([Rows(tokens, 0, [], [], blocks, True)], 16, model.device)
+            row = adjusted(model.forward(batch, cache)[0][0].tolist(), params, prompt, path)
+            grown.update({(*path, t): share * p for t, p in enumerate(probabilities(row, params)) if p > 0.0})
         law = grown
     return law
-
-
-def _logits(model: Llama, kv_format: str, paths: Seq[Cell]) -> list[list[float]]:
-    """The logits after PROMPT and each path, each computed alone."""
-    c = model.config
-    found = []
-    for path in paths:
-        tokens = [*PROMPT, *path]
-        cache = KVCache(c.num_layers, 1, 16, c.num_kv_heads, c.head_dim, kv_format, str(model.device))
-        batch = build_batch([Rows(tokens, 0, [], [], [0], True)], 16, model.device)
-        found.append(model.forward(batch, cache)[0][0].tolist())
-    return found
 
 
 def texts(subject: Subject, effort: Effort) -> Found:
@@ -99,19 +90,19 @@ def texts(subject: Subject, effort: Effort) -> Found:
 
 def _draw(toy: Subject, params: SamplingParams, draft: str, count: int, base: int) -> Counter[Cell]:
     """Texts for `count` derived seeds, as the completions of one request with `n` have them."""
-    drafter = ScriptDrafter(lambda seq: (), VOCAB, base) if draft == "trees" else None
+    drafter = TreeDrafter(lambda seq: (), VOCAB, base) if draft == "trees" else None
     engine = toy.engine(drafter=drafter)
     asked = replace(params, max_tokens=LENGTH + 2, ignore_eos=True)
     counts: Counter[Cell] = Counter()
     for start in range(0, count, GROUP):
         seeds = [sampling.derive_seed(base, i) for i in range(start, min(count, start + GROUP))]
-        jobs = [Job(PROMPT, replace(asked, seed=seed)) for seed in seeds]
+        jobs = [Request(f"c{i}", PROMPT, asked, seed) for i, seed in enumerate(seeds)]
         counts.update(c.token_ids[:LENGTH] for c in toy.run(engine, jobs))
     return counts
 
 
 def _judge(found: Found, where: str, counts: dict[Cell, float], law: dict[Cell, float]) -> None:
-    got: Fit = fit({cell: int(n) for cell, n in counts.items()}, law)
+    got: Fit = target_law({cell: int(n) for cell, n in counts.items()}, law)
     s = found.statistic
     found.sizes["tests"] += 1
     s["least_p_value"] = min(s["least_p_value"], got.p_value)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from sameseed import ops as backends
 from sameseed.batch import Rows, build_batch
+from sameseed.engine.engine import Engine
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws.check import Check, Effort, Found
 from sameseed.laws.kernels import differing, threads_kept
-from sameseed.laws.subject import Job, Subject, Tokens
+from sameseed.laws.subject import Subject, Tokens
 from sameseed.models.runner import ModelRunner
-from sameseed.request import SamplingParams, Sequence
+from sameseed.request import Request, SamplingParams, Sequence
 from sameseed.spec.draft import Draft
 
 Way = Callable[["_Paths", random.Random], Tensor]
@@ -166,7 +167,7 @@ def logits(subject: Subject, effort: Effort) -> Found:
         backends.set_num_threads(1)
         texts = [c.token_ids for c in subject.run(subject.plain(), jobs)]
         for i, (job, text) in enumerate(zip(jobs, texts, strict=True)):
-            tokens = (job.prompt + text)[-(subject.max_len - 70) :]
+            tokens = (job.prompt_token_ids + text)[-(subject.max_len - 70) :]
             num_rows = min(length, len(tokens))
             paths = _Paths(subject, tokens, num_rows)
             truth = paths.chunks([1], *paths.runner())
@@ -179,7 +180,7 @@ def logits(subject: Subject, effort: Effort) -> Found:
                 found.statistic["compared_rows"] += num_rows
                 if bad:
                     found.add(f"prompt {i}: {name}", "the logits of token by token, bit for bit", f"{bad} differ")
-    found.notes.append(f"ways: {', '.join(WAYS)}; there is no prefix cache yet")
+    found.notes.append(f"ways: {', '.join(WAYS)}")
     return found
 
 
@@ -191,20 +192,16 @@ def cache_rows(subject: Subject, effort: Effort) -> Found:
     jobs = subject.jobs(count, params)
     texts = [c.token_ids for c in subject.run(subject.plain(), jobs)]
     for name in ("trees", "draft"):
-        drafter = subject.scripted(jobs, texts, seed=3) if name == "trees" else None
+        drafter = subject.trees(jobs, texts, seed=3) if name == "trees" else None
         engine = subject.engine(drafter=drafter, seqs=4)
         for start in range(0, len(jobs), 4):
             _watch_rows(subject, engine, jobs[start : start + 4], name, found)
     return found
 
 
-def _watch_rows(subject: Subject, engine: object, jobs: Seq[Job], name: str, found: Found) -> None:
-    from sameseed.engine.engine import Engine
-    from sameseed.request import Request
-
-    assert isinstance(engine, Engine)
-    for i, job in enumerate(jobs):
-        engine.add(Request(f"k{i}", job.prompt, job.params, job.seed))
+def _watch_rows(subject: Subject, engine: Engine, jobs: Seq[Request], name: str, found: Found) -> None:
+    for job in jobs:
+        engine.add(job)
     steps = 0
     while engine.has_work and steps < 1000:
         engine.step()

@@ -7,9 +7,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from sameseed.laws.check import SKIPPED, WARNING, Check, Effort, Finding, Found
-from sameseed.laws.subject import Job, Subject, Tokens
+from sameseed.laws.subject import Subject, Tokens
 from sameseed.laws.texts import SAME_TEXTS, compare
-from sameseed.request import Completion, Delta, SamplingParams
+from sameseed.request import Completion, Delta, Request, SamplingParams
 
 
 def sampling_settings(own: SamplingParams) -> dict[str, SamplingParams]:
@@ -48,7 +48,7 @@ def seeded(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-def _seeded(subject: Subject, found: Found, name: str, jobs: list[Job], turn: int) -> None:
+def _seeded(subject: Subject, found: Found, name: str, jobs: list[Request], turn: int) -> None:
     plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
     texts = [c.token_ids for c in plain]
     found.sizes["requests"] += len(jobs)
@@ -67,17 +67,17 @@ def _seeded(subject: Subject, found: Found, name: str, jobs: list[Job], turn: in
         check("in reverse order", subject.run(engine, jobs[::-1])[::-1])
     if turn % 3 == 0:
         check("alone", subject.run(subject.engine(seqs=1), jobs, alone=True))
-    longest = max(len(job.prompt) for job in jobs) + jobs[0].params.max_tokens
-    drafter = subject.scripted(jobs, texts, turn) if turn % 2 else None
+    longest = max(len(job.prompt_token_ids) for job in jobs) + jobs[0].params.max_tokens
+    drafter = subject.trees(jobs, texts, turn) if turn % 2 else None
     tight = subject.engine(drafter=drafter, block=4, rows=40, seqs=4, tokens=longest + longest // 4 + 12)
     check("short of blocks" + (", trees" if drafter else ""), subject.run(tight, jobs))
     found.statistic["preemptions"] += tight.scheduler.num_preemptions
 
 
-def _streamed(found: Found, name: str, jobs: Seq[Job], plain: Seq[Completion], deltas: Seq[Delta]) -> None:
+def _streamed(found: Found, name: str, jobs: Seq[Request], plain: Seq[Completion], deltas: Seq[Delta]) -> None:
     """The pieces of a stream are the text."""
     for i in range(len(jobs)):
-        mine = [d for d in deltas if d.request_id == f"c{i}"]
+        mine = [d for d in deltas if d.request_id == jobs[i].request_id]
         text, tokens = "".join(d.text for d in mine), tuple(t for d in mine for t in d.token_ids)
         if (text, tokens) != (plain[i].text, plain[i].token_ids):
             found.statistic["differing_texts"] += 1
@@ -94,7 +94,7 @@ def logprobs(subject: Subject, effort: Effort) -> Found:
         params = replace(chosen[names[turn % len(names)]], max_tokens=min(24, subject.max_tokens), logprobs=5)
         jobs = subject.jobs(4, replace(params, ignore_eos=True), turn * 4)
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
-        trees = subject.scripted(jobs, [c.token_ids for c in plain], turn)
+        trees = subject.trees(jobs, [c.token_ids for c in plain], turn)
         for way, engine in (("the draft", subject.engine()), ("trees", subject.engine(drafter=trees))):
             got = subject.run(engine, jobs)
             found.sizes["tokens"] += sum(len(c.logprobs or ()) for c in got)
@@ -117,7 +117,7 @@ def stops(subject: Subject, effort: Effort) -> Found:
         found.sizes["requests"] += len(jobs)
         found.sizes["stopped"] += sum(c.finish_reason.value == "stop" for c in plain)
         # The script knows the text beyond the end: drafts run over it.
-        trees = subject.scripted(jobs, [c.token_ids for c in long], start)
+        trees = subject.trees(jobs, [c.token_ids for c in long], start)
         for name, engine in (("the draft", subject.engine()), ("trees", subject.engine(drafter=trees))):
             got = subject.run(engine, jobs)
             compare(subject, found, name, jobs, plain, got)
@@ -129,17 +129,17 @@ def stops(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-def _stopping(job: Job, long: Completion, rng: random.Random, turn: int) -> Job:
+def _stopping(job: Request, long: Completion, rng: random.Random, turn: int) -> Request:
     """The job with an end somewhere in its text, and sometimes a least length that puts it off."""
     params, tokens, text = job.params, long.token_ids, long.text
     least = rng.randint(1, 6) if turn % 4 == 1 else 0
     if turn % 3 == 0 and text:
         at = rng.randrange(len(text))
-        return Job(job.prompt, replace(params, stop=(text[at : at + rng.randint(1, 4)],), min_tokens=least))
+        return replace(job, params=replace(params, stop=(text[at : at + rng.randint(1, 4)],), min_tokens=least))
     if turn % 3 == 1:
         token: Tokens = (rng.choice(tokens),)
-        return Job(job.prompt, replace(params, stop_token_ids=token, min_tokens=least))
-    return Job(job.prompt, replace(params, max_tokens=rng.randint(1, params.max_tokens), min_tokens=0))
+        return replace(job, params=replace(params, stop_token_ids=token, min_tokens=least))
+    return replace(job, params=replace(params, max_tokens=rng.randint(1, params.max_tokens), min_tokens=0))
 
 
 def leaks(subject: Subject, effort: Effort) -> Found:

@@ -30,8 +30,8 @@ class Fit:
         return self.p_value > ALPHA and self.variation < self.variation_limit and not self.impossible
 
 
-def fit(counts: Mapping[Cell, int], law: Mapping[Cell, float]) -> Fit:
-    """Judge draws by the law that they should follow.
+def target_law(counts: Mapping[Cell, int], law: Mapping[Cell, float]) -> Fit:
+    """Law 2: do draws follow the law that they should follow? Cells that it does not list are impossible.
 
     The limit of the total variation is 1.25 times its expectation, or, for few cells, what McDiarmid's inequality
     allows with probability ALPHA.

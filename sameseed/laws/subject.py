@@ -8,28 +8,14 @@ from dataclasses import dataclass, field, replace
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded, assemble
 from sameseed.engine.engine import Engine
-from sameseed.laws.check import ContradictionError
-from sameseed.laws.script import Guesses, ScriptDrafter, Watched, knowing
-from sameseed.lengths.fixed import FixedLength
+from sameseed.laws import trial
+from sameseed.laws.trees import Answers, FirstGuesses, TreeDrafter, Watched, knowing
 from sameseed.models.llama import Llama
-from sameseed.request import Completion, Delta, Request, SamplingParams, Sequence, SpecMetrics
+from sameseed.request import Completion, Delta, Request, SamplingParams, SpecMetrics
 from sameseed.spec.drafter import Drafter
 
 Tokens = tuple[int, ...]
 ROOM = 80  # rows of cache beyond prompt and answer: a tree of 64 nodes, and half a block
-
-
-@dataclass(frozen=True)
-class Job:
-    """A prompt with its parameters, seed included."""
-
-    prompt: Tokens
-    params: SamplingParams
-
-    @property
-    def seed(self) -> int:
-        assert self.params.seed is not None
-        return self.params.seed
 
 
 @dataclass
@@ -44,7 +30,7 @@ class Subject:
     seed: int = 1
     leaks: list[str] = field(default_factory=list)
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
-    guesses: Guesses = field(default_factory=Guesses)
+    guesses: FirstGuesses = field(default_factory=FirstGuesses)
     num_emptied: int = 0  # engines and times that all requests had left
     digest: str = ""  # of the target's weights, before anything ran
 
@@ -71,7 +57,7 @@ class Subject:
         """The longest text in tokens."""
         return self.config.max_model_len or self.target.max_model_len
 
-    def jobs(self, count: int, params: SamplingParams, start: int = 0) -> list[Job]:
+    def jobs(self, count: int, params: SamplingParams, start: int = 0) -> list[Request]:
         """`count` jobs: prompts in turn, from the second turn on cut shorter; seeds of their own."""
         made = []
         for i in range(start, start + count):
@@ -79,7 +65,8 @@ class Subject:
             prompt = self.prompts[which]
             prompt = prompt[: max(1, len(prompt) - turn % len(prompt))]
             prompt = prompt[-max(1, self.max_len - params.max_tokens - 1) :]
-            made.append(Job(prompt, replace(params, seed=self.seed * 1_000_003 + i)))
+            seed = self.seed * 1_000_003 + i
+            made.append(Request(f"c{i}", prompt, replace(params, seed=seed), seed))
         return made
 
     def plain(self, seqs: int | None = None) -> Engine:
@@ -97,11 +84,12 @@ class Subject:
         rows: int | None = None,
         seqs: int | None = None,
         tokens: int | None = None,
+        nodes: int = 24,
     ) -> Engine:
         """An engine of the loaded models with a cache of `tokens` tokens.
 
         `spec`: None for the settings' own speculation (without a store, which is the user's); `drafter` takes the
-        place of the one that it names.
+        place of the one that it names, with at most `nodes` in a tree.
         """
         seqs = self.batch if seqs is None else seqs
         longest = max(map(len, self.prompts)) + self.max_tokens + ROOM
@@ -116,72 +104,38 @@ class Subject:
         )
         drafts = self.loaded.drafts if config.spec.method != "none" else ()
         engine = assemble(config, self.loaded.tokenizer, count, self.loaded.target, drafts)
-        if drafter is not None:
-            engine.drafter, engine.policy = drafter, FixedLength(24)
-        return engine
+        return engine if drafter is None else trial.draft_with(engine, drafter, nodes)
 
-    def scripted(self, jobs: Seq[Job], texts: Seq[Tokens], seed: int = 0) -> ScriptDrafter:
+    def trees(self, jobs: Seq[Request], texts: Seq[Tokens], seed: int = 0) -> TreeDrafter:
         """A drafter of trees that hold the known texts."""
-        known: dict[Tokens, dict[int, Tokens]] = {}
-        for job, text in zip(jobs, texts, strict=True):
-            known.setdefault(job.prompt, {})[job.seed] = text
-        return ScriptDrafter(knowing(known), self.vocab_size, seed)
+        return TreeDrafter(_answers(jobs, texts), self.vocab_size, seed)
 
     def run(
-        self, engine: Engine, jobs: Seq[Job], alone: bool = False, deltas: list[Delta] | None = None
+        self, engine: Engine, jobs: Seq[Request], alone: bool = False, deltas: list[Delta] | None = None
     ) -> list[Completion]:
-        """Run jobs to their end, together or one after the other; note what the engine keeps though all have left.
-
-        Raises ContradictionError for an engine that does not get on.
-        """
-        done: dict[str, Completion] = {}
-        for i, job in enumerate(jobs):
-            engine.add(Request(f"c{i}", job.prompt, job.params, job.seed))
-            if alone or i == len(jobs) - 1:
-                self._drain(engine, jobs, done, deltas)
-        blocks = engine.runner.blocks
-        if blocks.num_free != blocks.num_blocks and len(self.leaks) < 3:
-            self.leaks.append(f"{blocks.num_blocks - blocks.num_free} of {blocks.num_blocks} blocks stayed taken")
+        """Run jobs to their end, together or one after the other; note what the engine keeps though all have left."""
+        done = trial.run(engine, jobs, alone, deltas)
+        self.leaks += trial.leaks(engine)[: 3 - len(self.leaks)]
         self.num_emptied += 1
         self.metrics.add(engine.metrics)
         engine.metrics = SpecMetrics()
-        return [done[f"c{i}"] for i in range(len(jobs))]
+        return done
 
-    def _drain(self, engine: Engine, jobs: Seq[Job], done: dict[str, Completion], deltas: list[Delta] | None) -> None:
-        limit = sum(len(job.prompt) + job.params.max_tokens for job in jobs) * 8 + 50
-        while engine.has_work:
-            limit -= 1
-            if limit < 0:
-                raise ContradictionError("the engine does not get on: its requests do not end")
-            for delta in engine.step():
-                if deltas is not None:
-                    deltas.append(delta)
-                if delta.completion is not None:
-                    done[delta.request_id] = delta.completion
-
-    def watch(self, engine: Engine, jobs: Seq[Job], texts: Seq[Tokens]) -> None:
+    def watch(self, engine: Engine, jobs: Seq[Request], texts: Seq[Tokens]) -> None:
         """Have the engine's first guesses, and which are accepted, counted against the texts that it should write."""
-        truth = {(job.prompt, job.seed): text for job, text in zip(jobs, texts, strict=True)}
         every = [t for text in texts for t in text]
         share = {t: every.count(t) / len(every) for t in set(every)}
+        engine.runner = Watched(engine.runner, _answers(jobs, texts), share, self.guesses)
 
-        def answer(seq: Sequence) -> Seq[int]:
-            text = truth.get((tuple(seq.token_ids[: seq.num_prompt]), seq.seed), ())
-            return text[seq.num_output :]
 
-        engine.runner = Watched(engine.runner, answer, share, self.guesses)
+def _answers(jobs: Seq[Request], texts: Seq[Tokens]) -> Answers:
+    return knowing([job.prompt_token_ids for job in jobs], texts, [job.seed for job in jobs])
 
 
 def storeless(spec: SpecConfig) -> SpecConfig:
     """The same levels without files that they would write what they have seen into: those are the user's."""
     options = {key: value for key, value in spec.options.items() if key != "store"}
     return replace(spec, options=options, below=tuple(storeless(level) for level in spec.below))
-
-
-def outcome(completion: Completion) -> tuple[object, ...]:
-    """Everything of a completion that speculation must not change."""
-    c = completion
-    return c.token_ids, c.text, c.finish_reason, c.seed, c.logprobs
 
 
 def first_difference(a: Seq[int], b: Seq[int]) -> int:

@@ -6,12 +6,12 @@ what their formats mean, and parameters; arithmetic, noise and sampling are writ
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sameseed import scheme
@@ -132,82 +132,78 @@ def tolerance(model: Llama, kv_format: str) -> float:
 
 
 def adjusted(
-    logits: Seq[float] | NDArray[np.floating],
-    params: SamplingParams,
-    prompt: Seq[int],
-    output: Seq[int],
-    eos: Seq[int] = (),
-) -> list[float]:
+    logits: ArrayLike, params: SamplingParams, prompt: Seq[int], output: Seq[int], eos: Seq[int] = ()
+) -> Floats:
     """Logits after restrictions, bias and penalties, given everything written so far."""
-    row = [float(x) for x in logits]
-    for token in range(len(row)):
-        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
-            row[token] = -math.inf
-        if token in params.banned_token_ids:
-            row[token] = -math.inf
-        if len(output) < params.min_tokens and (token in eos or token in params.stop_token_ids):
-            row[token] = -math.inf
-        row[token] += params.logit_bias.get(token, 0.0)
-        count = list(output).count(token)
-        if token in output or token in prompt:
-            repeat = params.repetition_penalty
-            row[token] = row[token] / repeat if row[token] > 0 else row[token] * repeat
-        row[token] -= params.frequency_penalty * count
-        row[token] -= params.presence_penalty if count else 0.0
+    row = np.array(logits, np.float64)
+    if params.allowed_token_ids is not None:
+        row[[t for t in range(len(row)) if t not in set(params.allowed_token_ids)]] = -np.inf
+    row[list(params.banned_token_ids)] = -np.inf
+    if len(output) < params.min_tokens:
+        row[[*eos, *params.stop_token_ids]] = -np.inf
+    for token, bias in params.logit_bias.items():
+        row[token] += bias
+    for token in {*prompt, *output}:
+        repeat = params.repetition_penalty
+        row[token] = row[token] / repeat if row[token] > 0 else row[token] * repeat
+    for token, count in Counter(output).items():
+        row[token] -= params.frequency_penalty * count + params.presence_penalty
     return row
 
 
-def kept(row: Seq[float], params: SamplingParams, slack: float = 0.0) -> list[float]:
+def kept(row: ArrayLike, params: SamplingParams, slack: float = 0.0) -> Floats:
     """Logits over the temperature, the largest at 0; -inf for what min-p, top-k and top-p drop.
 
     `slack` moves every border by so much: down where it is positive, so that more is kept.
     """
-    top = max(row)
-    scaled = [(x - top) / max(params.temperature, 1e-200) for x in row]
-    border = math.log(params.min_p) - slack if params.min_p else -math.inf
+    values: Floats = np.array(row, np.float64)
+    scaled: Floats = (values - values.max()) / max(params.temperature, 1e-200)
+    border = np.log(params.min_p) - slack if params.min_p else -np.inf
     if params.top_k:
-        border = max(border, sorted(scaled, reverse=True)[min(params.top_k, len(row)) - 1] - slack)
-    scaled = [x if x >= min(border, 0.0) else -math.inf for x in scaled]
+        border = max(border, np.sort(scaled)[-min(params.top_k, len(scaled))] - slack)
+    scaled[scaled < min(border, 0.0)] = -np.inf
     if params.top_p < 1.0:
-        weights = [math.exp(x) for x in scaled]
-        total, mass, last = sum(weights), 0.0, 0.0
-        for token in sorted(range(len(weights)), key=lambda t: (-weights[t], t)):
-            inside = mass < (params.top_p + slack) * total
-            mass += weights[token]
-            if inside:
-                last = scaled[token]
-            elif not slack > 0.0 or scaled[token] < last - slack:
-                scaled[token] = -math.inf
+        weights = np.exp(scaled)
+        order = np.lexsort((np.arange(len(scaled)), -weights))  # likeliest first, of equals the first
+        before = np.cumsum(weights[order]) - weights[order]
+        inside = before < max(params.top_p + slack, 0.0) * weights.sum()
+        inside[0] = True
+        border = scaled[order[inside][-1]] - slack
+        if slack > 0:
+            scaled[scaled < border] = -np.inf
+        else:
+            scaled[order[~inside]] = -np.inf
     return scaled
 
 
-def probabilities(row: Seq[float], params: SamplingParams) -> list[float]:
+def probabilities(row: ArrayLike, params: SamplingParams) -> list[float]:
     """The distribution that a token is drawn from, given adjusted logits; greedy is the limit of no temperature."""
+    scaled = np.array(row, np.float64)
     if params.temperature == 0.0:
-        best = list(row).index(max(row))
-        return [1.0 if t == best else 0.0 for t in range(len(row))]
-    weights = [math.exp(x) for x in kept(row, params)]
-    total = sum(weights)
-    return [w / total for w in weights]
+        return [float(t == scaled.argmax()) for t in range(len(scaled))]
+    weights = np.exp(kept(scaled, params))
+    found: list[float] = (weights / weights.sum()).tolist()
+    return found
 
 
 def gumbel(seed: int, position: int, count: int) -> Floats:
     """Gumbel noise of tokens 0 .. count - 1: SplitMix64's outputs under the key of (seed, position) as uniforms."""
-    mask = 2**64 - 1
 
-    def mix(z: int) -> int:
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        return z ^ z >> 31
+    def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        return z ^ z >> np.uint64(31)
 
-    key = mix(mix(seed & mask) ^ (position * 0xD1342543DE82EF95 + 1) & mask)
-    bits = [mix(key + (i + 1) * 0x9E3779B97F4A7C15 & mask) >> 11 for i in range(count)]
-    uniform = np.minimum((np.array(bits, np.float64) + 0.5) * 2.0**-53, 1 - 2.0**-53)
-    return -np.log(-np.log(uniform))
+    place = (position * 0xD1342543DE82EF95 + 1) % 2**64
+    key = mix(mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(place))
+    bits = mix(key + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)
+    uniform = np.minimum((bits + 0.5) * 2.0**-53, 1 - 2.0**-53)
+    noise: Floats = -np.log(-np.log(uniform))
+    return noise
 
 
 def judge(
-    logits: Floats,
+    logits: ArrayLike,
     params: SamplingParams,
     seed: int,
     prompt: Seq[int],
@@ -219,14 +215,13 @@ def judge(
     """Is `token` the choice after prompt and output? And if not: is it within `near` (in logits) of being it?"""
     row = adjusted(logits, params, prompt, output, eos)
     if params.temperature == 0.0:
-        return row.index(max(row)) == token, row[token] >= max(row) - 2 * near
+        return int(row.argmax()) == token, bool(row[token] >= row.max() - 2 * near)
     noise = gumbel(seed, len(prompt) + len(output), len(row))
-    scores = np.array(kept(row, params)) + noise
-    if int(scores.argmax()) == token:
+    if int((kept(row, params) + noise).argmax()) == token:
         return True, True
     slack = 2 * near / params.temperature
-    loose, strict = (np.array(kept(row, params, by)) + noise for by in (slack, -slack))
-    return False, bool(loose[token] >= max(strict.max(), -1e300) - slack)
+    loose, strict = (kept(row, params, by) + noise for by in (slack, -slack))
+    return False, bool(np.isfinite(loose[token]) and loose[token] >= strict.max() - slack)
 
 
 def ends(

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from sameseed.engine.engine import Engine
 from sameseed.laws.check import WARNING, Check, Effort, Found
-from sameseed.laws.subject import Job, Subject, first_difference, outcome
-from sameseed.request import Completion, SamplingParams
+from sameseed.laws.subject import Subject, first_difference
+from sameseed.laws.trial import differing, outcome
+from sameseed.request import Completion, Request, SamplingParams
 
 SHOWN = 12  # tokens on either side of the first difference that a report quotes
 NEAR = 1e-4  # margin between the two best logits that makes a near tie
@@ -17,12 +18,11 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def compare(
-    subject: Subject, found: Found, where: str, jobs: Seq[Job], plain: Seq[Completion], got: Seq[Completion]
+    subject: Subject, found: Found, where: str, jobs: Seq[Request], plain: Seq[Completion], got: Seq[Completion]
 ) -> None:
     """Count differences between completions, and tell of the first: with both continuations from that token on."""
-    for i, (job, a, b) in enumerate(zip(jobs, plain, got, strict=True)):
-        if outcome(a) == outcome(b):
-            continue
+    for i in differing(plain, got):
+        job, a, b = jobs[i], plain[i], got[i]
         found.statistic["differing_texts"] = found.statistic.get("differing_texts", 0) + 1
         at = first_difference(a.token_ids, b.token_ids)
         if a.token_ids != b.token_ids:
@@ -41,7 +41,9 @@ def _quote(subject: Subject, c: Completion, at: int) -> str:
     return f"...{before}|{after}... {list(c.token_ids[at : at + SHOWN])} ({c.finish_reason.value})"
 
 
-def settings(subject: Subject, jobs: Seq[Job], plain: Seq[Completion], turn: int) -> Iterator[tuple[str, Engine, bool]]:
+def settings(
+    subject: Subject, jobs: Seq[Request], plain: Seq[Completion], turn: int
+) -> Iterator[tuple[str, Engine, bool]]:
     """Engines that speculate, in turn: the settings' own draft and scripted trees, alone and batched, in small chunks.
 
     Of draft lengths 1 to 8 each turn has one, all of them after eight turns, the longest first.
@@ -60,10 +62,10 @@ def settings(subject: Subject, jobs: Seq[Job], plain: Seq[Completion], turn: int
     elif way == 1:
         block, rows = (4, 16, 32)[turn % 3], 24
         yield f"the draft, chunks of {rows} rows", subject.engine(block=block, rows=rows), False
-    trees = subject.scripted(jobs, texts, seed=turn)
-    yield "trees, batched", subject.engine(drafter=trees), False
+    trees = subject.trees(jobs, texts, seed=turn)
+    yield "trees, batched", subject.engine(drafter=trees, nodes=64), False
     if way == 2:
-        yield "trees, alone", subject.engine(drafter=subject.scripted(jobs, texts, turn)), True
+        yield "trees, alone", subject.engine(drafter=subject.trees(jobs, texts, turn)), True
 
 
 def greedy(subject: Subject, effort: Effort) -> Found:
@@ -106,7 +108,8 @@ def near_ties(subject: Subject, effort: Effort) -> Found:
             at = rng.randrange(1, len(c.logprobs)) if len(c.logprobs) > 1 else 0
             (_, best), (second, other) = c.logprobs[at].top[:2]
             bias = {second: best - other - rng.choice((0.0, NEAR / 2, -NEAR / 2))}
-            jobs.append(Job(c.prompt_token_ids, replace(params, logit_bias=bias, seed=subject.seed + start + i)))
+            seed = subject.seed + start + i
+            jobs.append(Request(f"c{i}", c.prompt_token_ids, replace(params, logit_bias=bias, seed=seed), seed))
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
         for c in plain:
             margins = [t.top[0][1] - t.top[1][1] for t in c.logprobs or () if len(t.top) > 1]
@@ -115,7 +118,7 @@ def near_ties(subject: Subject, effort: Effort) -> Found:
         texts = [c.token_ids for c in plain]
         for name, engine in (
             ("the draft", subject.engine()),
-            ("trees", subject.engine(drafter=subject.scripted(jobs, texts, start))),
+            ("trees", subject.engine(drafter=subject.trees(jobs, texts, start))),
         ):
             got = subject.run(engine, jobs)
             found.sizes["texts"] += len(got)

@@ -17,11 +17,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-import textbook
 import torch
 from fixtures_device import pretended_device
 from lawkit import DEVICES
 
+from sameseed.laws import textbook
+from sameseed.laws.statistics import target_law
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.sampling import choose, derive_seed, gumbel_noise
@@ -170,11 +171,11 @@ def test_texts_follow_the_law(shape: str) -> None:
     else:
         for i, drafter in enumerate(drafters):  # each with seeds of its own, judged alone too
             own = draw(params, [drafter], range(i * share, (i + 1) * share), length)
-            assert textbook.chi_square_p(own, law) > MIN_P_VALUE, drafter.__name__
+            assert target_law(own, law).p_value > MIN_P_VALUE, drafter.__name__
             counts += own
     assert sum(counts.values()) >= NUM_DRAWS - len(drafters)
-    assert textbook.chi_square_p(counts, law) > MIN_P_VALUE
-    assert textbook.total_variation(counts, law) < MAX_VARIATION
+    fit = target_law(counts, law)
+    assert fit.p_value > MIN_P_VALUE and fit.variation < MAX_VARIATION and not fit.impossible
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -207,13 +208,13 @@ def test_where_logits_lie_changes_no_choice() -> None:
 
 
 def test_the_judge_notices_a_wrong_law() -> None:
-    """The chi-square test rejects draws from a distribution that is off by a little: it can fail."""
+    """The test of fit rejects draws from a distribution that is off by a little: it can fail."""
     params, drafters, length, _ = SHAPES["chain"]
     counts = draw(params, drafters, range(15_000), length)
     wrong = exact(SamplingParams(temperature=0.84, logit_bias={1: 0.7}), length)
-    assert textbook.chi_square_p(counts, wrong) < 1e-6
+    assert target_law(counts, wrong).p_value < 1e-6
     missing = exact(SamplingParams(temperature=0.8, logit_bias={1: 0.7}, top_k=4), length)
-    assert textbook.chi_square_p(counts, missing) == 0.0
+    assert target_law(counts, missing).impossible > 0
 
 
 # --- the noise ---
@@ -235,14 +236,15 @@ def test_noise_is_gumbel(along: str) -> None:
     deviation = math.pi / math.sqrt(6)
     assert abs(float(noise.mean()) - EULER) < 4 * deviation / math.sqrt(n)
     assert abs(float(noise.var()) - deviation**2) < 4 * deviation**2 * math.sqrt(4.4 / n)  # kurtosis 5.4
-    assert textbook.kolmogorov_p(noise, torch.exp(-torch.exp(-noise))) > MIN_P_VALUE
+    cells = Counter((int(u * 64),) for u in torch.exp(-torch.exp(-noise)).tolist())
+    assert target_law(cells, {(i,): 1 / 64 for i in range(64)}).p_value > MIN_P_VALUE
 
 
 @pytest.mark.parametrize(
     "neighbour", [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, -1), (1, -1, 0), (1, 0, 1), (0, 0, 64)], ids=str
 )
 def test_noise_of_neighbours_is_independent(neighbour: tuple[int, int, int]) -> None:
-    """Chi-square over an 8 x 8 grid of quantiles of the noise at (seed, position, token) and at a neighbour."""
+    """G-test over an 8 x 8 grid of quantiles of the noise at (seed, position, token) and at a neighbour."""
     ds, dp, dt = neighbour
     pairs: Counter[tuple[int, ...]] = Counter()
     tokens = np.arange(1, 33)
@@ -251,7 +253,7 @@ def test_noise_of_neighbours_is_independent(neighbour: tuple[int, int, int]) -> 
         cells = [np.minimum((np.exp(-np.exp(-x)) * 8).astype(int), 7).tolist() for x in (here, there)]
         pairs.update(zip(*cells, strict=True))
     uniform = dict.fromkeys(product(range(8), range(8)), 1 / 64)
-    assert textbook.chi_square_p(pairs, uniform) > MIN_P_VALUE
+    assert target_law(pairs, uniform).p_value > MIN_P_VALUE
 
 
 def test_noise_is_a_function_of_seed_position_and_token() -> None:

@@ -24,9 +24,9 @@ from sameseed.errors import ConfigError
 from sameseed.laws import acceptance, kernels, law, mutants, texts
 from sameseed.laws.check import FAILED, IN_PART, PASSED, SKIPPED, WARNING, Check, Effort, Found, run_check
 from sameseed.laws.checks import chosen
-from sameseed.laws.script import Guesses, Watched
 from sameseed.laws.subject import Subject
 from sameseed.laws.toy import toy_model
+from sameseed.laws.trees import FirstGuesses, Watched
 from sameseed.models.layers import LayerWeights
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
@@ -359,32 +359,32 @@ def test_the_page_shows_what_differs_and_no_markup_of_texts(certificate: suite.C
 # --- the alarm ---
 
 
-def alarm_of(pair: Pair, guesses: Guesses) -> Found:
+def alarm_of(pair: Pair, guesses: FirstGuesses) -> Found:
     subject = subject_of(pair)
     subject.guesses = guesses
     return acceptance.alarm(subject, LEAST)
 
 
 def test_the_alarm(pair: Pair) -> None:
-    useless = alarm_of(pair, Guesses(400, 3, 2.5))
+    useless = alarm_of(pair, FirstGuesses(400, 3, 2.5))
     assert useless.verdict == WARNING
     assert "3 of 400" in useless.notes[0]
     assert all(cause in useless.notes[0] for cause in ("another target", "tokenizer", "chat template"))
-    assert alarm_of(pair, Guesses(400, 60, 55.0)).verdict == WARNING, "no better than chance"
-    assert alarm_of(pair, Guesses(400, 60, 8.0)).verdict == PASSED
-    assert "too few" in alarm_of(pair, Guesses(3, 0, 0.1)).notes[0]
+    assert alarm_of(pair, FirstGuesses(400, 60, 55.0)).verdict == WARNING, "no better than chance"
+    assert alarm_of(pair, FirstGuesses(400, 60, 8.0)).verdict == PASSED
+    assert "too few" in alarm_of(pair, FirstGuesses(3, 0, 0.1)).notes[0]
 
 
 def test_right_guesses_that_are_not_accepted_are_a_failure(pair: Pair) -> None:
-    missed = alarm_of(pair, Guesses(400, 60, 8.0, taken=59, missed=1))
+    missed = alarm_of(pair, FirstGuesses(400, 60, 8.0, taken=59, missed=1))
     assert missed.verdict == FAILED and "1 rejected" in missed.findings[0].found
-    wrong_ones = alarm_of(pair, Guesses(400, 60, 8.0, taken=62, wrong=2))
+    wrong_ones = alarm_of(pair, FirstGuesses(400, 60, 8.0, taken=62, wrong=2))
     assert wrong_ones.verdict == FAILED and "2 accepted" in wrong_ones.findings[0].found
-    assert alarm_of(pair, Guesses(3, 1, 0.1, missed=1)).verdict == FAILED, "however few"
+    assert alarm_of(pair, FirstGuesses(3, 1, 0.1, missed=1)).verdict == FAILED, "however few"
 
 
 def test_first_guesses_are_counted_as_they_are_checked(pair: Pair) -> None:
-    guesses = Guesses()
+    guesses = FirstGuesses()
     runner = subject_of(pair).plain().runner
     watched = Watched(runner, lambda seq: (6, 2), {7: 0.25, 6: 0.5, 1: 0.125}, guesses)
     seqs = [Sequence(i, [1, 2, 3], SamplingParams(), 0) for i in range(4)]

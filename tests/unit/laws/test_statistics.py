@@ -12,10 +12,10 @@ from sameseed.laws.statistics import (
     ALPHA,
     bound_text,
     chi_square_tail,
-    fit,
     g_test,
     marginal,
     normal_tail,
+    target_law,
 )
 from sameseed.laws.textbook import probabilities
 from sameseed.request import SamplingParams
@@ -32,7 +32,7 @@ def draws(law: dict[tuple[int, ...], float], count: int, seed: int = 0) -> Count
 
 
 def test_draws_from_the_law_fit() -> None:
-    values = [fit(draws(LAW, 4000, seed), LAW) for seed in range(200)]
+    values = [target_law(draws(LAW, 4000, seed), LAW) for seed in range(200)]
     assert all(v.good for v in values)
     p = sorted(v.p_value for v in values)
     assert 0.4 < p[100] < 0.6, "p-values are uniform"
@@ -41,20 +41,20 @@ def test_draws_from_the_law_fit() -> None:
 
 def test_draws_from_a_law_nearby_do_not() -> None:
     other = {**LAW, (0,): 0.43, (1,): 0.27}
-    assert not fit(draws(other, 20_000), LAW).good
+    assert not target_law(draws(other, 20_000), LAW).good
     spread = {(i,): 1 / 4096 for i in range(4096)}
     skewed = {c: p * (1.4 if c[0] % 2 else 0.6) for c, p in spread.items()}
-    assert fit(draws(spread, 40_000), spread).good
-    assert not fit(draws(skewed, 40_000), spread).good
+    assert target_law(draws(spread, 40_000), spread).good
+    assert not target_law(draws(skewed, 40_000), spread).good
 
 
 def test_what_the_law_rules_out_never_passes() -> None:
     counts = draws(LAW, 4000)
     counts[(9,)] += 1
-    assert fit(counts, LAW).impossible == 1
-    assert not fit(counts, LAW).good
-    assert fit(Counter({(0,): 10}), {(0,): 1.0, (1,): 0.0}).good
-    assert not fit(Counter({(0,): 10, (1,): 1}), {(0,): 1.0, (1,): 0.0}).good
+    assert target_law(counts, LAW).impossible == 1
+    assert not target_law(counts, LAW).good
+    assert target_law(Counter({(0,): 10}), {(0,): 1.0, (1,): 0.0}).good
+    assert not target_law(Counter({(0,): 10, (1,): 1}), {(0,): 1.0, (1,): 0.0}).good
 
 
 def test_tails() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import textbook
 from hypothesis import given, settings
 
+from sameseed.laws import textbook
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
 from sameseed.spec.sampling import (

@@ -1,4 +1,4 @@
-"""ScriptDrafter: trees of right and wrong guesses, to walk every branch of verification. Watched: a draft's score."""
+"""TreeDrafter: right and wrong guesses, to walk every branch of verification. Watched: how a draft guesses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answers = Callable[[Sequence], Seq[int]]
 RIGHT, TWIN = 0.45, 0.15  # of nodes: the right path's next one; a second copy of another node
 
 
-class ScriptDrafter(Drafter):
+class TreeDrafter(Drafter):
     """Random trees. `answer(seq)` is the right continuation; it hides among wrong tokens and second copies.
 
     What it guesses depends on its random state, not on the sequence alone: exactness must hold whatever it does.
@@ -27,6 +27,7 @@ class ScriptDrafter(Drafter):
         self.answer = answer
         self.vocab_size = vocab_size
         self.random = random.Random(seed)
+        self.largest = 0  # nodes of the largest tree so far
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         return Draft.trees([self._tree(seq, k) for seq, k in zip(seqs, num_draft, strict=True)])
@@ -49,21 +50,24 @@ class ScriptDrafter(Drafter):
             else:
                 parents.append(rng.randint(-1, i - 1))
                 tokens.append(rng.randrange(self.vocab_size))
+        self.largest = max(self.largest, len(tokens))
         return tokens, parents
 
 
-def knowing(texts: Mapping[tuple[int, ...], Mapping[int, Seq[int]]]) -> Answers:
-    """The known continuations by prompt and seed."""
+def knowing(prompts: Seq[Seq[int]], texts: Seq[Seq[int]], seeds: Seq[int] | None = None) -> Answers:
+    """What is left of the known text of a sequence's prompt, and of its seed where seeds are given."""
+    every = seeds or [0] * len(prompts)
+    known = {(tuple(p), seed): tuple(text) for p, seed, text in zip(prompts, every, texts, strict=True)}
 
     def answer(seq: Sequence) -> Seq[int]:
-        known = texts.get(tuple(seq.token_ids[: seq.num_prompt]), {}).get(seq.seed, ())
-        return known[seq.num_output :]
+        prompt = tuple(seq.token_ids[: seq.num_prompt])
+        return known.get((prompt, seq.seed if seeds else 0), ())[seq.num_output :]
 
     return answer
 
 
 @dataclass
-class Guesses:
+class FirstGuesses:
     """First guesses of a draft, as they were checked: how often one was the target's token, and what became of it."""
 
     num: int = 0
@@ -81,7 +85,7 @@ class Watched(ModelRunner):
     nothing of its place.
     """
 
-    def __init__(self, runner: ModelRunner, answer: Answers, share: Mapping[int, float], guesses: Guesses) -> None:
+    def __init__(self, runner: ModelRunner, answer: Answers, share: Mapping[int, float], guesses: FirstGuesses) -> None:
         super().__init__(runner.model, runner.cache, runner.captures, runner.blocks)
         self.unseen = runner.unseen
         self.answer, self.share, self.guesses = answer, share, guesses
