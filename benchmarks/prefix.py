@@ -65,7 +65,7 @@ def hits_and_misses(llm: LLM, prefix: int, count: int, max_tokens: int) -> dict[
 
 
 def summary(done: list[Completion]) -> dict[str, Any]:
-    """Medians of one side, and what its drafts were worth."""
+    """Medians of one side, and how long its accepted drafts were."""
     ttft = [c.metrics.time_to_first_token for c in done]
     drafts = sum(c.metrics.spec.num_drafts for c in done)
     accepted = sum(c.metrics.spec.num_accepted_tokens for c in done)

@@ -34,7 +34,7 @@ class DemoArgs:
     model: Annotated[str, option("TEXT")] = "embedded"  # the target: 'embedded', a folder, or a hub id
     draft: Annotated[str, option("TEXT")] = "auto"  # its draft model; auto takes the embedded one
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl or .txt; unset: the packaged prompts
-    seconds: float = 30.0  # aim at so much time for the measurements
+    seconds: float = 30.0  # time to aim at for the measurements
     out: Annotated[Path | None, option("FILE")] = None  # append the measurements here as JSON lines
 
 

@@ -85,8 +85,8 @@ def choose(groups: Mapping[str, list[Arm]], patterns: list[str], formats: list[s
     for group, arms in groups.items():
         ours = [arm for arm in arms if arm.ours]
         if formats:
-            most = max(arm.gib for arm in ours)
-            ours = [sameseed(fmt, most) for fmt in formats]
+            gib = max(arm.gib for arm in ours)
+            ours = [sameseed(fmt, gib) for fmt in formats]
         peers = [arm for arm in arms if not arm.ours]
         if patterns:
             peers = [arm for arm in peers if any(fnmatch(arm.name.lower(), p.lower()) for p in patterns)]

@@ -31,7 +31,7 @@ class BenchArgs:
     """
 
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
-    num_prompts: Annotated[int | None, option("N")] = None  # take so many, spread over the file; unset: all
+    num_prompts: Annotated[int | None, option("N")] = None  # take N of them, spread over the file; unset: all
     drafts: tuple[str, ...] = ("ngram", "auto")  # ways to guess, as generate's --draft: auto is the embedded draft
     ks: tuple[int, ...] = (3, 5, 7)  # draft lengths
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
@@ -88,8 +88,8 @@ def _measure(
     args = parsed.args
     path = args.prompts or DEFAULT_PROMPTS
     prompts = read_prompts(path, args.num_prompts)
-    ways, most = arms(_specs(args, parsed.engine), args.ks), max(params.max_tokens for params in all_params)
-    bench = open_bench(parsed.engine, ways, args.batch_sizes, number_format, args.json, prompts, most)
+    ways, longest = arms(_specs(args, parsed.engine), args.ks), max(params.max_tokens for params in all_params)
+    bench = open_bench(parsed.engine, ways, args.batch_sizes, number_format, args.json, prompts, longest)
     encoded = []
     for prompt in prompts:
         encoded.append(prompt.encode(bench.llm.tokenizer))

@@ -40,8 +40,8 @@ class EvalArgs:
     text: Annotated[Path | None, option("FILE")] = None  # perplexity of another text (.txt, or .jsonl with "text")
     window: int = 2048  # tokens that one pass sees; clipped to the model's context
     stride: int = 512  # tokens by which the window moves; each token is scored once
-    tokens: Annotated[int | None, option("N")] = None  # read so many tokens of the text; unset: all (--compare: 32768)
-    limit: Annotated[int | None, option("N")] = None  # ask so many questions of each task, spread over it; unset: all
+    tokens: Annotated[int | None, option("N")] = None  # read N tokens of the text; unset: all (--compare: 32768)
+    limit: Annotated[int | None, option("N")] = None  # ask N questions of each task, spread over it; unset: all
     chat: Annotated[bool, option()] = False  # put prompts into the model's chat template
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # sample from the likeliest tokens that make up this probability
@@ -50,7 +50,7 @@ class EvalArgs:
     draft: str = "auto"  # as generate's --draft; with --compare, auto is the embedded draft where it fits, else ngram
     compare: Annotated[tuple[str, ...], option("MODEL[@FORMAT[@KV]]")] = ()  # variants, the first is the baseline
     prompts: Annotated[Path | None, option("FILE")] = None  # --compare: what is written; unset: the embedded prompts
-    num_prompts: int = 12  # --compare: so many of them
+    num_prompts: int = 12  # --compare: prompts to take, spread over the file
     repeat: int = 3  # --compare: runs of each
     no_advice: Annotated[bool, option()] = False  # --compare: do not measure which parts should keep more bits
     plot: Annotated[Path | None, option("FILE.png")] = None  # --compare: draw FILE-quality.png and FILE-cost.png

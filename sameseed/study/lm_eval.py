@@ -149,9 +149,9 @@ class SameseedLM(LM):
         """
         tokens = self._encode(context) if context else [self._prefix]
         longest = self.llm.engine.max_model_len
-        most = max(1, longest - min(max_tokens, longest // 2))
-        self.num_cut += len(tokens) > most
-        return tokens[-most:]
+        room = max(1, longest - min(max_tokens, longest // 2))
+        self.num_cut += len(tokens) > room
+        return tokens[-room:]
 
     def _kept(self, kind: str, requests: Seq[Any], found: list[Any]) -> list[Any]:
         """Tell the harness's cache what was found."""

@@ -14,6 +14,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "--", "-.", (0, (8, 2)))  # contexts
 LIMIT = (0, (1, 1.4))  # dotted
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "svg.hashsalt": "sameseed",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 SUFFIXES = (".png", ".svg")
 
 
@@ -37,13 +43,7 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings: dict[Any, Any] = {
-        "font.size": 9,
-        "svg.hashsalt": "sameseed",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with pyplot.rc_context(settings):
+    with pyplot.rc_context(STYLE):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6))
         _c_panel(left, profile)
         _ms_panel(right, profile)
@@ -54,10 +54,17 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
         figure.subplots_adjust(left=0.055, right=0.82, bottom=0.175, top=0.85, wspace=0.19)
         handles, labels = right.get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.825, 0.86), frameon=False)
-        for one in paths:
-            figure.savefig(one, dpi=150, metadata={"Date": None} if one.suffix == ".svg" else None)
-        pyplot.close(figure)
+        save(figure, paths)
     return paths
+
+
+def save(figure: Any, paths: Seq[Path]) -> None:
+    """Write a figure to each path, without a date in it, and let it go."""
+    from matplotlib import pyplot
+
+    for path in paths:
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
 
 
 def _curves(profile: Profile) -> list[tuple[str, int, int, int, list[Cost]]]:

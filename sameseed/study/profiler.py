@@ -24,10 +24,11 @@ from sameseed.study.grid import ProfileGrid
 from sameseed.study.limits import Limits, measure_limits
 from sameseed.study.passes import Pass, PassWork, TimedModel, cache_bytes
 from sameseed.study.shapes import get_shape, shape_as_dict
+from sameseed.study.workload import quantile
 
 MIN_REPEATS = 3
-OVERDRAFT = 3.0  # times the budget, or so many seconds if that is more: where passes are so slow, one run must do
-PATIENCE = 30.0
+OVERDRAFT = 3.0  # times the budget: from there on (or from PATIENCE seconds on) one run of a slow pass must do
+PATIENCE = 30.0  # seconds
 SLOW = 1.0  # seconds
 CURVE_SHARE = 0.7  # of the time budget; the rest is for prompts and batches
 LOADING_BYTES = 512 << 20  # what loading holds besides the weights, generously
@@ -256,15 +257,6 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
         peak = x.stored.peak if getattr(limits, x.stored.peak) is not None else "fp32"
         stored.append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
     return {"costs": tuple(costs), "prefill": tuple(prefill), "batch": tuple(batch), "stored": tuple(stored)}
-
-
-def quantile(values: Seq[float], share: float) -> float:
-    """The value below which `share` of all lie, linear between neighbours."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
 def _checkpoint(model: str) -> tuple[ModelConfig, Path]:

@@ -99,6 +99,15 @@ class Workload:
             yield jobs[start : start + self.batch_size]
 
 
+def quantile(values: Seq[float], share: float) -> float:
+    """The value below which `share` of all lie, linear between neighbours."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
 def without_past(spec: SpecConfig) -> SpecConfig:
     """The same levels, those with an option `past` looking at no past requests where they do not say otherwise."""
     below = tuple(without_past(b) for b in spec.below)

@@ -159,7 +159,7 @@ def test_chat_reads_turns_from_a_pipe(cli: Cli, tmp_path: Path, monkeypatch: pyt
     assert lines[1]["metrics"]["num_prompt_tokens"] > 2 * lines[0]["metrics"]["num_prompt_tokens"]
 
 
-def test_info_json_names_the_shelves(cli: Cli) -> None:
+def test_info_json_names_the_registries(cli: Cli) -> None:
     code, out, _ = cli("info", "--json", model=None)
     found = json.loads(out)
     assert code == 0

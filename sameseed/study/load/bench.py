@@ -109,7 +109,7 @@ class LoadBench:
                 )
         for arm in self.arms:
             if "speculation" in arm.endpoint.fields:
-                await self._check_wish(arm)
+                await self._check_speculation(arm)
 
     @property
     def tokenized(self) -> bool:
@@ -143,7 +143,7 @@ class LoadBench:
         about = about if isinstance(about, dict) else None
         return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")), speculation=about)
 
-    async def _check_wish(self, arm: ServerArm) -> None:
+    async def _check_speculation(self, arm: ServerArm) -> None:
         """A server that does not read `speculation` would measure one thing twice. Raises ConfigError."""
         shape = Shape(None, 24)
         body = self._body(arm, shape, prompts.fields(shape, self.settings.sampling, 0, self._salt, False), {})

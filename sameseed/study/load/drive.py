@@ -1,4 +1,4 @@
-"""When requests are sent: by so many clients, each after its last answer (closed), or as they arrive (open)."""
+"""When requests are sent: by a number of clients, each after its last answer (closed), or as they arrive (open)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sameseed.study.load.outcome import RequestOutcome
+from sameseed.study.workload import quantile
 
+DRAFT_COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
 PERCENTILES = (50, 90, 99)
 
 
@@ -30,13 +32,7 @@ class Bounds:
 
 def percentile(values: Seq[float], percent: float) -> float | None:
     """Linear between the two nearest; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = percent / 100 * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return quantile(values, percent / 100) if values else None
 
 
 def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
@@ -112,32 +108,30 @@ def same_texts(mine: Seq[RequestOutcome], theirs: Seq[RequestOutcome]) -> tuple[
     """Requests that both completed with one text (and the same tokens, where both tell them), and all that both did."""
     both = zip(mine, theirs, strict=False)  # whose time ran out sent the first ones only
     pairs = [(a, b) for a, b in both if a.error is None and b.error is None]
-    return sum(_same(a, b) for a, b in pairs), len(pairs)
 
+    def same(a: RequestOutcome, b: RequestOutcome) -> bool:
+        told = a.token_ids is not None and b.token_ids is not None
+        return a.text == b.text and (not told or a.token_ids == b.token_ids)
 
-def _same(a: RequestOutcome, b: RequestOutcome) -> bool:
-    told = a.token_ids is not None and b.token_ids is not None
-    return a.text == b.text and (not told or a.token_ids == b.token_ids)
+    return sum(same(a, b) for a, b in pairs), len(pairs)
 
 
 def counters(page: str) -> Mapping[str, float]:
     """Counters of drafts on a Prometheus page, by vLLM's names without prefix and `_total`, summed over labels."""
-    names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
     found: dict[str, float] = {}
     for line in page.splitlines():
         if line.startswith("#"):
             continue
         head, _, value = line.rpartition(" ")
         name = head.partition("{")[0].rpartition(":")[2].removesuffix("_total")
-        if name in names:
+        if name in DRAFT_COUNTERS:
             found[name] = found.get(name, 0.0) + float(value)
     return found
 
 
 def scraped_acceptance(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
     """What a server's counters gained meanwhile; everybody's requests count."""
-    names = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
-    if not all(name in after for name in names):
+    if not all(name in after for name in DRAFT_COUNTERS):
         return None
-    drafts, drafted, accepted = (after[name] - before.get(name, 0.0) for name in names)
+    drafts, drafted, accepted = (after[name] - before.get(name, 0.0) for name in DRAFT_COUNTERS)
     return acceptance(drafts, drafted, accepted, "/metrics")

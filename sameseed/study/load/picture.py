@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from sameseed.study.plot import COLOURS, MARKERS, plot_paths
+from sameseed.study.plot import COLOURS, MARKERS, STYLE, plot_paths, save
 
 PANELS = (
     ("output tokens a second", lambda r: r["output_tokens_per_s"], lambda s: s["output_tokens_per_s"]),
@@ -25,13 +25,7 @@ def draw(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
 
     shapes = list(dict.fromkeys(r["config"]["lengths"] for r in records))
     rows = len(shapes)
-    style: dict[Any, Any] = {
-        "font.size": 9,
-        "svg.hashsalt": "sameseed",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with pyplot.rc_context(style):
+    with pyplot.rc_context(STYLE):
         figure, grid = pyplot.subplots(rows, len(PANELS), figsize=(12, 3.4 * rows + 0.7), squeeze=False)
         for shape, panels in zip(shapes, grid, strict=True):
             for panel, (name, middle, one) in zip(panels, PANELS, strict=True):
@@ -40,9 +34,7 @@ def draw(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
         grid[0][0].legend(frameon=False)
         figure.text(0.01, 0.005, _footnote(records), fontsize=7.5, color="0.35")
         figure.tight_layout(rect=(0, 0.1 / rows, 1, 1))
-        for target in paths:
-            figure.savefig(target, dpi=150, metadata={"Date": None} if target.suffix == ".svg" else None)
-        pyplot.close(figure)
+        save(figure, paths)
     return paths
 
 

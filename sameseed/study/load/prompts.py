@@ -1,4 +1,4 @@
-"""Prompts of a length: built-in text or random tokens, cut to so many of the server's own tokens; or a file's."""
+"""Prompts of a length: built-in text or random tokens, cut to a length in the server's own tokens; or a file's."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from sameseed.study.load.bench import LoadBench, LoadCell, Repetition, ServerArm
-from sameseed.study.load.figures import same_texts
+from sameseed.study.load.figures import acceptance, same_texts
 from sameseed.study.schemas import LOAD_SCHEMA
 
 SPREADS = ("ttft_ms", "tpot_ms", "itl_chunk_ms", "itl_token_ms", "e2e_ms")
@@ -91,17 +91,9 @@ def _pooled(found: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     known = [f for f in found if f is not None]
     if not known:
         return None
-    drafts, drafted, accepted = (
-        sum(f[name] for f in known) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    )
-    return {
-        "source": known[0]["source"],
-        "num_drafts": drafts,
-        "num_draft_tokens": drafted,
-        "num_accepted_tokens": accepted,
-        "acceptance_rate": accepted / drafted,
-        "mean_acceptance_length": 1 + accepted / drafts,
-    }
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    drafts, drafted, accepted = (sum(f[name] for f in known) for name in names)
+    return acceptance(drafts, drafted, accepted, known[0]["source"])
 
 
 def _against(mine: list[Repetition], base: list[Repetition]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def base_url(url: str) -> str:
 
 
 def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
-    """A client with so many connections; no proxy of the environment stands between. Raises ConfigError."""
+    """A client with that number of connections; no proxy of the environment stands between. Raises ConfigError."""
     try:
         import httpx
     except ImportError:

@@ -17,8 +17,8 @@ from sameseed.study.quality.variant import Variant
 
 FILE = "quantization.json"  # what `sameseed quantize` leaves beside the weights
 TOKENS, WINDOW, STRIDE = 4096, 512, 256
-WORTH = 0.1  # share of the lost log-likelihood from which a part is named
-MOST = 3
+MIN_SHARE = 0.1  # share of the lost log-likelihood from which a part is named
+MAX_ADVICE = 3
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def recorded(variant: Variant) -> list[Recommendation]:
 
 
 def parts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Parts of a model that are worth a try, by a name for people, as globs over module names."""
+    """Parts of a model to try, by a name for people, as globs over module names."""
     last = config.num_layers - 1
     ends = ("model.embed_tokens", "lm_head")
     found: dict[str, tuple[str, ...]] = {"embedding and head" if config.tied_embeddings else "embedding, head": ends}
@@ -93,8 +93,8 @@ def measured(
             continue  # not every part of every model can have a scheme of its own
         gc.collect()
         share, added = (nats - its) / lost, larger - size
-        if share >= WORTH and added > 0:
+        if share >= MIN_SHARE and added > 0:
             reason = f"{name}: in {dense} wins back {share:.0%} of the lost log-likelihood for {added / 1e6:.1f} MB"
             found.append(Recommendation(globs, reason, share, added))
     found.sort(key=lambda a: (a.recovered or 0.0) / (a.added_bytes or 1), reverse=True)
-    return found[:MOST]
+    return found[:MAX_ADVICE]

@@ -35,7 +35,7 @@ from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 NEAR_ZERO = 0.05  # acceptance rate below which speculation is dead
 FAR_BELOW = 0.6  # of the baseline's rate
 LOST = 1.1  # of the baseline's perplexity
-WORTH_ADVICE = 1.005
+ADVICE_RATIO = 1.005
 COMPARE_TOKENS = 32768  # of the perplexity text where nothing is asked: several variants read it
 Report = Callable[[str, int, int], None]
 
@@ -203,7 +203,7 @@ def _judge(rows: list[Row], asked: Comparing, report: Report) -> None:
                 row.differences[a.task] = a.value - b.value, paired_interval(a.scores, b.scores, seed)
         row.warnings = warnings(row, base, _own_rate(row, rows))
         row.advice = advice.recorded(row.variant)
-        if asked.advise and not row.advice and row.ratio is not None and row.ratio[0] > WORTH_ADVICE:
+        if asked.advise and not row.advice and row.ratio is not None and row.ratio[0] > ADVICE_RATIO:
             text, _ = asked.text.read(asked.settings.data)
             stage = f"{row.label}: what to keep"
             row.advice = advice.measured(row.variant, base.variant, text, asked.engine, partial(_stage, report, stage))

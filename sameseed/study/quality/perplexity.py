@@ -90,7 +90,7 @@ def perplexity(
     max_tokens: int | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Perplexity:
-    """Of a text under the model as it is loaded; `max_tokens` reads only so many from its start.
+    """Of a text under the model as it is loaded; `max_tokens`: read no more than these, from its start.
 
     A window beyond the model's context is clipped to it, a stride beyond the window to the window (the result says).
     `report(done, total)` counts tokens. Raises ConfigError for a text of fewer than two tokens.

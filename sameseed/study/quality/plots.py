@@ -9,7 +9,7 @@ from typing import Any
 
 from sameseed.errors import ConfigError
 from sameseed.study import record
-from sameseed.study.plot import COLOURS
+from sameseed.study.plot import COLOURS, STYLE, save
 from sameseed.study.quality.bootstrap import Interval
 from sameseed.study.quality.compare import Comparison, Row
 from sameseed.study.quality.speed import CHAIN
@@ -37,8 +37,7 @@ def plot(found: Comparison, path: Path) -> tuple[Path, Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    with pyplot.rc_context(settings):
+    with pyplot.rc_context(STYLE):
         for page, (title, draw) in zip(paths, (("quality", _quality), ("cost", _cost)), strict=True):
             height = 1.6 + 0.34 * len(found.rows)
             figure, panels = pyplot.subplots(2, 2, figsize=(11, 2 * height + 1.1))
@@ -48,8 +47,7 @@ def plot(found: Comparison, path: Path) -> tuple[Path, Path]:
             )
             figure.text(0.012, 0.012, _footnote(found), fontsize=7.5, color="0.35")
             figure.tight_layout(rect=(0, 0.035, 1, 0.97), h_pad=2.0, w_pad=2.0)
-            figure.savefig(page, dpi=150)
-            pyplot.close(figure)
+            save(figure, [page])
     return paths
 
 
