@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, median
@@ -330,4 +331,7 @@ def hint(name: str) -> str:
 def table(name: str) -> str:
     """The table of one marker, or what is missing for it."""
     found = lines(name)
-    return OWN.get(name, runs)(found).rstrip("\n") + "\n" if found or name in COMBINED else hint(name)
+    if not found and name not in COMBINED:
+        return hint(name)
+    rows = OWN.get(name, runs)(found).rstrip("\n").splitlines()
+    return "\n".join(row if row.startswith("|") else textwrap.fill(row, 120) for row in rows) + "\n"

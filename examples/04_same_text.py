@@ -1,4 +1,4 @@
-"""Law 1: however a text is guessed, it stays the same, greedy and sampled."""
+"""Same seed, same text: however its tokens are guessed, greedy and sampled."""
 
 from __future__ import annotations
 

@@ -63,6 +63,20 @@ def test_links_to_headings_find_them(page: Path) -> None:
         assert anchor in anchors(there), f"{page.name} links to #{anchor}, which {there.name} has not"
 
 
+def places(page: Path, name: str) -> list[Path]:
+    """The files that a page may mean by a name."""
+    roots = (ROOT, ROOT / "sameseed", ROOT / "sameseed" / "ops" / "triton", ROOT / "benchmarks", page.parent)
+    return [root / name for root in roots if (root / name).is_file()]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "log.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_sources_named_by_a_page_are_there(page: Path) -> None:
+    for name, function in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|h|cpp|html))(?:::(\w+))?`", page.read_text()):
+        if Path(name).stem not in ("NAME", "mine"):
+            assert places(page, name), f"{page.name} names {name}, which is not there"
+            assert f"def {function}" in places(page, name)[0].read_text() or not function, f"no {function} in {name}"
+
+
 def prose(page: Path) -> str:
     """A page without its code and tables."""
     return re.sub(
