@@ -30,7 +30,7 @@ _SSE = [
 
 
 class Answer(Response):
-    """Runs one stream to its end, or to that of its client's patience; always gives back its ticket."""
+    """Runs one stream until it ends, time is up or the client leaves; always gives back its ticket."""
 
     def __init__(
         self,

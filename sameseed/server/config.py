@@ -71,7 +71,7 @@ class Keys:
         return len(self._digests)
 
     def tenant(self, key: bytes) -> str | None:
-        """Whose key this is, as a short name that does not tell it; None if nobody's."""
+        """The key's tenant, a name that does not reveal the key; None for an unknown key."""
         digest = hashlib.sha256(key).digest()
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         return digest.hex()[:16] if any(found) else None

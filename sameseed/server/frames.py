@@ -95,7 +95,7 @@ class EngineReady(Frame):
 class Piece(msgspec.Struct, array_like=True):
     """A delta of one sequence: log-probabilities are [token, logprob, [[token, logprob]]].
 
-    `levels`: the name of the drafter's level that guessed each token, None for those that nobody did.
+    `levels`: the name of the drafter's level that guessed each token, None for those that no level did.
     `text_offset`: where in the text each token begins.
     """
 
@@ -161,7 +161,7 @@ class Render(Frame):
 
 
 class Compile(Frame):
-    """To a helper: compile a grammar; `kind` as `spec.matching` has it."""
+    """To a helper: compile a grammar; `kind` as `grammar.matching` has it."""
 
     kind: str
     source: str

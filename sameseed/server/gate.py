@@ -30,7 +30,7 @@ class Gate:
         self._empty.set()
 
     def enter(self, tenant: str, num_seqs: int, size: int) -> Ticket:
-        """Let a request of `num_seqs` sequences (0: only tokens are asked for) and a body of `size` bytes in.
+        """Admit a request of `num_seqs` sequences (0: only tokens are asked for) and a body of `size` bytes.
 
         Raises ApiError: 503 closed, 429 full, 400 never to fit.
         """
@@ -63,7 +63,7 @@ class Gate:
 
     @property
     def closed(self) -> bool:
-        """Is nobody let in?"""
+        """Are all requests refused?"""
         return self._closed is not None
 
     async def wait_empty(self) -> None:

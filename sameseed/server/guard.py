@@ -98,7 +98,8 @@ class Guard:
             if not started:
                 await error_response(internal())(scope, receive, answer)
         finally:
-            self._metrics.answered(_route(scope), visit.outcome or status)
+            path = getattr(scope.get("route"), "path", None)  # the pattern: paths that clients make up are one
+            self._metrics.answered(path if isinstance(path, str) else "other", visit.outcome or status)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], visit: Visit) -> None:
         """Raise ApiError for a request that is not to be looked at any further."""
@@ -132,9 +133,3 @@ def _client_id(value: bytes | None) -> str | None:
     if value is None or len(value) > MAX_CLIENT_ID or not all(0x21 <= b < 0x7F for b in value):
         return None
     return value.decode("ascii")
-
-
-def _route(scope: Scope) -> str:
-    """The route's pattern, so that paths that clients make up are one."""
-    path = getattr(scope.get("route"), "path", None)
-    return path if isinstance(path, str) else "other"

@@ -55,7 +55,9 @@ def check(body: Mapping[str, Any]) -> None:
     for name, most in _NUMBERS.items():
         _check_number(name, body.get(name), most)
     for name, value in body.items():
-        _check_list(name, value)
+        most = _LISTS.get(name, limits.MAX_ALLOWED)
+        if name not in _WHOLE and isinstance(value, list | dict) and len(value) > most:
+            raise _bad(name, f"more than {most} entries")
     for name in _TEXTS:
         value = body.get(name)
         if any(isinstance(t, str) and len(t) > limits.MAX_STOP_LENGTH for t in _each(value)):
@@ -86,12 +88,6 @@ def _check_number(name: str, value: Any, most: int) -> None:
         raise bad_request(f"{name} must lie in 0..{most}", param=name, code="invalid_value")
     if name == "n" and (not isinstance(value, int) or isinstance(value, bool)):
         raise bad_request("n must be a whole number", param=name, code="invalid_value")
-
-
-def _check_list(name: str, value: Any) -> None:
-    most = _LISTS.get(name, limits.MAX_ALLOWED)
-    if name not in _WHOLE and isinstance(value, list | dict) and len(value) > most:
-        raise _bad(name, f"more than {most} entries")
 
 
 def _check_text(messages: Any, name: str) -> None:

@@ -123,11 +123,8 @@ def told(status: int, raw: bytes) -> ApiError:
         log.warning("an answer of status %s that is no error in OpenAI's shape", status)
     if status in (401, 403) or status >= 500:  # between us and vLLM; nothing that a client could mend
         return unavailable("the engine is not ready for this request; try again later") if status == 503 else internal()
-    message = fault.get("message") if isinstance(fault, dict) else None
+    fault = fault if isinstance(fault, dict) else {}
+    message, param = fault.get("message"), fault.get("param")
+    param = without_places(param)[:64] if isinstance(param, str) else None
     status = 400 if status == 422 else status
-    return ApiError(status, without_places(message or "the engine refused this request"), param=_text(fault, "param"))
-
-
-def _text(fault: Any, name: str) -> str | None:
-    value = fault.get(name) if isinstance(fault, dict) else None
-    return without_places(value)[:64] if isinstance(value, str) else None
+    return ApiError(status, without_places(message or "the engine refused this request"), param=param)

@@ -28,7 +28,7 @@ SOME_GRAMMARS: dict[str, Any] = {"anyOf": [{"enum": ['root ::= "a" | "b"', 'star
 
 
 class GrammarSource(NamedTuple):
-    """A grammar to be compiled: `kind` as `spec.matching` has it, the text, and the field that it came in."""
+    """A grammar to be compiled: `kind` as `grammar.matching` has it, the text, and the field that it came in."""
 
     kind: str
     text: str

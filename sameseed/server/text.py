@@ -52,8 +52,10 @@ class TextCodec:
         num_tokens = 0
         for prompt in prompts:
             if isinstance(prompt, str):
-                self._check_text(prompt)
-                made.append(self._checked(self._begun(self.tokenizer.encode(prompt))))
+                self._check_size(len(prompt))
+                ids = self.tokenizer.encode(prompt)
+                begun = ids[:2] == [self._begin] * 2  # the text spells out the begin token, which is put before it too
+                made.append(self._checked(ids[1:] if begun else ids))
             else:
                 made.append(self._checked(list(prompt)))
             num_tokens += len(made[-1])
@@ -65,7 +67,7 @@ class TextCodec:
 
     async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0) -> list[int]:
         """Token ids of a conversation, checked; `size`: bytes that it came in. Raises ApiError 400."""
-        self._check_text("", sum(len(m["content"]) for m in messages))
+        self._check_size(sum(len(m["content"]) for m in messages))
         ids = await self.encode_chat(messages, tools, size)
         return await self.away(len(ids), lambda: self._checked(ids))
 
@@ -86,7 +88,6 @@ class TextCodec:
 
     async def decode(self, token_ids: Seq[int]) -> str:
         """Text of token ids. Raises ApiError 400 for ids that the model has not."""
-
         return (await self.spelt([token_ids]))[0]
 
     async def spelt(self, prompts: Seq[str | Seq[int]]) -> list[str]:
@@ -103,7 +104,7 @@ class TextCodec:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def away(self, size: int, work: Callable[[], T]) -> T:
-        """Work on so many characters or tokens: in a thread where they are many."""
+        """Work on `size` characters or tokens: in a thread where they are many."""
         try:
             if size <= INLINE:
                 return work()
@@ -111,12 +112,7 @@ class TextCodec:
         except RequestError as error:
             raise bad_request(str(error)) from None
 
-    def _begun(self, token_ids: list[int]) -> list[int]:
-        """A text that spells out the begin token, which the tokenizer puts before it too: once is enough."""
-        return token_ids[1:] if token_ids[:2] == [self._begin] * 2 else token_ids
-
-    def _check_text(self, text: str, size: int | None = None) -> None:
-        size = len(text) if size is None else size
+    def _check_size(self, size: int) -> None:
         if size > SLACK * self._longest * self.max_model_len:
             raise self._too_long(f"{size} characters")
 

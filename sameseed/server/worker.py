@@ -48,7 +48,7 @@ class Worker:
         self._inbox: list[Action] = []
         self._closed = False
         self._step_start: float | None = None
-        self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # how many had so many tokens, by the bound above
+        self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # counts of passes by their tokens: a histogram
         self._pass_tokens = 0
         self.engine: Engine | None = None
         self._loader = Loader(self._put, self._vocabulary)
