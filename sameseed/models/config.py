@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
             f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}"
         )
 
-    def whole(name: str, default: int | None = None, most: int = 2**31) -> int:
-        value = raw.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ModelLoadError(f"{where}: {name} must be a whole number in 1..{most}, got {value!r}")
-        return value
-
+    whole = partial(_whole, raw, where)
     hidden, heads, vocab_size = whole("hidden_size"), whole("num_attention_heads"), whole("vocab_size")
     kv_heads = whole("num_key_value_heads", heads)
     head_dim = whole("head_dim", hidden // heads)
@@ -155,6 +150,14 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
         or _token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id", vocab_size),
         bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id", vocab_size)), None),
     )
+
+
+def _whole(raw: Mapping[str, Any], where: str, name: str, default: int | None = None, most: int = 2**31) -> int:
+    value = raw.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelLoadError(f"{where}: {name} must be a whole number in 1..{most}, got {value!r}")
+    return value
 
 
 def _number(raw: Mapping[str, Any], name: str, default: float, where: str) -> float:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,16 @@ from sameseed.train.checkpoint import export_model
 from sameseed.train.head_job import dense, teacher
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed.train.model import LlamaForTraining, ModelShape
-from sameseed.train.own import Machine, OwnRecipe, Sources, check_run, open_target, read_seeds, texts_stage
+from sameseed.train.own import (
+    Machine,
+    OwnRecipe,
+    Sources,
+    check_run,
+    open_target,
+    read_seeds,
+    texts_stage,
+    write_results,
+)
 from sameseed.train.own_card import write_draft_card
 from sameseed.train.recipe import TrainSettings
 from sameseed.train.resume import settle_texts, write_record
@@ -104,11 +110,10 @@ def run_draft(
         raise ConfigError("a draft is not measured in training; leave --measure out, and use sameseed bench --prompts")
     folder, config, seeds = check_run(recipe, sources, out, resume)
     shape = draft_shape(recipe, config)
-    lots, begun = settle_texts(
-        recipe, (), checkpoint_path(out, NAME), seeds, lambda n: read_seeds(recipe, sources, folder, n)
-    )
+    checkpoint = checkpoint_path(out, NAME)
+    lots, begun = settle_texts(recipe, (), checkpoint, seeds, lambda n: read_seeds(recipe, sources, folder, n))
     target = open_target(recipe, folder, machine)
-    write_record(begun, checkpoint_path(out, NAME))
+    write_record(begun, checkpoint)
     log = Log(out / "log.jsonl")
     texts = texts_stage(recipe, target, (), lots, out, log, quiet=quiet)
     draft = LlamaForTraining(shape, recipe.seed)
@@ -120,14 +125,7 @@ def run_draft(
     export_model(draft, out / "draft", {"begin_id": None, "end_id": end[0] if end else None, "pad_id": None}, end)
     for name, content in load_tokenizer(folder).as_files().items():
         (out / "draft" / name).write_text(content, encoding="utf-8")
-    results: dict[str, Any] = {
-        "recipe": dataclasses.asdict(recipe),
-        "parameters": draft.num_parameters(),
-        "texts": len(texts),
-        "text_tokens": texts.num_tokens,
-        "training": progress,
-    }
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    results = write_results(out, recipe, texts, draft.num_parameters(), progress)
     write_draft_card(recipe, shape, results, out / "draft")
     return DraftResult(out / "draft", results)
 
@@ -166,13 +164,8 @@ def draft_job(draft: LlamaForTraining, target: Llama, texts: Texts, recipe: Draf
     """The draft's training on stored texts: KL(target || draft) + argmax_weight * CE on the target's likeliest."""
     settings, device, width = recipe.train, str(target.device), target.config.hidden_size
 
-    @lru_cache(maxsize=2)
-    def order(epoch: int) -> list[list[int]]:
-        return texts.length_order(recipe.seed + epoch, settings.rows)
-
     def batch(step: int) -> DraftBatch:
-        epoch, place = divmod(step, len(order(0)))
-        return draft_batch([texts[i] for i in order(epoch)[place]], width, settings.row_tokens, device)
+        return draft_batch(texts.batch(step, settings.rows, recipe.seed), width, settings.row_tokens, device)
 
     def loss(b: DraftBatch) -> Tensor:
         targets, entropy = soft_targets(teacher(target, b.last, None), recipe.argmax_weight)

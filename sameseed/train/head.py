@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from sameseed.train.head_job import NAME, head_job, start_from_target
 from sameseed.train.head_measure import measure_head
 from sameseed.train.head_model import HeadForTraining
 from sameseed.train.head_recipe import HeadRecipe, aux_layers, head_shape
-from sameseed.train.own import Machine, Sources, check_run, open_target, read_seeds, texts_stage
+from sameseed.train.own import Machine, Sources, check_run, open_target, read_seeds, texts_stage, write_results
 from sameseed.train.own_card import write_head_card
 from sameseed.train.resume import settle_texts, write_record
 from sameseed.train.seeds import HeldOut, held_out
@@ -73,17 +71,10 @@ def run_head(
     job = head_job(head, target, texts, captures, target_ids, recipe.loss, recipe.train, recipe.seed, out)
     progress = train(job, log, quiet=quiet, stop_after=stop_after)
     export_head(head, layers, target_ids, out / "head")
-    results: dict[str, Any] = {
-        "recipe": dataclasses.asdict(recipe),
-        "layers": layers,
-        "parameters": head.num_parameters(),
-        "texts": len(texts),
-        "text_tokens": texts.num_tokens,
-        "training": progress,
-    }
+    more: dict[str, Any] = {"layers": layers}
     if prompts:
-        results["acceptance"] = measure_head(out / "head", target, prompts, recipe)
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        more["acceptance"] = measure_head(out / "head", target, prompts, recipe)
+    results = write_results(out, recipe, texts, head.num_parameters(), progress, **more)
     write_head_card(recipe, shape, results, out / "head")
     return HeadResult(out / "head", results)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -148,13 +147,8 @@ def head_job(
     embedding = dense(target.ops, target.weights.embedding)
     whole = dense(target.ops, target.weights.lm_head) if target_ids is None else None
 
-    @lru_cache(maxsize=2)
-    def order(epoch: int) -> list[list[int]]:
-        return texts.length_order(seed + epoch, train.rows)
-
     def batch(step: int) -> HeadBatch:
-        epoch, place = divmod(step, len(order(0)))
-        chosen = [texts[i] for i in order(epoch)[place]]
+        chosen = texts.batch(step, train.rows, seed)
         unroll = 1 if step < settings.alone * train.steps else settings.unroll
         return make_batch(chosen, columns, width, unroll, train.row_tokens, device)
 

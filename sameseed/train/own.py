@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -139,3 +140,13 @@ def texts_stage(
             before += len(seeds)
             paths += sorted(folder.glob("*.safetensors"))
     return Texts(paths)
+
+
+def write_results(
+    out: Path, recipe: OwnRecipe, texts: Texts, parameters: int, progress: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """What is known of a finished run, which `out/results.json` then holds."""
+    counts = {"parameters": parameters, "texts": len(texts), "text_tokens": texts.num_tokens}
+    results = {"recipe": asdict(recipe), **counts, "training": progress, **more}
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return results

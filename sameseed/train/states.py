@@ -177,6 +177,7 @@ class Texts:
             )
         self._files: list[Any] = []
         self._places: list[tuple[int, int]] = []  # of each text: its file, its first state there
+        self._order: tuple[tuple[int, int], list[list[int]]] | None = None  # of the last epoch asked for
         self.ids: list[Tensor] = []
         self.num_given: list[int] = []
         for path in paths:
@@ -205,6 +206,13 @@ class Texts:
         file, first = self._places[i]
         states = self._files[file][first : first + len(self.ids[i]) - 1]
         return TextStates(self.ids[i], self.num_given[i], states)
+
+    def batch(self, step: int, rows: int, seed: int) -> list[TextStates]:
+        """The texts of a step: every epoch has an order of its own."""
+        epoch, place = divmod(step, -(-len(self) // rows))
+        if self._order is None or self._order[0] != (seed + epoch, rows):
+            self._order = (seed + epoch, rows), self.length_order(seed + epoch, rows)
+        return [self[i] for i in self._order[1][place]]
 
     def length_order(self, seed: int, rows: int) -> list[list[int]]:
         """All texts in batches of `rows`, like lengths together, in a seeded order."""

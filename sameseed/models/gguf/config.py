@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,27 +51,8 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     if isinstance(meta.get("split.count"), int) and meta["split.count"] > 1:
         raise ModelLoadError(f"{where} is one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
 
-    def get(name: str, default: Any = None) -> Any:
-        value = meta.get(f"{arch}.{name}", default)
-        if isinstance(value, np.ndarray):  # one for each layer
-            if not len(value) or (value != value[0]).any():
-                raise ModelLoadError(f"{where}: {arch}.{name} differs from layer to layer, which is not supported")
-            value = value[0].item()
-        if not isinstance(value, int | float):
-            raise ModelLoadError(f"{where}: the key {arch}.{name} must be a number, got {str(value)[:80]}")
-        return value
-
-    if get("expert_count", 0):
-        raise ModelLoadError(f"{where}: mixtures of experts are not supported")
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelLoadError(f"{where}: tensor token_embd.weight is missing; does the file hold the whole model?")
-    hidden, heads = get("embedding_length"), get("attention.head_count")
-    if type(hidden) is not int or type(heads) is not int or heads < 1:
-        raise ModelLoadError(f"{where}: {hidden!r} values and {heads!r} heads are no model")
-    dim = get("attention.key_length", hidden // heads)
-    if get("attention.value_length", dim) != dim or get("rope.dimension_count", dim) != dim:
-        raise ModelLoadError(f"{where}: keys, values and rotation must all have {dim} dimensions a head")
+    get = partial(_number, file, arch)
+    hidden, heads, dim = _sizes(file, arch)
     qkv_bias, o_bias = ("blk.0.attn_q.bias" in file.tensors), ("blk.0.attn_output.bias" in file.tensors)
     name, kind = ARCHITECTURES[arch]
     if kind == "llama" and qkv_bias and not o_bias:
@@ -79,7 +61,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "architectures": [name],
         "model_type": kind,
-        "vocab_size": embedding.shape[0],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
@@ -100,6 +82,35 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         raw |= {"mlp_bias": True}
     rope |= _factors(file, parse_config(raw, where=str(where)))
     return raw
+
+
+def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
+    """Width of the model, heads, and dimensions of a head. Raises ModelLoadError."""
+    get = partial(_number, file, arch)
+    if get("expert_count", 0):
+        raise ModelLoadError(f"{file.path}: mixtures of experts are not supported")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelLoadError(f"{file.path}: tensor token_embd.weight is missing; does the file hold the whole model?")
+    hidden, heads = get("embedding_length"), get("attention.head_count")
+    if type(hidden) is not int or type(heads) is not int or heads < 1:
+        raise ModelLoadError(f"{file.path}: {hidden!r} values and {heads!r} heads are no model")
+    dim = get("attention.key_length", hidden // heads)
+    if get("attention.value_length", dim) != dim or get("rope.dimension_count", dim) != dim:
+        raise ModelLoadError(f"{file.path}: keys, values and rotation must all have {dim} dimensions a head")
+    return hidden, heads, dim
+
+
+def _number(file: GGUFFile, arch: str, name: str, default: Any = None) -> Any:
+    """The number that a key of the architecture holds; one for each layer must be the same. Raises ModelLoadError."""
+    value = file.metadata.get(f"{arch}.{name}", default)
+    if isinstance(value, np.ndarray):
+        if not len(value) or (value != value[0]).any():
+            raise ModelLoadError(f"{file.path}: {arch}.{name} differs from layer to layer, which is not supported")
+        value = value[0].item()
+    if not isinstance(value, int | float):
+        raise ModelLoadError(f"{file.path}: the key {arch}.{name} must be a number, got {str(value)[:80]}")
+    return value
 
 
 def end_tokens(file: GGUFFile) -> list[int]:

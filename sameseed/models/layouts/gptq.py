@@ -70,11 +70,8 @@ class GptqLayout(Layout):
         """See Layout."""
         if f"{name}.qweight" not in files:
             return None  # dense, or missing, which is then said of its weight
-        s: GptqSettings | None = self.settings
-        for pattern, changed in self.overrides:
-            if fits(f"re:{pattern}", name):
-                s = changed
-                break
+        changes = (changed for pattern, changed in self.overrides if fits(f"re:{pattern}", name))
+        s = next(changes, self.settings)
         if s is None:
             raise ModelLoadError(f"{self.where}: {name} is not to be quantized, but tensor {name}.qweight is there")
         (height, width), per = shape, 32 // s.bits
