@@ -6,6 +6,7 @@ What a program does, and why a row's bits do not depend on its company: attend.p
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -58,6 +59,46 @@ def walk(num_rows: int, programs: int, num_heads: int, num_keys: int, dim: int) 
     return "stretch" if stretches > 1 and programs < ENOUGH and fits(stretches) else "all"
 
 
+def _inputs(
+    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None, unread: Tensor
+) -> dict[str, Any]:
+    """What attention reads, but the block table; `unread` stands for scales that the cache does not have."""
+    coded = layer.format in LARGEST
+    return {
+        "q_ptr": q,
+        "k_ptr": layer.k.view(torch.int16) if coded else layer.k,
+        "v_ptr": layer.v.view(torch.int16) if coded else layer.v,
+        "k_scale_ptr": unread if layer.k_scale is None else layer.k_scale,
+        "v_scale_ptr": unread if layer.v_scale is None else layer.v_scale,
+        "positions_ptr": batch.positions if batch.key_positions is None else batch.key_positions,
+        "offsets_ptr": batch.row_offsets,
+        "num_pending_ptr": batch.num_pending,
+        "kv_lens_ptr": batch.kv_lens,
+        "tree_ptr": _no_tree(q.device) if batch.tree_mask is None else batch.tree_mask,
+        "num_seqs": batch.num_seqs,
+        "has_tree": int(batch.tree_mask is not None),
+        "q_stride": q.stride(0),
+        "scale": scale * LOG2_E,
+        "window": NO_WINDOW if window is None else min(window, NO_WINDOW),
+    }
+
+
+def _arithmetic(layer: KVLayer, device: torch.device) -> dict[str, Any]:
+    """What the cache's format and the device decide, and the order of sums."""
+    return {
+        "KIND": KINDS[layer.format],
+        "SCALED": layer.format in LARGEST,
+        "SPLIT": layer.format != "fp32",
+        "HALVES": layer.format == "fp16",
+        "WIDEN": interpreted() and layer.format == "bf16",
+        "MACHINE": not interpreted(),
+        "FLOAT8": converts_fp8(device),
+        "KEYS": KEYS,
+        "SPAN": SPAN,
+        "STRETCH": STRETCH,
+    }
+
+
 def launches(
     q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None, out: Tensor, taken: str | None = None
 ) -> list[Launch]:
@@ -66,8 +107,7 @@ def launches(
     page, kv_heads, width = layer.k.shape[1:]
     if width != dim or num_heads % kv_heads:
         raise ValueError(f"queries {tuple(q.shape)} do not fit a cache {tuple(layer.k.shape)}")
-    coded = layer.format in LARGEST
-    if coded and dim % 2:
+    if layer.format in LARGEST and dim % 2:
         raise ValueError(f"8-bit codes are read in pairs, and heads of {dim} have none; use a KV cache in bf16")
     group = num_heads // kv_heads
     heads = min(16, triton.next_power_of_2(group))
@@ -78,61 +118,26 @@ def launches(
     num_parts = max(1, -(-num_keys // {"span": SPAN, "stretch": STRETCH, "all": max(1, num_keys)}[taken]))
     parts = (num_rows, num_heads, num_parts) if taken != "all" else (1, 1, 1)
     part, sums = (torch.empty(*parts, n, dtype=torch.float32, device=q.device) for n in (dim, 2))
-    half = max(16, triton.next_power_of_2(-(-dim // 2)))
-    arguments = {
-        "q_ptr": q,
-        "k_ptr": layer.k.view(torch.int16) if coded else layer.k,
-        "v_ptr": layer.v.view(torch.int16) if coded else layer.v,
-        "k_scale_ptr": out if layer.k_scale is None else layer.k_scale,  # not read without scales
-        "v_scale_ptr": out if layer.v_scale is None else layer.v_scale,
+    shape = {"table_ptr": table, "table_width": table.shape[1], "kv_heads": kv_heads, "group": group}
+    inputs = {**_inputs(q, layer, batch, scale, window, out), **shape}
+    results = {
         "out_ptr": out,
         "part_ptr": part,
         "sums_ptr": sums,
         "bounds_ptr": torch.empty(num_rows, 2, dtype=torch.int32, device=q.device),
-        "positions_ptr": batch.positions if batch.key_positions is None else batch.key_positions,
-        "offsets_ptr": batch.row_offsets,
-        "num_pending_ptr": batch.num_pending,
-        "kv_lens_ptr": batch.kv_lens,
-        "table_ptr": table,
-        "tree_ptr": _no_tree(q.device) if batch.tree_mask is None else batch.tree_mask,
-        "num_seqs": batch.num_seqs,
-        "has_tree": int(batch.tree_mask is not None),
-        "q_stride": q.stride(0),
         "num_parts": num_parts,
-        "table_width": table.shape[1],
-        "scale": scale * LOG2_E,
-        "window": NO_WINDOW if window is None else min(window, NO_WINDOW),
         "num_heads": num_heads,
-        "kv_heads": kv_heads,
-        "group": group,
     }
-    constants = {
-        "WALK": taken,
-        "KIND": KINDS[layer.format],
-        "SCALED": coded,
-        "SPLIT": layer.format != "fp32",
-        "HALVES": layer.format == "fp16",
-        "WIDEN": interpreted() and layer.format == "bf16",
-        "MACHINE": not interpreted(),
-        "FLOAT8": converts_fp8(q.device),
-        "PAGE": page,
-        "DIM": dim,
-        "BLOCK": half,
-        "HEADS": heads,
-        "KEYS": KEYS,
-        "SPAN": SPAN,
-        "STRETCH": STRETCH,
-    }
+    half = max(16, triton.next_power_of_2(-(-dim // 2)))
+    sizes = {"WALK": taken, "PAGE": page, "DIM": dim, "BLOCK": half, "HEADS": heads}
     free = frozenset({"num_seqs", "has_tree", "q_stride", "num_parts", "table_width"})
-    first = Launch(attend, (*grid, num_parts), arguments, constants, warps=4, stages=STAGES, free=free)
+    constants = {**_arithmetic(layer, q.device), **sizes}
+    first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, warps=4, stages=STAGES, free=free)
     if taken == "all":
         return [first]
-    kept = {
-        name: arguments[name] for name in ("part_ptr", "sums_ptr", "bounds_ptr", "out_ptr", "num_parts", "num_heads")
-    }
     spans = 1 if taken == "span" else STRETCH // SPAN
     rest = {"SPANS": spans, "TWICE": spans == 1, "DIM": dim, "BLOCK": max(16, triton.next_power_of_2(dim))}
-    return [first, Launch(combine, (num_rows, num_heads), kept, rest, warps=1, free=free)]
+    return [first, Launch(combine, (num_rows, num_heads), results, rest, warps=1, free=free)]
 
 
 def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from sameseed.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling
 from sameseed.scheme import QuantTensor
 
 ROWS_AT_ONCE = 256  # of a split product: bounds the memory of its parts
+SUMMED = 1024  # outputs whose shares one program adds
 _FORMS = {  # of prepared rows: how they are stored
     "single": torch.float32,
     "bf16": torch.bfloat16,
@@ -120,31 +122,33 @@ def multiplication(
         "num_groups": depth // w.group,
         "num_steps": how.steps,
     }
-    constants = {
+    constants = {**_cut(ready, w, out.device), **flags, "TILES": count}
+    free = frozenset({"num_rows"})
+    first = Launch(multiply.product, grid, arguments, constants, how.warps, stages(count), free)
+    if how.split == 1:
+        return [first]
+    arguments = {"parts_ptr": target, **extras, "out_ptr": out, "num_rows": num_rows, "outputs": outputs}
+    grid, constants = (num_rows, -(-outputs // SUMMED), 1), {**flags, "BLOCK": SUMMED}
+    return [first, Launch(multiply.combine, grid, arguments, constants, free=free)]
+
+
+def _cut(ready: Ready, w: QuantTensor, device: torch.device) -> dict[str, Any]:
+    """What a weight, the form of rows and the device decide of a product's kernel."""
+    how, depth = tiling(w), w.shape[1]
+    return {
         "WEIGHT": how.kind,
         "ROWS": ready.form,
         "GROUPED": w.group != depth,
-        **flags,
         "WIDTH": how.width,
         "PARTS": how.parts,
         "SPAN": min(how.parts, w.group // how.width),
         "EVEN_K": depth == how.steps * how.parts * how.width,
-        "EVEN_O": outputs % how.outputs == 0,
+        "EVEN_O": w.shape[0] % how.outputs == 0,
         "BLOCK_O": how.outputs,
-        "TILES": count,
         "MACHINE": not interpreted(),
-        "FLOAT8": converts_fp8(out.device),
+        "FLOAT8": converts_fp8(device),
         "WIDEN": interpreted() and ready.form == "bf16",
     }
-    free = frozenset({"num_rows"})
-    launches = [Launch(multiply.product, grid, arguments, constants, how.warps, stages(count), free)]
-    if how.split > 1:
-        arguments = {"parts_ptr": target, **extras, "out_ptr": out, "num_rows": num_rows, "outputs": outputs}
-        block = 1024
-        launches.append(
-            Launch(multiply.combine, (num_rows, -(-outputs // block)), arguments, {**flags, "BLOCK": block}, free=free)
-        )
-    return launches
 
 
 def _slices(num_rows: int, w: QuantTensor) -> Iterator[slice]:

@@ -36,6 +36,29 @@ def _source(x_ptr, norm_ptr, row, width, eps, SOURCE: tl.constexpr, BLOCK: tl.co
     return x
 
 
+@triton.jit
+def _quantized(groups, FORM: tl.constexpr, GROUPS: tl.constexpr):
+    """Groups of a row [GROUPS, GROUP] as the values of int8 or e4m3 codes, and their scales [GROUPS]."""
+    END: tl.constexpr = 127.0 if FORM == "int8" else 448.0
+    finite = tl.min((tl.abs(groups) < float("inf")).to(tl.int32), axis=1) == 1
+    a = tl.max(tl.abs(groups), axis=1)
+    usable = finite & (a >= SMALLEST)
+    a = tl.where(usable, a, 1.0)
+    values = groups * tl.div_rn(tl.full((GROUPS,), END, tl.float32), a)[:, None]
+    if FORM == "int8":
+        values = (values + ROUND) - ROUND
+    else:
+        values = tl.minimum(tl.maximum(values, -END), END)
+        # The step of e4m3 at a value: three bits below its first one, 2^-9 at the least.
+        step = tl.maximum((values.to(tl.int32, bitcast=True) & 0x7F800000) - (3 << 23), (127 - 9) << 23)
+        step = step.to(tl.float32, bitcast=True) * ROUND
+        values = (values + step) - step
+    values = tl.minimum(tl.maximum(values, -END), END)
+    scales = tl.div_rn(a, tl.full((GROUPS,), END, tl.float32))
+    scales = tl.where(usable, scales, tl.where(finite, 0.0, float("nan")))
+    return tl.where(usable[:, None], values, 0.0), scales
+
+
 @triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def prepare(
     x_ptr,
@@ -70,27 +93,9 @@ def prepare(
         tl.store(scale_ptr + t, power.to(tl.float32, bitcast=True))
     else:
         GROUPS: tl.constexpr = BLOCK // GROUP
-        groups = tl.reshape(x, (GROUPS, GROUP))
-        finite = tl.min((tl.abs(groups) < float("inf")).to(tl.int32), axis=1) == 1
-        a = tl.max(tl.abs(groups), axis=1)
-        usable = finite & (a >= SMALLEST)
-        a = tl.where(usable, a, 1.0)
-        END: tl.constexpr = 127.0 if FORM == "int8" else 448.0
-        values = groups * tl.div_rn(tl.full((GROUPS,), END, tl.float32), a)[:, None]
-        if FORM == "int8":
-            values = (values + ROUND) - ROUND
-        else:
-            values = tl.minimum(tl.maximum(values, -END), END)
-            # The step of e4m3 at a value: three bits below its first one, 2^-9 at the least.
-            step = tl.maximum((values.to(tl.int32, bitcast=True) & 0x7F800000) - (3 << 23), (127 - 9) << 23)
-            step = step.to(tl.float32, bitcast=True) * ROUND
-            values = (values + step) - step
-        values = tl.minimum(tl.maximum(values, -END), END)
-        values = tl.where(usable[:, None], values, 0.0)
+        values, scales = _quantized(tl.reshape(x, (GROUPS, GROUP)), FORM, GROUPS)
         flat = tl.reshape(values, (BLOCK,))
         tl.store(out_ptr + t * width + cols, flat.to(out_ptr.dtype.element_ty), mask=cols < width)
-        scales = tl.div_rn(a, tl.full((GROUPS,), END, tl.float32))
-        scales = tl.where(usable, scales, tl.where(finite, 0.0, float("nan")))
         g = tl.arange(0, GROUPS)
         tl.store(scale_ptr + t * num_groups + g, scales, mask=g < num_groups)
 
