@@ -102,32 +102,20 @@ def graphed(job: Job, device: str, repeats: int = 5) -> list[float]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         job()
     once = wall(graph.replay, device)
-    count = max(1, min(50, int(ENOUGH / max(once, 1e-6))))
+    return launched(graph.replay, repeats, count=max(1, min(50, int(ENOUGH / max(once, 1e-6)))))
+
+
+def launched(job: Job, repeats: int = 5, count: int = 1) -> list[float]:
+    """Seconds of a job between two events, each of `count` calls: what launches it counts too."""
     taken = []
     for _ in range(repeats):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         for _ in range(count):
-            graph.replay()
+            job()
         last.record()
         last.synchronize()
         taken.append(1e-3 * first.elapsed_time(last) / count)
-    return taken
-
-
-def launched(job: Job, device: str, repeats: int = 5) -> list[float]:
-    """Seconds of a job between two events, launches by Python included: where it cannot be a graph."""
-    if device == "cpu":
-        return [wall(job, device) for _ in range(repeats)]
-    job()
-    taken = []
-    for _ in range(repeats):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        job()
-        last.record()
-        last.synchronize()
-        taken.append(1e-3 * first.elapsed_time(last))
     return taken
 
 
@@ -139,4 +127,5 @@ def device_time(job: Job, device: str, repeats: int = 5) -> tuple[float, str]:
         if is_fault(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         torch.cuda.synchronize(device)
-        return statistics.median(launched(job, device, repeats)), f"events: {str(error).splitlines()[0][:120]}"
+        job()
+        return statistics.median(launched(job, repeats)), f"events: {str(error).splitlines()[0][:120]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -165,32 +165,17 @@ def passes(sizes: Sizes) -> list[Pass]:
     return found + [Pass("prefill", 0, length) for length in sizes.prompts]
 
 
-def _cache(shape: ModelConfig, kv_format: str, *jobs: Pass) -> int:
-    return cache_bytes(shape, kv_format, jobs)
-
-
 def check_memory(sizes: Sizes, shape: ModelConfig, format: str, kv_format: str, free: int) -> dict[str, int]:
-    """Bytes that one format's part will take: weights, cache, workspace.
-
-    Raises ConfigError where they are not free, with the largest batch and the longest context that would fit.
-    """
+    """Bytes that one format's part will take: weights, cache, workspace. Raises ConfigError where they are not free."""
     weights = weight_bytes(shape, RandomCheckpoint(shape), QuantScheme.parse(format))
-    jobs = passes(sizes)
-    needed = {"weights": weights, "cache": _cache(shape, kv_format, *jobs), "workspace": sizes.workspace}
+    cache = cache_bytes(shape, kv_format, passes(sizes))
+    needed = {"weights": weights, "cache": cache, "workspace": sizes.workspace}
     if sum(needed.values()) <= free:
         return needed
-    room = free - weights - sizes.workspace
-    if room < _cache(shape, kv_format, Pass("batch", 1, 1)):
-        raise ConfigError(
-            f"weights of {sizes.shape} in {format} take {weights / GIB:.1f} GiB and {free / GIB:.1f} GiB are free: "
-            "name a smaller --shape, or other --formats"
-        )
-    batch = _largest(lambda b: _cache(shape, kv_format, Pass("batch", sizes.batch_context, b)) <= room)
-    context = _largest(lambda c: _cache(shape, kv_format, Pass("chain", c, max(sizes.rows))) <= room)
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needed.items())
     raise ConfigError(
-        f"{sizes.shape} in {format} takes {sum(needed.values()) / GIB:.1f} GiB and {free / GIB:.1f} GiB are free. The "
-        f"largest that would fit: batches of {batch} at context {sizes.batch_context}, or contexts of {context} at "
-        "batch 1; set --batches and --contexts"
+        f"{sizes.shape} in {format} takes {sum(needed.values()) / GIB:.1f} GiB ({parts}) and {free / GIB:.1f} GiB are "
+        "free: set --batches and --contexts, or name a smaller --shape or other --formats"
     )
 
 
@@ -198,15 +183,6 @@ def twin_bytes(shape: ModelConfig, draft: ModelConfig, format: str, workspace: i
     """Bytes that twins of a target and a draft in these shapes take; caches of some hundred tokens are workspace."""
     quant = QuantScheme.parse(format)
     return workspace + sum(weight_bytes(x, RandomCheckpoint(x), quant) for x in (shape, draft))
-
-
-def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number up to a million for which `fits` holds; 0 for none."""
-    low, high = 0, 1 << 20
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 @dataclass
