@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from contextlib import redirect_stderr
@@ -23,6 +24,7 @@ from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, silen
 
 NAMES = ("gsm8k", "mmlu_pro", "mmlu_pro_likelihood")
 SHOTS = 5
+FEWSHOT_SEED = 1234  # the harness's own
 LETTERS = "ABCDEFGHIJ"
 INVALID = "[invalid]"  # the harness's word for an answer without what was asked for
 Splits = dict[str, list[Row]]
@@ -58,7 +60,7 @@ def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) ->
     splits, notes = read(name, settings)
     import datasets
     import lm_eval
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager, get_task_dict
 
     from sameseed.study.lm_eval import SameseedLM
 
@@ -66,14 +68,19 @@ def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) ->
     # The harness's own bars and remarks would run into ours.
     with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         datasets.disable_progress_bars()
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         tasks = _write_tasks(name, splits, Path(lm_eval.__file__).parent / "tasks", Path(folder))
-        found = lm_eval.simple_evaluate(
-            model=model,
-            tasks=tasks,
-            task_manager=TaskManager(include_path=folder, include_defaults=False),
+        loaded = get_task_dict(tasks, TaskManager(include_path=folder, include_defaults=False))
+        for task in loaded.values():
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+            if task.get_config("output_type") == "generate_until":
+                task.set_config(key="generation_kwargs", value=_gen_kwargs(settings), update=True)
+        found = lm_eval.evaluate(
+            lm=model,
+            task_dict=loaded,
             bootstrap_iters=0,
             apply_chat_template=settings.chat,
-            gen_kwargs=_gen_kwargs(settings) or None,
+            fewshot_as_multiturn=settings.chat,
         )
     samples = [sample for task in tasks for sample in found["samples"][task]]
     if model.num_cut:
