@@ -60,7 +60,7 @@ def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) ->
     splits, notes = read(name, settings)
     import datasets
     import lm_eval
-    from lm_eval.tasks import TaskManager, get_task_dict
+    from lm_eval.tasks import TaskManager
 
     from sameseed.study.lm_eval import SameseedLM
 
@@ -70,8 +70,8 @@ def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) ->
         datasets.disable_progress_bars()
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         tasks = _write_tasks(name, splits, Path(lm_eval.__file__).parent / "tasks", Path(folder))
-        loaded = get_task_dict(tasks, TaskManager(include_path=folder, include_defaults=False))
-        for task in loaded.values():
+        loaded = TaskManager(include_path=folder, include_defaults=False).load(tasks)
+        for task in loaded["tasks"].values():
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
             if task.get_config("output_type") == "generate_until":
                 task.set_config(key="generation_kwargs", value=_gen_kwargs(settings), update=True)
