@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from sameseed.errors import ConfigError
-from sameseed.laws import acceptance, closeness, kernels, law, logits, sampled, texts
+from sameseed.laws import acceptance, closeness, kernels, law, logits, oracle, sampled, texts
 from sameseed.laws.check import Check
 
 # Acceptance is counted while texts are compared; leaks of all engines come last.
@@ -14,6 +14,7 @@ CHECKS: tuple[Check, ...] = (
     *closeness.CHECKS,
     *logits.CHECKS,
     *texts.CHECKS,
+    *oracle.CHECKS,
     *sampled.CHECKS,
     *law.CHECKS,
     acceptance.OWN_TARGET,

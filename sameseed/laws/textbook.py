@@ -231,7 +231,8 @@ def ends(
     for i, token in enumerate(output):
         if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
             return i + 1
-        if i + 1 >= params.min_tokens and any(stop in texts[i] for stop in params.stop):
+        whole = not texts[i].endswith("\ufffd")  # a character of which tokens are missing is not text yet
+        if whole and i + 1 >= params.min_tokens and any(stop in texts[i] for stop in params.stop):
             return i + 1
         if i + 1 >= params.max_tokens or len(prompt) + i + 1 >= longest:
             return i + 1

@@ -78,6 +78,7 @@ def test_a_right_engine_passes_every_check(certificate: suite.Certificate) -> No
         "C1",
         "L3",
         "L3t",
+        "T1",
         "L6",
         "L9",
         "S1",
