@@ -110,12 +110,12 @@ def _check_int(name: str, value: int, low: int, high: int | None) -> None:
         raise RequestError(f"{name} must be a whole number, at least {low}{upper}, got {value!r}")
 
 
-SPECULATION = ("off", "fixed", "goodput")
+SPECULATION_POLICIES = ("off", "fixed", "goodput")
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """A request's own wish: a policy ("off", "fixed", "goodput", None: the engine's), the most draft tokens a round.
+    """How to draft for a request: a policy ("off", "fixed", "goodput"; None: the engine's), the most tokens a round.
 
     Raises RequestError for other values.
     """
@@ -124,8 +124,8 @@ class Speculation:
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.policy is not None and self.policy not in SPECULATION:
-            raise RequestError(f"speculation must be one of {', '.join(SPECULATION)}, got {self.policy!r}")
+        if self.policy is not None and self.policy not in SPECULATION_POLICIES:
+            raise RequestError(f"speculation must be one of {', '.join(SPECULATION_POLICIES)}, got {self.policy!r}")
         if self.num_draft_tokens is not None:
             _check_int("speculation: num_draft_tokens", self.num_draft_tokens, 0, 64)
 
@@ -156,7 +156,7 @@ class Request:
     """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
 
     `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
-    `owner`: who asked. Owners take turns where not all can run, so that nobody's many keep another's one waiting.
+    `owner`: who asked. Where not all can run, owners share fairly: nobody's many keep another's one waiting.
     `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
     `grammar`: what the text must look like. `priority`: where not all can run, lower goes first; others are not kept
     waiting without end. `detailed`: its metrics list every draft.
@@ -350,7 +350,7 @@ class Sequence:
         self.num_known = 0  # blocks of it that others may find: the first ones
         self.num_shared = 0  # tokens of the prompt whose rows were there already when it started
         self.priority = 0  # lower goes first
-        self.owner = ""  # of the same priority, owners take turns
+        self.owner = ""  # within a priority, fair between owners
         self.params = params
         self.seed = seed
         self.finish_reason: FinishReason | None = None

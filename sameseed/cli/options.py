@@ -127,13 +127,13 @@ def engine_flags(defaults: Mapping[str, Any], left_out: Seq[str] = ()) -> type[A
     members: list[Member] = [
         (name, "str", given[name], text) for name, text in CHOICE_HELP.items() if name not in left_out
     ]
-    shelves: tuple[tuple[type[Any], dict[str, str], set[str]], ...] = (
+    sources: tuple[tuple[type[Any], dict[str, str], set[str]], ...] = (
         (SpecConfig, {"format": "draft_format"}, {"method", "model", "options", "below", "drafter"}),
         (EngineConfig, {}, {"cache", "spec"}),
         (CacheConfig, {"format": "kv_format"}, set()),
     )
     found = {}
-    for cls, renamed, hidden in shelves:
+    for cls, renamed, hidden in sources:
         for f in fields(cls):
             if f.name not in hidden:
                 found[renamed.get(f.name, f.name)] = f

@@ -185,7 +185,7 @@ class Contexts:
         return max(0, min(wanted, self.limit - (context.end - 1 - context.start)))
 
     def reserve(self, seq: Sequence, num_nodes: int) -> bool:
-        """Blocks for all certain rows and so many nodes. The last row will be made again: its logits are asked for."""
+        """Blocks for all certain rows and `num_nodes` nodes. The last row is made again: its logits are needed."""
         context = self[seq]
         context.holder.num_cached = min(context.holder.num_cached, context.end - 1 - context.start)
         return self._reserve(context, context.num_pending + num_nodes)

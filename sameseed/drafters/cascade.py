@@ -26,7 +26,7 @@ class CascadeDrafter(Drafter):
     class Options(Drafter.Options):
         """`min_length`: the model goes on until it has so many tokens (or the round's limit). `prefill_rows`: the most
         rows of one pass while it catches up with a prompt. `vocabulary`: the tokens that the model may write, where not
-        all: a number (the first so many), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes.
+        all: a number (the first ones), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes.
         """
 
         min_length: int = 4

@@ -24,7 +24,7 @@ class DraftModelDrafter(Drafter):
     @dataclass(frozen=True)
     class Options(Drafter.Options):
         """`prefill_rows`: the most rows of one pass while the draft model catches up with a prompt. `vocabulary`: the
-        tokens that it may guess, where not all: a number (the first so many), or a file with their ids (JSON or lines),
+        tokens that it may guess, where not all: a number (the first ones), or a file with their ids (JSON or lines),
         as `sameseed vocabulary` makes; fewer cost less.
         """
 

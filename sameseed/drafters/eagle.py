@@ -35,7 +35,7 @@ class EagleDrafter(Drafter):
     class Options(Drafter.Options):
         """`depth`: the longest path of a tree; `top_k`: nodes that are expanded a level, and children of each (1: a
         chain). How many nodes are kept, `--k` says. `vocabulary`: the tokens that the head may guess, where not all
-        that it has: a number (the first so many), or a file with their ids (JSON or lines); fewer cost less.
+        that it has: a number (the first ones), or a file with their ids (JSON or lines); fewer cost less.
         `beyond`: past the head's own context its window "slide"s, or it "stop"s. `window`: tokens that it sees at most
         (0: its own context). `prefill_rows`: the most rows of one pass while it catches up.
         """

@@ -30,8 +30,8 @@ class SelfQuantDrafter(Drafter):
     class Options(Drafter.Options):
         """`kv_window`: a draft attends to so many of the context's last tokens (0: all) and to the first `kv_sink`,
         both rounded up to blocks of the cache; the text is the same, guesses may be worse, and at long contexts a
-        draft's pass is shorter. `vocabulary`: the tokens that may be guessed, where not all: a number (the first so
-        many), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes; fewer cost less.
+        draft's pass is shorter. `vocabulary`: the tokens that may be guessed, where not all: a number (the first
+        ones), or a file with their ids (JSON or lines), as `sameseed vocabulary` makes; fewer cost less.
         """
 
         kv_window: int = 0

@@ -42,7 +42,7 @@ class SuffixDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`min_match` and `max_match`: tokens of a match. `length_factor`: a path has at most so many tokens for each
+        """`min_match` and `max_match`: tokens of a match. `length_factor`: the longest path, in tokens for each one
         of the match. `min_probability`: of a node, by the counts that led to it. `max_places`: of an n-gram that are
         remembered, the latest. `past`: which past requests are looked at: those of the same `tenant`, `all`, or
         `none`. `max_tokens`: of past requests, in memory and in the store; the oldest are dropped. `store`: a file

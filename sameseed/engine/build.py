@@ -22,7 +22,7 @@ from sameseed.engine.levels import (
 )
 from sameseed.engine.memory import Demand, demand, head_demand, plan_blocks
 from sameseed.engine.overlap import make_overlap
-from sameseed.engine.policies import ByRequest, make_policy
+from sameseed.engine.policies import RequestPolicies, make_policy
 from sameseed.engine.scheduler import Scheduler
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.kvcache.blocks import BlockManager
@@ -129,7 +129,7 @@ def assemble(
     `drafts` are those of `config.spec`'s levels that need one: a level's own before those of the levels below it.
     """
     runner = target if isinstance(target, ModelRunner) else _runner(target, config, num_blocks)
-    policies = ByRequest(make_policy(config.spec, partial(measure_curve, runner)))
+    policies = RequestPolicies(make_policy(config.spec, partial(measure_curve, runner)))
     drafter = _build_drafter(config.spec, config, num_blocks, runner, policies, iter(drafts))
     max_len = config.max_model_len or runner.model.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)

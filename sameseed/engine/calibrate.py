@@ -45,7 +45,7 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0) -> Curve:
 
 
 def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:
-    """Median seconds of passes over so many rows, the first of them after `context` - 1 cached ones."""
+    """Median seconds of passes over `num_rows` rows, the first of them after `context` - 1 cached ones."""
     seq.num_cached = context - 1
     del seq.token_ids[context:]
     seq.token_ids += [0] * (context - len(seq))

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from sameseed.batch import MAX_NODES
 from sameseed.engine.alarm import Alarm
 from sameseed.engine.output import OutputText
-from sameseed.engine.policies import ByRequest
+from sameseed.engine.policies import RequestPolicies
 from sameseed.engine.running import Running
 from sameseed.engine.scheduler import Plan, Scheduler
 from sameseed.errors import RequestError
@@ -35,7 +35,7 @@ class Engine:
         self,
         runner: ModelRunner,
         drafter: Drafter,
-        policies: ByRequest,
+        policies: RequestPolicies,
         tokenizer: Tokenizer,
         scheduler: Scheduler,
         ahead: NoOverlap = NO_OVERLAP,
@@ -184,22 +184,22 @@ class Engine:
             lengths = [min(k, seq.draft_depth) for seq, k in zip(seqs, lengths, strict=True)]
         return lengths
 
-    def _why_undrafted(self, seq: Sequence, asked: int, num_known: int) -> str:
-        """Why a sequence had no draft in the round that it has just been through, for which so many were asked.
+    def _why_undrafted(self, seq: Sequence, num_draft: int, num_known: int) -> str:
+        """Why a sequence had no draft in its latest round, for which `num_draft` tokens were asked for.
 
         `num_known`: tokens of the sequence when the round began.
         """
-        if asked and self.drafter.limit is not None and num_known >= self.drafter.limit:
+        if num_draft and self.drafter.limit is not None and num_known >= self.drafter.limit:
             return "draft context"
         wanted = self._wanted.get(seq.seq_id)
         if wanted is None:
             return "prompt"
         if isinstance(self.drafter, NoDrafter):
             return "no drafter"
-        if wanted and not asked:
+        if wanted and not num_draft:
             return "last token" if len(seq) >= seq.max_len else "no room"
-        why = self._policies.why_none(seq, asked)
-        return "no room" if why == "cost" and not asked and self._crowded else why
+        why = self._policies.why_none(seq, num_draft)
+        return "no room" if why == "cost" and not num_draft and self._crowded else why
 
     def _deliver(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
         """Hand the decided tokens out, one by one up to the first that ends the sequence."""
@@ -239,7 +239,7 @@ class Engine:
         return deltas
 
     def _finish(self, live: Running, reason: FinishReason, num_tokens: int = 0) -> Delta:
-        """End a sequence, of whose tokens so many have not been given out."""
+        """End a sequence; its last `num_tokens` tokens have not been given out."""
         seq = live.seq
         if reason is FinishReason.ERROR:
             self.scheduler.blocks.forget(seq)

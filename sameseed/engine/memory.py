@@ -61,7 +61,7 @@ def block_bytes(shape: ModelConfig, name: str, block_size: int) -> int:
 
 
 def pass_bytes(shape: ModelConfig, num_rows: int) -> int:
-    """Bytes that a pass of so many rows holds at one time, about: float32 rows of a layer and all logits, twice."""
+    """Bytes that a pass of `num_rows` rows holds at one time, about: float32 rows of a layer and all logits, twice."""
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     return 4 * num_rows * 2 * (2 * shape.hidden_size + heads + 2 * shape.intermediate_size + shape.vocab_size)
 
@@ -117,7 +117,7 @@ def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list
 
 
 def _asked(config: EngineConfig, max_len: int, demands: list[Demand], cache: int) -> str:
-    """What weights and a cache of so many bytes take, in words."""
+    """What weights and a cache of `cache` bytes take, in words."""
     formats, count = " and ".join(str(d.quant) for d in demands), config.cache.num_blocks
     what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
     weights = sum(d.weights for d in demands)

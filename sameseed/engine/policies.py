@@ -24,8 +24,8 @@ def make_policy(spec: SpecConfig, measure: Callable[[], Curve] | None = None) ->
     return made
 
 
-class ByRequest:
-    """The engine's policy, except for requests that wish for another one (`Speculation`)."""
+class RequestPolicies:
+    """The engine's policy, except for requests that have another one (`Speculation`)."""
 
     def __init__(self, default: LengthPolicy) -> None:
         self._own: GoodputLength | None = None  # of requests that want goodput where the engine has another policy
@@ -64,12 +64,12 @@ class ByRequest:
             rows = None if num_rows is None else num_rows + taken
             left = None if budget is None else max(0, budget - taken)
             for b, k in zip(members, policy.lengths([seqs[b] for b in members], rows, left), strict=True):
-                wish = seqs[b].speculation
-                lengths[b] = k if wish is None else wish.of(k)
+                own = seqs[b].speculation
+                lengths[b] = k if own is None else own.of(k)
         return lengths
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        """The draft without nodes that do not pay, where goodput is in charge and no length was wished for."""
+        """The draft without nodes that do not pay, where goodput decides and the request gives no length."""
         self._trimmed = set()
         policy = self._goodput
         if policy is None:
@@ -80,25 +80,25 @@ class ByRequest:
             self._trimmed = {seqs[b].seq_id for b in free if draft.count(b) and not trimmed.count(b)}
         return trimmed
 
-    def why_none(self, seq: Sequence, asked: int) -> str:
-        """Why a sequence had no draft in this round, for which so many tokens were asked.
+    def why_none(self, seq: Sequence, num_draft: int) -> str:
+        """Why a sequence had no draft in this round, for which `num_draft` tokens were asked for.
 
         "off": nobody wants one; "cost": it would not pay; "no guess": the drafter found none.
         """
-        if asked:
+        if num_draft:
             return "cost" if seq.seq_id in self._trimmed else "no guess"
         may = self._forced(seq) is None and (seq.speculation is None or seq.speculation.of(1) > 0)
         policy = self._of(seq)
         return "cost" if may and isinstance(policy, GoodputLength) and policy.num_draft_tokens else "off"
 
     def _forced(self, seq: Sequence) -> int | None:
-        """The length that a request's wish leaves no choice about."""
-        wish = seq.speculation
-        if wish is None or wish.policy not in ("off", "fixed"):
+        """The length that the request itself fixes."""
+        own = seq.speculation
+        if own is None or own.policy not in ("off", "fixed"):
             return None
-        if wish.policy == "fixed" and wish.num_draft_tokens is None:
+        if own.policy == "fixed" and own.num_draft_tokens is None:
             return self.default.num_draft_tokens if isinstance(self.default, GoodputLength | HistoryLength) else None
-        return wish.of(0)
+        return own.of(0)
 
     def _of(self, seq: Sequence) -> LengthPolicy:
         if seq.speculation is None or seq.speculation.policy != "goodput":

@@ -53,7 +53,7 @@ class Running:
         return None
 
     def delta(self, num_tokens: int, completion: Completion | None = None) -> Delta:
-        """What is to be given out: the last tokens, so many, their text, and scores of the prompt that are new."""
+        """What is to be given out: the last `num_tokens` tokens, their text, and scores of the prompt that are new."""
         r, seq = self.request, self.seq
         new, logprobs = len(self.levels) - num_tokens, seq.logprobs if r.params.logprobs is not None else []
         start, self.num_scored = self.num_scored, len(seq.prompt_logprobs)

@@ -9,12 +9,12 @@ from bisect import insort
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.engine.owners import Owners
+from sameseed.engine.fairness import Fairness
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.request import Sequence
 
-KEPT = 4  # a prompt leaves one row in so many to those behind it, so that a short one need not wait for a long one
-PATIENCE = 32  # later ones that may go before a sequence, by their priority, until it goes before all of them
+KEPT = 4  # a prompt leaves every fourth row to those behind it: a short one need not wait for a long one
+PATIENCE = 32  # a sequence passed over so often by later ones of higher priority goes first
 DraftLengths = Callable[[Seq[Sequence], int, int], list[int]]  # sequences, rows of known tokens, room for draft tokens
 
 
@@ -32,36 +32,36 @@ class Plan:
 
 
 def _part(wanted: int, left: int, crowded: bool) -> int:
-    """Rows of a prompt that could use so many; `crowded`: there are others behind it."""
+    """Rows that a prompt gets of those it could use; `crowded`: there are others behind it."""
     return min(wanted, left - left // KEPT if crowded else left)
 
 
 @dataclass
-class _Turn:
-    """When it is a sequence's turn. Of lower `importance` goes first; whom patience puts first has no priority."""
+class _Standing:
+    """Where a sequence stands in the queue. The lowest `importance` goes first: passed over often, then priority."""
 
     priority: int
     arrival: int
     num_started: int = 0  # its number among those that have started; a later start changes nothing
-    num_passed: int = 0  # times that a later one went before it
+    num_passed: int = 0  # times that a later one of higher priority went before it
 
     @property
     def importance(self) -> tuple[bool, int]:
-        patient = self.num_passed < PATIENCE
-        return (patient, self.priority if patient else 0)
+        may_wait = self.num_passed < PATIENCE
+        return (may_wait, self.priority if may_wait else 0)
 
-    def passes(self, other: _Turn) -> bool:
+    def passes(self, other: _Standing) -> bool:
         """Does it, later and more important, go before the other?"""
         return other.arrival < self.arrival and other.priority > self.priority
 
 
 class Scheduler:
-    """By priority, then by turns of owners, each first come, first served.
+    """By priority, then fair between owners, then first come, first served.
 
-    Rows or blocks short: drafts go first, then the least important, of these the last that started. It loses its blocks
-    and waits for its turn; all its tokens are pending again. Nobody starves: priorities are overruled by patience, one
-    at a time (after `PATIENCE` more important ones that came later went first), who started first is never preempted
-    but by the more important, and an owner with nothing running is behind no other for more than one turn.
+    Where rows or blocks are short, drafts are given up first. Then the sequence of lowest priority that started last is
+    preempted: it loses its blocks and waits, all its tokens pending again. Nobody starves. A sequence passed over
+    `PATIENCE` times goes first, one at a time. Only a higher priority preempts one that started earlier. An owner with
+    nothing running waits for at most one start of each other owner.
     """
 
     def __init__(self, blocks: BlockManager, max_num_rows: int, max_num_seqs: int, max_model_len: int) -> None:
@@ -72,26 +72,26 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by importance, then by arrival
         self.running: list[Sequence] = []  # by importance, then by their first start
         self.num_preemptions = 0
-        self._turns: dict[Sequence, _Turn] = {}
-        self._owners = Owners()
+        self._standing: dict[Sequence, _Standing] = {}
+        self._fairness = Fairness()
         self._num_started = 0
         self._num_added = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
         seq.context = self.max_model_len
-        self._turns[seq] = _Turn(seq.priority, self._num_added)
+        self._standing[seq] = _Standing(seq.priority, self._num_added)
         self._num_added += 1
-        self._owners.enter(seq.owner)
+        self._fairness.enter(seq.owner)
         insort(self.waiting, seq, key=self._by_arrival)
 
     def _by_arrival(self, seq: Sequence) -> tuple[bool, int, int]:
-        turn = self._turns[seq]
-        return (*turn.importance, turn.arrival)
+        standing = self._standing[seq]
+        return (*standing.importance, standing.arrival)
 
     def _by_start(self, seq: Sequence) -> tuple[bool, int, int]:
-        turn = self._turns[seq]
-        return (*turn.importance, turn.num_started)
+        standing = self._standing[seq]
+        return (*standing.importance, standing.num_started)
 
     @property
     def has_work(self) -> bool:
@@ -99,10 +99,10 @@ class Scheduler:
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out, finished or aborted, running or waiting; its blocks are free again."""
-        if self._turns.pop(seq, None) is not None:
+        if self._standing.pop(seq, None) is not None:
             ran = seq in self.running
             (self.running if ran else self.waiting).remove(seq)
-            self._owners.leave(seq.owner, ran)
+            self._fairness.leave(seq.owner, ran)
         self.blocks.release(seq)
 
     def schedule(self, draft_lengths: DraftLengths) -> Plan:
@@ -147,12 +147,12 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.blocks.release(seq)
-        self._owners.stop(seq.owner)
+        self._fairness.stop(seq.owner)
         insort(self.waiting, seq, key=self._by_arrival)
-        mine, running = self._turns[seq], (self._turns[other] for other in self.running)
-        by = next((turn for turn in running if turn.passes(mine)), None)
+        mine, running = self._standing[seq], (self._standing[other] for other in self.running)
+        by = next((standing for standing in running if standing.passes(mine)), None)
         if by is not None:
-            self._overrule(by)
+            self._count_pass(by)
         seq.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -178,21 +178,21 @@ class Scheduler:
         return used
 
     def _next(self) -> Sequence:
-        """Of the first in rank and its equals, the first of the owner who has the fewest running.
+        """Of the sequences with the first one's priority, the first of the owner with the fewest running.
 
-        Where several have as few: of the one whose last turn is longest ago. Whom patience puts first has no equals.
+        Of several such owners, the one that started longest ago. A sequence passed over too often goes first.
         """
-        importance = self._turns[self.waiting[0]].importance
-        patient = importance[0]
+        importance = self._standing[self.waiting[0]].importance
+        may_wait = importance[0]
         firsts: dict[str, Sequence] = {}
-        for seq in self.waiting if patient else self.waiting[:1]:
+        for seq in self.waiting if may_wait else self.waiting[:1]:
             if seq.owner not in firsts:
-                if self._turns[seq].importance != importance:
+                if self._standing[seq].importance != importance:
                     break
                 firsts[seq.owner] = seq
-                if len(firsts) == len(self._owners.num_waiting):
+                if len(firsts) == len(self._fairness.num_waiting):
                     break
-        return firsts[min(firsts, key=self._owners.turn)]
+        return firsts[min(firsts, key=self._fairness.rank)]
 
     def _fill(self, chunks: dict[Sequence, int], left: int) -> int:
         """Rows that were kept and that nobody took go to the first prompts; returns how many."""
@@ -209,23 +209,23 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> None:
         """It runs from now on."""
-        turn = self._turns[seq]
-        if not turn.num_started:
+        standing = self._standing[seq]
+        if not standing.num_started:
             self._num_started += 1
-            turn.num_started = self._num_started
+            standing.num_started = self._num_started
         insort(self.running, seq, key=self._by_start)
-        self._owners.start(seq.owner)
-        self._overrule(turn)
+        self._fairness.start(seq.owner)
+        self._count_pass(standing)
 
-    def _overrule(self, by: _Turn) -> None:
-        """Of those who wait and whom it passes, the first to come grows less patient.
+    def _count_pass(self, by: _Standing) -> None:
+        """Count one more pass for the earliest waiting sequence that it goes before.
 
-        Only the first: else a flood of them would lose patience together and go before everybody.
+        Only for the earliest: else many would reach the limit together and go before everybody.
         """
-        waiting = (self._turns[seq] for seq in self.waiting)
-        passed = [turn for turn in waiting if by.passes(turn) and turn.importance[0]]
+        waiting = (self._standing[seq] for seq in self.waiting)
+        passed = [standing for standing in waiting if by.passes(standing) and standing.importance[0]]
         if passed:
-            first = min(passed, key=lambda turn: turn.arrival)
+            first = min(passed, key=lambda standing: standing.arrival)
             first.num_passed += 1
             if not first.importance[0]:
                 self.waiting.sort(key=self._by_arrival)

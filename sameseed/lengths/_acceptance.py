@@ -168,7 +168,7 @@ class Acceptance:
 
     def learn(self, seq_id: int, asked: int, nodes: Nodes, accepted: Seq[int]) -> None:
         """A round: nodes asked for, the draft as it was checked, and the path of it that was right."""
-        asked = min(asked, self.most)  # a request's own wish may be for more
+        asked = min(asked, self.most)  # a request itself may ask for more
         own = self.own.get(seq_id)
         if own is None:
             own = self.own[seq_id] = Record(DECAY, self.most)

@@ -97,7 +97,7 @@ class DraftCost:
         self._seconds = [0.0] * 3
 
     def at(self, steps: float, context: float = 0.0) -> float:
-        """Seconds of drafting so many steps, at so many cached tokens a sequence."""
+        """Seconds of drafting `steps` steps, at `context` cached tokens a sequence."""
         return self.start + self.per_step(context) * steps if steps > 0 else 0.0
 
     def per_step(self, context: float) -> float:

@@ -54,7 +54,7 @@ class Probing:
         return found
 
     def note(self, seq: Sequence, rows: int, length: int, cost: float) -> None:
-        """What was decided for a sequence in a pass of so many rows. `cost`: of a probe, in rounds without a draft."""
+        """What was decided for a sequence in a pass of `rows` rows. `cost`: of a probe, in rounds without a draft."""
         tried = seq.seq_id == self._trying
         if tried:
             self._trying = None

@@ -20,9 +20,9 @@ def alone(offers: Offers, count: int, prices: Prices) -> tuple[list[int], float]
     for j, (gain, there, steps) in enumerate(offers):
         tokens += gain
         more += there
-        worth = tokens / prices.seconds(more, steps)
-        if worth > promised:
-            promised, best = worth, j + 1
+        rate = tokens / prices.seconds(more, steps)
+        if rate > promised:
+            promised, best = rate, j + 1
     return [best], promised if best else plain
 
 
@@ -44,16 +44,16 @@ def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) 
         if not len(taken):
             continue
         seconds = prices.seconds_many(np.cumsum(there[taken]), np.maximum.accumulate(steps[taken]))
-        worth = (count + np.cumsum(gain[taken])) / seconds
-        last = int(worth.argmax())
-        if worth[last] > promised:
-            promised = float(worth[last])
+        rate = (count + np.cumsum(gain[taken])) / seconds
+        last = int(rate.argmax())
+        if rate[last] > promised:
+            promised = float(rate[last])
             best = np.bincount(owner[taken[: last + 1]], minlength=len(offers)).tolist()
     return best, promised if any(best) else plain
 
 
 def within(lengths: list[int], budget: int | None) -> list[int]:
-    """Lengths cut, the last ones first, to so many in all."""
+    """Lengths cut, the last ones first, to `budget` in all."""
     left = sum(lengths) if budget is None else budget
     for b, k in enumerate(lengths):
         lengths[b] = min(k, left)

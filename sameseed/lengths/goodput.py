@@ -21,8 +21,8 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
 FIRST_DRAFTS, FIRST_ROUNDS = 12, 3  # of sequences, and rounds with some, before anything is decided
-FIRST_REQUESTS = 8  # so many are tried at their start, where that may pay: one text tells little of others
-FIRST_TRIES = 4  # in so many rounds
+FIRST_REQUESTS = 8  # requests that are tried at their start, where that may pay: one text tells little of others
+FIRST_TRIES = 4  # rounds in which they are tried
 HOPE = 0.85  # of the tokens of a text that is drafted well are right: where not even that pays, none is tried
 HOLD = 4  # rounds for which a decision stands while the same sequences run
 FADE = 0.95  # a round later, of how promises were kept

@@ -160,7 +160,7 @@ class Drafter:
 
     @property
     def limit(self) -> int | None:
-        """Sequences of so many tokens or more it does not draft for: its own context. None: no such end."""
+        """Its own context: it does not draft for sequences of this many tokens or more. None: no such end."""
         return None
 
     @property

@@ -244,7 +244,7 @@ def test_who_comes_back_has_the_end_of_the_round() -> None:
     scheduler = make(seqs=1)
     scheduler.add(owned(0, "gone"))
     assert order(scheduler) == [0]
-    assert not scheduler._owners._last
+    assert not scheduler._fairness._last_start
     for name, owner in ((1, "a"), (2, "a"), (3, "b"), (4, "b")):
         scheduler.add(owned(name, owner))
     run(scheduler)

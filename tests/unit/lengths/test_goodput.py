@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from lawkit import Pair, make_engine, random_prompts, run, texts
 
-from sameseed.engine.policies import ByRequest
+from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
 from sameseed.lengths._acceptance import PRIOR_RATE, Acceptance, Nodes
 from sameseed.lengths._cost import Curve
@@ -291,11 +291,11 @@ def test_wishes() -> None:
     wishes = [None, Speculation("off"), Speculation("fixed", 7), Speculation(None, 2), Speculation("fixed")]
     for seq, wish in zip(seqs, wishes):
         seq.speculation = wish
-    assert ByRequest(FixedLength(4)).lengths(seqs) == [4, 0, 7, 2, 4]
+    assert RequestPolicies(FixedLength(4)).lengths(seqs) == [4, 0, 7, 2, 4]
 
 
 def test_a_wish_for_goodput_learns_beside_the_engines_policy() -> None:
-    policies = ByRequest(FixedLength(4))
+    policies = RequestPolicies(FixedLength(4))
     seq = sequences(1)[0]
     seq.speculation = Speculation("goodput", 6)
     for _ in range(200):

@@ -11,7 +11,7 @@ import pytest
 from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
 
 from sameseed.engine.engine import Engine
-from sameseed.engine.policies import ByRequest
+from sameseed.engine.policies import RequestPolicies
 from sameseed.lengths._acceptance import Acceptance, Nodes
 from sameseed.lengths._cost import Curve, DraftCost
 from sameseed.lengths.goodput import FIRST_DRAFTS, GoodputLength
@@ -314,7 +314,7 @@ def test_broad_trees_near_the_end_of_a_text(pair: Pair, monkeypatch: pytest.Monk
 def test_who_wished_for_a_length_keeps_every_node() -> None:
     seqs = sequences(2)
     policy = settled(GoodputLength(12, Curve(list(zip(STEEP.rows, STEEP.seconds)))), seqs)  # type: ignore[arg-type]
-    policies = ByRequest(policy)
+    policies = RequestPolicies(policy)
     seqs[0].speculation = Speculation("fixed", 12)
     assert policies.lengths(seqs, 2)[0] == 12
     tree = random_tree(random.Random(3), 12)
