@@ -293,39 +293,26 @@ def runs(found: list[Record]) -> str:
     return "\n".join([*parts, f"{about}\n\n{report.LEGEND.replace('; ', '. ')}."])
 
 
-OWN: dict[str, Callable[[list[Record]], str]] = {
-    "peers": peers,
-    "gpu": gpu,
-    "eval": evaluations,
-    "quantize": quantizers,
-    "gguf": gguf,
-    "certificates": certificates,
-    "policies": policies,
-    "headline": headline,
-    "load": load,
-    "server": server,
-    "summary": summary,
+OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # what makes a table, and what writes its records
+    "peers": (peers, "`make peers`, then `make bench-peers` write one"),
+    "gpu": (gpu, "`make bench-gpu` writes one, on a machine with a GPU"),
+    "eval": (evaluations, "`sameseed eval --compare ... --out benchmarks/results/eval.jsonl` writes one"),
+    "quantize": (quantizers, "`benchmarks/quantize.py` writes one"),
+    "gguf": (gguf, "its script is in the history"),
+    "certificates": (certificates, "`sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one"),
+    "policies": (policies, "`benchmarks/policies.py` writes one"),
+    "headline": (headline, "`benchmarks/speculation.py` writes one"),
+    "load": (load, "`sameseed bench serve --compare-speculation` writes one"),
+    "server": (server, "`benchmarks/overhead.py` and `prefix.py` write some"),
+    "summary": (summary, "`make bench` and `benchmarks/speculation.py` write some"),
 }
 COMBINED = {"server", "summary"}  # of several files
-
-WRITERS = {
-    "peers": "`make peers`, then `make bench-peers` write one",
-    "gpu": "`make bench-gpu` writes one, on a machine with a GPU",
-    "eval": "`sameseed eval --compare ... --out benchmarks/results/eval.jsonl` writes one",
-    "quantize": "`benchmarks/quantize.py` writes one",
-    "gguf": "its script is in the history",
-    "certificates": "`sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one",
-    "policies": "`benchmarks/policies.py` writes one",
-    "headline": "`benchmarks/speculation.py` writes one",
-    "load": "`sameseed bench serve --compare-speculation` writes one",
-    "server": "`benchmarks/overhead.py` and others write some",
-}
 
 
 def hint(name: str) -> str:
     """What stands where a table has no record: the command that writes one."""
-    writer = WRITERS.get(name, f"`sameseed {name} --out benchmarks/results/{name}.jsonl` writes one")
-    return f"*No record yet: {writer}.*"
+    own = f"`sameseed {name} --out benchmarks/results/{name}.jsonl` writes one"
+    return f"*No record yet: {OWN[name][1] if name in OWN else own}.*"
 
 
 def table(name: str) -> str:
@@ -333,5 +320,6 @@ def table(name: str) -> str:
     found = lines(name)
     if not found and name not in COMBINED:
         return hint(name)
-    rows = OWN.get(name, runs)(found).rstrip("\n").splitlines()
+    make = OWN[name][0] if name in OWN else runs
+    rows = make(found).rstrip("\n").splitlines()
     return "\n".join(row if row.startswith("|") else textwrap.fill(row, 120) for row in rows) + "\n"
