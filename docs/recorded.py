@@ -318,7 +318,7 @@ def hint(name: str) -> str:
 def table(name: str) -> str:
     """The table of one marker, or what is missing for it."""
     found = lines(name)
-    if not found and name not in COMBINED:
+    if not found and (name not in COMBINED or not lines("bench") or not lines("headline")):
         return hint(name)
     make = OWN[name][0] if name in OWN else runs
     rows = make(found).rstrip("\n").splitlines()
