@@ -193,7 +193,7 @@ class IncrementalDecoder:
         """The part of `new`, bytes that are no text, which no later token can change."""
         last = len(self._waiting) - LONGEST_CHARACTER
         known = self._tokenizer.decode(self._context)
-        # Not within a character: one of so many boundaries in a row lies between two.
+        # Not within a character: of consecutive boundaries, one lies between two characters.
         for cut in range(last, last - LONGEST_CHARACTER, -1):
             head = self._tokenizer.decode(self._context + self._waiting[:cut])[len(known) :]
             if new.startswith(head):

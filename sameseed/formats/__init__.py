@@ -1,1 +1,1 @@
-"""Shelf of number formats: what a stored number is, for weights and for the KV cache alike. One file, one format."""
+"""The registry of number formats: what a stored number is, for weights and for the KV cache. One file, one format."""

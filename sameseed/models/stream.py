@@ -81,7 +81,7 @@ def num_bytes(config: ModelConfig, source: TensorSource, shapes: Shapes | None =
 
 
 def check_room(out: Path, needed: int) -> None:
-    """Raises ModelSaveError where the disk of `out` has no room for so many bytes."""
+    """Raises ModelSaveError where the disk of `out` has no room for `needed` bytes."""
     place = Path(os.path.abspath(out)).parent
     while not place.exists():
         place = place.parent

@@ -36,7 +36,7 @@ def _say_once(text: str) -> None:
 Progress = Callable[[int, int], None]
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few, so that they stay in the processor's cache
 WIDER = 16  # times as many on a GPU, where each call costs more than the values of a chunk
-ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of so many rows
+ROWS = 32  # chunks begin at multiples of it: packed weights come in tiles of as many rows
 
 
 class TensorSource(Protocol):

@@ -1,6 +1,6 @@
 """What the quantizers share: statistics of a product's inputs, the hooks of a method, and the text that names methods.
 
-A method on this shelf is a file with a class `METHOD`, a `Quantizer`. Letters as in `_decoder`.
+A method of this registry is a file with a class `METHOD`, a `Quantizer`. Letters as in `_decoder`.
 """
 
 from __future__ import annotations

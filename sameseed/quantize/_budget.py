@@ -191,7 +191,7 @@ def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
         more = s.bits * s.num_weights - smallest[s.unit]
         return 0 if more <= 0 else min(math.ceil(more / spare * STEPS), STEPS + 1) if spare > 0 else STEPS + 1
 
-    best = torch.zeros(STEPS + 1, dtype=torch.float64)  # least loss with at most so many steps
+    best = torch.zeros(STEPS + 1, dtype=torch.float64)  # least loss by number of steps
     picks = []
     for choices in units.values():
         options = torch.full((len(choices), STEPS + 1), torch.inf, dtype=torch.float64)

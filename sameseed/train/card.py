@@ -57,7 +57,7 @@ def perplexity_section(table: dict[str, dict[str, float]]) -> str:
         f"| {d} | {v['tokens']} | {v['perplexity']:.2f} | {v['bits_per_byte']:.3f} |" for d, v in table.items()
     )
     head = "| domain | tokens | perplexity a token | bits a byte |\n| --- | ---: | ---: | ---: |"
-    about = "On documents that no stage trained on, the first tokens of each (a training row's worth):"
+    about = "On documents that no stage trained on, as many tokens of each as a training row has:"
     return f"## Held-out perplexity\n\n{about}\n\n{head}\n{rows}\n\n"
 
 

@@ -98,7 +98,7 @@ def head_loss(
     weights = [settings.falloff**s for s in range(batch.unroll)]
     losses = []
     for step, out in enumerate(outputs):
-        known = (place >= step).float()  # a path of so many guesses begins at a row that is there
+        known = (place >= step).float()  # a path of `step` guesses begins at a row that is there
         shares = known * (weights[step] / sum(weights)) / known.sum().clamp(min=1)
         cross = fused_soft_cross_entropy(out[batch.rows.counts], lm_head, targets, shares)
         losses.append(cross - (shares * entropy).sum())

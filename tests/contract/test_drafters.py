@@ -1,4 +1,4 @@
-"""What every drafter on the shelf must keep to. A new file there is tested by this one without a change here."""
+"""What every drafter of the registry must keep to. A new file there is tested by this one without a change here."""
 
 from __future__ import annotations
 
