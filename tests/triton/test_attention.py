@@ -55,6 +55,7 @@ def test_shapes(heads, kv_heads, dim, page):
     assert (attend(p).double() - exact_attention(p, 0.3)).abs().max() <= 2e-5
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_rows_do_not_know_their_company(name):
     """Alone, in another cache, at another block size, on a plain path instead of a tree: the same bits."""

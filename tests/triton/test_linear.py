@@ -200,6 +200,7 @@ def test_small_ops():
 # --- bits ---
 
 
+@pytest.mark.bits
 @every_format
 def test_rows_do_not_know_their_company(name):
     _, w = packed(name, 33, 64)
@@ -211,6 +212,7 @@ def test_rows_do_not_know_their_company(name):
         ), count
 
 
+@pytest.mark.bits
 def test_a_row_keeps_its_bits_as_others_join_it():
     """Numbers of rows on either side of every border; that all others run the same code, the cut's test says."""
     _, w = packed("w4a16-g32", 8, 64)

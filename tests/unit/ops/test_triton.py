@@ -30,9 +30,20 @@ CPU_ONLY = ("test_model.py", "test_rounds.py")
 PREPARED = ("attention", "kv", "linear", "sampling", "rounds")
 
 
-def run_cases(name: str, **settings: str) -> None:
+def run_cases(name: str, *more: str, **settings: str) -> None:
     environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES / name)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(CASES / name),
+        *more,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=CASES.parents[1])
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
@@ -43,16 +54,16 @@ outdated = triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__vers
 
 
 @pytest.mark.skipif(outdated, reason="the interpreter of Triton 3.6 does not run with NumPy 2.4; take Triton 3.7")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(p.name, marks=pytest.mark.bits if p.stem in ("test_linear", "test_attention") else ())
-        for p in sorted(CASES.glob("test_*.py"))
-        if p.name != "test_rounds.py"
-    ],
-)
+@pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py") if p.name != "test_rounds.py"))
 def test_in_the_interpreter(name):
     run_cases(name, TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow  # a part of the test above: `make test-bits` runs it alone
+@pytest.mark.bits
+@pytest.mark.skipif(outdated, reason="the interpreter of Triton 3.6 does not run with NumPy 2.4; take Triton 3.7")
+def test_bits_in_the_interpreter():
+    run_cases("", "-m", "bits", TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
