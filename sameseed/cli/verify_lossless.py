@@ -77,7 +77,7 @@ def run(argv: Seq[str], prog: str) -> int:
         resolve(config.backend, config.device)  # what is not here is said once, not by every certificate
         outcomes, verdict = verify_every.run(parsed.engine, asked, config, parsed.params, args.out, args.json)
         if args.html is not None:
-            from sameseed.study.certificate_pages import render_every
+            from sameseed.study.certificate_page import render_every
 
             args.html.write_text(render_every(outcomes, verdict), encoding="utf-8")
         return 1 if verdict == "failed" else 0

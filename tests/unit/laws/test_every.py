@@ -23,7 +23,7 @@ from sameseed.laws.checks import CHECKS
 from sameseed.laws.mutants import MUTANTS
 from sameseed.request import SamplingParams
 from sameseed.study import certificate as suite, certificate_every as every, record
-from sameseed.study.certificate_pages import render_every
+from sameseed.study.certificate_page import render_every
 
 
 def methods(spec: SpecConfig) -> set[str]:
