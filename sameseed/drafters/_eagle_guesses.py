@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeadRows:
     """The head's logits at T places: all [T, Vd]; of each the n best, falling, with the target's ids; logs of mass."""
 
     logits: NDArray[np.float32]
@@ -42,7 +42,7 @@ class Guesses:
         self.vocab_size = vocab_size  # the target's
         self.eos_token_ids = tuple(eos_token_ids)
 
-    def rows(self, logits: Tensor, num: int) -> Rows:
+    def rows(self, logits: Tensor, num: int) -> HeadRows:
         """Rows of logits [T, Vd] with their `num` likeliest tokens. In NumPy a row's sum has its own order."""
         num = min(num, logits.shape[1])
         table = logits.cpu().numpy()
@@ -57,9 +57,9 @@ class Guesses:
             weights = table - highest[:, :1]
             np.exp(weights, out=weights)
             totals = best[:, 0] + np.log(weights.sum(axis=1))
-        return Rows(table, best, ids if self.target_ids is None else self.target_ids[ids], totals)
+        return HeadRows(table, best, ids if self.target_ids is None else self.target_ids[ids], totals)
 
-    def likeliest(self, known: Rows, part: slice, seq: Sequence, num_path: int, count: int) -> tuple[Ints, Floats]:
+    def likeliest(self, known: HeadRows, part: slice, seq: Sequence, num_path: int, count: int) -> tuple[Ints, Floats]:
         """The target's likely choices [n, count] `num_path` tokens after the sequence, from rows `part`.
 
         With their log-probabilities, -inf for none. Greedy: the likeliest tokens. Sampled: of log p + noise, the
@@ -74,7 +74,7 @@ class Guesses:
         return tokens, log_probs if sound.all() else np.where(sound, log_probs, -np.inf)
 
     def adjusted(
-        self, known: Rows, part: slice, seq: Sequence, paths: Seq[Seq[int]], count: int
+        self, known: HeadRows, part: slice, seq: Sequence, paths: Seq[Seq[int]], count: int
     ) -> tuple[Ints, Floats]:
         """`likeliest` after each path under penalties, bias, bans: they need rows over the target's vocabulary."""
         found = [self._adjusted(row, seq, path, count) for row, path in zip(known.logits[part], paths, strict=True)]

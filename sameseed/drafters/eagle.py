@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sameseed.batch import MAX_NODES
 from sameseed.drafters._eagle_context import Contexts
-from sameseed.drafters._eagle_guesses import CANDIDATES, Guesses, Ints, Rows
+from sameseed.drafters._eagle_guesses import CANDIDATES, Guesses, HeadRows, Ints
 from sameseed.drafters._tree import Tree
 from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
@@ -163,7 +163,7 @@ class EagleDrafter(Drafter):
             for g, chosen in running:
                 self._children(g, chosen, known, depth)
 
-    def _children(self, g: _Growing, nodes: list[int], known: Rows, depth: int) -> None:
+    def _children(self, g: _Growing, nodes: list[int], known: HeadRows, depth: int) -> None:
         """Grow the tree by the likeliest tokens after nodes of one depth."""
         tree = g.tree
         part = slice(g.first, g.first + len(nodes))

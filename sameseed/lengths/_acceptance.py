@@ -79,7 +79,7 @@ class Rates(dict[int, float]):
         return rate
 
 
-class Nodes:
+class DraftNodes:
     """The draft of one sequence as the estimates see it: kinds and depths of its nodes, and how likely each path is."""
 
     __slots__ = ("depths", "kinds", "likely", "parents")
@@ -106,9 +106,9 @@ class Nodes:
         likely = self.likely
         return sorted(range(len(likely)), key=likely.__getitem__, reverse=True)  # stable: ties stay in order
 
-    def kept(self, keep: Seq[int]) -> Nodes:
+    def kept(self, keep: Seq[int]) -> DraftNodes:
         """Some of the nodes (ascending, with their parents)."""
-        new = Nodes.__new__(Nodes)
+        new = DraftNodes.__new__(DraftNodes)
         place = {old: i for i, old in enumerate(keep)}
         new.parents = [place.get(self.parents[i], -1) for i in keep]
         new.depths, new.kinds = [self.depths[i] for i in keep], [self.kinds[i] for i in keep]
@@ -166,7 +166,7 @@ class Acceptance:
             offers.append((gain, there, steps))
         return offers
 
-    def learn(self, seq_id: int, asked: int, nodes: Nodes, accepted: Seq[int]) -> None:
+    def learn(self, seq_id: int, asked: int, nodes: DraftNodes, accepted: Seq[int]) -> None:
         """A round: nodes asked for, the draft as it was checked, and the path of it that was right."""
         asked = min(asked, self.most)  # a request itself may ask for more
         own = self.own.get(seq_id)

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from sameseed.lengths._acceptance import Acceptance, Nodes, Rates
+from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates
 from sameseed.lengths._cost import Curve, DraftCost, Prices
 from sameseed.lengths._probing import PROBE_ROUNDS, PROBE_TOKENS, Probing
 from sameseed.lengths._search import alone, shared, within
@@ -51,7 +51,7 @@ class GoodputLength:
         self._num_started = 0
         self._num_drafts = 0  # of single sequences
         self._asked: set[int] = set()  # sequences that were drafted for in the last round
-        self._nodes: dict[int, Nodes] = {}  # of the round that runs
+        self._nodes: dict[int, DraftNodes] = {}  # of the round that runs
         self._steps: int | None = None  # of its proposal
 
     @classmethod
@@ -71,7 +71,7 @@ class GoodputLength:
         rate, row, step = self._next
         rates, gain = Rates(self.acceptance.all, None), 0.0
         for path in paths:
-            likely = Nodes(range(-1, len(path) - 1), path, rates).likely[-1]
+            likely = DraftNodes(range(-1, len(path) - 1), path, rates).likely[-1]
             gain += max(0.0, likely * rate - row)
         return gain < step
 
@@ -224,7 +224,7 @@ class GoodputLength:
             if count:
                 part = slice(end, end + count)
                 sure = None if confidence is None else confidence[part]
-                nodes = Nodes(parents[part], sure, self.acceptance.rates(seq.seq_id))
+                nodes = DraftNodes(parents[part], sure, self.acceptance.rates(seq.seq_id))
                 self._nodes[seq.seq_id] = nodes
                 deepest = max(deepest, 1 + max(nodes.depths))
             end += count
@@ -258,7 +258,7 @@ class GoodputLength:
                 nodes = self._nodes.get(seq.seq_id)
                 if nodes is None or len(nodes.parents) != round_.num_draft[b]:  # nobody trimmed: a chain
                     chain = range(-1, round_.num_draft[b] - 1)
-                    nodes = Nodes(chain, None, self.acceptance.rates(seq.seq_id))
+                    nodes = DraftNodes(chain, None, self.acceptance.rates(seq.seq_id))
                 self.acceptance.learn(seq.seq_id, asked, nodes, accepted)
         times = round_.times
         if times is not None:

@@ -12,7 +12,7 @@ from lawkit import Pair, make_engine, random_prompts, run, texts
 
 from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
-from sameseed.lengths._acceptance import PRIOR_RATE, Acceptance, Nodes
+from sameseed.lengths._acceptance import PRIOR_RATE, Acceptance, DraftNodes
 from sameseed.lengths._cost import Curve
 from sameseed.lengths._probing import Probing
 from sameseed.lengths._search import MARGIN
@@ -161,7 +161,7 @@ def test_drafts_do_not_look_cheaper_beside_prompts(slope: float, pays: bool) -> 
 def test_a_place_that_is_not_known_is_as_the_one_before() -> None:
     acceptance = Acceptance(8)
     for _ in range(60):
-        acceptance.learn(0, 2, Nodes(range(-1, 1), None, acceptance.rates(0)), [0, 1])
+        acceptance.learn(0, 2, DraftNodes(range(-1, 1), None, acceptance.rates(0)), [0, 1])
     rates = acceptance.rates(1)
     assert rates[5] == rates[2] == rates[1] > 0.9
     assert Acceptance(8).rates(0)[5] == PRIOR_RATE

@@ -12,7 +12,7 @@ from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prom
 
 from sameseed.engine.engine import Engine
 from sameseed.engine.policies import RequestPolicies
-from sameseed.lengths._acceptance import Acceptance, Nodes
+from sameseed.lengths._acceptance import Acceptance, DraftNodes
 from sameseed.lengths._cost import Curve, DraftCost
 from sameseed.lengths.goodput import FIRST_DRAFTS, GoodputLength
 from sameseed.models.runner import ModelRunner
@@ -94,7 +94,7 @@ def test_what_stays_is_a_tree_of_the_likeliest(seed: int) -> None:
     policy.lengths(seqs, 3)
     draft = drafted([random_tree(rng, n) for n in (24, 0, 9)])
     likely = [
-        Nodes(
+        DraftNodes(
             draft.nodes(b)[1],
             draft.confidence[draft.offsets[b] : draft.offsets[b + 1]].tolist(),
             policy.acceptance.rates(b),
@@ -133,12 +133,12 @@ def test_probabilities_are_calibrated() -> None:
     estimates.tells = True
     for _ in range(300):
         said = rng.choice([0.9, 0.3])
-        nodes = Nodes([-1], [said], estimates.rates(7))
+        nodes = DraftNodes([-1], [said], estimates.rates(7))
         estimates.learn(7, 1, nodes, [0] if rng.random() < {0.9: 0.3, 0.3: 0.9}[said] else [])
-    high, low = (Nodes([-1], [said], estimates.rates(7)).likely[0] for said in (0.9, 0.3))
+    high, low = (DraftNodes([-1], [said], estimates.rates(7)).likely[0] for said in (0.9, 0.3))
     assert high == pytest.approx(0.3, abs=0.15)
     assert low == pytest.approx(0.9, abs=0.15)
-    tree = Nodes([-1, -1, 0, 0, 2], [0.9, 0.1, 0.8, 0.05, 0.7], estimates.rates(7))
+    tree = DraftNodes([-1, -1, 0, 0, 2], [0.9, 0.1, 0.8, 0.05, 0.7], estimates.rates(7))
     assert all(p <= (tree.likely[q] if q >= 0 else 1.0) for p, q in zip(tree.likely, tree.parents)), (
         "none beats its parent"
     )
@@ -147,8 +147,8 @@ def test_probabilities_are_calibrated() -> None:
 def test_unknown_probabilities_count_by_place() -> None:
     estimates = Acceptance(3)
     for _ in range(200):
-        estimates.learn(0, 3, Nodes([-1, 0, 1], [float("nan")] * 3, estimates.rates(0)), [0])
-    likely = Nodes([-1, 0, 1], None, estimates.rates(0)).likely
+        estimates.learn(0, 3, DraftNodes([-1, 0, 1], [float("nan")] * 3, estimates.rates(0)), [0])
+    likely = DraftNodes([-1, 0, 1], None, estimates.rates(0)).likely
     assert likely[0] > 0.9 and likely[1] < 0.15
 
 
@@ -299,7 +299,7 @@ def test_broad_trees_near_the_end_of_a_text(pair: Pair, monkeypatch: pytest.Monk
             self: ModelRunner, seqs: Seq[Sequence], draft: Draft, pending: Seq[int], seen: list[tuple[int, int]] = seen
         ) -> object:
             for b, seq in enumerate(seqs):
-                depths = Nodes(draft.nodes(b)[1], None, Acceptance(1).rates(0)).depths
+                depths = DraftNodes(draft.nodes(b)[1], None, Acceptance(1).rates(0)).depths
                 seen.append((draft.count(b), seq.draft_depth))
                 assert max(depths, default=-1) < seq.draft_depth or not depths
                 assert len(seq) + max(depths, default=-1) + 1 < seq.max_len + 1
