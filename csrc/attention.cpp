@@ -118,9 +118,14 @@ void move_kv(const Cache& cache, const int32_t* source, const int32_t* target, i
     for (void* scales : {cache.k_scale, cache.v_scale}) move(scales, cache.kv_heads * static_cast<int64_t>(sizeof(float)));
 }
 
-void attention(const AttentionArgs& given, KvFormat format, int64_t num_blocks, const Sequences& sequences) {
-    AttentionArgs args = given;
-    args.rotated = format == KvFormat::int4;  // said here, once for calls and plans
+void attention(const Attention& a) {
+    const Cache& cache = a.cache;
+    const Sequences& sequences = a.sequences;
+    const KvFormat format = cache.format;
+    const int64_t num_blocks = cache.num_slots / a.block_size;
+    AttentionArgs args{a.q, cache.k, cache.v, cache.k_scale, cache.v_scale, a.out, a.positions, a.tree_mask,
+                       a.stride, a.heads, cache.kv_heads, cache.dim, a.block_size, a.window, a.scale};
+    args.rotated = format == KvFormat::int4;
     thread_local std::vector<AttentionTile> tile_buffer;
     std::vector<AttentionTile>& tiles = tile_buffer;  // workers have their own of the former
     tiles.clear();

@@ -127,7 +127,7 @@ void encode_packed(const EncodeArgs& a) {
                 }
             }
             PackArgs plane{codes, a.packed + block * block_bytes, a.asymmetric ? zeros : nullptr, count, a.depth, groups, a.depth,
-                           a.nibbles, static_cast<uint8_t>(a.nibbles ? 8 : 0)};
+                           a.nibbles};
             if (a.low) {  // of a byte, packing takes the lower half
                 plane.packed = a.low + block * block_bytes;
                 pack_block(plane, 0);

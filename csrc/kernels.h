@@ -207,11 +207,6 @@ constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all
     return rows * block_outputs + (group > integer_span ? group : integer_span) * block_outputs / 4;
 }
 
-const Kernels* kernels_portable();
-#if defined(__x86_64__)  // elsewhere these units are not built
-const Kernels* kernels_avx2();
-const Kernels* kernels_avx512();
-const Kernels* kernels_avx512vnni();
-#endif
+const Kernels& kernels();  // those of the instruction set in use: isa.cpp
 
 }  // namespace sameseed

@@ -21,6 +21,8 @@ namespace {  // this unit's own copy of every body: other units compile them wit
 
 }  // namespace
 
+const Kernels* kernels_avx512();
+
 const Kernels* kernels_avx512vnni() {
     static const Kernels table = [] {
         Kernels made = *kernels_avx512();

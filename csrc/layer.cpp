@@ -5,10 +5,12 @@
 
 namespace sameseed {
 
-void rope_store(const RopeStore& a, const Cache& cache, float* q_out, int64_t rows) {
+void rope_store(const RopeStore& a) {
+    const Cache& cache = a.cache;
+    const int64_t rows = a.rows;
     check("position", a.positions, rows, a.table_rows);
     const Kernels& table = kernels();
-    const int64_t dim = a.dim, q_width = a.heads * dim, kv_width = a.kv_heads * dim;
+    const int64_t dim = cache.dim, q_width = a.heads * dim, kv_width = cache.kv_heads * dim;
     float* k_rotated = scratch(rows_area, rows * kv_width);
     auto rotate = [&](const float* x, int64_t t, int64_t heads, const float* norm, float* out) {
         if (norm != nullptr) {
@@ -21,8 +23,8 @@ void rope_store(const RopeStore& a, const Cache& cache, float* q_out, int64_t ro
     by_rows(rows, q_width + kv_width, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
             const float* row = a.qkv + t * a.stride;
-            rotate(row, t, a.heads, a.q_norm, q_out + t * q_width);
-            rotate(row + q_width, t, a.kv_heads, a.k_norm, k_rotated + t * kv_width);
+            rotate(row, t, a.heads, a.q_norm, a.q_out + t * q_width);
+            rotate(row + q_width, t, cache.kv_heads, a.k_norm, k_rotated + t * kv_width);
         }
     });
     store_kv(k_rotated, kv_width, a.qkv + q_width + kv_width, a.stride, cache, a.slots, rows);

@@ -12,6 +12,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "isa.h"
 #include "pool.h"
 
 namespace sameseed {
@@ -20,27 +21,11 @@ namespace {
 constexpr int64_t huge_page = 2 << 20;
 constexpr int64_t distances[] = {512, 1024, 2048, 4096};  // bytes to prefetch ahead
 
-LimitLoops loops() {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-        LimitLoops found = limit_loops_avx512();
-        if (__builtin_cpu_supports("avx512vnni")) found.int8 = limit_int8_avx512vnni();
-        return found;
-    }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return limit_loops_avx2();
-#endif
-    return limit_loops_portable();
-}
-
 Arithmetic find(const std::string& kind) {
-    if (kind == "int8") return loops().int8;
-    if (kind == "fp32") return loops().fp32;
-    if (kind != "bf16") throw std::invalid_argument("unknown arithmetic '" + kind + "'; choose int8, fp32 or bf16");
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl")) return limit_bf16_avx512bf16();
-#endif
-    return {nullptr, 0, nullptr};
+    if (kind == "int8") return best_set().limits().int8;
+    if (kind == "fp32") return best_set().limits().fp32;
+    if (kind == "bf16") return bf16_arithmetic();
+    throw std::invalid_argument("unknown arithmetic '" + kind + "'; choose int8, fp32 or bf16");
 }
 
 // Memory of its own, on huge pages where the system gives them, written once so that every page is real.
@@ -83,7 +68,7 @@ std::vector<double> read_rates(int64_t bytes, int repeats) {
     require("bytes", bytes > 0);
     require("repeats", repeats > 0);
     const int64_t chunk = 1 << 20, chunks = (bytes + chunk - 1) / chunk;  // so that no thread waits long for another
-    const Read read = loops().read;
+    const Read read = best_set().limits().read;
     std::atomic<uint64_t> sink{0};
     // Prefetches may run past the end: they never fault.
     Pages pages(chunks * chunk);

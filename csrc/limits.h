@@ -26,13 +26,6 @@ struct LimitLoops {
     Arithmetic int8, fp32;
     Read read;
 };
-LimitLoops limit_loops_portable();
-#if defined(__x86_64__)
-LimitLoops limit_loops_avx2();
-LimitLoops limit_loops_avx512();
-Arithmetic limit_int8_avx512vnni();
-Arithmetic limit_bf16_avx512bf16();
-#endif
 
 // Bytes a second of `repeats` passes over `bytes` of memory on huge pages (where the system gives them), by all threads.
 // Passes differ in how far they prefetch, for the best distance is the machine's affair; rates[i] belongs to pass i.

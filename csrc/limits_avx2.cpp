@@ -64,7 +64,7 @@ uint64_t read(const char* data, int64_t bytes, int64_t ahead) {
 
 }  // namespace
 
-LimitLoops limit_loops_avx2() {
+LimitLoops limits_avx2() {
     return {{"vpmaddubsw, 256 bits", chains * 64.0, run_int8}, {"vfmadd, 256 bits", chains * 16.0, run_fp32}, read};
 }
 

@@ -57,7 +57,7 @@ uint64_t read(const char* data, int64_t bytes, int64_t ahead) {
 
 }  // namespace
 
-LimitLoops limit_loops_avx512() {
+LimitLoops limits_avx512() {
     return {{"vpmaddubsw, 512 bits", chains * 128.0, run_int8}, {"vfmadd, 512 bits", chains * 32.0, run_fp32}, read};
 }
 

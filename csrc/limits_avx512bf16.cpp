@@ -32,6 +32,6 @@ float run(int64_t rounds) {
 
 }  // namespace
 
-Arithmetic limit_bf16_avx512bf16() { return {"vdpbf16ps, 512 bits", chains * 64.0, run}; }
+Arithmetic bf16_avx512bf16() { return {"vdpbf16ps, 512 bits", chains * 64.0, run}; }
 
 }  // namespace sameseed

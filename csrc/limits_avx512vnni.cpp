@@ -31,6 +31,12 @@ float run(int64_t rounds) {
 
 }  // namespace
 
-Arithmetic limit_int8_avx512vnni() { return {"vpdpbusd, 512 bits", chains * 128.0, run}; }
+LimitLoops limits_avx512();
+
+LimitLoops limits_avx512vnni() {
+    LimitLoops loops = limits_avx512();
+    loops.int8 = {"vpdpbusd, 512 bits", chains * 128.0, run};
+    return loops;
+}
 
 }  // namespace sameseed

@@ -63,7 +63,7 @@ uint64_t read(const char* data, int64_t bytes, int64_t ahead) {
 
 }  // namespace
 
-LimitLoops limit_loops_portable() {
+LimitLoops limits_portable() {
     return {{"int8 in C++", 2.0 * width, run_int8}, {"fp32 in C++", 2.0 * width, run_fp32}, read};
 }
 

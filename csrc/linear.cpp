@@ -53,7 +53,11 @@ void linear(const Product& product) {
     }
 }
 
-void embedding(const int32_t* token_ids, const Weight& w, float* out, int64_t rows) {
+void embedding(const Embedding& e) {
+    const int32_t* token_ids = e.token_ids;
+    const Weight& w = *e.weight;
+    float* out = e.out;
+    const int64_t rows = e.rows;
     check("token id", token_ids, rows, w.outputs);
     switch (w.format) {
         case Format::fp32:

@@ -47,8 +47,15 @@ struct Product {
 // Raises std::out_of_range for an index outside x, std::invalid_argument for a weight that no kernel serves.
 void linear(const Product& product);
 
-// Rows token_ids [T] of an embedding [V, C], as float32 [T, C]. Raises std::out_of_range.
-void embedding(const int32_t* token_ids, const Weight& weight, float* out, int64_t rows);
+// Rows token_ids [T] of an embedding [V, C], as float32 [T, C].
+struct Embedding {
+    const int32_t* token_ids;
+    const Weight* weight;
+    float* out;
+    int64_t rows;
+};
+// Raises std::out_of_range.
+void embedding(const Embedding& embedding);
 
 // Rows [begin, end) of the source as floats: where they lie, and how far apart. Those that are computed go to `buffer`
 // [end - begin, K].

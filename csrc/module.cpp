@@ -1,24 +1,28 @@
 // Python bindings of the native kernels: the module sameseed._native.
 //
 // Tensors come as addresses, sizes and strides (in elements), already checked by sameseed/ops/cpu.py: so the module needs
-// no PyTorch headers and a call costs little. The GIL is released while a kernel runs.
+// no PyTorch headers and a call costs little. The GIL is released while a kernel runs. An op of a forward pass is a struct:
+// the function of its name runs it, the method of Plan of that name records it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "attention.h"
+#include "bind.h"
+#include "isa.h"
 #include "limits.h"
 #include "linear.h"
-#include "module_plan.h"
 #include "module_sampling.h"
 #include "ops.h"
 #include "pack.h"
+#include "plan.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -31,31 +35,136 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-void py_weight(Weight* self, int format, bool integer_rows, int64_t outputs, int64_t depth, int64_t group, int64_t stride,
-               uintptr_t codes, uintptr_t scales, int scale_format, uintptr_t zeros, uintptr_t low) {
-    new (self) Weight{static_cast<Format>(format), integer_rows,         outputs,
-                      depth,                       group,                stride,
-                      at<const void>(codes),       at<const void>(scales), static_cast<Format>(scale_format),
-                      at<const uint8_t>(zeros),    at<const uint8_t>(low)};
+// Columns [column, column + width) of `out` [rows, total], from x; `out` null: of the pass's captured hidden states.
+struct Columns {
+    const float* x;
+    int64_t stride, width, column, total;
+    float* out;
+};
+
+// Each op for a pass: what it brings is taken from it.
+void replay(Embedding& op, const Pass& p) {
+    op.token_ids = p.token_ids;
+    op.rows = p.rows;
+    embedding(op);
 }
 
-void py_linear(int kind, uintptr_t x, int64_t x_stride, uintptr_t norm_weight, float eps, uintptr_t index, int64_t index_limit,
-               const Weight& weight, uintptr_t bias, uintptr_t residual, uintptr_t out, int64_t rows) {
-    linear({{static_cast<RowSource::Kind>(kind), at<const float>(x), x_stride, at<const float>(norm_weight), eps,
-             at<const int32_t>(index), index_limit},
-            &weight,
-            at<const float>(bias),
-            at<const float>(residual),
-            at<float>(out),
-            rows});
+void replay(Product& op, const Pass& p) {
+    op.rows = p.rows;
+    if (op.source.index != nullptr) {  // only the head selects rows
+        op.source.index = p.logit_rows;
+        op.source.index_limit = p.rows;
+        op.out = p.logits;
+        op.rows = p.num_logit_rows;
+    }
+    linear(op);
+}
+
+void replay(RopeStore& op, const Pass& p) {
+    op.positions = p.positions;
+    op.slots = p.slots;
+    op.rows = p.rows;
+    rope_store(op);
+}
+
+void replay(Attention& op, const Pass& p) {
+    op.positions = p.key_positions;
+    op.tree_mask = p.tree_mask;
+    op.sequences = {p.row_offsets, p.kv_lens, p.block_tables, p.num_seqs, p.table_stride, p.rows};
+    attention(op);
+}
+
+void replay(Columns& op, const Pass& p) {
+    float* out = (op.out != nullptr ? op.out : p.hidden) + op.column;
+    for (int64_t t = 0; t < p.rows; t++)
+        std::memcpy(out + t * op.total, op.x + t * op.stride, static_cast<size_t>(op.width) * sizeof(float));
+}
+
+const char* kind_of(const Embedding&) { return "embedding"; }
+const char* kind_of(const Product& op) { return op.source.index != nullptr ? "lm_head" : "linear"; }
+const char* kind_of(const RopeStore&) { return "rope_store"; }
+const char* kind_of(const Attention&) { return "attention"; }
+const char* kind_of(const Columns&) { return "columns"; }
+
+template <class Op>
+void record(nb::class_<Plan>& plan, const char* name) {
+    plan.def(name, [](Plan& self, Op op) { self.add(kind_of(op), [op](const Pass& p) mutable { replay(op, p); }); });
+}
+
+void bind_structs(nb::module_& m) {
+    bind_struct(m, "Weight", "A weight [O, K] by address: dense (rows of `stride` elements) or packed.",
+                field("format", &Weight::format), field("integer_rows", &Weight::integer_rows),
+                field("outputs", &Weight::outputs), field("depth", &Weight::depth), field("group", &Weight::group),
+                field("stride", &Weight::stride), field("codes", &Weight::codes), field("scales", &Weight::scales),
+                field("scale_format", &Weight::scale_format), field("zeros", &Weight::zeros), field("low", &Weight::low));
+    bind_struct(m, "RowSource", "Where the rows of a product come from; kind 0: plain, 1: normed, 2: gated.",
+                field("kind", &RowSource::kind), field("x", &RowSource::x), field("stride", &RowSource::stride),
+                field("norm_weight", &RowSource::norm_weight), field("eps", &RowSource::eps),
+                field("index", &RowSource::index), field("index_limit", &RowSource::index_limit));
+    bind_struct(m, "Product", "Rows times a weight transposed, plus bias and residual.", field("source", &Product::source),
+                field("weight", &Product::weight), field("bias", &Product::bias), field("residual", &Product::residual),
+                field("out", &Product::out), field("rows", &Product::rows));
+    bind_struct(m, "Embedding", "Rows token_ids of an embedding.", field("token_ids", &Embedding::token_ids),
+                field("weight", &Embedding::weight), field("out", &Embedding::out), field("rows", &Embedding::rows));
+    bind_struct(m, "Cache", "A layer of the cache.", field("k", &Cache::k), field("v", &Cache::v),
+                field("k_scale", &Cache::k_scale), field("v_scale", &Cache::v_scale), field("num_slots", &Cache::num_slots),
+                field("kv_heads", &Cache::kv_heads), field("dim", &Cache::dim), field("format", &Cache::format));
+    bind_struct(m, "RopeStore", "Norm and rotate q and k, store k and v.", field("qkv", &RopeStore::qkv),
+                field("stride", &RopeStore::stride), field("heads", &RopeStore::heads), field("q_norm", &RopeStore::q_norm),
+                field("k_norm", &RopeStore::k_norm), field("eps", &RopeStore::eps), field("positions", &RopeStore::positions),
+                field("table", &RopeStore::table), field("table_rows", &RopeStore::table_rows),
+                field("slots", &RopeStore::slots), field("cache", &RopeStore::cache), field("q_out", &RopeStore::q_out),
+                field("rows", &RopeStore::rows));
+    bind_struct(m, "Sequences", "Rows and blocks of the sequences of a pass.", field("row_offsets", &Sequences::row_offsets),
+                field("kv_lens", &Sequences::kv_lens), field("block_tables", &Sequences::block_tables),
+                field("count", &Sequences::count), field("table_stride", &Sequences::table_stride),
+                field("rows", &Sequences::rows));
+    bind_struct(m, "Attention", "Queries over the paged cache.", field("q", &Attention::q), field("stride", &Attention::stride),
+                field("heads", &Attention::heads), field("cache", &Attention::cache),
+                field("block_size", &Attention::block_size), field("positions", &Attention::positions),
+                field("tree_mask", &Attention::tree_mask), field("sequences", &Attention::sequences),
+                field("scale", &Attention::scale), field("window", &Attention::window), field("out", &Attention::out));
+    bind_struct(m, "Columns", "Columns of `out` [rows, total] from x; out 0: of the hidden states of the pass.",
+                field("x", &Columns::x), field("stride", &Columns::stride), field("width", &Columns::width),
+                field("column", &Columns::column), field("total", &Columns::total), field("out", &Columns::out));
+    bind_struct(m, "Pass", "The rows of a pass, as sameseed/batch.py lays them out, and where its results go.",
+                field("rows", &Pass::rows), field("num_seqs", &Pass::num_seqs), field("num_logit_rows", &Pass::num_logit_rows),
+                field("table_stride", &Pass::table_stride), field("token_ids", &Pass::token_ids),
+                field("positions", &Pass::positions), field("key_positions", &Pass::key_positions),
+                field("slots", &Pass::slots), field("row_offsets", &Pass::row_offsets), field("kv_lens", &Pass::kv_lens),
+                field("block_tables", &Pass::block_tables), field("tree_mask", &Pass::tree_mask),
+                field("logit_rows", &Pass::logit_rows), field("logits", &Pass::logits), field("hidden", &Pass::hidden));
+    bind_struct(m, "PackArgs", "Codes to blocks, or back.", field("plain", &PackArgs::plain), field("packed", &PackArgs::packed),
+                field("zeros", &PackArgs::zeros), field("outputs", &PackArgs::outputs), field("depth", &PackArgs::depth),
+                field("groups", &PackArgs::groups), field("stride", &PackArgs::stride), field("nibbles", &PackArgs::nibbles));
+    bind_struct(m, "EncodeArgs", "A dense weight to packed codes.", field("weight", &EncodeArgs::weight),
+                field("source", &EncodeArgs::source), field("stride", &EncodeArgs::stride),
+                field("outputs", &EncodeArgs::outputs), field("depth", &EncodeArgs::depth), field("group", &EncodeArgs::group),
+                field("nibbles", &EncodeArgs::nibbles), field("asymmetric", &EncodeArgs::asymmetric),
+                field("wide_scales", &EncodeArgs::wide_scales), field("packed", &EncodeArgs::packed),
+                field("scales", &EncodeArgs::scales), field("zeros", &EncodeArgs::zeros), field("low", &EncodeArgs::low));
+}
+
+void bind_plan(nb::module_& m) {
+    auto plan = nb::class_<Plan>(m, "Plan", "Recorded ops; what a pass brings is ignored as they are recorded.");
+    plan.def(nb::init<>());
+    record<Embedding>(plan, "embedding");
+    record<Product>(plan, "product");
+    record<RopeStore>(plan, "rope_store");
+    record<Attention>(plan, "attention");
+    record<Columns>(plan, "columns");
+    plan.def("run", &Plan::run, nb::call_guard<nb::gil_scoped_release>())
+        .def("set_timed", &Plan::set_timed)
+        .def("seconds", &Plan::seconds)
+        .def("__len__", &Plan::size);
 }
 
 void py_rms_norm(uintptr_t x, int64_t x_stride, uintptr_t weight, float eps, uintptr_t out, int64_t rows, int64_t width) {
     rms_norm(at<const float>(x), x_stride, at<const float>(weight), eps, at<float>(out), rows, width);
 }
 
-void py_rope(uintptr_t x, int64_t x_stride, uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t out, int64_t rows,
-             int64_t heads, int64_t dim) {
+void py_rope(uintptr_t x, int64_t x_stride, uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t out,
+             int64_t rows, int64_t heads, int64_t dim) {
     rope(at<const float>(x), x_stride, at<const int32_t>(positions), at<const float>(table), table_rows, at<float>(out), rows,
          heads, dim);
 }
@@ -64,35 +173,17 @@ void py_silu_mul(uintptr_t gate_up, int64_t stride, uintptr_t out, int64_t rows,
     silu_mul(at<const float>(gate_up), stride, at<float>(out), rows, width);
 }
 
-void py_embedding(uintptr_t token_ids, const Weight& weight, uintptr_t out, int64_t rows) {
-    embedding(at<const int32_t>(token_ids), weight, at<float>(out), rows);
+void py_store_kv(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, const Cache& cache, uintptr_t slots,
+                 int64_t rows) {
+    store_kv(at<const float>(k), k_stride, at<const float>(v), v_stride, cache, at<const int32_t>(slots), rows);
 }
 
-Cache cache_at(uintptr_t k, uintptr_t v, uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim,
-               int format) {
-    return {at<void>(k), at<void>(v), at<float>(k_scale), at<float>(v_scale), num_slots, kv_heads, dim,
-            static_cast<KvFormat>(format)};
-}
-
-PackArgs pack_args(uintptr_t plain, uintptr_t packed, uintptr_t zeros, int64_t outputs, int64_t depth, int64_t groups, int64_t stride,
-                   bool nibbles) {
-    return {at<const uint8_t>(plain), at<uint8_t>(packed), at<const uint8_t>(zeros), outputs, depth, groups, stride, nibbles,
-            static_cast<uint8_t>(nibbles ? 8 : 0)};
-}
-
-void py_pack_codes(uintptr_t plain, uintptr_t packed, uintptr_t zeros, int64_t outputs, int64_t depth, int64_t groups, int64_t stride,
-                   bool nibbles) {
-    pack_codes(pack_args(plain, packed, zeros, outputs, depth, groups, stride, nibbles));
+void py_move_kv(const Cache& cache, uintptr_t source, uintptr_t target, int64_t count) {
+    move_kv(cache, at<const int32_t>(source), at<const int32_t>(target), count);
 }
 
 void py_unpack_codes(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t depth, bool nibbles) {
-    unpack_codes(pack_args(0, packed, 0, outputs, depth, 1, depth, nibbles), at<uint8_t>(plain));
-}
-
-void py_encode_packed(uintptr_t weight, int source, int64_t stride, int64_t outputs, int64_t depth, int64_t group, bool nibbles,
-                      bool asymmetric, bool wide_scales, uintptr_t packed, uintptr_t scales, uintptr_t zeros, uintptr_t low) {
-    encode_packed({at<const void>(weight), static_cast<Format>(source), stride, outputs, depth, group, nibbles, asymmetric,
-                   wide_scales, at<uint8_t>(packed), at<void>(scales), at<uint8_t>(zeros), at<uint8_t>(low)});
+    unpack_codes({nullptr, at<uint8_t>(packed), nullptr, outputs, depth, 1, depth, nibbles}, at<uint8_t>(plain));
 }
 
 void py_pack_pairs(uintptr_t plain, uintptr_t packed, int64_t outputs, int64_t depth, int64_t stride, int64_t element) {
@@ -103,63 +194,9 @@ void py_unpack_pairs(uintptr_t packed, uintptr_t plain, int64_t outputs, int64_t
     unpack_pairs(at<const void>(packed), at<void>(plain), outputs, depth, element);
 }
 
-void py_rope_store(uintptr_t qkv, int64_t stride, int64_t heads, uintptr_t q_norm, uintptr_t k_norm, float eps,
-                   uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t slots, uintptr_t k_cache, uintptr_t v_cache,
-                   uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim, int format,
-                   uintptr_t q_out, int64_t rows) {
-    rope_store({at<const float>(qkv), stride, heads, kv_heads, dim, at<const float>(q_norm), at<const float>(k_norm), eps,
-                at<const int32_t>(positions), at<const float>(table), table_rows, at<const int32_t>(slots)},
-               cache_at(k_cache, v_cache, k_scale, v_scale, num_slots, kv_heads, dim, format), at<float>(q_out), rows);
-}
-
-void py_store_kv(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t k_cache, uintptr_t v_cache,
-                 uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads, int64_t dim, int format,
-                 uintptr_t slots, int64_t rows) {
-    const Cache cache = cache_at(k_cache, v_cache, k_scale, v_scale, num_slots, kv_heads, dim, format);
-    store_kv(at<const float>(k), k_stride, at<const float>(v), v_stride, cache, at<const int32_t>(slots), rows);
-}
-
-void py_move_kv(uintptr_t k_cache, uintptr_t v_cache, uintptr_t k_scale, uintptr_t v_scale, int64_t num_slots, int64_t kv_heads,
-                int64_t dim, int format, uintptr_t source, uintptr_t target, int64_t count) {
-    const Cache cache = cache_at(k_cache, v_cache, k_scale, v_scale, num_slots, kv_heads, dim, format);
-    move_kv(cache, at<const int32_t>(source), at<const int32_t>(target), count);
-}
-
-void py_attention(uintptr_t q, int64_t q_stride, uintptr_t k_cache, uintptr_t v_cache, uintptr_t k_scale, uintptr_t v_scale,
-                  int64_t num_slots, int64_t kv_heads, int64_t dim, int format, int64_t block_size, int64_t heads,
-                  uintptr_t positions, uintptr_t tree_mask, uintptr_t row_offsets, uintptr_t kv_lens, uintptr_t block_tables,
-                  int64_t table_stride, int64_t num_seqs, int64_t rows, float scale, int64_t window, uintptr_t out) {
-    const AttentionArgs args{at<const float>(q),
-                             at<const void>(k_cache),
-                             at<const void>(v_cache),
-                             at<const float>(k_scale),
-                             at<const float>(v_scale),
-                             at<float>(out),
-                             at<const int32_t>(positions),
-                             at<const int64_t>(tree_mask),
-                             q_stride,
-                             heads,
-                             kv_heads,
-                             dim,
-                             block_size,
-                             window,
-                             scale};
-    const Sequences sequences{at<const int32_t>(row_offsets), at<const int32_t>(kv_lens), at<const int32_t>(block_tables),
-                              num_seqs, table_stride, rows};
-    attention(args, static_cast<KvFormat>(format), num_slots / block_size, sequences);
-}
-
 std::pair<std::string, std::vector<double>> py_peak_rates(const std::string& kind, double seconds, int repeats) {
     Peak peak = peak_rates(kind, seconds, repeats);
     return {std::move(peak.instruction), std::move(peak.rates)};
-}
-
-std::string build_info() {
-#if defined(__x86_64__)
-    return "compiler " __VERSION__ "; instruction sets avx512vnni avx512 avx2 portable";
-#else
-    return "compiler " __VERSION__ "; instruction sets portable";
-#endif
 }
 
 }  // namespace
@@ -167,33 +204,36 @@ std::string build_info() {
 
 NB_MODULE(_native, m) {
     using namespace sameseed;
+    m.doc() = "Native CPU kernels (csrc/). Memory is an address, strides count elements, formats are numbers of enum Format.";
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
-    nb::class_<Weight>(m, "Weight").def("__init__", &py_weight);
-    m.def("linear", &py_linear, unlocked);
-    m.def("pack_codes", &py_pack_codes, unlocked);
-    m.def("encode_packed", &py_encode_packed, unlocked);
-    m.def("unpack_codes", &py_unpack_codes, unlocked);
-    m.def("pack_pairs", &py_pack_pairs, unlocked);
-    m.def("unpack_pairs", &py_unpack_pairs, unlocked);
-    m.def("rope_store", &py_rope_store, unlocked);
+    bind_structs(m);
+    bind_plan(m);
+    bind_sampling(m);
+    m.def("embedding", &embedding, unlocked);
+    m.def("product", &linear, unlocked);
+    m.def("rope_store", &rope_store, unlocked);
+    m.def("attention", &attention, unlocked);
     m.def("rms_norm", &py_rms_norm, unlocked);
     m.def("rope", &py_rope, unlocked);
     m.def("silu_mul", &py_silu_mul, unlocked);
-    m.def("embedding", &py_embedding, unlocked);
     m.def("store_kv", &py_store_kv, unlocked);
     m.def("move_kv", &py_move_kv, unlocked);
-    m.def("attention", &py_attention, unlocked);
-    bind_plan(m);
-    bind_sampling(m);
+    m.def("pack_codes", &pack_codes, unlocked);
+    m.def("unpack_codes", &py_unpack_codes, unlocked);
+    m.def("encode_packed", &encode_packed, unlocked);
+    m.def("pack_pairs", &py_pack_pairs, unlocked);
+    m.def("unpack_pairs", &py_unpack_pairs, unlocked);
     m.def("kv_row_bytes", [](int format, int64_t dim) { return kv_row_bytes(static_cast<KvFormat>(format), dim); },
           "Bytes of one head's row of the cache.");
-    m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
-    m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, "Use this instruction set: auto, avx512vnni, avx512, avx2, portable.");
+    m.def("isa", [] { return std::string(instruction_set().name); }, "The instruction set in use.");
+    m.def("set_isa", [](const std::string& name) { set_isa(name); }, "Use this instruction set: auto, or one of build_info.");
     m.def("num_threads", &num_threads, "Threads that a call may use.");
     m.def("set_num_threads", &set_num_threads, "Let a call use this many threads.");
     m.def("limit_threads", &limit_threads, "Let a call of this thread use at most this many threads; 0: no limit.");
     m.def("available_cores", &available_cores, "Physical cores that this process may use.");
     m.def("read_rates", &read_rates, unlocked, "Bytes a second of passes over this much memory, by all threads.");
-    m.def("peak_rates", &py_peak_rates, unlocked, "The CPU's best instruction for int8, fp32 or bf16, and its operations a second.");
-    m.def("build_info", &build_info, "The compiler and the instruction sets that this module was built for.");
+    m.def("peak_rates", &py_peak_rates, unlocked,
+          "The CPU's best instruction for int8, fp32 or bf16, and its operations a second.");
+    m.def("build_info", [] { return "compiler " __VERSION__ "; instruction sets " + set_names(" "); },
+          "The compiler and the instruction sets that this module was built for.");
 }

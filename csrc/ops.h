@@ -7,11 +7,6 @@
 
 namespace sameseed {
 
-// The table in use: the best instruction set of this CPU, or what SAMESEED_ISA or set_isa say.
-// Raises std::invalid_argument for a name that is unknown or that this CPU lacks.
-const Kernels& kernels();
-void set_isa(const char* name);
-
 void rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, float* out, int64_t rows, int64_t width);
 void rope(const float* x, int64_t x_stride, const int32_t* positions, const float* table, int64_t table_rows, float* out,
           int64_t rows, int64_t heads, int64_t dim);
@@ -20,14 +15,17 @@ void silu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, in
 // go to the cache, q to q_out [T, H, D]. Bit for bit rms_norm, rope and store_kv, one after another.
 struct RopeStore {
     const float* qkv;
-    int64_t stride, heads, kv_heads, dim;
+    int64_t stride, heads;
     const float *q_norm, *k_norm;  // [D] or null
     float eps;
     const int32_t* positions;
     const float* table;
     int64_t table_rows;
     const int32_t* slots;
+    Cache cache;
+    float* q_out;
+    int64_t rows;
 };
-void rope_store(const RopeStore& args, const Cache& cache, float* q_out, int64_t rows);
+void rope_store(const RopeStore& args);
 
 }  // namespace sameseed

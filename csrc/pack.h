@@ -15,14 +15,13 @@
 namespace sameseed {
 
 // Codes [O, K] (rows of `stride` bytes: int4 and nf4 as uint8 0..15, int8) to blocks and back.
-// `zeros` [O, K/G] (or null) and `middle` say which code means zero.
+// `zeros` [O, K/G] say which code means zero; null: 8 of nibbles, 0 of bytes.
 struct PackArgs {
     const uint8_t* plain;
     uint8_t* packed;
     const uint8_t* zeros;
     int64_t outputs, depth, groups, stride;
     bool nibbles;
-    uint8_t middle;
 };
 void pack_codes(const PackArgs& args);
 void unpack_codes(const PackArgs& args, uint8_t* plain);

@@ -15,9 +15,12 @@
 #include <stdexcept>
 #include <vector>
 
-#include "ops.h"
+#include "isa.h"
 
 namespace sameseed {
+
+const SamplingLoops* sampling_portable();
+
 namespace {
 
 #include "sampling_body.h"
@@ -25,16 +28,11 @@ namespace {
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
 const SamplingLoops& loops() {
-#if defined(__x86_64__)
-    const char* isa = "portable";
     try {
-        isa = kernels().name;
+        return *instruction_set().sampling();
     } catch (const std::invalid_argument&) {  // SAMESEED_ISA names none: the backend says so, and sampling needs none
+        return *sampling_portable();
     }
-    if (std::strncmp(isa, "avx512", 6) == 0) return *sampling_avx512();  // with VNNI or without
-    if (std::strcmp(isa, "avx2") == 0) return *sampling_avx2();
-#endif
-    return *sampling_portable();
 }
 
 template <class X>

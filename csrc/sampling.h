@@ -38,10 +38,4 @@ struct SamplingLoops {
     uint64_t (*rarest)(uint64_t key, int64_t first, int64_t count);
 };
 
-const SamplingLoops* sampling_portable();
-#if defined(__x86_64__)
-const SamplingLoops* sampling_avx2();
-const SamplingLoops* sampling_avx512();
-#endif
-
 }  // namespace sameseed

@@ -92,10 +92,26 @@ def _pack_planes(w: QuantTensor) -> QuantTensor:
     return replace(w, parts={**parts, "scales": scales}, layout="cpu")
 
 
+def _pack_codes(codes: Tensor, packed: Tensor, zeros: Tensor | None, w: QuantTensor, nibbles: bool) -> None:
+    outputs, depth = w.shape
+    _native.pack_codes(
+        _native.PackArgs(
+            plain=codes.data_ptr(),
+            packed=packed.data_ptr(),
+            zeros=0 if zeros is None else zeros.data_ptr(),
+            outputs=outputs,
+            depth=depth,
+            groups=_sizes(w)[2],
+            stride=depth,
+            nibbles=nibbles,
+        )
+    )
+
+
 def _plane(codes: Tensor, w: QuantTensor) -> Tensor:
     """The lower halves of codes uint8 [O, K] in blocks."""
     packed = roomy(_codes_shape(w), torch.uint8)
-    _native.pack_codes(codes.data_ptr(), packed.data_ptr(), 0, *w.shape, _sizes(w)[2], w.shape[1], True)
+    _pack_codes(codes, packed, None, w, True)
     return packed
 
 
@@ -133,15 +149,7 @@ def pack(w: QuantTensor) -> QuantTensor:
         raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     zeros = None if zeros is None else zeros.to(torch.uint8).reshape(-1, groups).contiguous()
     packed = roomy(_codes_shape(w), torch.uint8)
-    _native.pack_codes(
-        codes.data_ptr(),
-        packed.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        *w.shape,
-        groups,
-        depth,
-        columns == 8,
-    )
+    _pack_codes(codes, packed, zeros, w, columns == 8)
     parts = {"codes": packed, "scales": _by_block(w.parts["scales"].reshape(-1, groups), blocks, 0)}
     if zeros is not None:
         parts["zeros"] = _by_block(zeros, blocks, 0)
@@ -194,19 +202,21 @@ def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool 
     if not symmetric:
         parts["zeros"] = roomy((blocks, groups, ROWS_PER_PACK), torch.uint8)
     _native.encode_packed(
-        weight.data_ptr(),
-        _SCALES[weight.dtype],
-        weight.stride(0),
-        outputs,
-        depth,
-        columns,
-        step == 8,
-        not symmetric,
-        wide,
-        parts[first].data_ptr(),
-        parts["scales"].data_ptr(),
-        0 if symmetric else parts["zeros"].data_ptr(),
-        parts["low"].data_ptr() if nested else 0,
+        _native.EncodeArgs(
+            weight=weight.data_ptr(),
+            source=_SCALES[weight.dtype],
+            stride=weight.stride(0),
+            outputs=outputs,
+            depth=depth,
+            group=columns,
+            nibbles=step == 8,
+            asymmetric=not symmetric,
+            wide_scales=wide,
+            packed=parts[first].data_ptr(),
+            scales=parts["scales"].data_ptr(),
+            zeros=0 if symmetric else parts["zeros"].data_ptr(),
+            low=parts["low"].data_ptr() if nested else 0,
+        )
     )
     return QuantTensor(name, (outputs, depth), parts, "int8", "cpu")
 
@@ -286,15 +296,15 @@ def describe(w: QuantTensor) -> _native.Weight:
     if groups == 0 or depth % groups or depth > _MAX_DEPTH or (groups > 1 and w.group % 32):
         raise ValueError(f"no kernel takes a packed weight {w.shape} with {groups} groups; pack it again")
     return _native.Weight(
-        SERVED[w.format, w.activations],
-        w.activations == "int8",
-        outputs,
-        depth,
-        w.group,
-        0,
-        codes.data_ptr(),
-        0 if scales is None else scales.data_ptr(),
-        0 if scales is None else _SCALES[scales.dtype],
-        w.parts[marks].data_ptr() if marks in w.parts else 0,
-        w.parts["low"].data_ptr() if "low" in w.parts else 0,
+        format=SERVED[w.format, w.activations],
+        integer_rows=w.activations == "int8",
+        outputs=outputs,
+        depth=depth,
+        group=w.group,
+        stride=0,
+        codes=codes.data_ptr(),
+        scales=0 if scales is None else scales.data_ptr(),
+        scale_format=0 if scales is None else _SCALES[scales.dtype],
+        zeros=w.parts[marks].data_ptr() if marks in w.parts else 0,
+        low=w.parts["low"].data_ptr() if "low" in w.parts else 0,
     )

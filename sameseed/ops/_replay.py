@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sameseed import _native
 from sameseed.batch import Batch
 from sameseed.ops import by_part, cpu
 from sameseed.ops._rows import RowSource
 from sameseed.scheme import KVLayer, QuantTensor
 
 if TYPE_CHECKING:
-    from sameseed import _native
     from sameseed.ops import Forward, Ops
 
 log = logging.getLogger("sameseed.ops")
@@ -76,14 +76,13 @@ class Recorder:
 
     def _open(self) -> None:
         """Record into a new plan from here on."""
-        plan = cpu.native_plan()
-        self.parts.append(plan)
-        self._target = cpu.Target(plan, self._pool.take)
+        self._on = cpu.recorder(self._pool.take)
+        self.parts.append(self._on.calls)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not weight.is_contiguous():
             raise NotRecordableError("a norm that is no contiguous tensor")
-        out = self._target.empty(x.shape[0], x.shape[1])
+        out = self._on.empty(x.shape[0], x.shape[1])
         self.parts.append(cpu.norm_call(x, weight, eps, out))
         self._open()
         return out
@@ -103,7 +102,7 @@ class Recorder:
 
     def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
         self._served(w)
-        return cpu.embedding(token_ids, w, self._target)
+        return cpu.embedding(token_ids, w, self._on)
 
     def product(
         self,
@@ -115,7 +114,7 @@ class Recorder:
         if isinstance(w, tuple):
             return self.beside([self.product(rows, p, b) for p, b in by_part(w, bias)])
         self._served(w, rows.norm, bias)
-        return cpu.product(rows, w, bias, residual, self._target)
+        return cpu.product(rows, w, bias, residual, self._on)
 
     def rope_store(
         self,
@@ -128,15 +127,15 @@ class Recorder:
         eps: float = 0.0,
     ) -> Tensor:
         self._cached(layer)
-        return cpu.rope_store(qkv, heads, layer, batch, table, norms, eps, self._target)
+        return cpu.rope_store(qkv, heads, layer, batch, table, norms, eps, self._on)
 
     def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
         self._cached(layer)
-        return cpu.attention(q, layer, batch, scale, window, self._target)
+        return cpu.attention(q, layer, batch, scale, window, self._on)
 
     def beside(self, parts: Seq[Tensor]) -> Tensor:
         """Steps that write x [T, O] of several side by side."""
-        out = self._target.empty(parts[0].shape[0], sum(x.shape[1] for x in parts))
+        out = self._on.empty(parts[0].shape[0], sum(x.shape[1] for x in parts))
         self._side_by_side(parts, out.shape[1], out.data_ptr())
         return out
 
@@ -150,7 +149,9 @@ class Recorder:
         """`out` 0: the hidden states of the pass."""
         column = 0
         for x in parts:
-            self._target.calls.columns(x.data_ptr(), x.stride(0), x.shape[1], column, total, out)
+            self._on.calls.columns(
+                _native.Columns(x=x.data_ptr(), stride=x.stride(0), width=x.shape[1], column=column, total=total, out=out)
+            )
             column += x.shape[1]
 
 
@@ -187,28 +188,28 @@ class Recorded:
         mask = batch.tree_mask
         for buffer, x in zip(self._inputs, inputs, strict=True):
             buffer[:rows] = x.numpy()
-        values = (
-            rows,
-            batch.num_pending.shape[0],
-            num_logit_rows,
-            batch.block_tables.shape[1],
-            batch.token_ids.data_ptr(),
-            batch.positions.data_ptr(),
-            (batch.positions if batch.key_positions is None else batch.key_positions).data_ptr(),
-            batch.slots.data_ptr(),
-            batch.row_offsets.data_ptr(),
-            batch.kv_lens.data_ptr(),
-            batch.block_tables.data_ptr(),
-            0 if mask is None else mask.data_ptr(),
-            batch.logit_rows.data_ptr(),
-            logits.data_ptr(),
-            0 if hidden is None else hidden.data_ptr(),
+        this_pass = _native.Pass(
+            rows=rows,
+            num_seqs=batch.num_pending.shape[0],
+            num_logit_rows=num_logit_rows,
+            table_stride=batch.block_tables.shape[1],
+            token_ids=batch.token_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            key_positions=(batch.positions if batch.key_positions is None else batch.key_positions).data_ptr(),
+            slots=batch.slots.data_ptr(),
+            row_offsets=batch.row_offsets.data_ptr(),
+            kv_lens=batch.kv_lens.data_ptr(),
+            block_tables=batch.block_tables.data_ptr(),
+            tree_mask=0 if mask is None else mask.data_ptr(),
+            logit_rows=batch.logit_rows.data_ptr(),
+            logits=logits.data_ptr(),
+            hidden=0 if hidden is None else hidden.data_ptr(),
         )
         for part in self._parts:
             if callable(part):
                 part(rows)
             else:
-                part.run(*values)
+                part.run(this_pass)
         return logits, hidden
 
 

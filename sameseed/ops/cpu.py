@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ KV_FORMATS = frozenset(_KV)
 pack, unpack, concat, encode = _packed.pack, _packed.unpack, _packed.concat, _packed.encode_by
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
+_caches: dict[int, _native.Cache] = {}  # likewise, of the KVLayer
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
 _NO_WINDOW = 1 << 40
 
@@ -98,16 +99,16 @@ def limit_threads(threads: int) -> None:
         raise ConfigError(str(error)) from error
 
 
-class Target(NamedTuple):
-    """Where ops go: `calls` has the native functions, or a Plan that records them; `empty` makes room for results."""
+class Executor(NamedTuple):
+    """Who runs ops: `calls` has the native functions, or is a Plan that records; `empty` makes room for results."""
 
     calls: Any
     empty: Callable[..., Tensor]
 
 
-def native_plan() -> _native.Plan:
-    """An empty plan: a Target's `calls` that records."""
-    return _native.Plan()
+def recorder(empty: Callable[..., Tensor]) -> Executor:
+    """An Executor that records into a new plan."""
+    return Executor(_native.Plan(), empty)
 
 
 def replayer(forward: Any, ops: Any) -> Any:
@@ -117,7 +118,7 @@ def replayer(forward: Any, ops: Any) -> Any:
     return Replay(forward, ops)
 
 
-_NOW = Target(None if _missing else _native, partial(torch.empty, dtype=torch.float32))
+_NOW = Executor(None if _missing else _native, partial(torch.empty, dtype=torch.float32))
 
 
 def _floats(x: Tensor) -> Tensor:
@@ -140,20 +141,39 @@ def _ints(x: Tensor) -> Tensor:
     return x if x.dtype is _I32 and x.is_contiguous() else x.to(_I32).contiguous()
 
 
+def _at(x: Tensor | None) -> int:
+    """The address of `x`; 0 without one."""
+    return 0 if x is None else x.data_ptr()
+
+
 def _fit(what: str, got: object, wanted: object) -> None:
     if got != wanted:
         raise ValueError(f"{what}: {got} does not fit {wanted}")
 
 
-def _weight(w: QuantTensor) -> _native.Weight:
-    """The native description of a weight; made once, for its tensors never move."""
-    known = _weights.get(id(w))
-    if known is not None:
-        return known
-    made = _dense_weight(w) if w.layout == "plain" else _packed.describe(w)
-    weakref.finalize(w, _weights.pop, id(w), None)
-    _weights[id(w)] = made
+T = TypeVar("T")
+
+
+def _described(known: dict[int, T], x: Any, describe: Callable[[Any], T]) -> T:
+    """The native description of `x`; made once, for its tensors never move."""
+    made = known.get(id(x))
+    if made is None:
+        made = known[id(x)] = describe(x)
+        weakref.finalize(x, known.pop, id(x), None)
     return made
+
+
+def _weight(w: QuantTensor) -> _native.Weight:
+    return _described(_weights, w, _dense_weight if w.layout == "plain" else _packed.describe)
+
+
+def _vector(what: str, x: Tensor | None, length: int) -> Tensor | None:
+    """`x` [length] for a kernel; None without one."""
+    if x is None:
+        return None
+    x = _floats(x)
+    _fit(what, x.shape[0], length)
+    return x
 
 
 def serves(w: QuantTensor) -> bool:
@@ -169,16 +189,28 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
         raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
     outputs, depth = w.shape
     return _native.Weight(
-        _CODES[w.format], False, outputs, depth, depth, weight.stride(0), weight.data_ptr(), 0, 0, 0, 0
+        format=_CODES[w.format],
+        integer_rows=False,
+        outputs=outputs,
+        depth=depth,
+        group=depth,
+        stride=weight.stride(0),
+        codes=weight.data_ptr(),
+        scales=0,
+        scale_format=0,
+        zeros=0,
+        low=0,
     )
 
 
-def embedding(token_ids: Tensor, w: QuantTensor, on: Target = _NOW) -> Tensor:
+def embedding(token_ids: Tensor, w: QuantTensor, on: Executor = _NOW) -> Tensor:
     """Rows of an embedding [V, C] for token_ids [T]; returns float32 [T, C]. Raises IndexError outside 0..V-1."""
     ids = _ints(token_ids)
     rows = ids.shape[0]
     out = on.empty(rows, w.shape[1])
-    on.calls.embedding(ids.data_ptr(), _weight(w), out.data_ptr(), rows)
+    on.calls.embedding(
+        _native.Embedding(token_ids=ids.data_ptr(), weight=_weight(w), out=out.data_ptr(), rows=rows)
+    )
     return out
 
 
@@ -190,7 +222,7 @@ def product(
     w: QuantTensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    on: Target = _NOW,
+    on: Executor = _NOW,
 ) -> Tensor:
     """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 
@@ -198,42 +230,30 @@ def product(
     """
     if w.activations == "fp8":
         rows = plain_rows(round_rows(rows.prepared(rms_norm, silu_mul), w.group))
-    x = _floats(rows.x)
-    handle = _weight(w)
     outputs, depth = w.shape
+    x, norm, bias = _floats(rows.x), _vector("norm weight", rows.norm, depth), _vector("bias", bias, outputs)
     if x.shape[1] != (2 * depth if rows.kind == "silu" else depth):
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight {w.shape}")
-    count = x.shape[0]
-    index_at = norm_at = bias_at = residual_at = 0
-    if rows.row_ids is not None:
-        index = _ints(rows.row_ids)
-        count, index_at = index.shape[0], index.data_ptr()
-    if rows.norm is not None:
-        norm = _floats(rows.norm)
-        _fit("norm weight", norm.shape[0], depth)
-        norm_at = norm.data_ptr()
-    if bias is not None:
-        bias = _floats(bias)
-        _fit("bias", bias.shape[0], outputs)
-        bias_at = bias.data_ptr()
-    if residual is not None:
-        if residual.dtype is not _F32 or not residual.is_contiguous() or residual.shape != (count, outputs):
-            raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(count, outputs)}")
-        residual_at = residual.data_ptr()
+    row_ids = None if rows.row_ids is None else _ints(rows.row_ids)
+    count = (x if row_ids is None else row_ids).shape[0]
+    if residual is not None and (
+        residual.dtype is not _F32 or not residual.is_contiguous() or residual.shape != (count, outputs)
+    ):
+        raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(count, outputs)}")
+    source = _native.RowSource(
+        kind=_SOURCES[rows.kind],
+        x=x.data_ptr(),
+        stride=_row_stride(x),
+        norm_weight=_at(norm),
+        eps=rows.eps,
+        index=_at(row_ids),
+        index_limit=x.shape[0],
+    )
     out = on.empty(count, outputs)
-    on.calls.linear(
-        _SOURCES[rows.kind],
-        x.data_ptr(),
-        _row_stride(x),
-        norm_at,
-        rows.eps,
-        index_at,
-        x.shape[0],
-        handle,
-        bias_at,
-        residual_at,
-        out.data_ptr(),
-        count,
+    on.calls.product(
+        _native.Product(
+            source=source, weight=_weight(w), bias=_at(bias), residual=_at(residual), out=out.data_ptr(), rows=count
+        )
     )
     return out
 
@@ -296,24 +316,33 @@ def _head_dim(code: int, width: int) -> int:
     raise ValueError(f"no head dimension up to {_MAX_DIM} has rows of {width} bytes in this cache")
 
 
-def _cache(layer: KVLayer) -> tuple[int, int, int, int, int, int, int, int]:
-    """Addresses of k, v and their scales (0 without), number of slots, KV heads, head dim, format code."""
-    k, v, k_scale, v_scale = layer.k, layer.v, layer.k_scale, layer.v_scale
+def _cache(layer: KVLayer) -> _native.Cache:
+    return _described(_caches, layer, _describe_cache)
+
+
+def _describe_cache(layer: KVLayer) -> _native.Cache:
+    k, v = layer.k, layer.v
     code, dtype = _KV[layer.format]
     if k.dtype is not dtype or v.dtype is not dtype or not k.is_contiguous() or not v.is_contiguous():
         raise TypeError(f"a KV cache in {layer.format} must be contiguous {dtype} tensors")
     _fit("v", v.shape, k.shape)
     num_blocks, block_size, kv_heads, width = k.shape
-    dim = _head_dim(code, width)
-    scales = (0, 0)
-    if layer.format in _SCALED:
-        for scale in (k_scale, v_scale):
-            if scale is None or scale.dtype is not _F32 or not scale.is_contiguous():
-                raise TypeError(f"scales of a KV cache in {layer.format} must be contiguous float32 tensors")
-            _fit("scales", scale.shape, k.shape[:3])
-        assert k_scale is not None and v_scale is not None
-        scales = k_scale.data_ptr(), v_scale.data_ptr()
-    return k.data_ptr(), v.data_ptr(), *scales, num_blocks * block_size, kv_heads, dim, code
+    scales = (layer.k_scale, layer.v_scale) if layer.format in _SCALED else ()
+    for scale in scales:
+        if scale is None or scale.dtype is not _F32 or not scale.is_contiguous():
+            raise TypeError(f"scales of a KV cache in {layer.format} must be contiguous float32 tensors")
+        _fit("scales", scale.shape, k.shape[:3])
+    k_scale, v_scale = (_at(x) for x in scales or (None, None))
+    return _native.Cache(
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        num_slots=num_blocks * block_size,
+        kv_heads=kv_heads,
+        dim=_head_dim(code, width),
+        format=code,
+    )
 
 
 def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
@@ -325,7 +354,7 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
     _fit("k", k.shape, (slots.shape[0], layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])))
     _fit("v", v.shape, k.shape)
     k_at, v_at, slots_at = k.data_ptr(), v.data_ptr(), slots.data_ptr()
-    _native.store_kv(k_at, _row_stride(k), v_at, _row_stride(v), *_cache(layer), slots_at, k.shape[0])
+    _native.store_kv(k_at, _row_stride(k), v_at, _row_stride(v), _cache(layer), slots_at, k.shape[0])
 
 
 def rope_store(
@@ -336,7 +365,7 @@ def rope_store(
     table: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
-    on: Target = _NOW,
+    on: Executor = _NOW,
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D].
 
@@ -347,27 +376,25 @@ def rope_store(
     rows = qkv.shape[0]
     _fit("qkv", qkv.shape[1], (heads + 2 * kv_heads) * dim)
     _fit("rope table, positions and slots", (table.shape[1], positions.shape[0], slots.shape[0]), (dim, rows, rows))
-    q_norm_at = k_norm_at = 0
-    if norms is not None:
-        q_norm, k_norm = _floats(norms[0]), _floats(norms[1])
-        _fit("norm weights", (q_norm.shape[0], k_norm.shape[0]), (dim, dim))
-        q_norm_at, k_norm_at = q_norm.data_ptr(), k_norm.data_ptr()
+    q_norm, k_norm = (_vector("norm weights", x, dim) for x in norms or (None, None))
     table = table.contiguous()
     out = on.empty(rows, heads, dim)
     on.calls.rope_store(
-        qkv.data_ptr(),
-        _row_stride(qkv),
-        heads,
-        q_norm_at,
-        k_norm_at,
-        eps,
-        positions.data_ptr(),
-        table.data_ptr(),
-        table.shape[0],
-        slots.data_ptr(),
-        *_cache(layer),
-        out.data_ptr(),
-        rows,
+        _native.RopeStore(
+            qkv=qkv.data_ptr(),
+            stride=_row_stride(qkv),
+            heads=heads,
+            q_norm=_at(q_norm),
+            k_norm=_at(k_norm),
+            eps=eps,
+            positions=positions.data_ptr(),
+            table=table.data_ptr(),
+            table_rows=table.shape[0],
+            slots=slots.data_ptr(),
+            cache=_cache(layer),
+            q_out=out.data_ptr(),
+            rows=rows,
+        )
     )
     return out
 
@@ -376,11 +403,11 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
     """Copy cache rows src [n] to dst [n]; all are read before any is written."""
     src, dst = _ints(src), _ints(dst)
     _fit("targets", dst.shape, src.shape)
-    _native.move_kv(*_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
+    _native.move_kv(_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
 
 
 def attention(
-    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None, on: Target = _NOW
+    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None, on: Executor = _NOW
 ) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
@@ -402,23 +429,28 @@ def attention(
         raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
     if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
         raise ValueError("tree_mask must be contiguous int64 [T]")
+    sequences = _native.Sequences(
+        row_offsets=offsets.data_ptr(),
+        kv_lens=kv_lens.data_ptr(),
+        block_tables=tables.data_ptr(),
+        count=num_seqs,
+        table_stride=table_width,
+        rows=rows,
+    )
     out = on.empty(rows, heads, dim)
     on.calls.attention(
-        q.data_ptr(),
-        _row_stride(q),
-        *_cache(layer),
-        block_size,
-        heads,
-        positions.data_ptr(),
-        0 if mask is None else mask.data_ptr(),
-        offsets.data_ptr(),
-        kv_lens.data_ptr(),
-        tables.data_ptr(),
-        table_width,
-        num_seqs,
-        rows,
-        scale,
-        _NO_WINDOW if window is None else window,
-        out.data_ptr(),
+        _native.Attention(
+            q=q.data_ptr(),
+            stride=_row_stride(q),
+            heads=heads,
+            cache=_cache(layer),
+            block_size=block_size,
+            positions=positions.data_ptr(),
+            tree_mask=_at(mask),
+            sequences=sequences,
+            scale=scale,
+            window=_NO_WINDOW if window is None else window,
+            out=out.data_ptr(),
+        )
     )
     return out
