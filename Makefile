@@ -101,10 +101,12 @@ build: ## compile csrc/ again and install it (only what changed is compiled)
 format: $(STAMP) ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h
 
 lint: $(STAMP) ## format and lint, read only
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
 
 types: $(STAMP) ## mypy --strict
 	$(BIN)/mypy

@@ -54,8 +54,8 @@ void add_tiles(const AttentionArgs& a, const Sequences& s, int64_t b, std::vecto
             const int64_t rows = std::min(rows_per_tile, end - t);
             const auto [least, most] = std::minmax_element(a.positions + t, a.positions + t + rows);
             const int64_t first = std::max<int64_t>(0, *least - a.window + 1) / key_block, last = *most / key_block;
-            tiles.push_back({s.block_tables + b * s.table_stride, s.kv_lens[b], t, rows, kv_head, head, heads, first, last + 1,
-                             nullptr});
+            tiles.push_back(
+                {s.block_tables + b * s.table_stride, s.kv_lens[b], t, rows, kv_head, head, heads, first, last + 1, nullptr});
         }
     }
 }
@@ -82,9 +82,8 @@ void attend_in_parts(const AttentionArgs& args, KvFormat format, std::vector<Att
     run_tasks(static_cast<int64_t>(work.size()), true, [&](int64_t i) {
         kernel(args, *work[i].tile, work[i].block_begin, work[i].block_end, scratch(attention_area, attention_scratch(args.dim)));
     });
-    run_tasks(static_cast<int64_t>(tiles.size()), blocks > 8 * wanted, [&](int64_t i) {
-        table.attention_merge(args, tiles[i], scratch(attention_area, attention_scratch(args.dim)));
-    });
+    run_tasks(static_cast<int64_t>(tiles.size()), blocks > 8 * wanted,
+              [&](int64_t i) { table.attention_merge(args, tiles[i], scratch(attention_area, attention_scratch(args.dim))); });
 }
 
 }  // namespace
@@ -97,8 +96,10 @@ void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride
     by_rows(rows, 2 * width, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
             const int64_t slot = slots[t], scale = cache.k_scale == nullptr ? 0 : slot * cache.kv_heads;
-            encode(k + t * k_stride, cache.kv_heads, cache.dim, static_cast<char*>(cache.k) + slot * bytes, cache.k_scale + scale);
-            encode(v + t * v_stride, cache.kv_heads, cache.dim, static_cast<char*>(cache.v) + slot * bytes, cache.v_scale + scale);
+            encode(k + t * k_stride, cache.kv_heads, cache.dim, static_cast<char*>(cache.k) + slot * bytes,
+                   cache.k_scale + scale);
+            encode(v + t * v_stride, cache.kv_heads, cache.dim, static_cast<char*>(cache.v) + slot * bytes,
+                   cache.v_scale + scale);
         }
     });
 }
@@ -123,8 +124,8 @@ void attention(const Attention& a) {
     const Sequences& sequences = a.sequences;
     const KvFormat format = cache.format;
     const int64_t num_blocks = cache.num_slots / a.block_size;
-    AttentionArgs args{a.q, cache.k, cache.v, cache.k_scale, cache.v_scale, a.out, a.positions, a.tree_mask,
-                       a.stride, a.heads, cache.kv_heads, cache.dim, a.block_size, a.window, a.scale};
+    AttentionArgs args{a.q,      cache.k, cache.v,        cache.k_scale, cache.v_scale, a.out,    a.positions, a.tree_mask,
+                       a.stride, a.heads, cache.kv_heads, cache.dim,     a.block_size,  a.window, a.scale};
     args.rotated = format == KvFormat::int4;
     thread_local std::vector<AttentionTile> tile_buffer;
     std::vector<AttentionTile>& tiles = tile_buffer;  // workers have their own of the former

@@ -205,7 +205,7 @@ void add_shared(Walk& w, const T* const* values, int64_t low, int64_t high) {
 template <class T>
 void walk_block(Walk& w, int64_t block_index) {
     const int64_t start = block_index * key_block, rows = w.tile.row_count, group = w.group, dim = w.a.dim;
-    const Row<T> *shared[2 * key_block], *own[128];  // keys, then values
+    const Row<T>*shared[2 * key_block], *own[128];  // keys, then values
     w.look(block_index);
     int64_t low = key_block, high = 0;
     for (int64_t i = 0; i < rows; i++) {
@@ -237,8 +237,8 @@ void walk_block(Walk& w, int64_t block_index) {
         own_keys<T>(w, i, start, from, w.end[i], own, own + 64);
         for (int64_t c = i * group, count, last = c + group; c < last; c += count) {
             count = last - c < query_tile ? last - c : query_tile;
-            add_values(w.scores + c * score_stride + from, count, Stored<Row<T>>{own + 64, n, 0, dim}, n, dim, w.block + c * w.padded,
-                       w.padded, false);
+            add_values(w.scores + c * score_stride + from, count, Stored<Row<T>>{own + 64, n, 0, dim}, n, dim,
+                       w.block + c * w.padded, w.padded, false);
         }
     }
 }

@@ -12,8 +12,8 @@
 namespace sameseed {
 
 template <class T>
-constexpr bool is_memory = std::is_pointer_v<T> && (std::is_void_v<std::remove_pointer_t<T>> ||
-                                                    std::is_arithmetic_v<std::remove_pointer_t<T>>);
+constexpr bool is_memory =
+    std::is_pointer_v<T> && (std::is_void_v<std::remove_pointer_t<T>> || std::is_arithmetic_v<std::remove_pointer_t<T>>);
 template <class T>
 using Given = std::conditional_t<is_memory<T>, uintptr_t, std::conditional_t<std::is_enum_v<T>, int, T>>;
 
@@ -28,22 +28,19 @@ T taken(Given<T> value) {
 template <class S, class T>
 struct Field {
     const char* name;
-    T S::*member;
+    T S::* member;
 };
 template <class S, class T>
-Field<S, T> field(const char* name, T S::*member) {
+Field<S, T> field(const char* name, T S::* member) {
     return {name, member};
 }
 
 template <class S, class... T>
 void bind_struct(nanobind::module_& m, const char* name, const char* doc, Field<S, T>... fields) {
-    nanobind::class_<S>(m, name, doc)
-        .def("__init__",
-             [fields...](S* self, Given<T>... values) {
-                 new (self) S{};
-                 ((self->*fields.member = taken<T>(values)), ...);
-             },
-             nanobind::kw_only(), nanobind::arg(fields.name)...);
+    nanobind::class_<S>(m, name, doc).def("__init__", [fields...](S* self, Given<T>... values) {
+        new (self) S{};
+        ((self->*fields.member = taken<T>(values)), ...);
+    }, nanobind::kw_only(), nanobind::arg(fields.name)...);
 }
 
 }  // namespace sameseed

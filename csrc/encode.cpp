@@ -126,8 +126,9 @@ void encode_packed(const EncodeArgs& a) {
                     if (a.asymmetric) a.zeros[at] = zeros[o * groups + g] = made.zero;
                 }
             }
-            PackArgs plane{codes, a.packed + block * block_bytes, a.asymmetric ? zeros : nullptr, count, a.depth, groups, a.depth,
-                           a.nibbles};
+            PackArgs plane{
+                codes,    a.packed + block * block_bytes, a.asymmetric ? zeros : nullptr, count, a.depth, groups, a.depth,
+                a.nibbles};
             if (a.low) {  // of a byte, packing takes the lower half
                 plane.packed = a.low + block * block_bytes;
                 pack_block(plane, 0);

@@ -24,18 +24,36 @@ inline Codes each_code(F f) {
     return out;
 }
 
-inline I set1_int(int32_t x) { return each_int([=](int) { return static_cast<uint32_t>(x); }); }
-inline I load_ints(const int32_t* p) { return each_int([=](int i) { return static_cast<uint32_t>(p[i]); }); }
-inline I widen_bytes(const uint8_t* p) { return each_int([=](int i) { return p[i]; }); }
+inline I set1_int(int32_t x) {
+    return each_int([=](int) { return static_cast<uint32_t>(x); });
+}
+inline I load_ints(const int32_t* p) {
+    return each_int([=](int i) { return static_cast<uint32_t>(p[i]); });
+}
+inline I widen_bytes(const uint8_t* p) {
+    return each_int([=](int i) { return p[i]; });
+}
 inline void store_ints(int32_t* p, const I& a) { __builtin_memcpy(p, a.r, sizeof a.r); }
-inline I add_ints(const I& a, const I& b) { return each_int([&](int i) { return a.r[i] + b.r[i]; }); }
-inline I mul_ints(const I& a, const I& b) { return each_int([&](int i) { return a.r[i] * b.r[i]; }); }
-inline V to_floats(const I& a) { return each([&](int i) { return static_cast<float>(static_cast<int32_t>(a.r[i])); }); }
+inline I add_ints(const I& a, const I& b) {
+    return each_int([&](int i) { return a.r[i] + b.r[i]; });
+}
+inline I mul_ints(const I& a, const I& b) {
+    return each_int([&](int i) { return a.r[i] * b.r[i]; });
+}
+inline V to_floats(const I& a) {
+    return each([&](int i) { return static_cast<float>(static_cast<int32_t>(a.r[i])); });
+}
 
-inline Codes load_codes(const uint8_t* p) { return each_code([=](int i) { return p[i]; }); }
+inline Codes load_codes(const uint8_t* p) {
+    return each_code([=](int i) { return p[i]; });
+}
 inline void store_codes(uint8_t* p, const Codes& a) { __builtin_memcpy(p, a.r, sizeof a.r); }
-inline Codes low_nibbles(const Codes& a) { return each_code([&](int i) { return a.r[i] & 15; }); }
-inline Codes high_nibbles(const Codes& a) { return each_code([&](int i) { return a.r[i] >> 4; }); }
+inline Codes low_nibbles(const Codes& a) {
+    return each_code([&](int i) { return a.r[i] & 15; });
+}
+inline Codes high_nibbles(const Codes& a) {
+    return each_code([&](int i) { return a.r[i] >> 4; });
+}
 // Bytes of the low (high) nibbles of `high` over those of `low`.
 inline Codes join_low_nibbles(const Codes& high, const Codes& low) {
     return each_code([&](int i) { return high.r[i] << 4 | (low.r[i] & 15); });

@@ -42,7 +42,9 @@ template <bool is_small>
 struct Bytes {
     static constexpr int64_t bytes = 256;
     static constexpr bool small = is_small, two_planes = false;
-    static Codes get(const uint8_t* w, const uint8_t*, int64_t quad, int64_t half) { return load_codes(w + quad * 128 + half * 64); }
+    static Codes get(const uint8_t* w, const uint8_t*, int64_t quad, int64_t half) {
+        return load_codes(w + quad * 128 + half * 64);
+    }
 };
 
 // What one call of a tile computes: some whole groups, or (then `split`) a part of a row's only group.
@@ -101,14 +103,14 @@ INLINE void integer_half(const Tile& t, int64_t half) {
                 sums[0][i / halves][i % halves] = load_ints(reinterpret_cast<const int32_t*>(state(i / halves, i % halves)));
             });
         else if (t.zeros == nullptr)
-            unroll<M * halves>([&](auto i) INLINE_LAMBDA { sums[0][i / halves][i % halves] = set1_int(t.starts[g * M + i / halves]); });
+            unroll<M * halves>([&](auto i)
+                                   INLINE_LAMBDA { sums[0][i / halves][i % halves] = set1_int(t.starts[g * M + i / halves]); });
         else
             unroll<M * halves>([&](auto i) INLINE_LAMBDA {
                 sums[0][i / halves][i % halves] =
                     mul_ints(widen_bytes(t.zeros + column + i % halves * lanes), set1_int(t.starts[g * M + i / halves]));
             });
-        if constexpr (sets == 2)
-            unroll<M * halves>([&](auto i) INLINE_LAMBDA { sums[1][i / halves][i % halves] = set1_int(0); });
+        if constexpr (sets == 2) unroll<M * halves>([&](auto i) INLINE_LAMBDA { sums[1][i / halves][i % halves] = set1_int(0); });
 
         auto step = [&](int64_t j) INLINE_LAMBDA {
             unroll<lines>([&](auto i) INLINE_LAMBDA { prefetch(ahead + i * 64); });
@@ -212,7 +214,10 @@ inline void integer_block(const IntegerArgs& a, int64_t block, int64_t begin, in
     const bool unpacked = a.nibbles && tiles >= (a.low ? 2 : unpack_tiles);
     const int64_t scale_bytes = bytes_of(a.scale_format), x_row = round_up(a.depth, code_step);
     // Columns of a span: all of them for one tile, else what fits the first-level cache.
-    const int64_t span = tiles == 1 ? a.depth : split ? integer_span : a.group >= integer_span ? a.group : integer_span / a.group * a.group;
+    const int64_t span = tiles == 1                ? a.depth
+                         : split                   ? integer_span
+                         : a.group >= integer_span ? a.group
+                                                   : integer_span / a.group * a.group;
     if (!split) __builtin_memset(sums, 0, static_cast<uint64_t>(rows * block_outputs) * sizeof(float));
     const int64_t start = block * (a.depth / 8) * step_bytes;
     for (int64_t k = 0; k < a.depth; k += span) {

@@ -19,7 +19,18 @@
 namespace sameseed {
 
 // The dense formats come first: they index the tables of kernels below.
-enum class Format : int { fp32 = 0, bf16 = 1, fp16 = 2, int8 = 3, int4 = 4, nf4 = 5, fp8_e4m3 = 6, fp8_e5m2 = 7, mxfp4 = 8, int8n = 9 };
+enum class Format : int {
+    fp32 = 0,
+    bf16 = 1,
+    fp16 = 2,
+    int8 = 3,
+    int4 = 4,
+    nf4 = 5,
+    fp8_e4m3 = 6,
+    fp8_e5m2 = 7,
+    mxfp4 = 8,
+    int8n = 9
+};
 constexpr int num_formats = 10;
 
 constexpr int64_t bytes_of(Format format) {  // of one number of a dense format
@@ -70,23 +81,23 @@ struct e5m2 {  // the upper half of a half precision number
 struct LinearArgs {
     const float* packed;  // x in tiles of `tile` rows (the last may have fewer), each as `pack` wrote it
     const void* weight;
-    const float* bias;      // or null
+    const float* bias;  // or null
     const float* residual;  // [T, O], contiguous, or null; may be `out`
-    float* out;             // [T, O], contiguous
+    float* out;  // [T, O], contiguous
     int64_t weight_stride;
     int64_t rows, outputs, depth, tile;
 };
 
 // The same for weights packed as pack.h says, and float32 rows.
 struct FloatArgs {
-    const float* x;        // in tiles of `tile` rows (the last may have fewer), each [depth][rows of the tile]
-    const float* x_sums;   // by tile [groups][rows of the tile]: sums of x over a group; only with zeros
-    const void* codes;     // as pack.h says
-    const void* scales;    // [blocks][groups][32], or null
+    const float* x;  // in tiles of `tile` rows (the last may have fewer), each [depth][rows of the tile]
+    const float* x_sums;  // by tile [groups][rows of the tile]: sums of x over a group; only with zeros
+    const void* codes;  // as pack.h says
+    const void* scales;  // [blocks][groups][32], or null
     Format scale_format;
     const uint8_t* zeros;  // [blocks][groups][32], or null: all at `middle`
-    const uint8_t* nans;   // [blocks][32], not 0 where an output has a NaN among its weights; or null
-    const float* table;    // values of the 16 nibbles
+    const uint8_t* nans;  // [blocks][32], not 0 where an output has a NaN among its weights; or null
+    const float* table;  // values of the 16 nibbles
     float middle, factor;  // factor: of every scale
     const float* bias;
     const float* residual;
@@ -99,7 +110,7 @@ struct FloatArgs {
 // -zero * (sum of the group's codes), as [K/G][M]; where the weight has zero points, `starts` leaves them out.
 struct IntegerArgs {
     const uint8_t* codes;  // [O/32][K/8][2][16][4] nibbles, or [O/32][K/4][2][16][4] bytes
-    const uint8_t* low;    // as `codes`: the nibbles below them, which make bytes of both; or null
+    const uint8_t* low;  // as `codes`: the nibbles below them, which make bytes of both; or null
     bool nibbles;
     const void* scales;  // [O/32][K/G][32]
     Format scale_format;
@@ -107,19 +118,19 @@ struct IntegerArgs {
     const int8_t* x;
     const float* x_scales;
     const int32_t* starts;
-    const float* bias;      // [O] or null
+    const float* bias;  // [O] or null
     const float* residual;  // [T, O], contiguous, or null; may be `out`
-    float* out;             // [T, O], contiguous
+    float* out;  // [T, O], contiguous
     int64_t rows, outputs, depth, group, tile;  // depth and group rounded up to 8
 };
 
 struct AttentionArgs {
     const float* q;  // [T, H, D] with a row stride
-    const void* k;   // [num_blocks, block_size, Hk] rows of kv_row_bytes, contiguous
+    const void* k;  // [num_blocks, block_size, Hk] rows of kv_row_bytes, contiguous
     const void* v;
     const float* k_scale;  // [num_blocks, block_size, Hk], contiguous; null for dense formats
     const float* v_scale;
-    float* out;                // [T, H, D], contiguous
+    float* out;  // [T, H, D], contiguous
     const int32_t* positions;  // [T]
     const int64_t* tree_mask;  // [T], or null
     int64_t q_stride, heads, kv_heads, dim, block_size;
@@ -137,20 +148,18 @@ struct AttentionTile {
 };
 
 constexpr int64_t lanes = 16;
-constexpr int64_t depth_step = 16;   // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
+constexpr int64_t depth_step = 16;  // `linear` takes K in steps of 2 x 8 lanes, because bf16 comes in pairs
 constexpr int64_t block_outputs = 32;  // packed weights come in blocks of 32 outputs
-constexpr int64_t code_step = 32;      // codes of x come in pieces of 32 along K
+constexpr int64_t code_step = 32;  // codes of x come in pieces of 32 along K
 constexpr int64_t integer_span = 512;  // columns that many tiles of rows share before the next ones (groups stay whole)
 constexpr int64_t integer_cache = 256 * 1024;  // bytes of x codes, or of weights, that should stay in a second-level cache
-constexpr int64_t key_block = 256;   // attention sums keys in blocks of this many positions
+constexpr int64_t key_block = 256;  // attention sums keys in blocks of this many positions
 constexpr int64_t score_stride = key_block + lanes;  // from one query's scores to the next one's
-constexpr int64_t panel_keys = 64;   // keys or values that are widened at once, where many queries share them
+constexpr int64_t panel_keys = 64;  // keys or values that are widened at once, where many queries share them
 constexpr int64_t max_queries = 64;  // query vectors (rows x heads of one KV head) in an attention tile
-constexpr int64_t max_dim = 512;     // of a head
+constexpr int64_t max_dim = 512;  // of a head
 
-constexpr int64_t round_up(int64_t n, int64_t multiple) {
-    return (n + multiple - 1) / multiple * multiple;
-}
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 struct Kernels {
     const char* name;
@@ -199,9 +208,7 @@ constexpr int64_t attention_scratch(int64_t dim) {
 constexpr int64_t attention_partial(int64_t dim) { return max_queries * (2 + round_up(dim, lanes)); }
 
 constexpr int64_t float_chunk = 128;  // columns of a strip of decoded weights: 16 KB
-constexpr int64_t float_scratch(int64_t blocks, int64_t rows) {
-    return 32 * (float_chunk + 2 * blocks * rows);
-}
+constexpr int64_t float_scratch(int64_t blocks, int64_t rows) { return 32 * (float_chunk + 2 * blocks * rows); }
 
 constexpr int64_t integer_scratch(int64_t rows, int64_t group) {  // sums of all rows; bytes of one span of weights
     return rows * block_outputs + (group > integer_span ? group : integer_span) * block_outputs / 4;

@@ -76,9 +76,8 @@ std::vector<double> read_rates(int64_t bytes, int repeats) {
     std::vector<double> rates;
     for (int r = 0; r < repeats; r++) {
         const int64_t ahead = distances[r % std::size(distances)];
-        const double seconds = seconds_of([&] {
-            run_tasks(chunks, true, [&](int64_t i) { sink.fetch_xor(read(pages.data + i * chunk, chunk, ahead)); });
-        });
+        const double seconds = seconds_of(
+            [&] { run_tasks(chunks, true, [&](int64_t i) { sink.fetch_xor(read(pages.data + i * chunk, chunk, ahead)); }); });
         rates.push_back(static_cast<double>(chunks * chunk) / seconds);
     }
     return rates;

@@ -42,8 +42,7 @@ float run_fp32(int64_t rounds) {
     unroll<chains>([&](auto i) INLINE_LAMBDA { sum[i] = _mm256_set1_ps(static_cast<float>(i)); });
     __m256 a = _mm256_set1_ps(0.5f), b = _mm256_set1_ps(0.25f);
     asm volatile("" : "+x"(a), "+x"(b));
-    for (int64_t r = 0; r < rounds; r++)
-        unroll<chains>([&](auto i) INLINE_LAMBDA { sum[i] = _mm256_fmadd_ps(sum[i], a, b); });
+    for (int64_t r = 0; r < rounds; r++) unroll<chains>([&](auto i) INLINE_LAMBDA { sum[i] = _mm256_fmadd_ps(sum[i], a, b); });
     unroll<chains - 1>([&](auto i) INLINE_LAMBDA { sum[0] = _mm256_add_ps(sum[0], sum[i + 1]); });
     return total(sum[0]);
 }

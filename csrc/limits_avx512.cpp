@@ -37,8 +37,7 @@ float run_fp32(int64_t rounds) {
     unroll<chains>([&](auto i) INLINE_LAMBDA { sum[i] = _mm512_set1_ps(static_cast<float>(i)); });
     __m512 a = _mm512_set1_ps(0.5f), b = _mm512_set1_ps(0.25f);
     asm volatile("" : "+v"(a), "+v"(b));
-    for (int64_t r = 0; r < rounds; r++)
-        unroll<chains>([&](auto i) INLINE_LAMBDA { sum[i] = _mm512_fmadd_ps(sum[i], a, b); });
+    for (int64_t r = 0; r < rounds; r++) unroll<chains>([&](auto i) INLINE_LAMBDA { sum[i] = _mm512_fmadd_ps(sum[i], a, b); });
     unroll<chains - 1>([&](auto i) INLINE_LAMBDA { sum[0] = _mm512_add_ps(sum[0], sum[i + 1]); });
     return _mm512_reduce_add_ps(sum[0]);
 }

@@ -63,8 +63,6 @@ uint64_t read(const char* data, int64_t bytes, int64_t ahead) {
 
 }  // namespace
 
-LimitLoops limits_portable() {
-    return {{"int8 in C++", 2.0 * width, run_int8}, {"fp32 in C++", 2.0 * width, run_fp32}, read};
-}
+LimitLoops limits_portable() { return {{"int8 in C++", 2.0 * width, run_int8}, {"fp32 in C++", 2.0 * width, run_fp32}, read}; }
 
 }  // namespace sameseed

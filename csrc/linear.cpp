@@ -29,8 +29,7 @@ RowView prepare_rows(const RowSource& s, int64_t depth, int64_t begin, int64_t e
 
 void linear(const Product& product) {
     if (product.rows == 0) return;
-    if (product.source.index != nullptr)
-        check("row", product.source.index, product.rows, product.source.index_limit);
+    if (product.source.index != nullptr) check("row", product.source.index, product.rows, product.source.index_limit);
     switch (product.weight->format) {
         case Format::fp32:
         case Format::bf16:
@@ -66,7 +65,8 @@ void embedding(const Embedding& e) {
             if (w.stride == 0) break;
             const auto decode = kernels().decode[static_cast<int>(w.format)];
             const char* base = static_cast<const char*>(w.codes);
-            for (int64_t t = 0; t < rows; t++) decode(base + token_ids[t] * w.stride * bytes_of(w.format), w.depth, out + t * w.depth);
+            for (int64_t t = 0; t < rows; t++)
+                decode(base + token_ids[t] * w.stride * bytes_of(w.format), w.depth, out + t * w.depth);
             return;
         }
         case Format::int8:

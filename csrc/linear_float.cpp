@@ -43,9 +43,8 @@ void lay_out(const Product& p, const Kernels& table, FloatArgs& a) {
     if (p.source.kind != RowSource::plain || p.source.index != nullptr) {
         float* prepared = scratch(rows_area, rows * depth);
         const int64_t cost = p.source.kind == RowSource::silu ? 4 * depth : depth;
-        by_rows(rows, cost, [&](int64_t begin, int64_t end) {
-            prepare_rows(p.source, depth, begin, end, prepared + begin * depth);
-        });
+        by_rows(rows, cost,
+                [&](int64_t begin, int64_t end) { prepare_rows(p.source, depth, begin, end, prepared + begin * depth); });
         x = {prepared, depth};
     }
     if (a.zeros != nullptr) {
@@ -66,8 +65,8 @@ void lay_out(const Product& p, const Kernels& table, FloatArgs& a) {
     const int64_t tiles = (rows + a.tile - 1) / a.tile, pieces = (a.depth + columns_per_task - 1) / columns_per_task;
     run_tasks(tiles * pieces, rows * a.depth > serial_cost, [&](int64_t i) {
         const int64_t t = i / pieces * a.tile, k = i % pieces * columns_per_task;
-        table.interleave(x.x + t * x.stride, x.stride, std::min(a.tile, rows - t), depth, k, std::min(a.depth, k + columns_per_task),
-                         packed + t * a.depth);
+        table.interleave(x.x + t * x.stride, x.stride, std::min(a.tile, rows - t), depth, k,
+                         std::min(a.depth, k + columns_per_task), packed + t * a.depth);
     });
     a.x = packed;
 }

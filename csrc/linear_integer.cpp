@@ -47,9 +47,25 @@ void linear_integer(const Product& p) {
         }
     });
 
-    const IntegerArgs args{static_cast<const uint8_t*>(w.codes), w.low, nibbles, w.scales, w.scale_format, w.zeros, codes, x_scales, starts,
-                           p.bias, p.residual, p.out, rows, w.outputs, padded, groups == 1 ? padded : w.group, tile};
-    const int64_t blocks = round_up(w.outputs, block_outputs) / block_outputs, block_bytes = padded * block_outputs / (whole ? 1 : 2);
+    const IntegerArgs args{static_cast<const uint8_t*>(w.codes),
+                           w.low,
+                           nibbles,
+                           w.scales,
+                           w.scale_format,
+                           w.zeros,
+                           codes,
+                           x_scales,
+                           starts,
+                           p.bias,
+                           p.residual,
+                           p.out,
+                           rows,
+                           w.outputs,
+                           padded,
+                           groups == 1 ? padded : w.group,
+                           tile};
+    const int64_t blocks = round_up(w.outputs, block_outputs) / block_outputs,
+                  block_bytes = padded * block_outputs / (whole ? 1 : 2);
     // When the rows take several turns, the weights of a task should still be in the second-level cache at the next one.
     const int64_t most = rows * padded > integer_cache ? std::max<int64_t>(1, integer_cache / block_bytes) : blocks;
     const std::vector<int64_t>& ends = cut(blocks, most);

@@ -99,8 +99,8 @@ void bind_structs(nb::module_& m) {
                 field("scale_format", &Weight::scale_format), field("zeros", &Weight::zeros), field("low", &Weight::low));
     bind_struct(m, "RowSource", "Where the rows of a product come from; kind 0: plain, 1: normed, 2: gated.",
                 field("kind", &RowSource::kind), field("x", &RowSource::x), field("stride", &RowSource::stride),
-                field("norm_weight", &RowSource::norm_weight), field("eps", &RowSource::eps),
-                field("index", &RowSource::index), field("index_limit", &RowSource::index_limit));
+                field("norm_weight", &RowSource::norm_weight), field("eps", &RowSource::eps), field("index", &RowSource::index),
+                field("index_limit", &RowSource::index_limit));
     bind_struct(m, "Product", "Rows times a weight transposed, plus bias and residual.", field("source", &Product::source),
                 field("weight", &Product::weight), field("bias", &Product::bias), field("residual", &Product::residual),
                 field("out", &Product::out), field("rows", &Product::rows));
@@ -112,26 +112,25 @@ void bind_structs(nb::module_& m) {
     bind_struct(m, "RopeStore", "Norm and rotate q and k, store k and v.", field("qkv", &RopeStore::qkv),
                 field("stride", &RopeStore::stride), field("heads", &RopeStore::heads), field("q_norm", &RopeStore::q_norm),
                 field("k_norm", &RopeStore::k_norm), field("eps", &RopeStore::eps), field("positions", &RopeStore::positions),
-                field("table", &RopeStore::table), field("table_rows", &RopeStore::table_rows),
-                field("slots", &RopeStore::slots), field("cache", &RopeStore::cache), field("q_out", &RopeStore::q_out),
-                field("rows", &RopeStore::rows));
+                field("table", &RopeStore::table), field("table_rows", &RopeStore::table_rows), field("slots", &RopeStore::slots),
+                field("cache", &RopeStore::cache), field("q_out", &RopeStore::q_out), field("rows", &RopeStore::rows));
     bind_struct(m, "Sequences", "Rows and blocks of the sequences of a pass.", field("row_offsets", &Sequences::row_offsets),
                 field("kv_lens", &Sequences::kv_lens), field("block_tables", &Sequences::block_tables),
                 field("count", &Sequences::count), field("table_stride", &Sequences::table_stride),
                 field("rows", &Sequences::rows));
     bind_struct(m, "Attention", "Queries over the paged cache.", field("q", &Attention::q), field("stride", &Attention::stride),
-                field("heads", &Attention::heads), field("cache", &Attention::cache),
-                field("block_size", &Attention::block_size), field("positions", &Attention::positions),
-                field("tree_mask", &Attention::tree_mask), field("sequences", &Attention::sequences),
-                field("scale", &Attention::scale), field("window", &Attention::window), field("out", &Attention::out));
+                field("heads", &Attention::heads), field("cache", &Attention::cache), field("block_size", &Attention::block_size),
+                field("positions", &Attention::positions), field("tree_mask", &Attention::tree_mask),
+                field("sequences", &Attention::sequences), field("scale", &Attention::scale), field("window", &Attention::window),
+                field("out", &Attention::out));
     bind_struct(m, "Columns", "Columns of `out` [rows, total] from x; out 0: of the hidden states of the pass.",
                 field("x", &Columns::x), field("stride", &Columns::stride), field("width", &Columns::width),
                 field("column", &Columns::column), field("total", &Columns::total), field("out", &Columns::out));
     bind_struct(m, "Pass", "The rows of a pass, as sameseed/batch.py lays them out, and where its results go.",
                 field("rows", &Pass::rows), field("num_seqs", &Pass::num_seqs), field("num_logit_rows", &Pass::num_logit_rows),
                 field("table_stride", &Pass::table_stride), field("token_ids", &Pass::token_ids),
-                field("positions", &Pass::positions), field("key_positions", &Pass::key_positions),
-                field("slots", &Pass::slots), field("row_offsets", &Pass::row_offsets), field("kv_lens", &Pass::kv_lens),
+                field("positions", &Pass::positions), field("key_positions", &Pass::key_positions), field("slots", &Pass::slots),
+                field("row_offsets", &Pass::row_offsets), field("kv_lens", &Pass::kv_lens),
                 field("block_tables", &Pass::block_tables), field("tree_mask", &Pass::tree_mask),
                 field("logit_rows", &Pass::logit_rows), field("logits", &Pass::logits), field("hidden", &Pass::hidden));
     bind_struct(m, "PackArgs", "Codes to blocks, or back.", field("plain", &PackArgs::plain), field("packed", &PackArgs::packed),
@@ -163,8 +162,8 @@ void py_rms_norm(uintptr_t x, int64_t x_stride, uintptr_t weight, float eps, uin
     rms_norm(at<const float>(x), x_stride, at<const float>(weight), eps, at<float>(out), rows, width);
 }
 
-void py_rope(uintptr_t x, int64_t x_stride, uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t out,
-             int64_t rows, int64_t heads, int64_t dim) {
+void py_rope(uintptr_t x, int64_t x_stride, uintptr_t positions, uintptr_t table, int64_t table_rows, uintptr_t out, int64_t rows,
+             int64_t heads, int64_t dim) {
     rope(at<const float>(x), x_stride, at<const int32_t>(positions), at<const float>(table), table_rows, at<float>(out), rows,
          heads, dim);
 }

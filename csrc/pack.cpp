@@ -22,7 +22,11 @@ void pack_chunk(const PackArgs& a, int64_t padded, int64_t o, int64_t k, int64_t
     uint8_t row[chunk];
     const int64_t given = o < a.outputs ? std::min(n, a.depth - k) : 0;
     const int64_t last = a.groups - 1;
-    std::memset(row, a.zeros && o < a.outputs ? a.zeros[o * a.groups + last] : a.nibbles ? 8 : 0, sizeof row);  // padding of K has one group
+    std::memset(row,
+                a.zeros && o < a.outputs ? a.zeros[o * a.groups + last]
+                : a.nibbles              ? 8
+                                         : 0,
+                sizeof row);  // padding of K has one group
     if (given > 0) std::memcpy(row, a.plain + o * a.stride + k, static_cast<size_t>(given));
     uint8_t* out = quad_at(a.packed, padded, a.nibbles, o, k);
     uint32_t low, high;

@@ -102,7 +102,9 @@ void decode_float_row(const Weight& w, int64_t o, float* out) {
         unpack_row(static_cast<const uint8_t*>(w.codes), codes.data(), w.depth, o);
         for (size_t k = 0; k < codes.size(); k++) {
             const uint32_t code = codes[k], sign = (code & 0x80u) << 8;
-            halves[k] = static_cast<uint16_t>(wide ? code << 8 : (code & 0x7fu) == 0x7fu ? sign | 0x7e00u : sign | (code & 0x7fu) << 7);
+            halves[k] = static_cast<uint16_t>(wide                      ? code << 8
+                                              : (code & 0x7fu) == 0x7fu ? sign | 0x7e00u
+                                                                        : sign | (code & 0x7fu) << 7);
         }
         decode[static_cast<int>(Format::fp16)](halves.data(), w.depth, out);
         if (!wide)

@@ -77,7 +77,9 @@ class Pool {
         const uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
         ticket_.store(job << 32 | static_cast<uint64_t>(count), std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst) > 0) {
-            { std::lock_guard<std::mutex> lock(sleep_mutex_); }
+            {
+                std::lock_guard<std::mutex> lock(sleep_mutex_);
+            }
             wake_.notify_all();
         }
         work();

@@ -43,7 +43,9 @@ struct Row {
     std::vector<double> maxima;  // of the chunks
 
     explicit Row(const SamplingArgs& args)
-        : logits(static_cast<const X*>(args.logits)), vocab(args.vocab), temperature(args.temperature),
+        : logits(static_cast<const X*>(args.logits)),
+          vocab(args.vocab),
+          temperature(args.temperature),
           maxima((args.vocab + sampling_chunk - 1) / sampling_chunk) {
         loops().maxima[args.wide](logits, vocab, maxima.data());
         max = -infinity;
@@ -92,7 +94,7 @@ double kth_largest(const Row<X>& row, int64_t k) {
 
 // Looks for the largest scaled logit plus Gumbel noise; of equals the first token wins.
 class NoisySearch {
-public:
+   public:
     explicit NoisySearch(uint64_t key) : key_(key) {}
 
     void consider(int64_t token, double value) {
@@ -114,7 +116,7 @@ public:
 
     int64_t token() const { return token_; }
 
-private:
+   private:
     static constexpr double log_2 = 0.6931471805599453;
     static constexpr int most_zeros = 52;
 

@@ -9,8 +9,6 @@ namespace {  // this unit's own copy: other units compile it with other instruct
 
 }  // namespace
 
-const SamplingLoops* sampling_portable() {
-    return &sampling_loops;
-}
+const SamplingLoops* sampling_portable() { return &sampling_loops; }
 
 }  // namespace sameseed

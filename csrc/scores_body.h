@@ -137,9 +137,8 @@ INLINE void score_tile(const float* q, int64_t q_stride, const Keys& keys, int64
         unroll<8>([&](auto k) INLINE_LAMBDA { eight[k] = sums[8 * i + k]; });
         reduce_halves8(eight, totals + 16 * i);
     });
-    unroll<Q>([&](auto c) INLINE_LAMBDA {
-        __builtin_memcpy(scores + c * score_stride, totals + c * 2 * P, 2 * P * sizeof(float));
-    });
+    unroll<Q>([&](auto c)
+                  INLINE_LAMBDA { __builtin_memcpy(scores + c * score_stride, totals + c * 2 * P, 2 * P * sizeof(float)); });
 }
 
 // Q queries against `num_keys` keys. A row of scores has room for a tile's keys beyond the last.

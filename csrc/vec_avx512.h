@@ -86,9 +86,7 @@ struct RowPair<bf16> {
     RowPair() = default;
     RowPair(const bf16* a, const bf16* b) : pairs(two(a, b)) {}
     V first() const { return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}; }
-    V second() const {
-        return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
-    }
+    V second() const { return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}; }
 };
 // Eight codes of each row.
 inline __m128i eights(const void* a, const void* b) {
@@ -127,9 +125,8 @@ inline V evens_then_odds(V a) {
 
 // Sums of the 8 lower and the 8 upper lanes of eight vectors: out[2 i] and out[2 i + 1] belong to vector i.
 inline void reduce_halves8(const V (&v)[8], float* out) {
-    auto fold = [](__m512 a, __m512 b) INLINE_LAMBDA {
-        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    };
+    auto fold = [](__m512 a, __m512 b)
+                    INLINE_LAMBDA { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); };
     __m512 a = fold(v[0].r, v[1].r), b = fold(v[2].r, v[3].r), c = fold(v[4].r, v[5].r), d = fold(v[6].r, v[7].r);
     __m512 ab = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_ps(c, d, 0x44), _mm512_shuffle_ps(c, d, 0xee));
@@ -159,9 +156,7 @@ inline void reduce_add4(V a, V b, V c, V d, float* out) {
 inline float reduce_max(V a) { return _mm512_reduce_max_ps(a.r); }
 
 // y * 2^n for shifted = n + 1.5 * 2^23.
-inline V scale_by_power(V y, V shifted) {
-    return {_mm512_scalef_ps(y.r, _mm512_sub_ps(shifted.r, _mm512_set1_ps(12582912.0f)))};
-}
+inline V scale_by_power(V y, V shifted) { return {_mm512_scalef_ps(y.r, _mm512_sub_ps(shifted.r, _mm512_set1_ps(12582912.0f)))}; }
 
 // Not the intrinsic: GCC takes a function that only prefetches for one without effect, and drops it.
 inline void prefetch(const void* p) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p))); }

@@ -68,15 +68,33 @@ inline void narrow(float x, fp16* out) {
     out->bits = static_cast<uint16_t>(sign | half);
 }
 
-inline V zero() { return each([](int) { return 0.0f; }); }
-inline V set1(float x) { return each([=](int) { return x; }); }
-inline V add(const V& a, const V& b) { return each([&](int i) { return a.r[i] + b.r[i]; }); }
-inline V sub(const V& a, const V& b) { return each([&](int i) { return a.r[i] - b.r[i]; }); }
-inline V mul(const V& a, const V& b) { return each([&](int i) { return a.r[i] * b.r[i]; }); }
-inline V div(const V& a, const V& b) { return each([&](int i) { return a.r[i] / b.r[i]; }); }
-inline V fma(const V& a, const V& b, const V& c) { return each([&](int i) { return __builtin_fmaf(a.r[i], b.r[i], c.r[i]); }); }
-inline V max(const V& a, const V& b) { return each([&](int i) { return a.r[i] > b.r[i] ? a.r[i] : b.r[i]; }); }
-inline V min(const V& a, const V& b) { return each([&](int i) { return a.r[i] < b.r[i] ? a.r[i] : b.r[i]; }); }
+inline V zero() {
+    return each([](int) { return 0.0f; });
+}
+inline V set1(float x) {
+    return each([=](int) { return x; });
+}
+inline V add(const V& a, const V& b) {
+    return each([&](int i) { return a.r[i] + b.r[i]; });
+}
+inline V sub(const V& a, const V& b) {
+    return each([&](int i) { return a.r[i] - b.r[i]; });
+}
+inline V mul(const V& a, const V& b) {
+    return each([&](int i) { return a.r[i] * b.r[i]; });
+}
+inline V div(const V& a, const V& b) {
+    return each([&](int i) { return a.r[i] / b.r[i]; });
+}
+inline V fma(const V& a, const V& b, const V& c) {
+    return each([&](int i) { return __builtin_fmaf(a.r[i], b.r[i], c.r[i]); });
+}
+inline V max(const V& a, const V& b) {
+    return each([&](int i) { return a.r[i] > b.r[i] ? a.r[i] : b.r[i]; });
+}
+inline V min(const V& a, const V& b) {
+    return each([&](int i) { return a.r[i] < b.r[i] ? a.r[i] : b.r[i]; });
+}
 
 template <class T>
 inline V load(const T* p) {
@@ -114,8 +132,12 @@ struct RowPair<bf16> {
         return each([this](int i) { return widen(i < 8 ? a[2 * i + 1] : b[2 * i - 15]); });
     }
 };
-inline V load_twice(const float* p) { return each([=](int i) { return p[i % 8]; }); }
-inline V evens_then_odds(const V& a) { return each([&](int i) { return a.r[i < 8 ? 2 * i : 2 * i - 15]; }); }
+inline V load_twice(const float* p) {
+    return each([=](int i) { return p[i % 8]; });
+}
+inline V evens_then_odds(const V& a) {
+    return each([&](int i) { return a.r[i < 8 ? 2 * i : 2 * i - 15]; });
+}
 
 // Sums of the 8 lower and the 8 upper lanes of eight vectors: out[2 i] and out[2 i + 1] belong to vector i.
 inline void reduce_halves8(const V (&v)[8], float* out) {
