@@ -143,7 +143,7 @@ class Watched:
         assert len(free) == len(set(free)) == blocks.num_free
         assert sorted({*held, *free}) == list(range(blocks.num_blocks)), "no block is lost"
         assert not set(held) & set(free), "no block is both free and owned"
-        assert all(held.count(b) == n for b, n in enumerate(blocks._owners))
+        assert all(held.count(b) == n for b, n in enumerate(blocks._num_users))
         assert set(blocks._idle) == {b for b in free if b in blocks.prefixes}
         for seq in self.seqs:
             assert len(seq.blocks) == len(set(seq.blocks))

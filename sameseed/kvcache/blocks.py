@@ -19,7 +19,7 @@ class BlockManager:
         self.block_size = block_size
         self.shares = shares
         self.prefixes = Prefixes(block_size)
-        self._owners = [0] * num_blocks  # sequences that use each block
+        self._num_users = [0] * num_blocks  # sequences that use each block
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the caches
         self._idle: dict[int, None] = {}  # blocks that nobody uses and that hold a known prefix, by last use
 
@@ -61,7 +61,7 @@ class BlockManager:
             block = next(iter(self._idle))
             del self._idle[block]
             self.prefixes.drop(block)
-        self._owners[block] = 1
+        self._num_users[block] = 1
         return block
 
     def reservable(self, seq: Sequence) -> int:
@@ -70,7 +70,7 @@ class BlockManager:
 
     def fits(self, seq: Sequence, num_rows: int) -> bool:
         """Could a sequence without blocks get `num_rows` rows now, known ones included?"""
-        shared = sum(self._owners[b] > 0 for b in self.find(seq))
+        shared = sum(self._num_users[b] > 0 for b in self.find(seq))
         return self.blocks_for(num_rows) - shared <= self.num_free
 
     def find(self, seq: Sequence) -> list[int]:
@@ -85,7 +85,7 @@ class BlockManager:
         before, first = seq.num_cached, seq.num_cached // self.block_size
         for block in found:
             self._idle.pop(block, None)
-            self._owners[block] += 1
+            self._num_users[block] += 1
         self.trim(seq, first * self.block_size)  # a block that it had begun is one of those found
         seq.blocks += found
         seq.num_cached = len(seq.blocks) * self.block_size
@@ -104,7 +104,7 @@ class BlockManager:
         seq.num_cached = min(seq.num_cached, num_rows)
         first = seq.num_cached // self.block_size
         for i in range(first, seq.num_known):
-            if self._owners[seq.blocks[i]] > 1:  # others read it: this sequence makes the rows before anew as well
+            if self._num_users[seq.blocks[i]] > 1:  # others read it: this sequence makes the rows before anew as well
                 self.trim(seq, i * self.block_size)
                 seq.num_cached = min(seq.num_cached, i * self.block_size)
                 break
@@ -123,8 +123,8 @@ class BlockManager:
             return
         while len(seq.blocks) > keep:
             block = seq.blocks.pop()
-            self._owners[block] -= 1
-            if not self._owners[block]:
+            self._num_users[block] -= 1
+            if not self._num_users[block]:
                 if block in self.prefixes:
                     self._idle[block] = None  # the end of a text comes first, so it goes before its beginning
                 else:

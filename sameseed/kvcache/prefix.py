@@ -77,7 +77,7 @@ class Prefixes:
             del self._blocks[held.digest]
 
     def of(self, seq: Sequence) -> Iterator[int]:
-        """Known blocks that hold a beginning of `seq`, whoever owns them."""
+        """Known blocks that hold a beginning of `seq`, in use or not."""
         return iter([self._blocks[d] for d in seq.digests if d in self._blocks])
 
     def _digests(self, seq: Sequence, count: int) -> list[bytes]:

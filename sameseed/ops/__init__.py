@@ -246,7 +246,7 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
 
 
 def _unavailable(module: ModuleType, device: str) -> str | None:
-    """Why a backend cannot run: one that computes on GPUs alone is asked about this one, which may be the older."""
+    """Why a backend cannot run. One for GPUs alone is asked about this device: several may differ."""
     only_gpus = getattr(module, "DEVICES", None) == frozenset({"cuda"}) and device.partition(":")[0] == "cuda"
     reason: str | None = module.unavailable(device) if only_gpus else module.unavailable()
     return reason
@@ -272,7 +272,7 @@ def available_cores() -> int:
 
 
 def limit_threads(threads: int) -> None:
-    """Let calls of the thread that calls this use at most so many of the native kernels' threads; 0: no limit."""
+    """Limit the native kernels' threads for calls of the thread that calls this; 0: no limit."""
     if (module := _native()) is not None:
         module.limit_threads(threads)
 

@@ -60,7 +60,7 @@ class Pool:
             del self._free[0]
 
 
-Between = Callable[[int], None]  # runs between two plans of a pass, for so many rows
+Between = Callable[[int], None]  # (number of rows); runs between two plans of a pass
 
 
 class Recorder:
@@ -149,10 +149,11 @@ class Recorder:
         """`out` 0: the hidden states of the pass."""
         column = 0
         for x in parts:
+            width = x.shape[1]
             self._on.calls.columns(
-                _native.Columns(x=x.data_ptr(), stride=x.stride(0), width=x.shape[1], column=column, total=total, out=out)
+                _native.Columns(x=x.data_ptr(), stride=x.stride(0), width=width, column=column, total=total, out=out)
             )
-            column += x.shape[1]
+            column += width
 
 
 class Recorded:
@@ -231,7 +232,7 @@ class Replay:
     def __call__(
         self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        # The buffers serve one pass at a time; whoever comes meanwhile computes op by op.
+        # The buffers serve one pass at a time; another pass meanwhile computes op by op.
         if not _laid_out(batch) or not self._busy.acquire(blocking=False):
             return self._forward(self._ops, batch, cache, captures, *inputs)
         try:

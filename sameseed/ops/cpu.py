@@ -92,7 +92,7 @@ def available_cores() -> int:
 
 
 def limit_threads(threads: int) -> None:
-    """Let calls of this thread use at most so many threads, which then are its own; 0: no limit. Raises ConfigError."""
+    """Limit the threads of this thread's calls, which then are its own; 0: no limit. Raises ConfigError."""
     try:
         _native.limit_threads(threads)
     except ValueError as error:
@@ -208,9 +208,7 @@ def embedding(token_ids: Tensor, w: QuantTensor, on: Executor = _NOW) -> Tensor:
     ids = _ints(token_ids)
     rows = ids.shape[0]
     out = on.empty(rows, w.shape[1])
-    on.calls.embedding(
-        _native.Embedding(token_ids=ids.data_ptr(), weight=_weight(w), out=out.data_ptr(), rows=rows)
-    )
+    on.calls.embedding(_native.Embedding(token_ids=ids.data_ptr(), weight=_weight(w), out=out.data_ptr(), rows=rows))
     return out
 
 
@@ -406,6 +404,19 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
     _native.move_kv(_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
 
 
+def _batch(batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Positions, row offsets, lengths, block tables and tree mask of a batch as a kernel reads them."""
+    at = batch.positions if batch.key_positions is None else batch.key_positions
+    positions, offsets, kv_lens = _ints(at), _ints(batch.row_offsets), _ints(batch.kv_lens)
+    tables, mask = _ints(batch.block_tables), batch.tree_mask
+    num_seqs = tables.shape[0]
+    if positions.shape[0] != rows or offsets.shape[0] != num_seqs + 1 or kv_lens.shape[0] != num_seqs:
+        raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
+    if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
+        raise ValueError("tree_mask must be contiguous int64 [T]")
+    return positions, offsets, kv_lens, tables, mask
+
+
 def attention(
     q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None, on: Executor = _NOW
 ) -> Tensor:
@@ -421,14 +432,8 @@ def attention(
         raise ValueError(
             f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)} (head dim at most {_MAX_DIM})"
         )
-    at = batch.positions if batch.key_positions is None else batch.key_positions
-    positions, offsets, kv_lens = _ints(at), _ints(batch.row_offsets), _ints(batch.kv_lens)
-    tables, mask = _ints(batch.block_tables), batch.tree_mask
+    positions, offsets, kv_lens, tables, mask = _batch(batch, rows)
     num_seqs, table_width = tables.shape
-    if positions.shape[0] != rows or offsets.shape[0] != num_seqs + 1 or kv_lens.shape[0] != num_seqs:
-        raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
-    if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
-        raise ValueError("tree_mask must be contiguous int64 [T]")
     sequences = _native.Sequences(
         row_offsets=offsets.data_ptr(),
         kv_lens=kv_lens.data_ptr(),

@@ -152,7 +152,7 @@ def _cut(ready: Ready, w: QuantTensor, device: torch.device) -> dict[str, Any]:
 
 
 def _slices(num_rows: int, w: QuantTensor) -> Iterator[slice]:
-    """Rows of one launch: all, or of a split product so many that its parts stay small; whole programs each."""
+    """Rows of each launch: all; of a split product ROWS_AT_ONCE, to bound the memory of its parts."""
     step = max(1, num_rows) if tiling(w).split == 1 else max(ROWS_AT_ONCE, MAX_TILES * TILE)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
@@ -233,7 +233,7 @@ def rotation(x: Tensor, positions: Tensor, table: Tensor) -> tuple[Launch, Tenso
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines.
 
-    Positions beyond the table are not looked for here: whoever makes a batch bounds them.
+    Positions beyond the table are not looked for here: a batch bounds them.
     """
 
     def kernel() -> Tensor:

@@ -187,8 +187,10 @@ def test_every_nibble_is_read_in_its_place(isa, name):
 
 
 @every_isa
-def test_sources_are_the_separate_ops(isa):
-    w, x, norm = cpu.pack(weight("int4", 50, 64, 32, zeros=True)), randn(5, 128), randn(64, seed=3)
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_sources_are_the_separate_ops(isa, activations):
+    w = cpu.pack(replace(weight("int4", 50, 64, 32, zeros=True), activations=activations))
+    x, norm = randn(5, 128), randn(64, seed=3)
     rows = torch.tensor([4, 0, 4], dtype=torch.int32)
     with instructions(isa):
         assert cpu.product(gated_rows(x), w).equal(cpu.product(plain_rows(cpu.silu_mul(x)), w))

@@ -12,7 +12,7 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from sameseed.ops import cpu, gated_rows, normed_rows, plain_rows, resolve
+from sameseed.ops import cpu, plain_rows, resolve
 from sameseed.scheme import QuantTensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -171,18 +171,6 @@ def test_bits_belong_to_the_row(isa, name, K, G):
             assert got[:40].equal(wanted[:T])
         with threads(2):
             assert cpu.product(plain_rows(x), packed).equal(got)
-
-
-@every_isa
-def test_sources_are_the_separate_ops(isa):
-    w, x, norm = cpu.pack(weight("int4", 50, 64, 32)), randn(5, 128), randn(64, seed=3)
-    rows = torch.tensor([4, 0, 4], dtype=torch.int32)
-    with instructions(isa):
-        assert cpu.product(gated_rows(x), w).equal(cpu.product(plain_rows(cpu.silu_mul(x)), w))
-        normed = cpu.rms_norm(x[:, :64], norm, 1e-5)
-        assert cpu.product(normed_rows(x[:, :64], norm, 1e-5, rows), w).equal(
-            cpu.product(plain_rows(normed[rows.long()]), w)
-        )
 
 
 # --- packing ---
