@@ -1,208 +1,162 @@
-"""Native CPU kernels (csrc/). Tensors are addresses (`data_ptr()`), strides count elements; formats as enum Format."""
+"""
+Native CPU kernels (csrc/). Memory is an address, strides count elements, formats are numbers of enum Format.
+"""
+
+
 
 class Weight:
-    """A weight [O, K] by address: dense (rows of `stride` elements) or packed, with scales and zero points."""
+    """
+    A weight [O, K] by address: dense (rows of `stride` elements) or packed.
+    """
 
-    def __init__(
-        self,
-        format: int,
-        integer_rows: bool,
-        outputs: int,
-        depth: int,
-        group: int,
-        stride: int,
-        codes: int,
-        scales: int,
-        scale_format: int,
-        zeros: int,
-        low: int,
-        /,
-    ) -> None: ...
+    def __init__(self, *, format: int, integer_rows: bool, outputs: int, depth: int, group: int, stride: int, codes: int, scales: int, scale_format: int, zeros: int, low: int) -> None: ...
 
-def linear(
-    kind: int,
-    x: int,
-    x_stride: int,
-    norm_weight: int,
-    eps: float,
-    index: int,
-    index_limit: int,
-    weight: Weight,
-    bias: int,
-    residual: int,
-    out: int,
-    rows: int,
-    /,
-) -> None: ...
-def pack_codes(
-    plain: int, packed: int, zeros: int, outputs: int, depth: int, groups: int, stride: int, nibbles: bool, /
-) -> None: ...
-def encode_packed(
-    weight: int,
-    source: int,
-    stride: int,
-    outputs: int,
-    depth: int,
-    group: int,
-    nibbles: bool,
-    asymmetric: bool,
-    wide_scales: bool,
-    packed: int,
-    scales: int,
-    zeros: int,
-    low: int,
-    /,
-) -> None: ...
-def unpack_codes(packed: int, plain: int, outputs: int, depth: int, nibbles: bool, /) -> None: ...
-def pack_pairs(plain: int, packed: int, outputs: int, depth: int, stride: int, element: int, /) -> None: ...
-def unpack_pairs(packed: int, plain: int, outputs: int, depth: int, element: int, /) -> None: ...
-def rope_store(
-    qkv: int,
-    stride: int,
-    heads: int,
-    q_norm: int,
-    k_norm: int,
-    eps: float,
-    positions: int,
-    table: int,
-    table_rows: int,
-    slots: int,
-    k_cache: int,
-    v_cache: int,
-    k_scale: int,
-    v_scale: int,
-    num_slots: int,
-    kv_heads: int,
-    dim: int,
-    format: int,
-    q_out: int,
-    rows: int,
-    /,
-) -> None: ...
-def rms_norm(x: int, x_stride: int, weight: int, eps: float, out: int, rows: int, width: int, /) -> None: ...
-def rope(
-    x: int,
-    x_stride: int,
-    positions: int,
-    table: int,
-    table_rows: int,
-    out: int,
-    rows: int,
-    heads: int,
-    dim: int,
-    /,
-) -> None: ...
-def silu_mul(gate_up: int, stride: int, out: int, rows: int, width: int, /) -> None: ...
-def embedding(token_ids: int, weight: Weight, out: int, rows: int, /) -> None: ...
-def store_kv(
-    k: int,
-    k_stride: int,
-    v: int,
-    v_stride: int,
-    k_cache: int,
-    v_cache: int,
-    k_scale: int,
-    v_scale: int,
-    num_slots: int,
-    kv_heads: int,
-    dim: int,
-    format: int,
-    slots: int,
-    rows: int,
-    /,
-) -> None: ...
-def move_kv(
-    k_cache: int,
-    v_cache: int,
-    k_scale: int,
-    v_scale: int,
-    num_slots: int,
-    kv_heads: int,
-    dim: int,
-    format: int,
-    source: int,
-    target: int,
-    count: int,
-    /,
-) -> None: ...
-def attention(
-    q: int,
-    q_stride: int,
-    k_cache: int,
-    v_cache: int,
-    k_scale: int,
-    v_scale: int,
-    num_slots: int,
-    kv_heads: int,
-    dim: int,
-    format: int,
-    block_size: int,
-    heads: int,
-    positions: int,
-    tree_mask: int,
-    row_offsets: int,
-    kv_lens: int,
-    block_tables: int,
-    table_stride: int,
-    num_seqs: int,
-    rows: int,
-    scale: float,
-    window: int,
-    out: int,
-    /,
-) -> None: ...
-def choose(
-    logits: int,
-    wide: bool,
-    vocab: int,
-    greedy: bool,
-    temperature: float,
-    floor: float,
-    top_k: int,
-    top_p: float,
-    key: int,
-    /,
-) -> int: ...
-def probability(logits: int, wide: bool, vocab: int, temperature: float, token: int, /) -> float: ...
-def kv_row_bytes(format: int, dim: int, /) -> int: ...
-def isa() -> str: ...
-def set_isa(name: str, /) -> None: ...
-def num_threads() -> int: ...
-def set_num_threads(threads: int, /) -> None: ...
-def limit_threads(threads: int, /) -> None: ...
-def available_cores() -> int: ...
-def read_rates(bytes: int, repeats: int, /) -> list[float]: ...
-def peak_rates(kind: str, seconds: float, repeats: int, /) -> tuple[str, list[float]]: ...
-def build_info() -> str: ...
+class RowSource:
+    """
+    Where the rows of a product come from; kind 0: plain, 1: normed, 2: gated.
+    """
+
+    def __init__(self, *, kind: int, x: int, stride: int, norm_weight: int, eps: float, index: int, index_limit: int) -> None: ...
+
+class Product:
+    """Rows times a weight transposed, plus bias and residual."""
+
+    def __init__(self, *, source: RowSource, weight: Weight, bias: int, residual: int, out: int, rows: int) -> None: ...
+
+class Embedding:
+    """Rows token_ids of an embedding."""
+
+    def __init__(self, *, token_ids: int, weight: Weight, out: int, rows: int) -> None: ...
+
+class Cache:
+    """A layer of the cache."""
+
+    def __init__(self, *, k: int, v: int, k_scale: int, v_scale: int, num_slots: int, kv_heads: int, dim: int, format: int) -> None: ...
+
+class RopeStore:
+    """Norm and rotate q and k, store k and v."""
+
+    def __init__(self, *, qkv: int, stride: int, heads: int, q_norm: int, k_norm: int, eps: float, positions: int, table: int, table_rows: int, slots: int, cache: Cache, q_out: int, rows: int) -> None: ...
+
+class Sequences:
+    """Rows and blocks of the sequences of a pass."""
+
+    def __init__(self, *, row_offsets: int, kv_lens: int, block_tables: int, count: int, table_stride: int, rows: int) -> None: ...
+
+class Attention:
+    """Queries over the paged cache."""
+
+    def __init__(self, *, q: int, stride: int, heads: int, cache: Cache, block_size: int, positions: int, tree_mask: int, sequences: Sequences, scale: float, window: int, out: int) -> None: ...
+
+class Columns:
+    """
+    Columns of `out` [rows, total] from x; out 0: of the hidden states of the pass.
+    """
+
+    def __init__(self, *, x: int, stride: int, width: int, column: int, total: int, out: int) -> None: ...
+
+class Pass:
+    """
+    The rows of a pass, as sameseed/batch.py lays them out, and where its results go.
+    """
+
+    def __init__(self, *, rows: int, num_seqs: int, num_logit_rows: int, table_stride: int, token_ids: int, positions: int, key_positions: int, slots: int, row_offsets: int, kv_lens: int, block_tables: int, tree_mask: int, logit_rows: int, logits: int, hidden: int) -> None: ...
+
+class PackArgs:
+    """Codes to blocks, or back."""
+
+    def __init__(self, *, plain: int, packed: int, zeros: int, outputs: int, depth: int, groups: int, stride: int, nibbles: bool) -> None: ...
+
+class EncodeArgs:
+    """A dense weight to packed codes."""
+
+    def __init__(self, *, weight: int, source: int, stride: int, outputs: int, depth: int, group: int, nibbles: bool, asymmetric: bool, wide_scales: bool, packed: int, scales: int, zeros: int, low: int) -> None: ...
 
 class Plan:
-    """Op calls recorded by functions of the same names and arguments; what a pass brings is ignored in them."""
+    """Recorded ops; what a pass brings is ignored as they are recorded."""
 
     def __init__(self) -> None: ...
-    def embedding(self, token_ids: int, weight: Weight, out: int, rows: int, /) -> None: ...
-    def linear(self, *args: int | float | Weight) -> None: ...
-    def rope_store(self, *args: int | float) -> None: ...
-    def attention(self, *args: int | float) -> None: ...
-    def columns(self, x: int, x_stride: int, width: int, column: int, total: int, out: int, /) -> None: ...
-    def run(
-        self,
-        rows: int,
-        num_seqs: int,
-        num_logit_rows: int,
-        table_stride: int,
-        token_ids: int,
-        positions: int,
-        key_positions: int,
-        slots: int,
-        row_offsets: int,
-        kv_lens: int,
-        block_tables: int,
-        tree_mask: int,
-        logit_rows: int,
-        logits: int,
-        hidden: int,
-        /,
-    ) -> None: ...
-    def set_timed(self, timed: bool, /) -> None: ...
+
+    def embedding(self, arg: Embedding, /) -> None: ...
+
+    def product(self, arg: Product, /) -> None: ...
+
+    def rope_store(self, arg: RopeStore, /) -> None: ...
+
+    def attention(self, arg: Attention, /) -> None: ...
+
+    def columns(self, arg: Columns, /) -> None: ...
+
+    def run(self, arg: Pass, /) -> None: ...
+
+    def set_timed(self, arg: bool, /) -> None: ...
+
     def seconds(self) -> list[tuple[str, float]]: ...
+
     def __len__(self) -> int: ...
+
+def choose(arg0: int, arg1: bool, arg2: int, arg3: bool, arg4: float, arg5: float, arg6: int, arg7: float, arg8: int, /) -> int:
+    """The token chosen from a row of logits, or -1."""
+
+def probability(arg0: int, arg1: bool, arg2: int, arg3: float, arg4: int, /) -> float:
+    """Probability of a token at a temperature."""
+
+def embedding(arg: Embedding, /) -> None: ...
+
+def product(arg: Product, /) -> None: ...
+
+def rope_store(arg: RopeStore, /) -> None: ...
+
+def attention(arg: Attention, /) -> None: ...
+
+def rms_norm(arg0: int, arg1: int, arg2: int, arg3: float, arg4: int, arg5: int, arg6: int, /) -> None: ...
+
+def rope(arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, arg6: int, arg7: int, arg8: int, /) -> None: ...
+
+def silu_mul(arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, /) -> None: ...
+
+def store_kv(arg0: int, arg1: int, arg2: int, arg3: int, arg4: Cache, arg5: int, arg6: int, /) -> None: ...
+
+def move_kv(arg0: Cache, arg1: int, arg2: int, arg3: int, /) -> None: ...
+
+def pack_codes(arg: PackArgs, /) -> None: ...
+
+def unpack_codes(arg0: int, arg1: int, arg2: int, arg3: int, arg4: bool, /) -> None: ...
+
+def encode_packed(arg: EncodeArgs, /) -> None: ...
+
+def pack_pairs(arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, /) -> None: ...
+
+def unpack_pairs(arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, /) -> None: ...
+
+def kv_row_bytes(arg0: int, arg1: int, /) -> int:
+    """Bytes of one head's row of the cache."""
+
+def isa() -> str:
+    """The instruction set in use."""
+
+def set_isa(arg: str, /) -> None:
+    """Use this instruction set: auto, or one of build_info."""
+
+def num_threads() -> int:
+    """Threads that a call may use."""
+
+def set_num_threads(arg: int, /) -> None:
+    """Let a call use this many threads."""
+
+def limit_threads(arg: int, /) -> None:
+    """Let a call of this thread use at most this many threads; 0: no limit."""
+
+def available_cores() -> int:
+    """Physical cores that this process may use."""
+
+def read_rates(arg0: int, arg1: int, /) -> list[float]:
+    """Bytes a second of passes over this much memory, by all threads."""
+
+def peak_rates(arg0: str, arg1: float, arg2: int, /) -> tuple[str, list[float]]:
+    """
+    The CPU's best instruction for int8, fp32 or bf16, and its operations a second.
+    """
+
+def build_info() -> str:
+    """The compiler and the instruction sets that this module was built for."""
