@@ -42,14 +42,14 @@ struct Columns {
     float* out;
 };
 
-// Each op for a pass: what it brings is taken from it.
-void replay(Embedding& op, const Pass& p) {
+// A recorded op for one pass, which brings what differs between passes. By value: the next pass starts from what was recorded.
+void replay(Embedding op, const Pass& p) {
     op.token_ids = p.token_ids;
     op.rows = p.rows;
     embedding(op);
 }
 
-void replay(Product& op, const Pass& p) {
+void replay(Product op, const Pass& p) {
     op.rows = p.rows;
     if (op.source.index != nullptr) {  // only the head selects rows
         op.source.index = p.logit_rows;
@@ -60,21 +60,21 @@ void replay(Product& op, const Pass& p) {
     linear(op);
 }
 
-void replay(RopeStore& op, const Pass& p) {
+void replay(RopeStore op, const Pass& p) {
     op.positions = p.positions;
     op.slots = p.slots;
     op.rows = p.rows;
     rope_store(op);
 }
 
-void replay(Attention& op, const Pass& p) {
+void replay(Attention op, const Pass& p) {
     op.positions = p.key_positions;
     op.tree_mask = p.tree_mask;
     op.sequences = {p.row_offsets, p.kv_lens, p.block_tables, p.num_seqs, p.table_stride, p.rows};
     attention(op);
 }
 
-void replay(Columns& op, const Pass& p) {
+void replay(Columns op, const Pass& p) {
     float* out = (op.out != nullptr ? op.out : p.hidden) + op.column;
     for (int64_t t = 0; t < p.rows; t++)
         std::memcpy(out + t * op.total, op.x + t * op.stride, static_cast<size_t>(op.width) * sizeof(float));
@@ -88,7 +88,7 @@ const char* kind_of(const Columns&) { return "columns"; }
 
 template <class Op>
 void record(nb::class_<Plan>& plan, const char* name) {
-    plan.def(name, [](Plan& self, Op op) { self.add(kind_of(op), [op](const Pass& p) mutable { replay(op, p); }); });
+    plan.def(name, [](Plan& self, Op op) { self.add(kind_of(op), [op](const Pass& p) { replay(op, p); }); });
 }
 
 void bind_structs(nb::module_& m) {
