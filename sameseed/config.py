@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sameseed import registry
+from sameseed import fields, registry
 from sameseed.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 64
@@ -59,32 +59,19 @@ class SpecConfig:
     drafter: Any = None
 
     def __post_init__(self) -> None:
-        self._check_types()
         k = self.num_draft_tokens
         if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFT_TOKENS:
             raise ConfigError(f"num_draft_tokens (k) must be a whole number in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
+        fields.check(self)
         policies = registry.names("lengths")
         if self.policy not in policies:
             raise ConfigError(f"policy must be one of {', '.join(policies)}, got {self.policy!r}")
         if self.policy == "confidence" and self.confidence is None:
             raise ConfigError("policy 'confidence' needs a confidence, e.g. --confidence 0.4")
-        if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or self.overlap < 0:
+        if self.overlap < 0:
             raise ConfigError(f"overlap is a number of cores, 0 (none) or more, got {self.overlap!r}")
         if self.confidence is not None and not 0.0 <= self.confidence <= 1.0:
             raise ConfigError(f"confidence must lie in 0..1, got {self.confidence!r}")
-
-    def _check_types(self) -> None:
-        """Plain data may hold anything. Raises ConfigError."""
-        number = isinstance(self.confidence, int | float) and not isinstance(self.confidence, bool)
-        for name, fits, wanted in (
-            ("method", isinstance(self.method, str), "a drafter's name"),
-            ("model", self.model is None or isinstance(self.model, str), "a folder or a hub id"),
-            ("format", isinstance(self.format, str), "a format's name, e.g. 'w4a8'"),
-            ("confidence", self.confidence is None or number, "a number in 0..1"),
-            ("options", isinstance(self.options, Mapping), "an object, e.g. {'max_ngram': 4}"),
-        ):
-            if not fits:
-                raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
 
 def draft_text(spec: SpecConfig) -> str:

@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 from sameseed.errors import ConfigError, nearest
@@ -57,7 +58,7 @@ def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
                 return value_of(choice, value, name, where)
     elif origin is tuple and isinstance(value, list | tuple):
         return tuple(value_of(arguments[0], item, f"{name}[{i}]", where) for i, item in enumerate(value))
-    elif isinstance(value, origin or kind) and not (isinstance(value, bool) and kind is int):
+    elif kind is Any or (isinstance(value, origin or kind) and not (isinstance(value, bool) and kind is int)):
         return value
     elif kind is float and type(value) is int:
         return float(value)
@@ -68,6 +69,7 @@ def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
     raise ConfigError(f"{_place(where)}option {name!r} must be of type {wanted}, got {value!r}")
 
 
+@cache
 def hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields, by name."""
     found = typing.get_type_hints(kind)

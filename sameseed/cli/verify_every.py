@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sameseed.cli.options import EMBEDDED, EngineChoice, draft_choice
@@ -12,6 +11,7 @@ from sameseed.config import EngineConfig, SpecConfig
 from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
+    from sameseed.cli.verify_lossless import VerifyArgs
     from sameseed.study.certificate import Asked
     from sameseed.study.certificate_every import Outcome
 
@@ -33,15 +33,16 @@ def drafts_of(engine: EngineChoice) -> list[tuple[str, SpecConfig]]:
     return made if embedded or own is None or own in found.values() else [("--draft", own), *made]
 
 
-def run(
-    engine: EngineChoice, asked: Asked, config: EngineConfig, params: SamplingParams, out: Path | None, as_json: bool
-) -> tuple[list[Outcome], str]:
-    """Make the certificates and append each to `out` as it is made; returns them, and the verdict of all."""
+def run(engine: EngineChoice, asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs) -> int:
+    """Make the certificates, append each to `args.out` as it is made, show them; exit code 1 if anything failed."""
     from sameseed.cli.console import progress
+    from sameseed.ops import resolve
     from sameseed.study import certificate_every as every, record
+    from sameseed.study.certificate_page import render_every
 
+    resolve(config.backend, config.device)  # what is not here is said once, not by every certificate
     outcomes: list[Outcome] = []
-    with progress("certificates", as_json) as bar:
+    with progress("certificates", args.json) as bar:
         task = bar.tasks[0].id
 
         def tick(cell: every.Cell, done: int, total: int) -> None:
@@ -52,14 +53,16 @@ def run(
             outcomes.append(outcome)
             if outcome.record is None:
                 continue
-            if out is not None:
-                record.append(out, outcome.record)
-            if as_json:
+            if args.out is not None:
+                record.append(args.out, outcome.record)
+            if args.json:
                 print(json.dumps(outcome.record), flush=True)
-    found = every.verdict(outcomes)
-    if not as_json:
-        _show(outcomes, found)
-    return outcomes, found
+    verdict = every.verdict(outcomes)
+    if not args.json:
+        _show(outcomes, verdict)
+    if args.html is not None:
+        args.html.write_text(render_every(outcomes, verdict), encoding="utf-8")
+    return 1 if verdict == "failed" else 0
 
 
 def _show(outcomes: Seq[Outcome], verdict: str) -> None:

@@ -13,7 +13,12 @@ from sameseed.cli.options import EngineChoice, option, parse
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.study.certificate import Certificate
+    from rich.console import Console
+
+    from sameseed.config import EngineConfig
+    from sameseed.laws.check import Check
+    from sameseed.request import SamplingParams
+    from sameseed.study.certificate import Asked, Certificate
 
 LEFT_OUT = ("n", "logprobs")
 
@@ -48,9 +53,7 @@ def run(argv: Seq[str], prog: str) -> int:
     effort = Effort.parse(args.effort)
     if args.num_prompts is not None and args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
-    from sameseed.cli.console import stderr_console
     from sameseed.engine.settings import make_config
-    from sameseed.laws import mutants
     from sameseed.laws.checks import chosen
     from sameseed.study import certificate as suite, record
     from sameseed.study.workload import DEFAULT_PROMPTS
@@ -61,28 +64,31 @@ def run(argv: Seq[str], prog: str) -> int:
     for path, flag in ((args.out, "--out"), (args.html, "--html")):
         if path is not None:
             record.prepare(path, flag)
-    asked = suite.Asked(
-        parsed.engine.model,
-        args.prompts or DEFAULT_PROMPTS,
-        args.num_prompts,
-        parsed.params.max_tokens,
-        args.batch,
-        effort,
-    )
+    prompts, max_tokens = args.prompts or DEFAULT_PROMPTS, parsed.params.max_tokens
+    asked = suite.Asked(parsed.engine.model, prompts, args.num_prompts, max_tokens, args.batch, effort)
     config = make_config(**parsed.engine.settings)
     if args.every:
         from sameseed.cli import verify_every
-        from sameseed.ops import resolve
 
-        resolve(config.backend, config.device)  # what is not here is said once, not by every certificate
-        outcomes, verdict = verify_every.run(parsed.engine, asked, config, parsed.params, args.out, args.json)
-        if args.html is not None:
-            from sameseed.study.certificate_page import render_every
+        return verify_every.run(parsed.engine, asked, config, parsed.params, args)
+    return _one(parsed.engine, asked, config, parsed.params, args, checks)
 
-            args.html.write_text(render_every(outcomes, verdict), encoding="utf-8")
-        return 1 if verdict == "failed" else 0
-    with _loading(parsed.engine, args.json) as progress:
-        subject = suite.load_subject(asked, config, parsed.params, progress)
+
+def _one(
+    engine: EngineChoice,
+    asked: Asked,
+    config: EngineConfig,
+    params: SamplingParams,
+    args: VerifyArgs,
+    checks: Seq[Check],
+) -> int:
+    """One certificate: made, written, shown."""
+    from sameseed.cli.console import stderr_console
+    from sameseed.laws import mutants
+    from sameseed.study import certificate as suite, record
+
+    with _loading(engine, args.json) as progress:
+        subject = suite.load_subject(asked, config, params, progress)
     with _checking(args.json) as tick:
         certificate = suite.certify(subject, asked, checks, tick)
         if args.mutants:
@@ -147,6 +153,22 @@ def _show(certificate: Certificate) -> None:
             f"{r.seconds:.1f}",
         )
     console.print(table)
+    _show_wrong(certificate, console, colours)
+    label = certificate.config["label"]
+    words = {"passed": ("lossless", "bold green"), "failed": ("NOT lossless, or not provable", "bold red")}
+    verdict, style = words.get(certificate.verdict, (certificate.verdict, "bold yellow"))
+    if certificate.left_out:
+        console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style="yellow"))
+    console.print(Text(f"\n{verdict}: {label}", style=style))
+    alarm = sum(r.found.false_alarm for r in certificate.results)
+    chance = f"below {bound_text(alarm)}" if alarm else "0 (bits were compared)"
+    console.print(f"probability that a right engine fails: {chance}", style="dim")
+
+
+def _show_wrong(certificate: Certificate, console: Console, colours: dict[str, str]) -> None:
+    """What failed, or was warned of, in detail; mutants that no check rejected."""
+    from rich.text import Text
+
     for r in certificate.results:
         if r.status in ("failed", "warning"):
             console.print(Text(f"\n{r.check.id} {r.check.name}: {r.status}", style=colours[r.status]))
@@ -160,12 +182,3 @@ def _show(certificate: Certificate) -> None:
         for trial in m["trials"]:
             if trial["caught_by"] is None:
                 console.print(Text(f"  not noticed: {trial['name']}", style="bold red"))
-    label = certificate.config["label"]
-    words = {"passed": ("lossless", "bold green"), "failed": ("NOT lossless, or not provable", "bold red")}
-    verdict, style = words.get(certificate.verdict, (certificate.verdict, "bold yellow"))
-    if certificate.left_out:
-        console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style="yellow"))
-    console.print(Text(f"\n{verdict}: {label}", style=style))
-    alarm = sum(r.found.false_alarm for r in certificate.results)
-    chance = f"below {bound_text(alarm)}" if alarm else "0 (bits were compared)"
-    console.print(f"probability that a right engine fails: {chance}", style="dim")

@@ -29,14 +29,7 @@ def make_config(
     fields of SpecConfig. `settings` are fields of EngineConfig and CacheConfig
     (`block_size`, `num_blocks`, `kv_format`, `prefix_cache`). Raises ConfigError for unknown settings.
     """
-    if isinstance(draft, SpecConfig):
-        spec = draft
-    elif draft is None or draft == "none":
-        spec = SpecConfig()
-    elif isinstance(draft, str):
-        spec = parse_draft(draft)
-    else:
-        spec = SpecConfig(_name(draft), drafter=draft)
+    spec = _spec_of(draft)
     changes: dict[str, Any] = {
         "num_draft_tokens": num_draft_tokens,
         "confidence": confidence,
@@ -55,6 +48,14 @@ def make_config(
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r} (there are: {', '.join(sorted(known | set(cache_names)))})")
     return EngineConfig(spec=spec, cache=CacheConfig(**cache), **settings)
+
+
+def _spec_of(draft: str | SpecConfig | Drafter | type[Drafter] | None) -> SpecConfig:
+    if isinstance(draft, SpecConfig):
+        return draft
+    if draft is None or draft == "none":
+        return SpecConfig()
+    return parse_draft(draft) if isinstance(draft, str) else SpecConfig(_name(draft), drafter=draft)
 
 
 def _name(draft: object) -> str:
