@@ -7,7 +7,6 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cache
 from typing import Any, TypeVar
 
 from sameseed.errors import ConfigError, nearest
@@ -69,7 +68,6 @@ def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
     raise ConfigError(f"{_place(where)}option {name!r} must be of type {wanted}, got {value!r}")
 
 
-@cache
 def hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields, by name."""
     found = typing.get_type_hints(kind)
