@@ -36,9 +36,9 @@ class Record:
     likeliest first): `asked` for, `there`, `gain` (probabilities) and `steps` (how deep the draft up to it reached).
     """
 
-    def __init__(self, decay: float, most: int) -> None:
+    def __init__(self, decay: float, num_draft_tokens: int) -> None:
         self.tries, self.hits = [0.0] * len(_PRIORS), [0.0] * len(_PRIORS)
-        self.asked, self.there, self.gain, self.steps = ([0.0] * most for _ in range(4))
+        self.asked, self.there, self.gain, self.steps = ([0.0] * num_draft_tokens for _ in range(4))
         self.was, self.said = 0.0, 0.0  # tokens that were right, and that by their kinds' priors should have been
         self.weight = 1.0  # of what is added now: it grows, which is cheaper than making all old ones fade
         self._growth = 1.0 / decay
@@ -117,11 +117,11 @@ class DraftNodes:
 
 
 class Acceptance:
-    """Estimates for the drafts of one engine, by request; `most`: nodes of a draft."""
+    """Estimates for the drafts of one engine, by request; `num_draft_tokens`: the most nodes of a draft."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.all = Record(DECAY_OF_ALL, most)
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
+        self.all = Record(DECAY_OF_ALL, num_draft_tokens)
         self.own: dict[int, Record] = {}
         self.tells = False  # does the drafter give probabilities?
 
@@ -168,10 +168,10 @@ class Acceptance:
 
     def learn(self, seq_id: int, asked: int, nodes: DraftNodes, accepted: Seq[int]) -> None:
         """A round: nodes asked for, the draft as it was checked, and the path of it that was right."""
-        asked = min(asked, self.most)  # a request itself may ask for more
+        asked = min(asked, self.num_draft_tokens)  # a request itself may ask for more
         own = self.own.get(seq_id)
         if own is None:
-            own = self.own[seq_id] = Record(DECAY, self.most)
+            own = self.own[seq_id] = Record(DECAY, self.num_draft_tokens)
         right = {-1, *accepted}
         outcomes = [(nodes.kinds[i], i in right) for i, parent in enumerate(nodes.parents) if parent in right]
         ranks: list[tuple[float, int]] = []

@@ -30,7 +30,7 @@ class Probing:
     def __contains__(self, seq: Sequence) -> bool:
         return seq.seq_id in self._idle
 
-    def next(self, seqs: Seq[Sequence], rows: int, most: int) -> list[int | None]:
+    def next(self, seqs: Seq[Sequence], rows: int, num_draft_tokens: int) -> list[int | None]:
         """The lengths for sequences that wait, 0 or a probe's; None: it is to be decided.
 
         That is so after a probe, and when passes have become half as large: then drafts may pay.
@@ -49,7 +49,7 @@ class Probing:
         if self._trying is not None:
             for b, seq in enumerate(seqs):
                 if seq.seq_id == self._trying and found[b] == 0:
-                    found[b] = min(PROBE_TOKENS, most) if self._rounds > 0 else None
+                    found[b] = min(PROBE_TOKENS, num_draft_tokens) if self._rounds > 0 else None
                     self._rounds -= 1
         return found
 

@@ -77,13 +77,14 @@ class GoodputLength:
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         """Lengths that promise the most tokens a second; at most `budget` draft tokens in all."""
-        most = self.num_draft_tokens
-        if most == 0 or not seqs:
+        if self.num_draft_tokens == 0 or not seqs:
             return [0] * len(seqs)
         if self.target is None or self.draft.seen < FIRST_ROUNDS or self._num_drafts < FIRST_DRAFTS:
             # the first rounds tell what things cost
             self._rate, self._next = 0.0, None
-            return within([min(most, 2 + self.draft.seen % 2)] * len(seqs), budget)  # two sizes: what is a step?
+            return within(
+                [min(self.num_draft_tokens, 2 + self.draft.seen % 2)] * len(seqs), budget
+            )  # two sizes: what is a step?
         fresh = [seq for seq in seqs if self._is_fresh(seq)]
         hoped = self._hoped(fresh, seqs, num_rows) if fresh else []
         if not any(hoped):
@@ -111,8 +112,8 @@ class GoodputLength:
 
     def _settled(self, seqs: Seq[Sequence], num_rows: int | None, budget: int | None) -> list[int]:
         """Lengths by what is known."""
-        most, rows = self.num_draft_tokens, num_rows or len(seqs)
-        found = self.probing.next(seqs, rows, most)
+        rows = num_rows or len(seqs)
+        found = self.probing.next(seqs, rows, self.num_draft_tokens)
         awake = [b for b, k in enumerate(found) if k is None]
         lengths = [k or 0 for k in found]
         if any(lengths) and not awake:
@@ -233,13 +234,13 @@ class GoodputLength:
     def _worth(self, likely: Seq[float], rows: int, slope: float) -> int:
         """How many of these nodes, the likeliest first, bring more tokens than their time is worth."""
         assert self.target is not None
-        tokens, best, most, rate = 0.0, 0, 0.0, self._worth_of_time
+        tokens, best, best_gain, rate = 0.0, 0, 0.0, self._worth_of_time
         before = self.target.at(rows)
         for n, p in enumerate(likely, 1):
             tokens += p
             gain = tokens - rate * (self.target.at(rows + n) - before + slope * n)
-            if gain > most:
-                best, most = n, gain
+            if gain > best_gain:
+                best, best_gain = n, gain
         return best
 
     def update(self, round_: Round) -> None:
