@@ -30,6 +30,9 @@ PROMPT = "1, 2, 1, 2, 1,"
 # In a process of its own: each way to write the drafter, by LLM and on the command line.
 SCRIPT = """
 import sys
+
+if sys.argv[2] == "as_files":  # an editable install finds its own package by a hook, before any path
+    sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
 from sameseed import LLM, SamplingParams, registry
 from sameseed.cli import main
 
@@ -55,6 +58,9 @@ def as_files(folder: Path) -> None:
     for part in (*PACKAGE.iterdir(), *(PACKAGE / "drafters").iterdir()):
         if part.name not in ("drafters", "__pycache__"):
             (package / part.relative_to(PACKAGE)).symlink_to(part)
+    native = importlib.util.find_spec("sameseed._native")
+    if native is not None and native.origin and not (package / Path(native.origin).name).exists():
+        (package / Path(native.origin).name).symlink_to(native.origin)  # elsewhere in an editable install
     for name, code in CODES.items():
         (package / "drafters" / f"{name}.py").write_text(code)
 
@@ -78,7 +84,7 @@ def test_one_file_is_a_drafter(install: Any, tmp_path: Path, plain: str) -> None
     install(tmp_path)
     path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-c", SCRIPT, plain]
+    command = [sys.executable, "-c", SCRIPT, plain, install.__name__]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -35,8 +35,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def asked(pair_folders: tuple[Path, Path], data_folder: Path, prompts: Path) -> Comparing:
     return Comparing(
-        tasks=("perplexity", "mmlu_pro_likelihood"),
-        settings=TaskSettings(data_folder, limit=3, seed=1),
+        tasks=("perplexity", "humaneval"),
+        settings=TaskSettings(data_folder, limit=2, seed=1, max_tokens=8),
         text=PerplexityText(window=64, stride=32, tokens=400),
         draft=str(pair_folders[1]),
         num_draft_tokens=3,
@@ -72,7 +72,7 @@ def test_every_figure_is_there(found: Comparison, pair_folders: tuple[Path, Path
         mine, its = row.quality.perplexity, base.quality.perplexity
         assert row.ratio is not None and mine is not None and its is not None
         assert row.ratio[0] == pytest.approx(mine.perplexity / its.perplexity)
-        assert "mmlu_pro_likelihood" in row.differences
+        assert "humaneval" in row.differences
 
 
 def test_other_weights_draft_for_the_baseline(found: Comparison) -> None:
