@@ -82,9 +82,8 @@ class GoodputLength:
         if self.target is None or self.draft.seen < FIRST_ROUNDS or self._num_drafts < FIRST_DRAFTS:
             # the first rounds tell what things cost
             self._rate, self._next = 0.0, None
-            return within(
-                [min(self.num_draft_tokens, 2 + self.draft.seen % 2)] * len(seqs), budget
-            )  # two sizes: what is a step?
+            two_sizes = min(self.num_draft_tokens, 2 + self.draft.seen % 2)  # they tell what a step costs
+            return within([two_sizes] * len(seqs), budget)
         fresh = [seq for seq in seqs if self._is_fresh(seq)]
         hoped = self._hoped(fresh, seqs, num_rows) if fresh else []
         if not any(hoped):

@@ -67,9 +67,8 @@ class Checkpoint:
         self.folder = folder
         self._stack = ExitStack()
         self._files: dict[str, SafetensorsFile] = {}  # by tensor name
-        self._stored: dict[
-            str, StoredMatrix
-        ] = {}  # quantized matrices by the name of the dense one, once `check` has run
+        # Quantized matrices by the name of the dense one, once `check` has run.
+        self._stored: dict[str, StoredMatrix] = {}
         self._recent: tuple[str, QuantTensor | Tensor] | None = None  # the quantized matrix that was read last
         self._layout: Layout | None = None
 
