@@ -1,0 +1,102 @@
+"""`sameseed doctor`: why does speculation not pay here? Reads a server's /metrics twice, or a saved file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional
+
+from sameseed.cli.options import option, parse
+from sameseed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sameseed.plan.doctor import Diagnosis
+
+
+@dataclass(frozen=True)
+class DoctorArgs:
+    """Say why speculation does not pay, and which flags to set, for sameseed, vLLM, SGLang or llama-server.
+
+    It only reads: send the server its usual load meanwhile. What a round needs to pay is told from --cost, or from
+    --plain-tokens-per-s; without both it is a bound, where the server says how long the models take.
+    """
+
+    source: Annotated[str, Positional]  # a server's address, or a file: its /metrics, a bench record, llama's answer
+    seconds: float = 10.0  # between the first look at a server and the last
+    plain_tokens_per_s: Annotated[float | None, option("X")] = None  # of plain decoding, all clients together, if known
+    cost: Annotated[Path | None, option("FILE")] = None  # of `sameseed profile --json`, or of `sameseed tune`
+    api_key_file: Annotated[Path | None, option("FILE")] = None  # the server's key, on its first line
+    json: Annotated[bool, option()] = False  # one JSON object instead of text
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse, look, say; exit code 0 whatever is found."""
+    args = parse(DoctorArgs, argv, prog).args
+    if not 0 < args.seconds <= 3600:
+        raise ConfigError(f"--seconds must lie above 0, at most 3600, got {args.seconds:g}")
+    if args.plain_tokens_per_s is not None and not args.plain_tokens_per_s > 0:
+        raise ConfigError(f"--plain-tokens-per-s must be above 0, got {args.plain_tokens_per_s:g}")
+    from sameseed.plan.doctor import diagnose, read_costs
+    from sameseed.plan.metrics import fetch, read_file, watch
+
+    costs = None if args.cost is None else read_costs(args.cost)
+    if args.source.startswith(("http://", "https://")):
+        key = (
+            None if args.api_key_file is None else args.api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
+        )
+        counted = watch(partial(fetch, args.source, key=key), args.seconds, args.source)
+    else:
+        counted = read_file(Path(args.source))
+    found = diagnose(counted, costs, args.plain_tokens_per_s)
+    if args.json:
+        print(json.dumps(found.as_dict()))
+        return 0
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if found.have is not None:
+        console.print(_figures(found))
+    console.print(found.verdict, style="bold", markup=False, soft_wrap=True)
+    for fault in found.faults:
+        console.print(
+            f"* {fault.name}" + (f": {fault.says}" if fault.says not in found.verdict else ""),
+            markup=False,
+            soft_wrap=True,
+        )
+        for flag in fault.flags:
+            console.print(f"    {flag}", markup=False, style="dim")
+    return 0
+
+
+def _figures(found: Diagnosis) -> Table:
+    """What was measured."""
+    from rich.table import Table
+
+    table = Table("", found.engine, title_justify="left")
+    rows = (
+        ("tokens a round: you have", found.have, "{:.2f}"),
+        ("tokens a round: you need" + (" at least" if found.need_is == "bound" else ""), found.need, "{:.2f}"),
+        ("draft tokens a round", found.k, "{:.1f}"),
+        ("accepted", found.acceptance, "{:.0%}"),
+        ("sequences at once", found.batch, "{:.1f}"),
+        ("tokens of a prompt", found.prompt_tokens, "{:.0f}"),
+        ("a round takes", found.round_ms, "{:.1f} ms"),
+        ("drafting", found.draft_share, "{:.0%} of it"),
+        ("times plain decoding" + (", at most" if found.need_is == "bound" else ""), found.speedup, "{:.2f}"),
+        ("best length here", found.best_k, "{}"),
+    )
+    for name, value, form in rows:
+        if value is not None:
+            table.add_row(name, form.format(value))
+    if found.survival:
+        table.add_row("right at each place", " ".join(f"{s:.0%}" for s in found.survival))
+    if found.by_batch:
+        table.add_row("best by sequences", ", ".join(f"from {b}: {k or 'off'}" for b, k in found.by_batch))
+    return table

@@ -1,0 +1,214 @@
+"""`sameseed estimate`: memory and speed of a model, plain and with drafts, before its weights are downloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+from sameseed.cli.options import option, parse
+from sameseed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sameseed.plan.estimate import Estimate
+    from sameseed.study.costs import Profile
+    from sameseed.study.limits import Limits
+    from sameseed.tuned import TunedFigure
+
+Many = Annotated[tuple[str, ...], UseAppendAction, arg(metavar="TEXT", help_behavior_hint="(repeatable)")]
+
+
+@dataclass(frozen=True)
+class EstimateArgs:
+    """Estimate memory, speed and what drafts would bring, in seconds, from config.json alone: nothing is downloaded.
+
+    Every figure has an 80 % interval and a grade: paper (bytes and operations over the machine's limits), profiled
+    (--cost) or anchored (--run). Acceptance is assumed unless --acceptance says it: 0.5 to 0.8 a token of a model, 0.1
+    to 0.6 of a search.
+    """
+
+    model: Annotated[str | None, Positional, option("MODEL")] = None  # a folder, a GGUF file or a hub id
+    shape: Annotated[str | None, option("NAME")] = None  # or a known shape, see `sameseed profile --list`
+    draft: Many = ()  # a way to guess, as generate's --draft; a shape's name is a model
+    format: Many = ()  # number format of the weights; unset: the checkpoint's, w8a8 and w4a8
+    kv_format: str = "auto"  # number format of the KV cache; auto follows the weights
+    draft_format: str = "auto"  # number format of the draft's weights
+    acceptance: Many = ()  # chance that a draft token is right, 0.7 or 0.6,0.8, or a JSON file of rates by place
+    cost: Annotated[Path | None, option("FILE")] = None  # costs of `sameseed profile --json`, of any machine
+    engine: str = "sameseed"  # whose costs --cost holds, e.g. vllm; its file's schema is in docs/guides/plan.md
+    machine_read: Annotated[float | None, option("GB/S")] = None  # memory bandwidth of a machine that is not here
+    machine_ops: Annotated[float | None, option("TOPS")] = None  # and its 1e12 operations a second
+    memory: Annotated[str | None, option("SIZE")] = None  # e.g. 24GB; unset: what is free here
+    context: Annotated[int | None, option("N")] = None  # tokens of a text; unset: 1024
+    prompt_tokens: int = 512  # of the prompt whose time to first token is told
+    batch: str = "1,8"  # sequences at once, with commas between
+    threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: as many as the backend finds useful
+    run: Annotated[bool, option()] = False  # load the model here and try a few rounds of each way: the grade "anchored"
+    json: Annotated[bool, option()] = False  # one JSON object instead of tables
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Look, compute, print."""
+    args = parse(EstimateArgs, argv, prog).args
+    if (args.model is None) == (args.shape is None):
+        raise ConfigError("give either a model or a shape by name, e.g. --shape llama-3.2-1b")
+    found, source = _estimates(args)
+    if args.json:
+        print(json.dumps({"machine": source, "estimates": [e.as_dict() for e in found]}))
+        return 0
+    from rich.console import Console
+
+    from sameseed.cli.console import show_table
+
+    console = Console(highlight=False)
+    console.print(f"{args.model or args.shape} on {source}", markup=False, soft_wrap=True)
+    if found[0].memory is not None:
+        show_table(_memory(found))
+    show_table(_speeds(found))
+    for line in _remarks(found):
+        console.print(line, markup=False, soft_wrap=True)
+    return 0
+
+
+def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
+    """What was asked, and the machine in words."""
+    from sameseed.cli.profile import numbers
+    from sameseed.plan.estimate import Question, estimate, estimate_engine, read_bytes
+    from sameseed.plan.times import EngineCosts, read_costs
+    from sameseed.study.shapes import get_shape
+
+    if args.shape is not None:
+        get_shape(args.shape, "MODEL")
+    asked = Question(
+        args.model or (args.shape or "").lower(),
+        args.format,
+        args.kv_format,
+        args.draft,
+        args.draft_format,
+        args.acceptance,
+        args.context,
+        args.prompt_tokens,
+        numbers("batch", args.batch),
+        None if args.memory is None else read_bytes(args.memory),
+        args.run,
+        args.threads,
+    )
+    if args.run and (args.cost is not None or args.machine_read is not None or args.machine_ops is not None):
+        raise ConfigError("--run tries the model here: leave out --cost, --machine-read and --machine-ops")
+    if args.cost is None:
+        if args.engine != "sameseed":
+            raise ConfigError(f"--engine {args.engine} needs its costs: --cost FILE (see docs/guides/plan.md)")
+        limits, source = _limits(args)
+        return estimate(asked, limits), source
+    if args.machine_read is not None or args.machine_ops is not None:
+        raise ConfigError("--cost says what the machine can do: leave out --machine-read and --machine-ops")
+    costs = read_costs(args.cost, args.engine)
+    if isinstance(costs, EngineCosts):
+        return [estimate_engine(asked, costs)], f"{costs.engine}, {costs.machine or 'a machine that it does not name'}"
+    return estimate(asked, costs), _profiled(costs)
+
+
+def _profiled(costs: Profile) -> str:
+    return f"{costs.machine.get('cpu', '?')}, {costs.threads} threads, as profiled {costs.date[:10]}"
+
+
+def _limits(args: EstimateArgs) -> tuple[Limits, str]:
+    """As given, or measured here in about a second."""
+    from sameseed import ops
+    from sameseed.devices import cpu_name, native_threads
+    from sameseed.plan.estimate import given_limits
+    from sameseed.study.limits import measure_limits
+
+    threads = args.threads or native_threads()
+    if threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {threads}")
+    limits, name = given_limits(args.machine_read, args.machine_ops, threads), "a machine"
+    if limits is None:
+        ops.set_num_threads(threads)
+        limits, name = measure_limits(threads), f"{cpu_name()}, {threads} threads"
+    reads = f"{limits.read / 1e9:.1f} GB/s, {limits.peak('int8') / 1e12:.2f} int8 and "
+    busy = os.getloadavg()[0] > threads and limits.source != "given"
+    note = " (other work runs here now: a quiet machine does more)" if busy else ""
+    return limits, f"{name}: {reads}{limits.fp32 / 1e12:.2f} float32 tera-operations/s{note}"
+
+
+def _table(title: str, *heads: str) -> Table:
+    from rich.table import Table
+
+    table = Table(*heads, title=title, title_justify="left", title_style="bold")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _memory(found: Seq[Estimate]) -> Table:
+    gib = 2**30
+    first = found[0].memory
+    assert first is not None
+    table = _table(
+        f"memory in GiB (paper), of {first.available / gib:.1f} there",
+        "format",
+        "KV",
+        "weights",
+        "draft",
+        "cache a 1000 tokens",
+        "peak",
+        *(f"longest text, batch {b}" for b in first.max_context),
+        f"most texts of {found[0].context}",
+    )
+    for e in found:
+        m = e.memory
+        assert m is not None
+        sizes = (m.weights / gib, m.draft_weights / gib, 1000 * m.cache_per_token / gib)
+        peak = f"{m.peak.value / gib:.2f} ({m.peak.low / gib:.2f} to {m.peak.high / gib:.2f})"
+        longest = [str(n) if n else "none" for n in m.max_context.values()]
+        table.add_row(e.format, e.kv_format, *(f"{s:.2f}" for s in sizes), peak, *longest, str(m.max_batch))
+    return table
+
+
+def _speeds(found: Seq[Estimate]) -> Table:
+    title = f"speed after {found[0].context} tokens, with 80 % intervals; all texts of a batch together"
+    heads = ("format", "draft", "batch", "k", "tokens/s", "times plain", "tokens a round", "drafting", "grade")
+    table = _table(title, *heads)
+    for e in found:
+        for s in e.speeds:
+            if s.draft == "none":
+                table.add_row(
+                    e.format, "none", str(s.batch), "", _figure(s.tokens_per_s, 1), "", "", "", s.speedup.grade
+                )
+                continue
+            share, k = (
+                f"{s.draft_share:.0%}",
+                f"{s.num_draft_tokens}" if s.pays else f"{s.num_draft_tokens}: does not pay",
+            )
+            figures = _figure(s.tokens_per_s, 1), _figure(s.speedup, 2), _figure(s.tokens_per_round, 2)
+            table.add_row(e.format, s.draft, str(s.batch), k, *figures, share, s.speedup.grade)
+    return table
+
+
+def _figure(f: TunedFigure, digits: int) -> str:
+    return f"{f.value:.{digits}f} ({f.low:.{digits}f} to {f.high:.{digits}f})"
+
+
+def _remarks(found: Seq[Estimate]) -> Iterator[str]:
+    for e in found:
+        if e.memory is not None and e.memory.max_batch < e.speeds[-1].batch:
+            yield f"{e.format}: at most {e.memory.max_batch} texts of {e.context} tokens fit; more at once is theory"
+        if e.ttft_s is not None:
+            figure = _figure(e.ttft_s, 2)
+            yield f"{e.format}: first token of a prompt of {e.prompt_tokens} after {figure} s ({e.ttft_s.grade})"
+        for draft, rows in e.by_batch.items():
+            lengths = ", ".join(f"from {first}: {k or 'off'}" for first, _, k in rows)
+            yield f"{e.format}, {draft}: best length by texts at once: {lengths}"
+            if e.memory is None:
+                table = json.dumps([list(row) for row in rows])
+                yield f'  "num_speculative_tokens_per_batch_size": {table}'
+    for draft, source in found[0].acceptance.items():
+        yield f"acceptance of {draft}: {source}"

@@ -1,0 +1,240 @@
+"""Acceptance: what a drafter's guesses are worth along texts that the target wrote, at every position, without a clock.
+
+Coupled sampling makes the event exact: the target's choice at a position is a pure function of prefix, parameters, seed
+and position. So a path of a draft is accepted as far as it equals the text. ReplayRates have the names of ModelOpt's
+`speculation_profile.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sameseed.errors import ConfigError
+from sameseed.plan.store import Arrays
+from sameseed.spec.draft import Draft
+
+Ints = NDArray[np.int64]
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # draft sizes that are told apart
+
+
+@dataclass(frozen=True)
+class ReplayRates:
+    """What a run with a fixed draft size would count, over all its rounds after the first token.
+
+    `marginal_accept_rates[i]`: rounds in which the draft's token i was accepted; `conditional_accept_rates[i]`: of
+    those in which all before it were. `mean_accept_length`: tokens a round, `mean_acceptance_length`: of rounds with a
+    draft (None: there were none). `acceptance_rate`: accepted over drafted tokens. `undrafted`: rounds without a guess.
+    """
+
+    num_draft_tokens: int
+    num_rounds: int
+    conditional_accept_rates: tuple[float, ...]
+    marginal_accept_rates: tuple[float, ...]
+    mean_accept_length: float
+    mean_acceptance_length: float | None
+    acceptance_rate: float | None
+    undrafted: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """P positions of n texts and S draft sizes: what a draft at a position would have brought.
+
+    Position i of a text is a round that begins with i + 1 written tokens; text t has offsets[t] .. offsets[t + 1].
+    `accepted`, `nodes` int16 [P, S]: accepted tokens, up to the text's end, and nodes that were checked. `steps` int16
+    [P, S, D]: depth of the nodes that each of the D `levels` guessed. `num_prompts` int32 [n]: tokens of the prompts.
+    """
+
+    sizes: tuple[int, ...]
+    levels: tuple[str, ...]
+    num_prompts: NDArray[np.int32]
+    offsets: Ints
+    accepted: NDArray[np.int16]
+    nodes: NDArray[np.int16]
+    steps: NDArray[np.int16]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the parts do not fit together."""
+        n, p, s = len(self.num_prompts), len(self.accepted), len(self.sizes)
+        shapes = (self.accepted.shape, self.nodes.shape, self.steps.shape, self.offsets.shape)
+        if shapes != ((p, s), (p, s), (p, s, len(self.levels)), (n + 1,)) or not n or not s or not self.levels:
+            raise ValueError(f"parts of a replay that do not fit together: {shapes}")
+        if self.offsets[0] != 0 or self.offsets[-1] != p or (np.diff(self.offsets) < 0).any():
+            raise ValueError("positions of a replay that are not in order")
+        if (self.accepted > self.nodes).any() or (self.accepted < 0).any() or (self.nodes > self.sizes).any():
+            raise ValueError("a replay in which more is accepted than was guessed")
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.num_prompts)
+
+    @property
+    def num_tokens(self) -> Ints:
+        """Tokens of each text, without the prompt."""
+        found: Ints = np.diff(self.offsets) + 1
+        return found
+
+    def column(self, size: int) -> int:
+        """Where a draft size is. Raises ConfigError for one that was not replayed."""
+        if size not in self.sizes:
+            known = ", ".join(map(str, self.sizes))
+            raise ConfigError(f"drafts of {size} tokens were not replayed; choose one of {known}")
+        return self.sizes.index(size)
+
+    def rounds(self, size: int) -> Ints:
+        """Positions at which a run with this draft size begins its rounds, all first rounds before all second ones."""
+        at, ends = self.offsets[:-1], self.offsets[1:]
+        accepted = self.accepted[:, self.column(size)] if size else np.zeros(len(self.accepted), np.int16)
+        found = []
+        while len(at):
+            running = at < ends
+            at, ends = at[running], ends[running]
+            found.append(at)
+            at = at + accepted[at] + 1
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def rates(self, size: int) -> ReplayRates:
+        """What a run with this draft size would count."""
+        at, column = self.rounds(size), self.column(size)
+        accepted, nodes = self.accepted[at, column], self.nodes[at, column]
+        survivors = [len(at), *(int((accepted > i).sum()) for i in range(int(accepted.max(initial=0))))]
+        total, drafted, drafts = int(accepted.sum()), int(nodes.sum()), int((nodes > 0).sum())
+        return ReplayRates(
+            size,
+            len(at),
+            tuple(now / before for before, now in pairwise(survivors)),
+            tuple(now / len(at) for now in survivors[1:]),
+            1.0 + total / max(1, len(at)),
+            1.0 + total / drafts if drafts else None,
+            total / drafted if drafted else None,
+            1.0 - drafts / max(1, len(at)),
+        )
+
+    def only(self, sizes: Seq[int]) -> Replay:
+        """The same with these draft sizes only. Raises ConfigError for one that was not replayed."""
+        at = [self.column(size) for size in sizes]
+        cut = self.accepted[:, at], self.nodes[:, at], self.steps[:, at]
+        return Replay(tuple(sizes), self.levels, self.num_prompts, self.offsets, *cut)
+
+    def subset(self, texts: Seq[int]) -> Replay:
+        """The same of these texts only, in this order."""
+        at = np.concatenate([np.arange(self.offsets[t], self.offsets[t + 1]) for t in texts])
+        offsets = np.array([0, *np.cumsum(self.num_tokens[list(texts)] - 1)], np.int64)
+        cut = self.accepted[at], self.nodes[at], self.steps[at]
+        return Replay(self.sizes, self.levels, self.num_prompts[list(texts)], offsets, *cut)
+
+    def as_arrays(self) -> Arrays:
+        """What the store keeps."""
+        return {
+            "sizes": np.array(self.sizes, np.int32),
+            "levels": np.array(self.levels),
+            "num_prompts": self.num_prompts,
+            "offsets": self.offsets,
+            "accepted": self.accepted,
+            "nodes": self.nodes,
+            "steps": self.steps,
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays) -> Replay:
+        """The inverse of `as_arrays`. Raises ValueError or KeyError for arrays that are none."""
+        named = {name: arrays[name] for name in ("num_prompts", "offsets", "accepted", "nodes", "steps")}
+        return cls(tuple(arrays["sizes"].tolist()), tuple(arrays["levels"].tolist()), **named)
+
+
+def sizes_up_to(num_draft_tokens: int) -> tuple[int, ...]:
+    """The draft sizes of a replay, the largest among them. Raises ConfigError for one out of range."""
+    if not 1 <= num_draft_tokens <= SIZES[-1]:
+        raise ConfigError(f"the largest draft of a replay must lie in 1..{SIZES[-1]}, got {num_draft_tokens}")
+    return (*(s for s in SIZES if s < num_draft_tokens), num_draft_tokens)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One draft against the text: by size, accepted tokens, nodes, and steps of each level."""
+
+    accepted: list[int]
+    nodes: list[int]
+    steps: list[list[int]]
+
+    @classmethod
+    def joined(cls, parts: Seq[Event]) -> Event:
+        """One of several sizes from those of some each."""
+        return cls(
+            [a for e in parts for a in e.accepted],
+            [n for e in parts for n in e.nodes],
+            [s for e in parts for s in e.steps],
+        )
+
+
+def judge(
+    draft: tuple[Seq[int], Seq[int]],
+    confidence: Seq[float] | None,
+    levels: Seq[int],
+    num_levels: int,
+    text: Seq[int],
+    sizes: Seq[int],
+) -> Event:
+    """What a draft (tokens, parents) brings where `text` comes next, cut to each of `sizes`: its likeliest nodes.
+
+    Without `confidence`, or where it is not a number, nodes count in their order.
+    """
+    tokens, parents = draft
+    path = _right_path(tokens, parents, text)
+    order = ranked(parents, confidence)
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+    found = Event([], [], [])
+    deepest, right, done = [0] * num_levels, 0, 0
+    for size in sizes:
+        for node in order[done:size]:
+            deepest[levels[node]] = max(deepest[levels[node]], depths[node])
+            right += node in path
+        done = min(size, len(order))
+        found.accepted.append(right)
+        found.nodes.append(done)
+        found.steps.append(list(deepest))
+    return found
+
+
+def ranked(parents: Seq[int], confidence: Seq[float] | None) -> list[int]:
+    """Nodes, the likeliest first and none before its parent; in their order where nobody says how likely they are."""
+    order = list(range(len(parents)))
+    if confidence is not None and not any(c != c for c in confidence):
+        sure: list[float] = []
+        for own, parent in zip(confidence, parents, strict=True):
+            sure.append(min(own, sure[parent]) if parent >= 0 else own)
+        order.sort(key=sure.__getitem__, reverse=True)  # stable: parents come before children
+    return order
+
+
+def confidence_of(draft: Draft, b: int) -> list[float] | None:
+    """How likely the nodes of sequence b are, where the drafter says so."""
+    if draft.confidence is None:
+        return None
+    found: list[float] = draft.confidence[draft.offsets[b] : draft.offsets[b + 1]].tolist()
+    return found
+
+
+def _right_path(tokens: Seq[int], parents: Seq[int], text: Seq[int]) -> set[int]:
+    """Nodes that `verify` would accept: of equal children the first."""
+    children = {(p, t): i for i, (p, t) in reversed(list(enumerate(zip(parents, tokens, strict=True))))}
+    path: set[int] = set()
+    node: int | None = -1
+    for token in text:
+        node = children.get((node, token)) if node is not None else None
+        if node is None:
+            break
+        path.add(node)
+    return path

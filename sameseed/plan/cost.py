@@ -1,0 +1,190 @@
+"""What a round costs: the target's pass, the drafter's steps, and the gap, which is all outside the models.
+
+`CostModel` is all that a simulation asks for; `RoundCost` answers from measured curves. Everything is vectorised: one
+number for each of G batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sameseed.errors import ConfigError
+from sameseed.lengths._cost import UNIT, Curve, DraftCost, EngineCost
+from sameseed.study.costs import Profile
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+P10_TO_P90 = 2 * 1.2816  # standard deviations of a normal distribution between its p10 and p90
+
+
+@dataclass(frozen=True)
+class CostSpread:
+    """How sure the costs are: standard deviations of the logarithms of their parts' seconds; 0: taken as they are."""
+
+    target: float = 0.0
+    draft: float = 0.0
+    gap: float = 0.0
+
+
+class CostModel(Protocol):
+    """Seconds of the parts of a round; arrays [G] in, arrays [G] out. `context`: mean cached tokens of a sequence."""
+
+    def target(self, rows: Floats, batch: Floats, context: Floats) -> Floats:
+        """A pass of the target over `rows` rows of `batch` sequences."""
+
+    def draft(self, level: int, steps: Floats, batch: Floats, context: Floats) -> Floats:
+        """`steps` steps of a level of the drafter for `batch` sequences."""
+
+    def gap(self, batch: Floats, drafted: Bools) -> Floats:
+        """What lies outside the models, of a round with a draft or without."""
+
+    def prefill(self, tokens: Floats, drafted: bool) -> Floats:
+        """Prompts of so many tokens in all, by the target and, where drafts will follow, by the drafter."""
+
+    @property
+    def spread(self) -> CostSpread:
+        """How sure all that is."""
+
+
+@dataclass(frozen=True)
+class LevelCost:
+    """Seconds of one level's proposal: `start`, and `step` for each step by its rows: `width` for every sequence.
+
+    `context`: seconds more for each step and 1024 cached tokens. `reads`: does it run a model over the prompt?
+    """
+
+    start: float = 0.0
+    step: Curve = field(default_factory=lambda: Curve([(1, 0.0)]))
+    width: int = 1
+    context: float = 0.0
+    reads: bool = True
+
+    @classmethod
+    def of(cls, cost: DraftCost) -> LevelCost:
+        """As fitted to the proposals of a running engine."""
+        points = [(size, cost.terms(size)[1]) for size in (1, 64)]
+        return cls(cost.terms(1)[0], Curve(points, 0, float(cost.coefficients[4]) / UNIT), 1, 0.0, False)
+
+    def at(self, steps: Floats, batch: Floats, context: Floats) -> Floats:
+        """Seconds of so many steps for a batch."""
+        each = seconds_at(self.step, batch * self.width) + self.context * context / UNIT
+        beyond = np.maximum(batch * context - self.step.context, 0.0) * self.step.per_token
+        return self.start + steps * (each + beyond)
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Costs from curves. `levels`: of the drafter, the lowest first; one for all where there is only one.
+
+    `plain_gap` and `drafted_gap`: seconds outside the models in a round, `gap_per_seq` for each of its sequences.
+    `prompt`: passes over prompts, where these were measured; `max_num_rows`: of one pass. `target_scale` and
+    `draft_scale`: what real runs showed the curves to be off by.
+    """
+
+    curve: Curve
+    levels: tuple[LevelCost, ...] = (LevelCost(),)
+    plain_gap: float = 0.0
+    drafted_gap: float = 0.0
+    gap_per_seq: float = 0.0
+    prompt: Curve | None = None
+    max_num_rows: int = 512
+    target_scale: float = 1.0
+    draft_scale: float = 1.0
+    spread: CostSpread = CostSpread()
+
+    @classmethod
+    def of(cls, cost: EngineCost) -> RoundCost:
+        """What was measured of a running engine (`engine.calibrate.measure_rounds`)."""
+        base, row, drafted = cost.gap.coefficients.tolist()
+        return cls(cost.target, (LevelCost.of(cost.draft),), base, base + drafted, row)
+
+    @classmethod
+    def from_profile(
+        cls,
+        profile: Profile,
+        format: str,
+        draft_format: str | None = None,
+        plain_gap: float = 0.0,
+        drafted_gap: float = 0.0,
+        levels: Seq[LevelCost] = (),
+    ) -> RoundCost:
+        """From what `sameseed profile` measured of a shape, and of a draft model beside it (`draft_format`).
+
+        `levels`: of a drafter whose costs come from elsewhere. Raises ConfigError for what was not profiled.
+        """
+        own = tuple(levels) or (LevelCost(),)
+        drafting = 0.0
+        if draft_format is not None:
+            if profile.draft is None:
+                raise ConfigError("no draft model was profiled with this shape; profile it with --draft")
+            own = (LevelCost(step=curve_of(profile.draft, draft_format)),)
+            drafting = _spread_of(profile.draft, draft_format)
+        prompts = sorted((p.tokens, p.ms / 1e3) for p in profile.prefill if p.format == format)
+        return cls(
+            curve_of(profile, format),
+            own,
+            plain_gap,
+            drafted_gap,
+            prompt=Curve([(0, 0.0), *prompts]) if prompts else None,
+            spread=CostSpread(_spread_of(profile, format), drafting),
+        )
+
+    def target(self, rows: Floats, batch: Floats, context: Floats) -> Floats:
+        c = self.curve
+        cached = np.maximum(batch * context - c.context, 0.0) * c.per_token
+        seconds = seconds_at(c, rows) + cached + rows * np.maximum(context - c.context, 0.0) * c.per_row
+        return self.target_scale * seconds
+
+    def draft(self, level: int, steps: Floats, batch: Floats, context: Floats) -> Floats:
+        return self.draft_scale * self.levels[min(level, len(self.levels) - 1)].at(steps, batch, context)
+
+    def gap(self, batch: Floats, drafted: Bools) -> Floats:
+        return np.where(drafted, self.drafted_gap, self.plain_gap) + self.gap_per_seq * batch
+
+    def prefill(self, tokens: Floats, drafted: bool) -> Floats:
+        read = [level.step for level in self.levels if drafted and level.reads]
+        whole, rest = np.divmod(tokens, self.max_num_rows)
+        found: Floats = np.zeros_like(tokens)
+        for curve, scale in ((self.prompt or self.curve, self.target_scale), *((c, self.draft_scale) for c in read)):
+            seconds = whole * seconds_at(curve, np.float64(self.max_num_rows)) + (rest > 0) * seconds_at(curve, rest)
+            found += scale * seconds
+        return found
+
+
+def seconds_at(curve: Curve, rows: Floats | np.float64) -> Floats:
+    """`curve.at` of many, in any order."""
+    xs, ys = curve.rows, curve.seconds
+    found: Floats = np.asarray(np.interp(rows, xs, ys))
+    if len(xs) > 1:
+        found = found + (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) * np.maximum(rows - xs[-1], 0.0)
+    return found
+
+
+def curve_of(profile: Profile, format: str) -> Curve:
+    """Passes by rows at the shortest context that was measured, and what cached tokens add, from the longest.
+
+    Raises ConfigError for a format that was not measured.
+    """
+    contexts = profile.contexts(format)
+    base, long = contexts[0], contexts[-1]
+    rows = sorted({x.rows for x in profile.costs if x.format == format and x.context == base})
+    points = [(m, profile.ms(format, m, base) / 1e3) for m in rows]
+    if long == base:
+        return Curve(points, base)
+    few, many = rows[0], rows[-1]
+    slow = [(profile.ms(format, m, long) - profile.ms(format, m, base)) / 1e3 / (long - base) for m in (few, many)]
+    per_row = max(0.0, (slow[1] - slow[0]) / (many - few)) if many > few else 0.0
+    return Curve(points, base, max(0.0, slow[0] - few * per_row), per_row)
+
+
+def _spread_of(profile: Profile, format: str) -> float:
+    """Of passes: from their p10 and p90."""
+    spreads = [math.log(x.p90 / x.p10) for x in profile.costs if x.format == format and 0 < x.p10 <= x.p90]
+    return median(spreads) / P10_TO_P90 if spreads else 0.0

@@ -1,0 +1,281 @@
+"""Estimate: what memory a model takes, and how fast it would be, plain and with drafts, before any weight is loaded.
+
+Every figure has an 80 % interval and a grade: "paper" (config.json and the machine's limits), "profiled" (measured
+costs) or "anchored" (a few real rounds). AcceptChances comes from a file, or is assumed, and then said to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sameseed import registry
+from sameseed.config import SpecConfig, parse_draft
+from sameseed.engine.memory import available_memory
+from sameseed.errors import ConfigError, VocabularyError
+from sameseed.models.eagle_config import is_head
+from sameseed.plan.anchor import AnchoredTimes, anchor
+from sameseed.plan.memory import Memory, memory, too_small
+from sameseed.plan.outlook import (
+    ASSUMED,
+    ASSUMED_FOUND,
+    GAP,
+    AcceptChances,
+    DraftPlan,
+    DraftSpeed,
+    Rounds,
+    figure,
+    read_acceptance,
+    speeds,
+    table,
+)
+from sameseed.plan.paper import Sheet, find, head_sheet, sheet
+from sameseed.plan.times import (
+    EngineCosts,
+    EngineTimes,
+    PaperTimes,
+    ProfiledTimes,
+    StepTimes,
+    Times,
+)
+from sameseed.study.costs import Profile
+from sameseed.study.limits import Limits, from_rates
+from sameseed.study.shapes import SHAPES
+from sameseed.tuned import TunedFigure
+
+FORMATS = ("auto", "w8a8", "w4a8")  # looked at where none is asked for
+TABLE = 64  # sequences at once, up to which lengths are told
+PADDED = 1.05  # times another vocabulary: more is no padding
+CONTEXT = 1024  # tokens of a text where nothing is said
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be estimated. `formats` empty: the usual ones; `available`: bytes of memory, None: this machine's.
+
+    `acceptance`: for each draft what `read_acceptance` takes; one serves all. `run`: load the model and try it, with
+    so many `threads`.
+    """
+
+    model: str
+    formats: tuple[str, ...] = ()
+    kv_format: str = "auto"
+    drafts: tuple[str, ...] = ()
+    draft_format: str = "auto"
+    acceptance: tuple[str, ...] = ()
+    context: int | None = None
+    prompt_tokens: int = 512
+    batches: tuple[int, ...] = (1, 8)
+    available: int | None = None
+    run: bool = False
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.batches or min(self.batches) < 1 or max(self.batches) > 4096:
+            raise ConfigError(f"batch sizes must lie in 1..4096, got {', '.join(map(str, self.batches)) or 'none'}")
+        if self.prompt_tokens < 1 or (self.context is not None and self.context < 1):
+            raise ConfigError("a context and a prompt have at least 1 token")
+        if "none" in self.drafts:
+            raise ConfigError("decoding without a draft is always among the figures: leave out --draft none")
+        if len(self.acceptance) not in (0, 1, len(self.drafts)) or (self.acceptance and not self.drafts):
+            raise ConfigError(
+                f"{len(self.acceptance)} acceptances for {len(self.drafts)} drafts: give --acceptance once for all, or "
+                "once for each --draft, in the same order"
+            )
+
+    def chances(self) -> list[AcceptChances]:
+        """Of each draft. Raises ConfigError for files that hold none."""
+        given = self.acceptance or (None,)
+        usual = [ASSUMED if _owning(parse_draft(d)) else ASSUMED_FOUND for d in self.drafts]
+        return [read_acceptance(given[i % len(given)], usual[i]) for i in range(len(self.drafts))]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One format of a model. `by_batch`: of each draft, the best lengths as (first, last, length).
+
+    `acceptance`: of each draft, where its chances come from. Of another engine, memory is None.
+    """
+
+    model: str
+    format: str
+    kv_format: str
+    context: int
+    prompt_tokens: int
+    memory: Memory | None
+    ttft_s: TunedFigure | None
+    speeds: tuple[DraftSpeed, ...]
+    by_batch: Mapping[str, tuple[tuple[int, int, int], ...]]
+    acceptance: Mapping[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; tables by batch under vLLM's name, too."""
+        found = asdict(self)
+        found["num_speculative_tokens_per_batch_size"] = found.pop("by_batch")
+        return found
+
+
+def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
+    """One for each format. `machine`: its limits, or what was profiled of this model there.
+
+    Raises ConfigError, ModelLoadError or RegistryError; also where not one sequence fits in memory in any format.
+    """
+    profile = machine if isinstance(machine, Profile) else None
+    limits = machine.limits if isinstance(machine, Profile) else machine
+    batches, chances = tuple(sorted(set(asked.batches))), asked.chances()
+    found, misfits = [], []
+    for target in _sheets(asked, profile):
+        context = min(CONTEXT, target.config.max_model_len) if asked.context is None else asked.context
+        most = target.config.max_model_len
+        if max(context, asked.prompt_tokens) > most:
+            raise ConfigError(
+                f"{asked.model} has a context of {most} tokens: lower --context and --prompt-tokens to it"
+            )
+        drafts = [_plan(d, c, asked, target, limits, profile) for d, c in zip(asked.drafts, chances, strict=True)]
+        available = available_memory() if asked.available is None else asked.available
+        needs = memory(target, drafts, available, context, batches)
+        if needs.max_batch < 1:
+            misfits.append(too_small(needs, target, asked.model, asked.kv_format, context))
+            continue
+        times: Times = PaperTimes(target, limits) if profile is None else ProfiledTimes(profile, target, target.name)
+        gap = GAP
+        if asked.run:
+            settings = {"format": target.name, "kv_format": asked.kv_format, "threads": asked.threads}
+            real = anchor(asked.model, drafts, asked.draft_format, asked.prompt_tokens, times, most, **settings)
+            times, drafts, gap = real.times, list(real.drafts), real.gap
+        found.append(_figures(asked, target.name, target.kv_format, context, batches, needs, times, drafts, gap))
+    if not found:
+        raise misfits[-1]
+    return found
+
+
+def estimate_engine(asked: Question, costs: EngineCosts) -> Estimate:
+    """Of another engine, from its costs alone: no memory, and no model is looked at."""
+    if asked.formats and asked.formats != (costs.format,):
+        raise ConfigError(f"the costs are of format {costs.format or 'unknown'}: leave out --format")
+    plans = []
+    for text, chance in zip(asked.drafts, asked.chances(), strict=True):
+        steps = _owning(parse_draft(text))
+        if steps and not costs.draft_ms:
+            raise ConfigError(f"the costs have no draft_ms, which --draft {text!r} needs; measure a step of it")
+        plans.append(DraftPlan(text, StepTimes(costs) if steps else None, chance))
+    batches = tuple(sorted(set(asked.batches)))
+    if batches[-1] > costs.batches[-1]:
+        raise ConfigError(f"the costs end at {costs.batches[-1]} sequences: lower --batch to it, or measure more")
+    gap = costs.gap_ms / 1e3
+    return _figures(asked, costs.format, "", costs.context, batches, None, EngineTimes(costs), plans, gap)
+
+
+def _figures(
+    asked: Question,
+    format: str,
+    kv_format: str,
+    context: int,
+    batches: tuple[int, ...],
+    needs: Memory | None,
+    times: Times,
+    drafts: Seq[DraftPlan],
+    gap: float,
+) -> Estimate:
+    rounds = Rounds(times, context, gap)
+    reads = not isinstance(times, EngineTimes) or bool(times.costs.prompts)
+    ttft = None
+    if reads:
+        own = times.prompt_spread if isinstance(times, AnchoredTimes) else None
+        ttft = figure(rounds.scattered(times.prompt(asked.prompt_tokens), asked.prompt_tokens, own), times.grade)
+    most = times.costs.batches[-1] if isinstance(times, EngineTimes) else max(TABLE, batches[-1])
+    return Estimate(
+        asked.model,
+        format,
+        kv_format,
+        context,
+        asked.prompt_tokens,
+        needs,
+        ttft,
+        speeds(rounds, drafts, batches),
+        {d.text: table(rounds, d, most) for d in drafts},
+        {d.text: d.acceptance.source for d in drafts},
+    )
+
+
+def given_limits(read_gb: float | None, tera_ops: float | None, threads: int) -> Limits | None:
+    """A machine that is not here, by the figures of its data sheet; None: none was given. Raises ConfigError."""
+    if read_gb is None and tera_ops is None:
+        return None
+    if read_gb is None or tera_ops is None or not (0 < read_gb < math.inf and 0 < tera_ops < math.inf):
+        raise ConfigError("--machine-read (GB/s) and --machine-ops (1e12 a second) go together, both above 0")
+    rates = {"read": (read_gb * 1e9,), **dict.fromkeys(("int8", "fp32", "bf16"), (tera_ops * 1e12,))}
+    return from_rates(threads, rates, {}, "given")
+
+
+def read_bytes(text: str) -> int:
+    """Bytes from text like 24GB, 512MiB, 1.5G. Raises ConfigError."""
+    units = {"": 1, "b": 1}
+    units |= {f"{u}{b}": 1000 ** (i + 1) for i, u in enumerate("kmgt") for b in ("", "b")}
+    units |= {f"{u}ib": 1024 ** (i + 1) for i, u in enumerate("kmgt")}
+    number = text.strip().rstrip("bBiIkKmMgGtT ")
+    unit = text.strip()[len(number) :].strip().lower()
+    with suppress(ValueError, KeyError, OverflowError):
+        if (size := int(float(number) * units[unit])) > 0:
+            return size
+    raise ConfigError(f"--memory takes a size like 24GB or 512MiB, got {text!r}")
+
+
+def _sheets(asked: Question, profile: Profile | None) -> list[Sheet]:
+    """The model in each format; of the usual ones those that it can be stored in, each once."""
+    named = asked.formats or (() if profile is None else profile.formats)
+    found = [sheet(asked.model, f, asked.kv_format) for f in named or FORMATS[:1]]
+    if profile is not None:
+        return [replace(s, name=f) for s, f in zip(found, named, strict=True)]
+    for name in () if named else FORMATS[1:]:
+        with suppress(ConfigError):
+            found.append(sheet(asked.model, name, asked.kv_format))
+    return list({s.name: s for s in found}.values())
+
+
+def _owning(spec: SpecConfig) -> list[SpecConfig]:
+    """Levels of a draft that own a model or a head. Raises ConfigError for what cannot be told beforehand."""
+    owns = "" if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER.owns
+    if owns == "target":
+        raise ConfigError(f"what {spec.method} costs is not known beforehand: measure it with sameseed bench")
+    if owns and spec.model is None:
+        raise ConfigError(f"--draft {spec.method} needs a model: write {spec.method}:MODEL")
+    below = [level for b in spec.below for level in _owning(b)]
+    return [*below, spec] if owns else below
+
+
+def _plan(
+    text: str, chance: AcceptChances, asked: Question, target: Sheet, limits: Limits, profile: Profile | None
+) -> DraftPlan:
+    """A draft on paper, or as profiled beside the target. Of several models the dearest counts as its step."""
+    times: list[Times] = []
+    sheets = []
+    for spec in _owning(parse_draft(text)):
+        assert spec.model is not None
+        path = None if spec.model.lower() in SHAPES else find(spec.model)
+        if path is not None and path.is_dir() and is_head(path):
+            own = head_sheet(path, asked.draft_format, asked.kv_format, target)
+        else:
+            own = sheet(spec.model, asked.draft_format, asked.kv_format)
+        sizes = sorted((own.config.vocab_size, target.config.vocab_size))
+        if own.config.num_layers > 1 and path is not None and sizes[1] > PADDED * sizes[0]:
+            raise VocabularyError(
+                f"{spec.model} has {own.config.vocab_size} tokens, {asked.model} "
+                f"{target.config.vocab_size}: take a draft of the target's family"
+            )
+        sheets.append(own)
+        times.append(_draft_times(own, limits, profile))
+    step = max(times, key=lambda t: t.seconds(1, 1, CONTEXT), default=None)
+    return DraftPlan(text, step, chance, sum(s.weights for s in sheets), sum(s.row for s in sheets))
+
+
+def _draft_times(own: Sheet, limits: Limits, profile: Profile | None) -> Times:
+    """As profiled beside the target, where it is that model and format; else on paper."""
+    if profile is not None and profile.draft is not None:
+        with suppress(ConfigError):
+            name = own.name if own.name in profile.draft.formats else profile.draft.formats[0]
+            return ProfiledTimes(profile.draft, own, name)
+    return PaperTimes(own, limits)

@@ -1,0 +1,230 @@
+"""A tuned profile in the words of vLLM, SGLang and llama.cpp: a command line, files, and what has no counterpart there.
+
+Flags were read against vLLM 0.33, SGLang of October 2026, llama.cpp of October 2026.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sameseed.config import SpecConfig, parse_draft, written_as
+from sameseed.errors import ConfigError
+from sameseed.export import vllm
+from sameseed.models.eagle_config import is_head
+from sameseed.tuned import TABLE_END, Chosen, Tuned
+
+STALLS = "a 0 in vLLM's table was reported to stall batches at its edge (vllm-project/vllm issue 49548): measure it"
+GGUF_TYPES = {"w8a8": "Q8_0", "w4a8": "Q4_0", "w4a16": "Q4_0", "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+GGUF_KV = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "int8": "q8_0", "int4": "q4_0"}
+FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What to run there: words of a command, environment variables, files by name; and what is not said by them."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def export(tuned: Tuned, engine: str) -> Exported:
+    """The profile for "vllm", "sglang" or "llama.cpp". Raises ConfigError for another engine, ModelLoadError."""
+    if engine not in ENGINES:
+        raise ConfigError(f"no export to {engine!r}; there are {', '.join(ENGINES)}")
+    made = ENGINES[engine](tuned)
+    rates, notes = tuned.acceptance, [*made.notes]
+    if tuned.chosen.policy == "goodput":
+        notes.append(
+            "--policy goodput has no counterpart: lengths are fixed there"
+            + ("" if engine != "vllm" or not tuned.chosen.by_batch else ", by the table of batch sizes")
+        )
+    files = dict(made.files)
+    if rates.conditional_accept_rates:
+        files["speculation_profile.json"] = json.dumps(_model_opt(tuned), indent=2) + "\n"
+    return dataclasses.replace(made, files=files, notes=tuple(notes))
+
+
+def _model_opt(tuned: Tuned) -> dict[str, Any]:
+    """Measured acceptance under the names of ModelOpt's file, which planners of other engines read."""
+    rates, scope = tuned.acceptance, tuned.scope
+    conditions = {"dataset": scope.prompts, "num_samples": rates.num_samples, "temperature": list(scope.temperature)}
+    return {
+        "schema_version": 1,
+        "method": tuned.chosen.draft or "none",
+        "num_speculative_tokens": tuned.chosen.num_draft_tokens or 0,
+        "conditional_accept_rates": list(rates.conditional_accept_rates),
+        "marginal_accept_rates": list(rates.marginal_accept_rates),
+        "mean_accept_length": rates.mean_accept_length,
+        "measurement_conditions": conditions,
+    }
+
+
+def _one_drafter(chosen: Chosen, able: Mapping[str, str], notes: list[str]) -> SpecConfig:
+    """The one drafter of a choice that another engine has: the last, which is its model, of several. Notes the rest."""
+    spec = parse_draft(chosen.draft) if chosen.draft and chosen.draft != "none" else SpecConfig()
+    if spec.method == "none" or chosen.num_draft_tokens == 0:
+        return SpecConfig()
+    levels = list(spec.below) if spec.method == "first" else [spec]
+    kept = next((level for level in reversed(levels) if _kind(level) in able), SpecConfig())
+    if spec.method == "first" or kept.method == "none" or kept.below:
+        what = kept.model or kept.method
+        notes.append(
+            f"--draft {chosen.draft!r} has no counterpart"
+            + (": plain decoding" if kept.method == "none" else f": {what} alone; measure again, for k was for all")
+        )
+    if chosen.draft_format not in (None, "auto") and kept.model:
+        notes.append(
+            f"--draft-format {chosen.draft_format}: a draft is read as stored; write it first: sameseed quantize "
+            f"{kept.model} --scheme {chosen.draft_format} --out DIR"
+        )
+    return SpecConfig(written_as("MODEL"), kept.model) if kept.below else kept
+
+
+def _kind(spec: SpecConfig) -> str:
+    """ngram, suffix, head or model; "" for what owns nothing that others know."""
+    if spec.method in ("ngram", "suffix"):
+        return spec.method
+    if spec.model is None:
+        return ""
+    path = Path(vllm.model_path(spec.model)) if not spec.model.endswith(".gguf") else Path(spec.model)
+    return "head" if spec.method == "eagle" or (path.is_dir() and is_head(path)) else "model"
+
+
+def _options_note(chosen: Chosen, known: bool, notes: list[str]) -> None:
+    if chosen.draft_options and not known:
+        notes.append(f"--draft-options {json.dumps(dict(chosen.draft_options))} have no counterpart")
+
+
+def _table_note(chosen: Chosen, notes: list[str]) -> None:
+    """Where there is no table by batch: in words."""
+    if chosen.by_batch:
+        rows = ", ".join(f"from {first}: {k or 'off'}" for first, k in chosen.by_batch)
+        notes.append(
+            f"draft tokens by sequences at once ({rows}) have no counterpart: one length for all loads; start a second "
+            "server without a draft where it is off"
+        )
+
+
+def _vllm(tuned: Tuned) -> Exported:
+    chosen = tuned.chosen
+    notes: list[str] = []
+    able = {"ngram": "ngram", "suffix": "suffix", "head": "eagle3", "model": "draft_model"}
+    spec = _one_drafter(chosen, able, notes)
+    settings: dict[str, Any] = {"draft": spec, "num_draft_tokens": _most(chosen), "threads": chosen.threads}
+    if chosen.max_num_seqs:
+        settings["max_num_seqs"] = chosen.max_num_seqs
+    known = spec.method in vllm.OPTIONS and set(chosen.draft_options or {}) <= vllm.OPTIONS[spec.method].keys()
+    _options_note(chosen, known, notes)
+    settings |= {"draft_options": dict(chosen.draft_options)} if known and chosen.draft_options else {}
+    for name, value in (("format", chosen.format), ("kv_format", chosen.kv_format)):
+        try:
+            vllm.arguments(tuned.model.id, {name: value or "auto"}, vllm.Spread(), "m")
+            settings[name] = value or "auto"
+        except ConfigError as error:
+            notes.append(f"--{name.replace('_', '-')} {value}: {error}")
+    words = vllm.arguments(tuned.model.id, settings, vllm.Spread(), tuned.model.id)
+    if chosen.by_batch and "--speculative-config" in words:
+        at = words.index("--speculative-config") + 1
+        if _kind(spec) in ("head", "model"):
+            table = [list(row) for row in chosen.ranges()]
+            table[-1][1] = max(table[-1][0], chosen.max_num_seqs or TABLE_END)
+            config = {**json.loads(words[at]), "num_speculative_tokens_per_batch_size": table}
+            words[at] = json.dumps(config, separators=(",", ":"))
+            notes += [STALLS] if any(k == 0 for *_, k in table) else []
+        else:
+            _table_note(chosen, notes)
+    return Exported(("vllm", "serve", *words), vllm.environment(settings), {}, tuple(notes))
+
+
+def _most(chosen: Chosen) -> int:
+    """The most draft tokens at any batch size: what buffers are made for."""
+    return max([chosen.num_draft_tokens or SpecConfig().num_draft_tokens, *(k for _, k in chosen.by_batch)])
+
+
+def _stored_note(chosen: Chosen, tuned: Tuned, notes: list[str]) -> list[str]:
+    """`--dtype` for SGLang, or a note that the checkpoint must be written in that format first."""
+    if chosen.format in FLOATS:
+        return ["--dtype", FLOATS[chosen.format]]
+    if chosen.format not in (None, "auto"):
+        notes.append(
+            f"--format {chosen.format}: weights are served as stored; write them first: sameseed quantize "
+            f"{tuned.model.id} --scheme {chosen.format} --out DIR, and give DIR as the model"
+        )
+    return []
+
+
+def _sglang(tuned: Tuned) -> Exported:
+    chosen = tuned.chosen
+    notes: list[str] = []
+    words = ["python", "-m", "sglang.launch_server", "--model-path", vllm.model_path(tuned.model.id)]
+    words += _stored_note(chosen, tuned, notes)
+    if chosen.kv_format in ("fp8", "fp8_e4m3", "fp8_e5m2", "bf16"):
+        words += ["--kv-cache-dtype", vllm.KV_FORMATS[chosen.kv_format]]
+    elif chosen.kv_format not in (None, "auto"):
+        notes.append(f"--kv-format {chosen.kv_format} has no counterpart: SGLang keeps fp8_e4m3, fp8_e5m2 or bf16")
+    spec, k = _one_drafter(chosen, {"ngram": "NGRAM", "head": "EAGLE3", "model": "STANDALONE"}, notes), _most(chosen)
+    if spec.method == "ngram":
+        words += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(k)]
+    elif spec.model is not None:
+        path = vllm.model_path(spec.model)
+        kind = (vllm.speculative_config({"draft": spec}, vllm.Spread()) or {})["method"]
+        algorithm = {"draft_model": "STANDALONE", "eagle": "EAGLE"}.get(kind, "EAGLE3")
+        words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", path]
+        words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
+        words += ["--speculative-num-draft-tokens", str(k + 1)]
+    if spec.method != "none":
+        _table_note(chosen, notes)
+    _options_note(chosen, False, notes)
+    words += ["--max-running-requests", str(chosen.max_num_seqs)] if chosen.max_num_seqs else []
+    environment = {"OMP_NUM_THREADS": str(chosen.threads)} if chosen.threads else {}
+    return Exported((*words, "--enable-metrics"), environment, {}, tuple(notes))
+
+
+def _llama_cpp(tuned: Tuned) -> Exported:
+    chosen = tuned.chosen
+    notes: list[str] = []
+    words = ["llama-server", "-m", _gguf(tuned.model.id, chosen.format, notes)]
+    if chosen.kv_format not in (None, "auto"):
+        if (kind := GGUF_KV.get(str(chosen.kv_format))) is not None:
+            words += ["-ctk", kind, "-ctv", kind, "-fa", "on"]
+        else:
+            notes.append(
+                f"--kv-format {chosen.kv_format} has no counterpart: llama.cpp keeps {', '.join(GGUF_KV.values())}"
+            )
+    spec = _one_drafter(chosen, {"ngram": "ngram-simple", "head": "draft-eagle3", "model": "draft-simple"}, notes)
+    if spec.method != "none":
+        kind = _kind(spec)
+        words += ["--spec-type", {"ngram": "ngram-simple", "head": "draft-eagle3"}.get(kind, "draft-simple")]
+        if spec.model is not None:
+            words += ["-md", _gguf(spec.model, chosen.draft_format, notes)]
+        words += ["--spec-draft-n-max", str(_most(chosen)), "--spec-draft-p-min", "0"]
+        _table_note(chosen, notes)
+    _options_note(chosen, False, notes)
+    words += ["-np", str(chosen.max_num_seqs)] if chosen.max_num_seqs else []
+    if chosen.max_num_seqs and tuned.scope.context:
+        words += ["-c", str(chosen.max_num_seqs * tuned.scope.context)]
+        notes.append("-c is shared by all slots: the longest text that was tried, times --max-num-seqs")
+    words += ["-t", str(chosen.threads)] if chosen.threads else []
+    return Exported((*words, "--metrics"), {}, {}, tuple(notes))
+
+
+def _gguf(model: str, number_format: str | None, notes: list[str]) -> str:
+    """The GGUF file of a model, and how to make it."""
+    if model.endswith(".gguf"):
+        return model
+    folder, base = vllm.model_path(model), (number_format or "auto").partition("-")[0]
+    kind = GGUF_TYPES.get(base, "BF16")
+    file = f"{Path(folder).name}-{kind}.gguf"
+    like = "" if base in ("auto", *FLOATS) else f" ({kind} is the nearest to {number_format}, not the same)"
+    notes.append(f"make {file}: python convert_hf_to_gguf.py {folder} --outfile {file} (llama-quantize: {kind}){like}")
+    return file
+
+
+ENGINES: dict[str, Callable[[Tuned], Exported]] = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp}

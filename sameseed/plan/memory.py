@@ -1,0 +1,74 @@
+"""Memory on paper: what a model with a draft takes, what fits beside it, and what to do where nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from sameseed.batch import MAX_NODES
+from sameseed.engine.memory import GIB, pass_bytes
+from sameseed.errors import ConfigError
+from sameseed.models.config import ModelConfig
+from sameseed.plan.outlook import DraftPlan
+from sameseed.plan.paper import Sheet, sheet
+from sameseed.plan.times import MOST_ROWS
+from sameseed.study.passes import BLOCK_SIZE
+from sameseed.study.profiler import LOADING_BYTES
+from sameseed.tuned import TunedFigure
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `peak`: weights and, whichever is more, what loading holds or the cache and a pass.
+
+    `max_context`: the longest text of each of so many sequences; `max_batch`: most sequences of the asked context.
+    """
+
+    available: int
+    weights: int
+    draft_weights: int
+    cache_per_token: int
+    cache: int
+    peak: TunedFigure
+    max_context: Mapping[int, int]
+    max_batch: int
+
+
+def passing(config: ModelConfig) -> int:
+    """Bytes that a pass holds at one time, about: rows of a prompt, and the logits of the largest draft."""
+    return pass_bytes(replace(config, vocab_size=0), MOST_ROWS) + 8 * (MAX_NODES + 1) * config.vocab_size
+
+
+def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, batches: Seq[int]) -> Memory:
+    """What the target takes with the largest of the drafts. Windows save no memory: the cache keeps all tokens."""
+    draft_weights = max((d.weights for d in drafts), default=0)
+    row = target.row + max((d.row for d in drafts), default=0)
+    weights, scratch = target.weights + draft_weights, passing(target.config)
+    room = available - weights - scratch
+    longest = {
+        b: max(0, min(target.config.max_model_len, room // row // b // BLOCK_SIZE * BLOCK_SIZE)) for b in batches
+    }
+    cache = batches[-1] * context * row
+    peak = weights + max(LOADING_BYTES // 2, cache + scratch // 2)
+    interval = (weights + cache, weights + max(LOADING_BYTES, cache + scratch))
+    figure = TunedFigure(float(peak), float(interval[0]), float(interval[1]), "paper")
+    most = max(0, room // (row * -(-context // BLOCK_SIZE) * BLOCK_SIZE))
+    return Memory(available, target.weights, draft_weights, row, cache, figure, longest, most)
+
+
+def too_small(found: Memory, target: Sheet, model: str, kv_format: str, context: int) -> ConfigError:
+    """What to say where not one sequence of the asked context fits: what would."""
+    takes = found.weights + found.draft_weights + passing(target.config)
+    said = f"{target.name} takes {takes / GIB:.2f} GiB before any cache, a text of {context} tokens "
+    said += f"{context * found.cache_per_token / GIB:.2f} GiB, and {found.available / GIB:.2f} GiB are there: "
+    longest = max(found.max_context.values())
+    remedies = [f"--context {longest}"] if longest else []
+    for name in ("w8a8", "w4a8"):
+        with suppress(ConfigError):  # rows that its groups do not divide
+            other = sheet(model, name, kv_format)
+            left = found.available - takes + target.weights - other.weights
+            fits = min(other.config.max_model_len, left // found.cache_per_token // BLOCK_SIZE * BLOCK_SIZE)
+            if other.weights < target.weights and fits > longest:
+                remedies.append(f"--format {name} (then up to {fits} tokens)")
+    return ConfigError(said + (f"take {', or '.join(remedies)}" if remedies else "take a smaller model"))

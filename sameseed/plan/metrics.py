@@ -1,0 +1,257 @@
+"""What an engine counted, in one vocabulary: /metrics of sameseed, vLLM, SGLang and llama-server, records, timings."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError
+
+START = {
+    "sameseed": "sameseed serve --draft MODEL",
+    "vllm": "vllm serve MODEL --speculative-config '{...}'",
+    "sglang": "--speculative-algorithm ... --enable-metrics",
+    "llama.cpp": "llama-server -md DRAFT.gguf --metrics",
+}
+# Counters by what they are called after the engine's prefix, without Prometheus' _total.
+COUNTERS = {
+    "drafts": ("spec_decode_num_drafts", "spec_verify_calls"),
+    "draft_tokens": ("spec_decode_num_draft_tokens",),
+    "accepted": ("spec_decode_num_accepted_tokens",),
+    "tokens": ("generation_tokens", "tokens_predicted"),
+    "prompt_tokens": ("prompt_tokens",),
+    "decode_seconds": ("tokens_predicted_seconds",),
+    "requests": ("request_success", "num_requests"),
+    "preemptions": ("num_preemptions", "num_retracted_reqs"),
+    "prefix_queries": ("prefix_cache_queries",),
+    "prefix_hits": ("prefix_cache_hits",),
+    "passes": ("iteration_tokens_total_count", "n_decode"),
+    "gap_seconds": ("inter_token_latency_seconds_sum", "time_per_output_token_seconds_sum"),
+    "gaps": ("inter_token_latency_seconds_count", "time_per_output_token_seconds_count"),
+}
+GAUGES = {
+    "running": ("num_requests_running", "num_running_reqs", "requests_processing"),
+    "waiting": ("num_requests_waiting", "num_queue_reqs", "requests_deferred"),
+    "cache_usage": ("kv_cache_usage_perc", "token_usage"),
+    "accept_length": ("spec_accept_length",),
+    "width": ("spec_num_draft_tokens",),  # SGLang's, which counts the last known token too
+}
+LABELLED = {
+    "accepted_per_pos": ("spec_decode_num_accepted_tokens_per_pos", "position"),
+    "undrafted": ("spec_decode_undrafted_rounds", "reason"),
+    "stages": ("engine_time_seconds", "stage"),
+    "pass_costs": ("pass_cost_seconds", "rows"),
+    "gap_buckets": ("inter_token_latency_seconds_bucket", "le"),
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Counters of one moment, or what was added between two; gauges are means. Seconds; None: the engine says nothing.
+
+    `drafts` counts rounds with a draft, of single sequences; `accept_length` counts the bonus token.
+    """
+
+    engine: str
+    drafts: float | None = None
+    draft_tokens: float | None = None
+    accepted: float | None = None
+    tokens: float | None = None
+    prompt_tokens: float | None = None
+    decode_seconds: float | None = None
+    requests: float | None = None
+    preemptions: float | None = None
+    prefix_queries: float | None = None
+    prefix_hits: float | None = None
+    passes: float | None = None
+    gap_seconds: float | None = None
+    gaps: float | None = None
+    running: float | None = None
+    waiting: float | None = None
+    cache_usage: float | None = None
+    accept_length: float | None = None
+    width: float | None = None
+    accepted_per_pos: Mapping[str, float] = field(default_factory=dict)
+    undrafted: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[str, float] = field(default_factory=dict)
+    pass_costs: Mapping[str, float] = field(default_factory=dict)  # as they are now
+    gap_buckets: Mapping[str, float] = field(default_factory=dict)
+    seconds: float | None = None  # between two moments
+    plain_tokens_per_s: float | None = None  # a record's own
+    temperature: float | None = None  # a record's own
+
+    def since(self, before: Counted, seconds: float) -> Counted:
+        """What came after `before`; a counter that fell (the server began anew) counts from 0."""
+        changes: dict[str, Any] = {"seconds": seconds}
+        for name in COUNTERS:
+            now, then = getattr(self, name), getattr(before, name)
+            changes[name] = None if now is None else now - then if then is not None and then <= now else now
+        for name in LABELLED.keys() - {"pass_costs"}:
+            now, then = getattr(self, name), getattr(before, name)
+            changes[name] = {k: v - (then[k] if then.get(k, v + 1) <= v else 0) for k, v in now.items()}
+        return replace(self, **changes)
+
+
+def read_text(text: str, where: str = "the metrics") -> Counted:
+    """One moment from Prometheus' text. Raises ConfigError where it is none, or of no engine that is known."""
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError:
+        raise ConfigError("doctor reads Prometheus' text with prometheus-client: pip install '.[server]'") from None
+    sums: dict[str, float] = {}
+    labelled: dict[str, dict[str, float]] = {name: {} for name in LABELLED}
+    prefixes = set()
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                prefix, colon, name = sample.name.rpartition(":")
+                if not colon or name.endswith("_created"):
+                    continue
+                prefixes.add(prefix)
+                name = name.removesuffix("_total")
+                sums[name] = sums.get(name, 0.0) + sample.value
+                for key, (own, label) in LABELLED.items():
+                    if name == own and label in sample.labels:
+                        at = sample.labels[label]
+                        labelled[key][at] = labelled[key].get(at, 0.0) + sample.value
+    except ValueError as error:
+        raise ConfigError(
+            f"{where} are no Prometheus text ({error}); give a server's address, or a saved page"
+        ) from None
+    engine = _engine(prefixes, sums)
+    if engine is None:
+        raise ConfigError(
+            f"{where} have no counters of an engine that is known (vllm:, sameseed:, sglang:, llamacpp:); metrics must "
+            "be on: --enable-metrics of SGLang, --metrics of llama-server"
+        )
+    found = {key: next((sums[n] for n in names if n in sums), None) for key, names in {**COUNTERS, **GAUGES}.items()}
+    return Counted(engine, **found, **labelled)  # type: ignore[arg-type]  # the names are the fields'
+
+
+def _engine(prefixes: set[str], sums: Mapping[str, float]) -> str | None:
+    """Whose words these are; sameseed's server speaks vLLM's, and some of its own."""
+    if "sameseed" in prefixes or ("vllm" in prefixes and "engine_restarts" in sums and "engine_time_seconds" in sums):
+        return "sameseed"
+    return next((name for prefix, name in PREFIXES.items() if prefix in prefixes), None)
+
+
+PREFIXES = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+
+
+def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> str:
+    """The text of a server's /metrics. Raises ConfigError with what to do."""
+    page = url.rstrip("/").removesuffix("/v1").removesuffix("/metrics") + "/metrics"
+    request = urllib.request.Request(page, headers={"Authorization": f"Bearer {key}"} if key else {})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout) as answer:
+            return str(answer.read().decode("utf-8", "replace"))
+    except urllib.error.HTTPError as error:
+        remedy = "give its key with --api-key-file" if error.code in (401, 403) else "turn metrics on"
+        hint = "" if error.code in (401, 403) else ": --enable-metrics of SGLang, --metrics of llama-server"
+        raise ConfigError(f"{page} answered {error.code} ({error.reason}); {remedy}{hint}") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", error)
+        raise ConfigError(f"no answer from {page} ({why}); is the server running, and is this its address?") from None
+
+
+def watch(
+    get: Callable[[], str], seconds: float, where: str, sleep: Callable[[float], None] = time.sleep, looks: int = 10
+) -> Counted:
+    """What is counted in so many seconds; gauges are means over `looks` looks. Raises ConfigError without traffic."""
+    start = time.perf_counter()
+    seen = [read_text(get(), where)]
+    for _ in range(looks):
+        sleep(seconds / looks)
+        seen.append(read_text(get(), where))
+    found = seen[-1].since(seen[0], max(time.perf_counter() - start, 1e-9))
+    if not found.tokens:
+        raise ConfigError(
+            f"{where}: no token was written in {seconds:g} s; send it the load that you want to know about while this "
+            "runs, or give more --seconds"
+        )
+    means: dict[str, Any] = {}
+    for name in GAUGES:
+        values = [v for v in (getattr(s, name) for s in seen) if v is not None]
+        means[name] = sum(values) / len(values) if values else None
+    return replace(found, **means)
+
+
+def read_file(path: Path) -> Counted:
+    """A saved page of metrics (since the server's start), a record of `sameseed bench`, or llama-server's answer.
+
+    Raises ConfigError.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path} ({error}); give a server's address or a saved file") from None
+    if not text.lstrip().startswith(("{", "[")):
+        found = read_text(text, str(path))
+        if not found.tokens and not found.drafts:
+            raise ConfigError(f"{path}: this server had written no token yet; save its /metrics after some load")
+        return found
+    try:
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError:
+        try:
+            rows = [json.loads(text)]
+        except ValueError as error:
+            raise ConfigError(f"{path} is neither metrics nor JSON ({error})") from None
+    found_rows = [made for row in _flat(rows) if (made := _of_json(row)) is not None]
+    if not found_rows:
+        raise ConfigError(
+            f"{path} holds no record with drafts; give one of `sameseed bench --out`, or an answer of llama-server "
+            "with timings"
+        )
+    return found_rows[-1]
+
+
+def _flat(rows: Seq[Any]) -> list[Any]:
+    return [r for row in rows for r in (row if isinstance(row, list) else [row])]
+
+
+def _of_json(row: Any) -> Counted | None:
+    """A bench record with a draft, or timings; None for anything else."""
+    if not isinstance(row, dict):
+        return None
+    if str(row.get("schema", "")).startswith("sameseed.bench/") and row.get("num_drafts"):
+        steps = row["repetitions"][0]["num_steps"]
+        per_pos = {str(i): float(n) for i, n in enumerate(row["accepted_per_pos"])}
+        return Counted(
+            "sameseed",
+            drafts=row["num_drafts"],
+            draft_tokens=row["num_draft_tokens"],
+            accepted=row["num_accepted_tokens"],
+            tokens=row["repetitions"][0]["num_tokens"],
+            passes=steps,
+            running=float(row["config"]["batch_size"]),
+            accepted_per_pos=per_pos,
+            stages=dict(row["time_split"]),
+            plain_tokens_per_s=row["tokens_per_s"] / row["speedup"],
+            temperature=row["config"].get("temperature"),
+        )
+    timings = row.get("timings")
+    if isinstance(timings, dict) and "draft_n" in timings:
+        tokens, accepted = float(timings["predicted_n"]), float(timings["draft_n_accepted"])
+        seconds = float(timings["predicted_ms"]) / 1e3
+        rounds = max(1.0, tokens - accepted)  # each writes its accepted tokens and one more
+        return Counted(
+            "llama.cpp",
+            drafts=rounds,
+            draft_tokens=float(timings["draft_n"]),
+            accepted=accepted,
+            tokens=tokens,
+            decode_seconds=seconds,
+            running=1.0,
+        )
+    return None
+
+
+assert {f.name for f in fields(Counted)} >= {*COUNTERS, *GAUGES, *LABELLED}

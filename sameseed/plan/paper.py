@@ -1,0 +1,207 @@
+"""Costs on paper: what a pass must read and compute by config.json alone, over what the machine can do.
+
+Real passes take longer than that floor, by a factor that depends on their rows: FACTORS, derived by `fit` from the
+committed records of `sameseed profile`. Their scatter is the interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+
+from sameseed import scheme
+from sameseed.engine.memory import block_bytes
+from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.models.config import EMBEDDED, ModelConfig, read_config, read_json
+from sameseed.models.eagle_config import HeadConfig, expected_tensors, is_head, read_head_config
+from sameseed.models.loader import open_checkpoint, resolve_model
+from sameseed.models.synthetic import RandomCheckpoint
+from sameseed.models.weights import Shapes, TensorSource, matrix_bits, resolve_scheme, weight_bytes
+from sameseed.scheme import QuantScheme
+from sameseed.study.costs import Profile
+from sameseed.study.limits import Limits
+from sameseed.study.passes import least_work
+from sameseed.study.shapes import NAMES, SHAPES, get_shape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Times of passes over their floor, by rows: geometric means of RECORDS (commits of benchmarks/results/profile.jsonl).
+RECORDS = ("8a4dfcfcd99e", "d008a7591082")
+FACTORS: Mapping[int, float] = {1: 1.10, 2: 1.08, 4: 1.04, 8: 1.09, 16: 1.40, 32: 1.68, 128: 1.65, 512: 2.40}
+# Standard deviations of logarithms: of a pass over one row, and of longer ones against it; few curves, so Student's t.
+LEVEL_SPREAD, SHAPE_SPREAD = 0.080, 0.098
+STUDENT = 1.638 / 1.282  # the 90 % quantile of t with 3 degrees of freedom, over the normal one
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A model before it is loaded. Bytes: of all weights, of those that a pass reads, of one cached token.
+
+    `peak`: the arithmetic of its matrix products, as in `Limits.peak`. `name`: of its weight format.
+    """
+
+    config: ModelConfig
+    name: str
+    kv_format: str
+    weights: int
+    read: float
+    row: int
+    peak: str
+
+    def floor(self, limits: Limits, batch: int, new_tokens: int, context: int, prompt: bool = False) -> float:
+        """Seconds of reading and computing one after the other, at the machine's limits.
+
+        `new_tokens` for each of `batch` sequences after `context` cached ones; of a `prompt` only the last has logits.
+        """
+        logits = batch * (1 if prompt else new_tokens)
+        work = least_work(self.config, self.read, self.row, context, batch, new_tokens, logits)
+        return work.memory_s(limits) + work.compute_s(limits, self.peak)
+
+
+def factor(rows: float) -> float:
+    """Time of a pass over its floor: between the rows of FACTORS on a straight line of logarithms, else the nearest."""
+    known = sorted(FACTORS)
+    at = min(max(rows, known[0]), known[-1])
+    i = next(i for i in range(1, len(known)) if at <= known[i])
+    share = math.log(at / known[i - 1]) / math.log(known[i] / known[i - 1])
+    return float(FACTORS[known[i - 1]] ** (1 - share) * FACTORS[known[i]] ** share)
+
+
+def ratios(profile: Profile) -> Iterator[tuple[str, int, float]]:
+    """(format, rows, time over floor) of every pass of a record over a chain or a prompt."""
+    for x in profile.costs:
+        yield x.format, x.rows, x.ms / (x.memory_ms + x.compute_ms)
+    stored = {x.format: x for x in profile.stored}
+    for p in profile.prefill:
+        memory_ms = stored[p.format].bytes_per_token / profile.limits.read * 1e3
+        yield p.format, p.tokens, p.ms / (memory_ms + p.peak_share * p.ms)
+
+
+def fit(profiles: Seq[Profile]) -> tuple[dict[int, float], float, float]:
+    """FACTORS, LEVEL_SPREAD and SHAPE_SPREAD from records: a curve for each record and format."""
+    curves: dict[tuple[int, str], dict[int, float]] = {}
+    for i, profile in enumerate(profiles):
+        for name, rows, ratio in ratios(profile):
+            curves.setdefault((i, name), {})[rows] = math.log(ratio)
+    by_rows: dict[int, list[float]] = {}
+    for curve in curves.values():
+        for rows, value in curve.items():
+            by_rows.setdefault(rows, []).append(value)
+    means = {rows: fmean(values) for rows, values in sorted(by_rows.items())}
+    bent = [(c[rows] - c[1]) - (means[rows] - means[1]) for c in curves.values() for rows in c if rows > 1 and 1 in c]
+    shape = math.sqrt(fmean(x * x for x in bent)) if bent else 0.0
+    level = stdev(c[1] for c in curves.values()) if len(curves) > 1 else 0.0
+    return {rows: math.exp(m) for rows, m in means.items()}, level, shape
+
+
+def sheet(model: str, format: str = "auto", kv_format: str = "auto") -> Sheet:
+    """A model by a shape's name, a folder, a GGUF file or a hub id, of which config.json alone is fetched.
+
+    Raises ConfigError, ModelLoadError or RegistryError.
+    """
+    quant = QuantScheme.parse(format)
+    if model.lower() in SHAPES:
+        config = get_shape(model)
+        return _sheet(config, RandomCheckpoint(config), quant, kv_format)
+    path = find(model)
+    if path.is_dir() and is_head(path):
+        raise ConfigError(f"{model} is a draft head, no model by itself; give it with --draft")
+    config = read_config(path)
+    if path.is_file() or any(path.glob("*.safetensors")):
+        with open_checkpoint(path) as checkpoint:
+            checkpoint.check(config)
+            return _sheet(config, checkpoint, quant, kv_format)
+    return _sheet(config, RandomCheckpoint(config, dtype=_dtype(path, quant, model)), quant, kv_format)
+
+
+def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
+    """A draft head for a target; what it borrows (embedding, LM head) it reads, and does not store."""
+    head, quant = read_head_config(path), QuantScheme.parse(format)
+    head.check_target(target.config)
+    shapes = _own_tensors(head, path)
+    layer = replace(head.layer, vocab_size=head.draft_vocab_size)
+    source = RandomCheckpoint(layer, shapes=shapes)
+    size = weight_bytes(layer, source, quant, shapes)
+    read = float(size) - _matrix(layer, source, quant, shapes, "embed_tokens.weight")
+    if "lm_head.weight" not in shapes:
+        read += target.read * layer.vocab_size * layer.hidden_size / _parameters_read(target.config)
+    kv = scheme.cache_format(kv_format, quant.dense_for(torch.bfloat16))
+    return Sheet(layer, str(quant), kv, size, read, block_bytes(layer, kv, 1), _peak(quant, torch.bfloat16))
+
+
+def _own_tensors(head: HeadConfig, path: Path) -> Shapes:
+    """Tensors that the head has; without its files, those that it cannot borrow."""
+    own = dict(expected_tensors(head))
+    own.pop("d2t", None)
+    borrowed = ["embed_tokens.weight", *(["lm_head.weight"] if head.draft_vocab_size == head.layer.vocab_size else [])]
+    stored = set()
+    for file in path.glob("*.safetensors"):
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as opened:
+            stored |= set(opened.keys())
+    return {n: s for n, s in own.items() if n not in borrowed or n in stored}
+
+
+def find(model: str) -> Path:
+    """Where a model's config is: a folder, a GGUF file, or a folder of the hub's cache with config.json alone."""
+    path = Path(model).expanduser()
+    if model in EMBEDDED or path.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
+        if model not in EMBEDDED and not path.exists():
+            raise ModelLoadError(
+                f"no model at {model!r}: give a folder, a hub id like 'org/name', or a shape ({', '.join(NAMES)})"
+            )
+        return resolve_model(model)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    if isinstance(cached := try_to_load_from_cache(model, "config.json"), str):
+        return Path(cached).parent
+    try:
+        return Path(hf_hub_download(model, "config.json")).parent
+    except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelLoadError(
+            f"no folder {model!r} here, and the hub did not give its config.json ({first}); save that file in a "
+            "folder and give the folder, or take a shape of the same size (--shape)"
+        ) from None
+
+
+def _sheet(config: ModelConfig, source: TensorSource, quant: QuantScheme, kv_format: str) -> Sheet:
+    embedding = "model.embed_tokens.weight"
+    dtype = source.dtype(embedding)
+    size = weight_bytes(config, source, quant)
+    # Of the embedding a pass reads its own rows only, unless it is the head too.
+    unread = 0.0 if config.tied_embeddings else _matrix(config, source, quant, None, embedding)
+    chosen = resolve_scheme(config, source, quant, "model.layers.0.mlp.down_proj")
+    kv = scheme.cache_format(kv_format, quant.dense_for(dtype))
+    name = str(chosen) if quant.weights == "auto" and chosen.weights != "auto" else str(quant)
+    name = quant.format_for(dtype) if name == "auto" else name
+    return Sheet(config, name, kv, size, size - unread, block_bytes(config, kv, 1), _peak(chosen, dtype))
+
+
+def _peak(quant: QuantScheme, dtype: torch.dtype) -> str:
+    return "int8" if quant.activations == "int8" else "bf16" if quant.format_for(dtype) == "bf16" else "fp32"
+
+
+def _matrix(c: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Shapes | None, name: str) -> float:
+    """Bytes of one matrix; 0 where it is not among `shapes`."""
+    if shapes is not None and name not in shapes:
+        return 0.0
+    shape = (c.vocab_size, c.hidden_size) if shapes is None else shapes[name]
+    return shape[0] * shape[1] * matrix_bits(c, source, quant, name, shape) / 8
+
+
+def _parameters_read(c: ModelConfig) -> int:
+    return c.num_parameters - (0 if c.tied_embeddings else c.vocab_size * c.hidden_size)
+
+
+def _dtype(path: Path, quant: QuantScheme, model: str) -> torch.dtype:
+    """What config.json says that weights are stored as. Raises ConfigError where only the weights would tell."""
+    raw = read_json(path / "config.json")
+    if "quantization_config" in raw and quant.weights == "auto":
+        raise ConfigError(f"{model} is stored quantized, and its weights are not here: name a --format, e.g. w4a16")
+    return DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.bfloat16)

@@ -1,0 +1,103 @@
+"""Writes a tuned profile as TOML, with comments that say in words what each section means; `Tuned.read` reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError
+from sameseed.tuned import TABLE_END, TUNED_SCHEMA, Chosen, Tuned
+
+WORDS = {
+    "machine": "Measured on this machine. On another one the file is refused: costs differ (--force-profile takes it).",
+    "model": "The target, and a digest of its weights. For other weights the file is refused.",
+    "scope": "The texts and loads that this choice was measured for. Beyond them a warning is given, and the policy "
+    '"goodput" decides how much is drafted.',
+    "chosen": "What won. The names are those of `sameseed serve`'s flags; a flag that is given wins over its line.",
+    "chosen.by_batch": "Draft tokens for each sequence, by sequences at once; 0 is plain decoding. For engines that "
+    "want such a table; sameseed's own policy goodput decides by itself.",
+    "predicted": "What costs and acceptance promised, with 80 % intervals. error: predicted over measured, "
+    "less 1. grade: paper (bytes alone), profiled (measured costs), anchored (and a few real runs).",
+    "measured": "What real runs gave, in turns with plain decoding, with 80 % intervals.",
+    "quality": "The chosen format against the checkpoint's own; 1 is the same.",
+    "cost": "Milliseconds of the target's passes by rows (new tokens), of a draft step by sequences, and between them.",
+    "acceptance": "How often the draft's guess at each place is the target's own choice.",
+    "rejected": "What else was tried. why: slower, memory, quality, or dominated (another one is better in all). "
+    "speed: its tokens/s over those of what was chosen.",
+}
+
+
+def write(tuned: Tuned, path: Path) -> None:
+    """The file at `path`, whole or not at all. Raises ConfigError where it cannot be written."""
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(text(tuned), encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the profile to {path} ({error.strerror}); choose another with -o") from None
+
+
+def text(tuned: Tuned) -> str:
+    """The file's text."""
+    head = ["# What `sameseed tune` chose. Use it: sameseed serve --profile FILE, or LLM(profile=FILE)."]
+    head += [f"{name} = {value(v)}" for name, v in _top(tuned)]
+    table = asdict(tuned)
+    ranges, table["chosen"]["by_batch"] = _by_batch(tuned.chosen), None
+    lines = [*head, *_section("machine", table["machine"]), *_section("model", table["model"])]
+    lines += [*_section("scope", table["scope"]), *_section("chosen", table["chosen"])]
+    lines += _section("chosen.by_batch", ranges) if ranges else []
+    for name in ("predicted", "measured", "quality", "cost", "acceptance"):
+        if table[name]:
+            lines += _section(name, table[name])
+    for i, row in enumerate(table["rejected"]):
+        lines += ["", *([f"# {WORDS['rejected']}"] if i == 0 else []), "[[rejected]]", *_rows(row)]
+    return "\n".join(lines) + "\n"
+
+
+def value(found: Any) -> str:
+    """A value in TOML. Raises ConfigError for one that TOML has not."""
+    if isinstance(found, bool):
+        return "true" if found else "false"
+    if isinstance(found, int):
+        return str(found)
+    if isinstance(found, float):
+        return repr(found) if math.isfinite(found) else {math.inf: "inf", -math.inf: "-inf"}.get(found, "nan")
+    if isinstance(found, str | Path):
+        return json.dumps(str(found), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(found, list | tuple):
+        return "[" + ", ".join(map(value, found)) + "]"
+    if is_dataclass(found) and not isinstance(found, type):
+        return value(asdict(found))
+    if isinstance(found, Mapping):
+        rows = (f"{_key(k)} = {value(v)}" for k, v in found.items() if v is not None)
+        return "{ " + ", ".join(rows) + " }"
+    raise ConfigError(f"a profile holds plain data, got {found!r}")
+
+
+def _top(tuned: Tuned) -> Iterator[tuple[str, str]]:
+    yield "schema", TUNED_SCHEMA
+    yield from ((name, v) for name, v in (("date", tuned.date), ("commit", tuned.commit)) if v)
+
+
+def _by_batch(chosen: Chosen) -> dict[str, int]:
+    """Rows of the table: "3-8" = 2, and without an end the last."""
+    return {f"{a}-{'' if b == TABLE_END else b}": k for a, b, k in chosen.ranges()} if chosen.by_batch else {}
+
+
+def _section(name: str, rows: Mapping[str, Any]) -> list[str]:
+    return ["", f"# {WORDS[name]}", f"[{name}]", *_rows(rows)]
+
+
+def _rows(rows: Mapping[str, Any]) -> list[str]:
+    """A line a value; what is unset, or empty, is left out: reading gives its default."""
+    return [f"{_key(k)} = {value(v)}" for k, v in rows.items() if v is not None and v != "" and v != () and v != {}]
+
+
+def _key(name: str) -> str:
+    bare = name and all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
+    return name if bare else value(name)

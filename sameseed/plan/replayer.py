@@ -1,0 +1,145 @@
+"""Replayer: one target, its texts and what drafts are worth along them; loads it only where something is not known yet.
+
+Texts and replays are kept on disk by digest: of weights, formats, prompts and sampling, for replays of the draft too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import sameseed
+from sameseed import ops
+from sameseed.config import EngineConfig, SpecConfig
+from sameseed.engine.build import build_engine
+from sameseed.engine.engine import Engine
+from sameseed.engine.levels import with_heads
+from sameseed.engine.settings import make_config
+from sameseed.errors import ConfigError
+from sameseed.models.config import read_config
+from sameseed.models.loader import resolve_model
+from sameseed.models.runner import ModelRunner
+from sameseed.plan import store
+from sameseed.plan.acceptance import Replay, sizes_up_to
+from sameseed.plan.replay import SPARE, replay
+from sameseed.plan.texts import Texts, Tick, prompts_of, read_texts, write_texts
+from sameseed.study.workload import Workload, spec_as_dict, without_past
+
+SCHEMA = 1  # of what is kept, and of how it is measured
+
+
+class Replayer:
+    """Texts and replays of one target in one format."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: Mapping[str, Any] | None = None,
+        batch_size: int = 8,
+        target: ModelRunner | None = None,
+    ) -> None:
+        """`settings`: keyword arguments of LLM, without a draft. `batch_size`: texts that run together.
+
+        `target`: loaded already, with the same settings, and in use by nobody else while this one works.
+        """
+        own = {name: value for name, value in (settings or {}).items() if name != "num_blocks"}
+        self.model = model
+        self.config = make_config(None, **{**own, "max_num_seqs": batch_size, "prefix_cache": False})
+        self.target = target
+
+    def texts(self, workload: Workload, tick: Tick = lambda done, total: None) -> Texts:
+        """What the target writes for a workload, from the store where it is there.
+
+        Raises ConfigError for a workload without prompts, or whose texts do not end by themselves; RequestError for a
+        prompt that does not fit; and what `build_engine` raises.
+        """
+        prompts_of(workload)
+        key = store.digest({**self._key(), "prompts": workload.prompts, "params": asdict(workload.params)})
+        kept = store.read("texts", key)
+        if kept is not None:
+            try:
+                return read_texts(workload, kept, key)
+            except (KeyError, ValueError) as error:
+                store.refuse("texts", key, error)
+        longest = max(map(len, workload.prompts)) + workload.params.max_tokens
+        written = write_texts(self._engine(SpecConfig(), longest), workload, key, tick)
+        store.write("texts", key, written.as_arrays())
+        return written
+
+    def replay(
+        self, spec: SpecConfig, texts: Texts, num_draft_tokens: int = 16, tick: Tick = lambda done, total: None
+    ) -> Replay:
+        """What drafts of up to `num_draft_tokens` tokens are worth along texts of this target.
+
+        Raises ConfigError for plain decoding or a size out of range, and what `build_engine` raises.
+        """
+        sizes, spec = sizes_up_to(num_draft_tokens), _alone(spec)
+        own = spec.drafter is not None or not texts.key  # nothing tells one of these from another
+        key = "" if own else store.digest({**self._key(), "texts": texts.key, "draft": _draft_key(spec)})
+        kept = store.read("replays", key) if key else None
+        if kept is not None:
+            try:
+                known = Replay.from_arrays(kept)
+                if known.num_texts != len(texts) or known.num_tokens.tolist() != [len(t.tokens) for t in texts]:
+                    raise ValueError("it is of other texts")
+                if set(sizes) <= set(known.sizes):
+                    return known.only(sizes)
+            except (KeyError, ValueError, TypeError) as error:
+                store.refuse("replays", key, error)
+        engine = self._engine(
+            replace(spec, num_draft_tokens=num_draft_tokens, policy="fixed", overlap=0), texts.longest
+        )
+        found = replay(engine, spec, texts, num_draft_tokens, self.config.max_num_seqs, tick)
+        if key:
+            store.write("replays", key, found.as_arrays())
+        return found
+
+    def _engine(self, spec: SpecConfig, longest: int) -> Engine:
+        """An engine of the target, which is loaded at first need and again for longer texts."""
+        own = self.config.max_model_len
+        if self.target is not None and own is None and self.target.model.max_model_len < longest:
+            self.target = None
+        if own is None:
+            model_len = read_config(resolve_model(self.model)).max_model_len
+            own = min(model_len, longest + SPARE) if self.target is None else self.target.model.max_model_len
+        engine = build_engine(self.model, replace(self.config, spec=spec, max_model_len=own), target=self.target)
+        self.target = engine.runner if self.target is None else self.target
+        return engine
+
+    def _key(self) -> dict[str, object]:
+        c: EngineConfig = self.config
+        return {
+            "schema": SCHEMA,
+            "version": sameseed.__version__,
+            "weights": store.weights_key(self.model),
+            "format": c.format,
+            "kv_format": c.cache.format,
+            "backend": ops.resolve(c.backend, c.device).name,
+            "device": c.device,
+            "max_model_len": c.max_model_len,
+        }
+
+
+def _alone(spec: SpecConfig) -> SpecConfig:
+    """The same levels, of fixed lengths, without the past requests that they would remember, or a store of these."""
+    if spec.method == "none":
+        raise ConfigError("plain decoding has no drafts to replay; name a draft, e.g. --draft ngram")
+    spec = without_past(with_heads(spec))
+    return _without_stores(spec)
+
+
+def _without_stores(spec: SpecConfig) -> SpecConfig:
+    options = {name: value for name, value in spec.options.items() if name != "store"}
+    return replace(spec, options=options, below=tuple(map(_without_stores, spec.below)))
+
+
+def _draft_key(spec: SpecConfig) -> object:
+    """All that a drafter's guesses depend on, beside target and texts."""
+    one = {**spec_as_dict(replace(spec, num_draft_tokens=1, policy="fixed", overlap=0, below=()))}
+    one["draft_model"] = None if spec.model is None else store.weights_key(spec.model)
+    return [one, [_level_key(b) for b in spec.below]]
+
+
+def _level_key(spec: SpecConfig) -> object:
+    return [spec.num_draft_tokens, spec.policy, _draft_key(spec)]

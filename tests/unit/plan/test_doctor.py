@@ -1,0 +1,347 @@
+"""Staged faults: each is named rightly, in every engine's words; servers that say nothing get a clear error."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import generate_latest
+from safetensors.torch import load_file, save_file
+
+from sameseed import LLM, SamplingParams
+from sameseed.cli import main
+from sameseed.errors import ConfigError
+from sameseed.models.loader import resolve_model
+from sameseed.plan.doctor import Diagnosis, diagnose, state_of
+from sameseed.plan.metrics import Counted, fetch, read_file, read_text, watch
+from sameseed.server.metrics import ServerMetrics
+from sameseed.tuned import PassCosts
+
+COSTS = PassCosts((1, 2, 4, 8, 16, 32, 64), (10, 10.2, 10.6, 12, 20, 40, 80), (1, 1, 1.1, 1.3, 2, 4, 8), 0.2, 0.5)
+PREFIX = {"sameseed": "sameseed:", "vllm": "vllm:", "sglang": "sglang:", "llama.cpp": "llamacpp:"}
+
+
+def page(engine: str, plain: dict[str, float], labelled: dict[str, tuple[str, dict[str, float]]] | None = None) -> str:
+    """Metrics text as an engine writes it."""
+    lines = [f"{PREFIX[engine]}{name} {value}" for name, value in plain.items()]
+    for name, (label, values) in (labelled or {}).items():
+        lines += [f'{PREFIX[engine]}{name}{{model_name="m",{label}="{at}"}} {v}' for at, v in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def drafted(engine: str, per_pos: list[float], drafts: float = 1000, running: float = 1, **more: float) -> str:
+    """A page after `drafts` drafts, of as many tokens as places."""
+    accepted = sum(per_pos)
+    plain = {"spec_decode_num_drafts_total": drafts, "spec_decode_num_draft_tokens_total": drafts * len(per_pos)}
+    plain["spec_decode_num_accepted_tokens_total"] = accepted
+    plain["tokens_predicted_total" if engine == "llama.cpp" else "generation_tokens_total"] = drafts + accepted
+    plain["requests_processing" if engine == "llama.cpp" else "num_requests_running"] = running
+    places = {str(i): n for i, n in enumerate(per_pos)}
+    return page(engine, {**plain, **more}, {"spec_decode_num_accepted_tokens_per_pos_total": ("position", places)})
+
+
+def ours(
+    per_pos: list[float], stages: tuple[float, float, float], drafts: float = 1000, passes: float = 1000, **why: float
+) -> str:
+    """A page of our server: (draft, target, other) seconds, and rounds without a draft by why."""
+    text = drafted("sameseed", per_pos, drafts, iteration_tokens_total_count=passes)
+    names = dict(zip(("draft", "target", "schedule"), stages, strict=True))
+    undrafted = {w.replace("_", " "): n for w, n in {"prompt": 0, **why}.items()}
+    tables = {
+        "engine_time_seconds_total": ("stage", names),
+        "spec_decode_undrafted_rounds_total": ("reason", undrafted),
+    }
+    return text + page("sameseed", {}, tables)
+
+
+def found(text: str, costs: PassCosts | None = None, plain: float | None = None) -> Diagnosis:
+    return diagnose(read_text(text), costs, plain)
+
+
+GOOD = [800.0, 640, 512, 410]
+STAGED = {
+    "useless draft": (ours([3, 0, 0, 0], (4, 10, 0.5)), None),
+    "weak draft": (ours([250, 80, 30, 10], (4, 10, 0.5)), None),
+    "draft context": (ours(GOOD, (1, 10, 0.5), draft_context=900), None),
+    "no room": (ours(GOOD, (1, 10, 0.5), no_room=900), None),
+    "no guess": (ours(GOOD, (1, 10, 0.5), no_guess=3000), None),
+    "draft too large": (ours(GOOD, (24, 10, 0.5)), None),
+    "draft share": (ours(GOOD, (9, 10, 0.5)), None),
+    "overhead": (ours(GOOD, (1, 10, 9)), None),
+    "busy machine": (ours(GOOD, (1, 30, 0.5)), COSTS),
+    "batch too large": (ours([600, 300, 100, 50], (1, 6.2, 0.1), passes=1000 / 32), COSTS),
+    "k too large": (ours([600, 200, 60, 20, 7, 2, 1, 0], (6, 13, 0.5)), COSTS),
+    "k too small": (ours([950, 903], (2, 10.4, 0.5)), COSTS),
+    "never pays": (ours([500, 250, 125, 60], (7, 11, 0.1)), PassCosts((1, 5), (10, 18), (3, 3))),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_staged_fault_of_our_server_is_named(name: str) -> None:
+    text, costs = STAGED[name]
+    diagnosis = found(text, costs)
+    assert diagnosis.engine == "sameseed"
+    assert diagnosis.faults[0].name == name, diagnosis
+    assert diagnosis.faults[0].says and diagnosis.verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "plain", "name", "flag"),
+    [
+        (drafted("vllm", [4, 0, 0]), None, "useless draft", "leave --speculative-config out"),
+        (drafted("vllm", [600, 590, 580, 575]), None, "draft context", "max_model_len"),
+        (drafted("llama.cpp", [5, 1]), None, "useless draft", "--spec-type none"),
+        (
+            drafted("llama.cpp", [300, 60, 9], tokens_predicted_seconds_total=30),
+            50,
+            "weak draft",
+            "--spec-draft-n-max 1",
+        ),
+        (
+            drafted(
+                "vllm", [700, 100, 10, 1], inter_token_latency_seconds_sum=14, inter_token_latency_seconds_count=1000
+            ),
+            100.0,
+            "k too large",
+            '"num_speculative_tokens": 1',
+        ),
+        (
+            drafted("vllm", [800, 640], inter_token_latency_seconds_sum=20, inter_token_latency_seconds_count=1000),
+            100.0,
+            "slow rounds",
+            "ngram_gpu",
+        ),
+        (page("vllm", {"generation_tokens_total": 900}), None, "no drafter", "--speculative-config"),
+        (drafted("vllm", [0, 0], drafts=0, generation_tokens_total=900), None, "no guess", "--speculative-config"),
+        (page("llama.cpp", {"tokens_predicted_total": 900}), None, "no drafter", "-md"),
+        (
+            page("sglang", {"generation_tokens_total": 9000, "spec_accept_length": 1.02, "spec_num_draft_tokens": 5}),
+            None,
+            "useless draft",
+            "leave --speculative-algorithm out",
+        ),
+    ],
+)
+def test_a_staged_fault_of_another_engine_is_named(text: str, plain: float | None, name: str, flag: str) -> None:
+    fault = found(text, None, plain).faults[0]
+    assert fault.name == name
+    assert any(flag in f for f in fault.flags), fault
+
+
+def test_the_verdict_says_what_is_needed_and_what_to_do() -> None:
+    diagnosis = found(STAGED["k too large"][0], COSTS)
+    assert diagnosis.need is not None and diagnosis.have == pytest.approx(1.89)
+    assert diagnosis.verdict.startswith(f"you need {diagnosis.need:.2f} tokens a round, you have 1.89: use k = ")
+    assert "clients on" in diagnosis.verdict
+    table = dict(diagnosis.by_batch)
+    assert table[1] and list(table.values())[-1] == 0
+    large = found(STAGED["batch too large"][0], COSTS)
+    assert large.batch == pytest.approx(32) and "turn it off at this load" in large.verdict
+
+
+def test_break_even_is_the_ratio_of_times() -> None:
+    # Four draft tokens: a pass over 5 rows (10.95) with a gap (0.5) and four draft steps (4.2), over 10.5.
+    diagnosis = found(ours(GOOD, (4.2, 10.95, 0.5)), COSTS)
+    assert diagnosis.need == pytest.approx((10.95 + 0.5 + 4.2) / 10.5)
+    assert diagnosis.speedup == pytest.approx(3.362 / diagnosis.need)
+    # 1000 rounds in 15.65 s where plain decoding would write 80 tokens/s: a round takes that of 1.252 tokens.
+    assert found(ours(GOOD, (4.2, 10.95, 0.5)), None, 80).need == pytest.approx(80 * 15.65 / 1000)
+    bound = found(ours(GOOD, (4.2, 10.95, 0.5)))
+    assert (bound.need, bound.need_is) == (pytest.approx(15.65 / 11.45), "bound") and bound.best_k is None
+    assert "at least" in bound.verdict and "may pay or not" in bound.verdict and not bound.faults
+    lost = found(ours([300, 90, 30, 9], (12, 10, 0.5)))
+    assert lost.faults[-1].name == "never pays"  # not even where checking costs nothing
+
+
+def test_a_server_that_does_well_is_told_so() -> None:
+    diagnosis = found(
+        ours(GOOD, (3, 10.9, 0.5)), PassCosts(COSTS.rows, (10, 10.2, 10.6, 16, 30, 60, 99), COSTS.draft_ms)
+    )
+    assert diagnosis.faults == () and diagnosis.verdict.startswith("speculation pays")
+
+
+def test_costs_of_the_server_itself_are_used() -> None:
+    costs = {str(m): s / 1e3 for m, s in zip(COSTS.rows, COSTS.ms, strict=True)}
+    text = ours([600, 200, 60, 20, 7, 2, 1, 0], (6, 13, 0.5)) + page(
+        "sameseed", {}, {"pass_cost_seconds": ("rows", costs)}
+    )
+    diagnosis = found(text)
+    assert (diagnosis.need_is, diagnosis.faults[0].name) == ("costs", "k too large")
+    assert diagnosis.need == pytest.approx(
+        (12 + 8 / 8 + 0.5 + 6) / 10.5
+    )  # 9 rows lie an eighth of the way from 8 to 16
+    measured = LLM("embedded", "embedded-draft", policy="goodput")
+    measured.generate("One day", SamplingParams(max_tokens=24))
+    assert {"1", "8"} <= measured.engine.pass_costs.keys() and not LLM("embedded", policy="fixed").engine.pass_costs
+
+
+def test_rounds_that_goodput_left_alone_are_a_remark_behind_the_fault() -> None:
+    names = [f.name for f in found(ours(GOOD, (9, 10, 0.5), cost=3000)).faults]
+    assert names == ["draft share", "cost"]
+
+
+def test_uneven_gaps_without_prompts_are_a_busy_machine() -> None:
+    buckets = {"0.01": 900.0, "0.02": 940.0, "0.1": 990.0, "1.0": 1000.0, "+Inf": 1000.0}
+    tables = {"inter_token_latency_seconds_bucket": ("le", buckets)}
+    assert found(drafted("vllm", GOOD) + page("vllm", {}, tables)).faults[0].name == "busy machine"
+
+
+def of_engine(model: str | Path, draft: str | Path | None = None, tokens: int = 48, **settings: Any) -> Diagnosis:
+    """What doctor says of a real engine that wrote some texts, through the server's own page of metrics."""
+    llm = LLM(str(model), None if draft is None else str(draft), **{"policy": "fixed", **settings})
+    llm.generate(["The fox", "One day", "A man"], SamplingParams(max_tokens=tokens, ignore_eos=True))
+    spec = llm.engine.metrics
+    stats = {"drafts": spec.num_drafts, "draft_tokens": spec.num_draft_tokens, "undrafted": dict(spec.undrafted)}
+    stats |= {"accepted_tokens": spec.num_accepted_tokens, "times": vars(llm.engine.times)}
+    stats |= {"accepted_per_pos": {str(i): n for i, n in enumerate(spec.num_accepted_tokens_per_pos)}}
+    stats |= {"pass_costs": llm.engine.pass_costs}
+    stats |= {"passes": {"counts": [spec.num_rounds, *[0] * 13], "tokens": spec.num_rounds}}
+    client = SimpleNamespace(stats=stats, past_stats=[], state="ready", num_restarts=0)
+    metrics: Any = ServerMetrics(client, SimpleNamespace(num_refused=0), "m", "vllm:")  # type: ignore[arg-type]
+    return found(generate_latest(metrics.registry).decode())
+
+
+def scrambled(folder: Path) -> Path:
+    """The embedded head with weights that belong to no target."""
+    source = resolve_model("embedded-head")
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, t in tensors.items():
+        if t.is_floating_point() and t.ndim == 2:
+            tensors[name] = t.flatten()[torch.randperm(t.numel(), generator=generator)].view_as(t).clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def short_sighted(folder: Path) -> Path:
+    """The embedded draft, which knows 24 tokens of a text at most."""
+    shutil.copytree(resolve_model("embedded-draft"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 24}))
+    return folder
+
+
+def test_faults_staged_in_real_engines_are_named(tmp_path: Path) -> None:
+    plain = of_engine("embedded")
+    assert (plain.engine, plain.faults[0].name) == ("sameseed", "no drafter")
+    assert of_engine("embedded", "ngram", draft_options={"min_ngram": 9, "max_ngram": 9}).faults[0].name == "no guess"
+    assert of_engine("embedded", "embedded-draft", num_draft_tokens=0).faults[0].name == "off"
+    assert of_engine("embedded", scrambled(tmp_path / "head")).faults[0].name == "useless draft"
+    assert "draft context" in {f.name for f in of_engine("embedded", short_sighted(tmp_path / "draft"), 80).faults}
+    well = of_engine("embedded", "embedded-draft", num_draft_tokens=3, policy="fixed")
+    assert well.have is not None and well.have > 1.5 and well.need_is == "bound"
+
+
+class _Page(http.server.BaseHTTPRequestHandler):
+    text, status, seen = "", 200, 0
+
+    def do_GET(self) -> None:
+        _Page.seen += 1
+        self.send_response(_Page.status)
+        self.end_headers()
+        self.wfile.write(_Page.text.replace("COUNT", str(1000 * _Page.seen)).encode())
+
+    def log_message(self, *_: object) -> None:
+        return None
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Page)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    _Page.seen, _Page.status = 0, 200
+    yield f"http://127.0.0.1:{served.server_port}"
+    served.shutdown()
+    served.server_close()
+
+
+def test_two_looks_at_a_server(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _Page.text = drafted("vllm", [1, 0], generation_tokens_total=0).replace("total 1000.0", "total COUNT")
+    _Page.text = _Page.text.replace("generation_tokens_total 0", "generation_tokens_total COUNT")
+    _Page.text = _Page.text.replace("drafts_total 1000", "drafts_total COUNT")
+    _Page.text = _Page.text.replace("draft_tokens_total 2000", "draft_tokens_total COUNT")
+    assert main(["doctor", server, "--seconds", "0.05", "--json"]) == 0
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["faults"][0]["name"] == "useless draft" and diagnosis["tokens"] == 10000
+    assert main(["doctor", server + "/v1", "--seconds", "0.05"]) == 0
+    assert "take a draft of this very target" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        (drafted("vllm", GOOD), 200, "no token was written"),
+        ("nothing", 404, "turn metrics on"),
+        ("nothing", 401, "--api-key-file"),
+        ("python_info 1\n", 200, "no counters of an engine"),
+        ("<html>what?</html>", 200, "no Prometheus text"),
+    ],
+)
+def test_servers_that_say_nothing(
+    server: str, text: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _Page.text, _Page.status = text, status
+    assert main(["doctor", server, "--seconds", "0.05"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(ConfigError, match="is the server running"):
+        fetch("http://127.0.0.1:9", timeout=0.5)
+    with pytest.raises(ConfigError, match="no token was written"):
+        watch(lambda: drafted("sglang", GOOD), 0.0, "x", lambda _: None)
+
+
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "saved"
+    path.write_text(
+        json.dumps({"timings": {"predicted_n": 500, "predicted_ms": 9000, "draft_n": 900, "draft_n_accepted": 4}})
+    )
+    assert diagnose(read_file(path)).faults[0].name == "useless draft"
+    config = {"batch_size": 1, "temperature": 1.3}
+    row = {"schema": "sameseed.bench/1", "config": config, "num_drafts": 100, "num_draft_tokens": 300}
+    row |= {"num_accepted_tokens": 30, "accepted_per_pos": [25, 5], "tokens_per_s": 50.0, "speedup": 0.8}
+    row |= {"repetitions": [{"num_steps": 100, "num_tokens": 130}], "time_split": {"draft": 0.5, "target": 1.5}}
+    path.write_text(json.dumps({"schema": "sameseed.bench/1", "num_drafts": 0}) + "\n" + json.dumps(row))
+    diagnosis = diagnose(read_file(path))
+    assert diagnosis.faults[0].name == "sampling" and diagnosis.need_is == "plain"
+    assert diagnosis.need == pytest.approx(0.02 * 62.5)
+    path.write_text(STAGED["draft share"][0])
+    assert main(["doctor", str(path)]) == 0
+    assert "drafting takes 46% of the time" in capsys.readouterr().out
+    for text, message in (("{}", "no record with drafts"), ("[1", "neither metrics nor JSON")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_file(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_file(tmp_path / "none")
+
+
+def test_costs_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "page").write_text(STAGED["k too large"][0])
+    rows = "\n".join(f"{k} = {list(v)}" for k, v in (("rows", COSTS.rows), ("ms", map(float, COSTS.ms))))
+    text = (
+        'schema = "sameseed.profile-file/1"\n[machine]\ncpu="c"\nthreads=1\n[model]\nid="m"\n[chosen]\n[cost]\n' + rows
+    )
+    (tmp_path / "p.toml").write_text(text)
+    argv = ["doctor", str(tmp_path / "page"), "--json", "--cost"]
+    assert main([*argv, str(tmp_path / "p.toml")]) == 0
+    assert json.loads(capsys.readouterr().out)["need_is"] == "costs"
+    (tmp_path / "p.json").write_text("{}")
+    assert main([*argv, str(tmp_path / "p.json")]) == 2
+    assert "profile again" in capsys.readouterr().err
+
+
+def test_a_counter_that_began_anew_counts_from_nothing() -> None:
+    now, before = Counted("vllm", drafts=5.0, stages={"draft": 1.0}), Counted("vllm", drafts=9.0, stages={"draft": 3.0})
+    assert now.since(before, 1.0).drafts == 5.0 and now.since(before, 1.0).stages == {"draft": 1.0}
+    assert state_of(now) is None

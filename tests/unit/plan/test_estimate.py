@@ -1,0 +1,363 @@
+"""Estimates: bytes as they are loaded, floors as they were profiled, drafts by arithmetic; bad input is told apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sameseed import cli, ops
+from sameseed.errors import ConfigError, ModelLoadError, RegistryError, SameseedError, VocabularyError
+from sameseed.lengths._cost import Curve
+from sameseed.models.loader import load_model, resolve_model
+from sameseed.plan import anchor, paper
+from sameseed.plan.cost import LevelCost, RoundCost
+from sameseed.plan.estimate import Question, estimate, estimate_engine, given_limits, read_bytes
+from sameseed.plan.outlook import AcceptChances, DraftPlan, Rounds, figure, read_acceptance
+from sameseed.plan.paper import factor, fit, ratios, sheet
+from sameseed.plan.times import ENGINE_SCHEMA, EngineCosts, EngineTimes, PaperTimes, read_costs
+from sameseed.scheme import QuantScheme
+from sameseed.study.costs import Profile
+
+LINES = (Path(__file__).parents[3] / "benchmarks" / "results" / "profile.jsonl").read_text().splitlines()
+RECORDS = [p for p in (Profile.from_dict(json.loads(line)) for line in LINES) if p.commit in paper.RECORDS]
+LIMITS = given_limits(25.0, 1.0, 2)
+assert LIMITS is not None
+PASSES = [{"batch": b, "rows": b * n, "ms": 10 + b * n * 0.1} for b in (1, 16) for n in (1, 5, 9)]
+COSTS: dict[str, Any] = {
+    "schema": ENGINE_SCHEMA,
+    "engine": "vllm",
+    "machine": "a GPU",
+    "format": "fp8",
+    "context": 512,
+    "passes": PASSES,
+    "draft_ms": [{"batch": 1, "ms": 0.5}, {"batch": 16, "ms": 4.0}],
+}
+
+
+@pytest.mark.parametrize("format", ["auto", "w8a8", "fp8"])  # where the reference packs no codes
+def test_bytes_on_paper_are_those_of_the_loaded_model(format: str) -> None:
+    on_paper = sheet("embedded", format)
+    model = load_model(resolve_model("embedded"), ops.resolve("reference"), QuantScheme.parse(format))
+    loaded = sum(m.nbytes for m in model.weights.matrices)
+    assert loaded <= on_paper.weights <= 1.05 * loaded + 100_000  # norms, and rows that kernels pad
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.shape["name"])
+def test_floors_on_paper_are_those_of_the_records(record: Profile) -> None:
+    for stored in record.stored:
+        own = sheet(record.shape["name"], stored.format, stored.kv_format)
+        assert own.weights == pytest.approx(stored.bytes, rel=0.01)
+        assert own.peak in (stored.peak, "bf16")
+        for x in (x for x in record.costs if x.format == stored.format):
+            floor = own.floor(record.limits, 1, x.rows, x.context)
+            assert floor * 1e3 == pytest.approx(x.memory_ms + x.compute_ms, rel=0.01)
+
+
+def test_factors_are_derived_from_the_records() -> None:
+    factors, level, shape = fit(RECORDS)
+    assert {rows: round(f, 2) for rows, f in factors.items()} == pytest.approx(dict(paper.FACTORS), abs=0.011)
+    assert (level, shape) == pytest.approx((paper.LEVEL_SPREAD, paper.SHAPE_SPREAD), abs=0.001)
+    assert factor(0.5) == factor(1) == paper.FACTORS[1]
+    assert factor(10_000) == paper.FACTORS[512]
+    assert paper.FACTORS[16] < factor(24) < paper.FACTORS[32]
+
+
+def held_out() -> list[tuple[int, float]]:
+    """(rows, predicted over measured - 1) of each record, by factors fitted to the others."""
+    found = []
+    for record in RECORDS:
+        factors = fit([r for r in RECORDS if r is not record])[0]
+        rows, logs = list(factors), np.log(list(factors.values()))
+        found += [(m, float(np.exp(np.interp(np.log(m), np.log(rows), logs))) / r - 1) for _, m, r in ratios(record)]
+    return found
+
+
+def test_records_that_were_held_out_are_predicted_within_what_the_guide_says() -> None:
+    errors = [(rows, abs(e)) for rows, e in held_out()]
+    assert max(e for rows, e in errors if rows <= 16) < 0.25
+    assert np.median([e for _, e in errors]) < 0.13
+    assert max(e for _, e in errors) < 0.43  # prompts
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.shape["name"])
+def test_batches_are_predicted_though_the_factors_saw_none(record: Profile) -> None:
+    for x in record.batch:
+        times = PaperTimes(sheet(record.shape["name"], x.format, x.kv_format), record.limits)
+        assert abs(times.seconds(x.batch_size, 1, x.context) * 1e3 / x.ms - 1) < 0.33
+
+
+def test_a_hub_id_is_looked_up_in_the_cache_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    shutil.copy(resolve_model("embedded") / "config.json", tmp_path)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    assert sheet("org/name", "w8a8").weights == sheet("embedded", "w8a8").weights
+
+    def fails(*_: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    with pytest.raises(ModelLoadError, match=r"no network.*--shape"):
+        sheet("org/name")
+
+
+def test_a_folder_with_config_json_alone_is_enough(tmp_path: Path) -> None:
+    shutil.copy(resolve_model("embedded") / "config.json", tmp_path)
+    whole, alone = sheet("embedded", "w4a8"), sheet(str(tmp_path), "w4a8")
+    assert (alone.weights, alone.row, alone.config.num_layers) == (whole.weights, whole.row, whole.config.num_layers)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ConfigError, match="name a --format"):
+        sheet(str(tmp_path))
+
+
+def test_windows_save_time_and_no_memory(tmp_path: Path) -> None:
+    raw = json.loads((resolve_model("embedded") / "config.json").read_text())
+    raw |= {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    found = []
+    for name, window in (("full", None), ("window", 64)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**raw, "sliding_window": window}))
+        found.append(sheet(str(tmp_path / name)))
+    full, windowed = found
+    assert windowed.row == full.row
+    assert LIMITS is not None
+    assert windowed.floor(LIMITS, 1, 1, 2000) < full.floor(LIMITS, 1, 1, 2000)
+    assert windowed.floor(LIMITS, 1, 1, 60) == full.floor(LIMITS, 1, 1, 60)
+
+
+def test_speedup_is_tokens_over_time() -> None:
+    own = sheet("llama-3.2-1b", "w4a8")
+    assert LIMITS is not None
+    times = PaperTimes(own, LIMITS)
+    rounds = Rounds(times, 256, 0.001)
+    draft = DraftPlan("x", PaperTimes(sheet("smollm2-135m", "w8a8"), LIMITS), AcceptChances((0.7,), (0.7,), ""))
+    tokens, speed, share = (values[0] for values in rounds.speedups(draft, 2))
+    assert tokens[:3] == pytest.approx([1, 1.7, 1.7 + 0.49])
+    step = draft.times.seconds(2, 1, 256) if draft.times else 0.0
+    whole = times.seconds(2, 4, 256) + 3 * step + 0.001
+    assert speed[0] == 1
+    assert speed[3] == pytest.approx(tokens[3] * (times.seconds(2, 1, 256) + 0.001) / whole)
+    assert share[3] == pytest.approx(3 * step / whole)
+    assert times.prompt(1000) > times.prompt(512) > 0
+
+
+def test_intervals_hold_the_value_and_an_assumption_widens_them() -> None:
+    assert LIMITS is not None
+    rounds = Rounds(PaperTimes(sheet("llama-3.2-1b", "w4a8"), LIMITS), 256, 0.0003)
+    wide = {}
+    for low, high in ((0.7, 0.7), (0.5, 0.9)):
+        speed = rounds.speedups(DraftPlan("x", None, AcceptChances((low,), (high,), "")), 1)[1]
+        f = figure(speed[:, 4], "paper")
+        assert f.low < f.value < f.high
+        wide[low] = f.high / f.low
+    assert wide[0.5] > 1.1 * wide[0.7]
+
+
+def test_estimates_of_the_embedded_pair() -> None:
+    assert LIMITS is not None
+    drafts = ("embedded-draft", "embedded-head", "suffix", "ngram > embedded-draft")
+    asked = Question("embedded", drafts=drafts, batches=(4, 1), available=1 << 30)
+    found = estimate(asked, LIMITS)
+    assert [e.format for e in found] == ["bf16", "w8a8", "w4a8"]
+    for e in found:
+        assert e.memory is not None
+        assert e.ttft_s is not None
+        assert set(e.memory.max_context) == {1, 4}
+        assert e.memory.weights < e.memory.peak.low <= e.memory.peak.value <= e.memory.peak.high
+        assert len(e.speeds) == 2 * (1 + len(drafts))
+        assert all(f.grade and f.low <= f.value <= f.high for s in e.speeds for f in (s.tokens_per_s, s.speedup))
+        assert e.by_batch["suffix"][0][0] == 1
+        assert "assumed" in e.acceptance["suffix"]
+        json.dumps(e.as_dict())
+    lighter = [e.memory.weights for e in found if e.memory]
+    assert lighter == sorted(lighter, reverse=True)
+
+
+def test_memory_that_is_too_small_names_what_would_fit() -> None:
+    assert LIMITS is not None
+    with pytest.raises(ConfigError, match=r"--format w8a8 .*--format w4a8"):
+        estimate(Question("llama-3.2-1b", ("bf16",), available=2 << 30), LIMITS)
+    with pytest.raises(ConfigError, match=r"take --context \d+"):
+        estimate(Question("llama-3.2-1b", ("w4a8",), context=100_000, available=2 << 30), LIMITS)
+    with pytest.raises(ConfigError, match="smaller model"):
+        estimate(Question("llama-3.1-70b", available=2 << 30), LIMITS)
+    fits = estimate(Question("llama-3.2-1b", available=2 << 30), LIMITS)
+    assert [e.format for e in fits] == ["w8a8", "w4a8"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"model": "llama-9"}, ModelLoadError, "a shape"),
+        ({"model": "embedded-head"}, ConfigError, "--draft"),
+        ({"formats": ("w4a9",)}, RegistryError, "did you mean"),
+        ({"kv_format": "nf4"}, SameseedError, "cache"),
+        ({"context": 99_999}, ConfigError, "lower --context"),
+        ({"batches": (0,)}, ConfigError, "batch sizes"),
+        ({"drafts": ("none",)}, ConfigError, "leave out"),
+        ({"drafts": ("draft_model",)}, ConfigError, "draft_model:MODEL"),
+        ({"drafts": ("self_quant",)}, ConfigError, "sameseed bench"),
+        ({"drafts": ("suffix",), "acceptance": ("1.5",)}, ConfigError, "0..1"),
+        ({"drafts": ("suffix",), "acceptance": ("none.json",)}, ConfigError, "conditional_accept_rates"),
+        ({"drafts": ("suffix",), "acceptance": ("0.5", "0.6")}, ConfigError, "same order"),
+    ],
+)
+def test_bad_questions_are_told_apart(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    assert LIMITS is not None
+    with pytest.raises(error, match=words):
+        estimate(Question(**{"model": "embedded", **changes}), LIMITS)
+
+
+def test_a_draft_of_another_family_is_refused(tmp_path: Path) -> None:
+    raw = json.loads((resolve_model("embedded-draft") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "vocab_size": 50_000}))
+    assert LIMITS is not None
+    with pytest.raises(VocabularyError, match="family"):
+        estimate(Question("embedded", drafts=(str(tmp_path),)), LIMITS)
+
+
+def test_profiled_costs_are_used_as_they_are() -> None:
+    record = RECORDS[0]
+    draft = {"drafts": ("smollm2-135m",), "acceptance": ("0.8",)}
+    found = estimate(Question("llama-3.2-1b", kv_format="bf16", context=256, batches=(1,), **draft), record)  # type: ignore[arg-type]
+    assert [e.format for e in found] == list(record.formats)
+    for e in found:
+        plain, drafted = e.speeds
+        ms = record.ms(e.format, 1, 256)
+        assert plain.tokens_per_s.grade == "profiled"
+        assert plain.tokens_per_s.value == pytest.approx(1e3 / (ms + 0.35))
+        assert drafted.speedup.grade == "paper"  # of the draft nothing was profiled
+        assert e.ttft_s is not None
+        assert e.ttft_s.value == pytest.approx(next(p.ms for p in record.prefill if p.format == e.format) / 1e3)
+    with pytest.raises(ConfigError, match=r"whose num_parameters|whose num_layers"):
+        estimate(Question("qwen3-0.6b", context=256), record)
+    with pytest.raises(ConfigError, match="not profiled"):
+        estimate(Question("llama-3.2-1b", ("nf4",), context=256), record)
+    with pytest.raises(ConfigError, match="--kv-format"):
+        estimate(Question("llama-3.2-1b", kv_format="int8", context=256), record)
+
+
+def test_a_few_real_rounds_anchor_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchor, "PASSES", 1)
+    monkeypatch.setattr(anchor, "LEAST", 0.3)
+    monkeypatch.setattr(anchor, "TURNS", 2)
+    assert LIMITS is not None
+    asked = Question("embedded", ("w8a8",), drafts=("embedded-head", "suffix"), batches=(1, 2), run=True)
+    found = estimate(asked, LIMITS)[0]
+    assert found.ttft_s is not None
+    figures = [found.ttft_s, *(f for s in found.speeds for f in (s.tokens_per_s, s.speedup))]
+    assert all(0 < f.low <= f.value <= f.high for f in figures)
+    assert all(s.tokens_per_s.grade == "anchored" for s in found.speeds if s.draft == "none")
+    with pytest.raises(ConfigError, match="profile --shape"):
+        estimate(Question("smollm2-135m", ("w8a8",), run=True), LIMITS)
+
+
+def test_anchored_times_are_medians_of_turns() -> None:
+    def turn(scale: float) -> RoundCost:
+        drafting = LevelCost(0.001, Curve([(1, 0.002 * scale)]))
+        return RoundCost(Curve([(1, 0.01 * scale), (8, 0.02 * scale)]), (drafting,))
+
+    times = anchor.AnchoredTimes([turn(s) for s in (1.0, 1.1, 1.3)], [0.5, 0.4, 0.9], 100)
+    assert times.seconds(2, 4, 0) == pytest.approx(0.022)
+    assert times.prompt(200) == pytest.approx(1.0)
+    assert times.spread[0] > 0.1
+    assert times.spread[1] == pytest.approx(0)  # all passes drift together
+    assert anchor.AnchoredSteps([turn(s) for s in (1.0, 1.1, 1.3)]).seconds(1, 1, 0) == pytest.approx(0.0022)
+
+
+def test_costs_of_another_engine_give_its_table(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.json"
+    file.write_text(json.dumps(COSTS))
+    costs = read_costs(file, "vllm")
+    assert isinstance(costs, EngineCosts)
+    times = EngineTimes(costs)
+    assert times.seconds(1, 3, 0) == pytest.approx(0.0103)
+    assert times.seconds(16, 5, 0) == pytest.approx(0.018)
+    asked = Question("meta/x", drafts=("eagle:some/head", "ngram"), acceptance=("0.7",), batches=(1, 16))
+    found = estimate_engine(asked, costs).as_dict()
+    rows = found["num_speculative_tokens_per_batch_size"]["eagle:some/head"]
+    assert rows[0][0] == 1
+    assert [first for first, _, _ in rows[1:]] == [last + 1 for _, last, _ in rows[:-1]]
+    lengths = [k for _, _, k in rows]
+    assert lengths[0] > lengths[-1]  # drafting costs more with more sequences
+    assert found["memory"] is None
+    with pytest.raises(ConfigError, match="lower --batch"):
+        estimate_engine(Question("m", batches=(64,)), costs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "words"),
+    [
+        ({}, "sameseed", "--engine vllm"),
+        ({}, "sglang", "--engine vllm"),
+        ({"schema": "other/1"}, "vllm", "schema"),
+        ({"schema": "other/1"}, "sameseed", "profile again"),
+        ({"passes": []}, "vllm", "ms > 0"),
+        ({"passes": [{"batch": 2, "rows": 1, "ms": 1.0}]}, "vllm", "rows >= batch"),
+        ({"passes": [{"batch": 1, "row": 1, "ms": 1.0}]}, "vllm", "did you mean 'rows'"),
+    ],
+)
+def test_cost_files_of_others_are_refused(changes: dict[str, Any], engine: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({**COSTS, **changes}))
+    with pytest.raises(ConfigError, match=words):
+        read_costs(file, engine)
+
+
+def test_acceptance_from_files_and_words(tmp_path: Path) -> None:
+    file = tmp_path / "speculation_profile.json"
+    file.write_text(json.dumps({"conditional_accept_rates": [0.8, 0.6], "num_rounds": 10_000}))
+    found = read_acceptance(str(file))
+    middle = found.tokens(np.array([0.5]))[0]
+    assert middle[:4] == pytest.approx([1, 1.8, 1.8 + 0.48, 1.8 + 0.48 + 0.48 * 0.6], abs=1e-3)
+    assert not found.assumed
+    assert 0.76 < found.low[0] < 0.8 < found.high[0] < 0.84
+    assert read_acceptance("0.6,0.8").high == (0.8,)
+    assert read_acceptance(None).assumed
+
+
+def test_sizes_of_memory() -> None:
+    sizes = [read_bytes(t) for t in ("24GB", "512MiB", "1.5g", " 100 ")]
+    assert sizes == [24 * 10**9, 512 << 20, 1_500_000_000, 100]
+    for text in ("", "GB", "-1GB", "24 apples", "nan"):
+        with pytest.raises(ConfigError, match="24GB"):
+            read_bytes(text)
+    with pytest.raises(ConfigError, match="go together"):
+        given_limits(100.0, None, 1)
+    with pytest.raises(ConfigError, match="above 0"):
+        given_limits(float("nan"), 1.0, 1)
+    assert given_limits(None, None, 1) is None
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--machine-read", "100", "--machine-ops", "2", "--memory", "1GiB"]
+    assert cli.main(["estimate", "embedded", "--draft", "suffix + embedded-draft", *machine]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("paper", "longest text", "assumed", "first token", "best length"))
+    assert cli.main(["estimate", "--shape", "Qwen3-0.6B", *machine, "--memory", "2GB", "--context", "4000"]) == 0
+    assert "at most" in capsys.readouterr().out
+    assert cli.main(["estimate", "--shape", "Qwen3-0.6B", "--json", *machine, "--memory", "4GB"]) == 0
+    found = json.loads(capsys.readouterr().out)["estimates"]
+    assert found[0]["speeds"][0]["tokens_per_s"]["grade"] == "paper"
+    file = tmp_path / "vllm.json"
+    file.write_text(json.dumps(COSTS))
+    assert (
+        cli.main(["estimate", "m", "--draft", "ngram", "--cost", str(file), "--engine", "vllm", "--batch", "1,16"]) == 0
+    )
+    assert "num_speculative_tokens_per_batch_size" in capsys.readouterr().out
+    for wrong, words in (
+        ([], "either a model or a shape"),
+        (["--shape", "llama-3.2"], "no shape"),
+        (["m", "--engine", "vllm"], "--cost"),
+        (["m", "--run", "--machine-read", "1"], "leave out"),
+        (["m", "--cost", str(file), "--machine-read", "1"], "leave out"),
+    ):
+        assert cli.main(["estimate", *wrong]) == cli.EXIT_USAGE
+        assert words in capsys.readouterr().err

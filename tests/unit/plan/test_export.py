@@ -1,0 +1,99 @@
+"""A profile in other engines' words: what they have is in the command, all else is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from sameseed.cli import main
+from sameseed.errors import ConfigError
+from sameseed.export import vllm
+from sameseed.plan.export import STALLS, export
+from sameseed.plan.profile_file import write
+from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
+
+CHOSEN = Chosen(draft="embedded-head", num_draft_tokens=5, max_num_seqs=16, threads=3)
+TABLE = ((1, 5), (3, 2), (9, 0))
+
+
+def tuned(chosen: Chosen = CHOSEN) -> Tuned:
+    rates = AcceptRates((0.8, 0.7), (0.8, 0.56), 2.36, 400)
+    return Tuned(TunedMachine("c", 3), TunedModel("embedded"), chosen, Scope(context=512), acceptance=rates)
+
+
+def with_(**changes: object) -> Tuned:
+    return tuned(dataclasses.replace(CHOSEN, **changes))  # type: ignore[arg-type]
+
+
+def test_vllm_gets_the_table_by_batch() -> None:
+    made = export(with_(by_batch=TABLE, policy="goodput"), "vllm")
+    words = made.command
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 5)
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 2, 5], [3, 8, 2], [9, 16, 0]]
+    assert words[words.index("--max-num-seqs") + 1] == "16" and made.environment["OMP_NUM_THREADS"] == "3"
+    assert STALLS in made.notes and any("goodput" in note for note in made.notes)
+
+
+def test_plain_decoding_stays_plain() -> None:
+    for engine in ("vllm", "sglang", "llama.cpp"):
+        for chosen in (Chosen(draft="none"), Chosen(draft="embedded-head", num_draft_tokens=0)):
+            assert not any("spec" in word for word in export(tuned(chosen), engine).command)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp"])
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"format": "w4a8"}, "w4a8"),
+        ({"kv_format": "qoq"}, "kv-format qoq"),
+        ({"draft_format": "w4a8"}, "draft-format w4a8"),
+        ({"draft": "suffix + embedded-head"}, "alone"),
+        ({"draft": "ngram > embedded-draft"}, "embedded-draft alone"),
+        ({"draft": "self_quant"}, "plain decoding"),
+        ({"draft_options": {"num_heads": 9}}, "num_heads"),
+        ({"policy": "goodput"}, "goodput"),
+        ({"draft": "ngram", "by_batch": TABLE}, "from 9: off"),
+    ],
+)
+def test_what_has_no_counterpart_is_said(engine: str, changes: dict[str, object], word: str) -> None:
+    if engine == "llama.cpp" and "draft_format" in changes:
+        word = "Q4_0"
+    assert any(word in note for note in export(with_(**changes), engine).notes)
+
+
+def test_sglang_says_the_same() -> None:
+    words = export(with_(kv_format="fp8", format="bf16"), "sglang").command
+    flags = dict(zip(words[3:-1:2], words[4::2], strict=False))
+    assert flags["--speculative-algorithm"] == "EAGLE3" and flags["--dtype"] == "bfloat16"
+    assert (flags["--speculative-num-steps"], flags["--speculative-num-draft-tokens"]) == ("5", "6")
+    assert flags["--max-running-requests"] == "16" and flags["--kv-cache-dtype"] == "fp8_e4m3"
+    assert "NGRAM" in export(with_(draft="ngram"), "sglang").command
+    assert "STANDALONE" in export(with_(draft="embedded-draft"), "sglang").command
+
+
+def test_llama_cpp_says_the_same() -> None:
+    made = export(with_(kv_format="int8", format="w8a8"), "llama.cpp")
+    text = " ".join(made.command)
+    assert "-m target-Q8_0.gguf" in text and "--spec-type draft-eagle3 -md head-BF16.gguf --spec-draft-n-max 5" in text
+    assert "-ctk q8_0 -ctv q8_0" in text and "-np 16 -c 8192 -t 3" in text
+    assert any("convert_hf_to_gguf.py" in note for note in made.notes)
+    assert "draft-simple" in export(with_(draft="embedded-draft"), "llama.cpp").command
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tuned(), tmp_path / "p.toml")
+    argv = ["export", "vllm", str(tmp_path / "p.toml")]
+    assert main([*argv, "--out", str(tmp_path / "files")]) == 0
+    found = capsys.readouterr()
+    assert found.out.startswith("OMP_NUM_THREADS=3 VLLM_CPU_OMP_THREADS_BIND=nobind vllm serve ")
+    rates = json.loads((tmp_path / "files" / "speculation_profile.json").read_text())
+    assert rates["conditional_accept_rates"] == [0.8, 0.7] and "speculation_profile.json" in found.err
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"][:2] == ["vllm", "serve"]
+    with pytest.raises(ConfigError, match="there are vllm"):
+        export(tuned(), "ollama")
+    assert vllm.KV_FORMATS  # the same words as the server's door
