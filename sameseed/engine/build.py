@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sameseed import ops, registry
 from sameseed.config import EngineConfig, SpecConfig
-from sameseed.engine.calibrate import measure_curve
+from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.levels import (
     NESTED,
@@ -24,6 +24,7 @@ from sameseed.engine.memory import Demand, demand, head_demand, plan_blocks
 from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import RequestPolicies, make_policy
 from sameseed.engine.scheduler import Scheduler
+from sameseed.engine.scope import heed_profile
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
@@ -41,6 +42,7 @@ from sameseed.models.weights import Progress
 from sameseed.scheme import QuantScheme, cache_format
 from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, parse_options
 from sameseed.tokenizer import Tokenizer
+from sameseed.tuned import Scope, Tuned
 
 SELF_FORMAT = "w4a8"  # of a target that drafts for itself, where none is said and none is nested in its own
 
@@ -80,6 +82,7 @@ def load_parts(
     folder = resolve_model(model)
     if is_head(folder):
         raise ConfigError(f"{model} is a draft head, not a model; name its target as the model, and it with --draft")
+    config = heed_profile(config, folder)
     shape = read_config(folder)
     max_len = config.max_model_len or shape.max_model_len
     if max_len > shape.max_model_len:
@@ -88,7 +91,7 @@ def load_parts(
     check_options(config.spec)
     check_overlap(config.spec)
     check_policies(config.spec)
-    models = _models(config.spec, folder, quant)
+    models = models_of(config.spec, folder, quant)
     for m in models:
         if not m.is_head or (m.folder / "tokenizer.json").exists():
             check_vocabulary(tokenizer, load_tokenizer(m.folder))
@@ -129,11 +132,13 @@ def assemble(
     `drafts` are those of `config.spec`'s levels that need one: a level's own before those of the levels below it.
     """
     runner = target if isinstance(target, ModelRunner) else _runner(target, config, num_blocks)
-    policies = RequestPolicies(make_policy(config.spec, partial(measure_curve, runner)))
+    scope = Scope() if config.profile is None else Tuned.read(config.profile).scope
+    policies = RequestPolicies(make_policy(config.spec), scope)
     drafter = _build_drafter(config.spec, config, num_blocks, runner, policies, iter(drafts))
     max_len = config.max_model_len or runner.model.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
     capturing = runner.beside(captures=drafter.captures)
+    policies.calibrate(partial(measure_rounds, capturing, drafter))
     return Engine(capturing, drafter, policies, tokenizer, scheduler, make_overlap(config.spec))
 
 
@@ -164,12 +169,11 @@ def _build_drafter(
     for b in spec.below:
         # Drafters below one without a model draft for the same target: they end by the same policy.
         shares = not cls.owns and b.policy == "fixed" and b.confidence is None
-        lower = (
-            CappedLength(b.num_draft_tokens, policy)
-            if shares
-            else make_policy(b, partial(measure_curve, own or target))
-        )
-        below.append(Below(_build_drafter(b, config, num_blocks, own or target, lower, models), lower))
+        lower = CappedLength(b.num_draft_tokens, policy) if shares else make_policy(b)
+        drafter = _build_drafter(b, config, num_blocks, own or target, lower, models)
+        if not shares:
+            lower.calibrate(partial(measure_rounds, (own or target).beside(captures=drafter.captures), drafter))
+        below.append(Below(drafter, lower))
     if own is not None:
         own = own.beside(captures=tuple(sorted({layer for b in below for layer in b.drafter.captures})))
     return cls.build(parse_options(cls, spec.options), Parts(target, policy, own, tuple(below), head))
@@ -188,7 +192,7 @@ class _Model:
     owner: int | None
 
 
-def _models(spec: SpecConfig, folder: Path, quant: QuantScheme) -> list[_Model]:
+def models_of(spec: SpecConfig, folder: Path, quant: QuantScheme) -> list[_Model]:
     """The models of all levels, in the order in which drafters are built; `folder`, `quant`: what they draft for.
 
     Raises ConfigError where a model is to draft for itself: it would cost what it saves.

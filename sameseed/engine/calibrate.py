@@ -1,18 +1,22 @@
-"""How long passes of a loaded model take by their rows: measured in the moment before it serves, for goodput."""
+"""What rounds of a loaded engine cost: measured in the moment before it serves, for policies that decide by that."""
 
 from __future__ import annotations
 
+import random
 import time
 from statistics import median
 
-from sameseed.lengths._cost import SHORT, Curve
+from sameseed.lengths._cost import SHORT, Curve, EngineCost
 from sameseed.models.runner import ModelRunner
-from sameseed.request import SamplingParams, Sequence
+from sameseed.request import SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, Round
+from sameseed.spec.step import decode_step
 
 ROWS = (1, 2, 4, 8, 16, 32)
 LONG, FEW, MANY = 1024, 1, 8  # tokens of a long context, and the passes measured after it
 REPEATS = 5
+BATCHES, LENGTHS = (1, 4), (4, 2, 0)  # sequences and draft tokens of the rounds that are measured
 
 
 def measure_curve(runner: ModelRunner, seconds: float = 2.0) -> Curve:
@@ -42,6 +46,42 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0) -> Curve:
         return Curve(points, context, max(0.0, slow[0] - FEW * per_row), per_row)
     finally:
         runner.blocks.release(seq)
+
+
+def measure_rounds(runner: ModelRunner, drafter: Drafter, seconds: float = 2.0) -> EngineCost:
+    """The target's passes, then whole rounds of texts without a pattern, with drafts and without.
+
+    Blocks, and what the drafter has counted, are as before when this returns.
+    """
+    cost = EngineCost(measure_curve(runner, seconds))
+    counted = [(metrics, vars(metrics.copy())) for _, metrics in drafter.counted()]
+    rng, vocab_size, longest = random.Random(0), runner.model.config.vocab_size, runner.model.max_model_len
+    end = time.perf_counter() + seconds
+    for size in BATCHES:
+        texts = [[rng.randrange(vocab_size) for _ in range(min(SHORT, longest // 2))] for _ in range(size)]
+        seqs = [Sequence(-1 - b, text, SamplingParams(max_tokens=longest), 0) for b, text in enumerate(texts)]
+        try:
+            asked_before = False
+            for k in [k for k in LENGTHS for _ in range(REPEATS)]:
+                pending = [seq.num_pending for seq in seqs]
+                fits = all(len(s) + k < longest and runner.blocks.reserve(s, len(s) + k) for s in seqs)
+                if time.perf_counter() > end or not fits:
+                    break
+                times = TimeSplit()
+                draft, found = decode_step(runner, drafter, seqs, pending, [k] * size, times)
+                counts = [draft.count(b) for b in range(size)]
+                accepted = [len(nodes) for nodes in found.nodes]
+                rows = sum(pending) + sum(counts)
+                cost.learn(Round(seqs, [k] * size, counts, accepted, rows, times), k, k > 0 and not asked_before)
+                asked_before = k > 0
+        finally:
+            for seq in seqs:
+                seq.token_ids.clear()  # nothing is to be learned from such a text
+                drafter.release(seq)
+                runner.blocks.release(seq)
+    for metrics, before in counted:
+        vars(metrics).update(before)
+    return cost
 
 
 def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from sameseed.batch import MAX_NODES
 from sameseed.engine.alarm import Alarm
@@ -57,6 +58,7 @@ class Engine:
         self._live: dict[int, Running] = {}
         self._pass: list[Sequence] = []  # sequences of the step that runs
         self._num_added = 0
+        self._tail = 0.0  # seconds of the last step after its pass
 
     def check(self, prompt_token_ids: tuple[int, ...]) -> None:
         """Raise RequestError if such a prompt cannot be served."""
@@ -133,6 +135,7 @@ class Engine:
         counts = [draft.count(b) for b in range(len(plan.seqs))]
         accepted = [len(n) for n in result.nodes]
         free = [b for b, known in enumerate(scripted) if not known]
+        whole = replace(times, schedule=times.schedule + self._tail)
         self._policies.update(
             Round(
                 [plan.seqs[b] for b in free],
@@ -140,13 +143,14 @@ class Engine:
                 [counts[b] for b in free],
                 [accepted[b] for b in free],
                 sum(plan.num_pending) + sum(counts),
-                times,
+                whole,
                 [result.nodes[b] for b in free],
             )
         )
         deltas = self._deliver(plan, draft, result, decided, scripted)
         self.alarm.update(self.drafter, [counts[b] for b in free], [accepted[b] for b in free])
-        times.schedule += time.perf_counter() - decided
+        self._tail = time.perf_counter() - decided
+        times.schedule += self._tail
         self.times.add(times)
         for seq in plan.seqs:
             seq.times.add(times, 1.0 / len(plan.seqs))
@@ -167,6 +171,12 @@ class Engine:
     @policy.setter
     def policy(self, policy: LengthPolicy) -> None:
         self._policies.default = policy
+
+    @property
+    def pass_costs(self) -> dict[str, float]:
+        """Seconds of the target's passes by their rows, as they are now; {}: the length policy measures none."""
+        curve = getattr(getattr(self.policy, "cost", self.policy), "target", None)
+        return {} if curve is None else {f"{m:g}": s for m, s in zip(curve.rows, curve.seconds, strict=True)}
 
     def _lengths(self, seqs: Seq[Sequence], num_rows: int, budget: int) -> list[int]:
         scripted = [seq for seq in seqs if seq.num_scripted]

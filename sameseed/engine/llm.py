@@ -20,6 +20,7 @@ from sameseed.models.weights import Progress
 from sameseed.request import Completion, Delta, Grammar, Request, SamplingParams
 from sameseed.spec.drafter import Drafter
 from sameseed.spec.sampling import derive_seed
+from sameseed.tuned import Tuned
 
 log = logging.getLogger("sameseed")
 DraftChoice = str | SpecConfig | Drafter | type[Drafter] | None
@@ -52,7 +53,7 @@ class _Front:
 
     def __init__(
         self,
-        model: str = "embedded",
+        model: str | None = None,
         draft: DraftChoice = None,
         *,
         progress: Progress | None = None,
@@ -60,6 +61,12 @@ class _Front:
         **settings: Any,
     ) -> None:
         """`target`: of another LLM with the same settings, whose model and cache this one shares, in turns."""
+        if (profile := settings.get("profile")) is not None:
+            tuned = Tuned.read(profile)
+            settings = {**tuned.chosen.settings(), **settings}
+            chosen, model = settings.pop("draft", None), model or tuned.model.id
+            draft = chosen if draft is None else draft
+        model = model or "embedded"
         self.config = make_config(draft, **settings)
         self.engine = build_engine(model, self.config, progress, target)
         self.tokenizer = self.engine.tokenizer
@@ -78,9 +85,12 @@ class _Front:
 
 
 class LLM(_Front):
-    """Generates text, blocking. `model` is a folder, a hub id or "embedded"; for the rest see `make_config`."""
+    """Generates text, blocking. `model` is a folder, a hub id or "embedded" (None); for the rest see `make_config`.
 
-    def __init__(self, model: str = "embedded", draft: DraftChoice = None, **settings: Any) -> None:
+    `profile`: a file of `sameseed tune`, whose model and settings stand where none are given.
+    """
+
+    def __init__(self, model: str | None = None, draft: DraftChoice = None, **settings: Any) -> None:
         super().__init__(model, draft, **settings)
         self._mail: dict[str, deque[Delta]] = {}  # request id -> deltas that its stream has not given out yet
 
@@ -151,7 +161,7 @@ class AsyncLLM(_Front):
     Use it as an async context manager, or call `close` at the end.
     """
 
-    def __init__(self, model: str = "embedded", draft: DraftChoice = None, **settings: Any) -> None:
+    def __init__(self, model: str | None = None, draft: DraftChoice = None, **settings: Any) -> None:
         super().__init__(model, draft, **settings)
         self._inbox: list[Callable[[], object]] = []  # what the engine's thread does before its next step
         self._sinks: dict[str, Callable[[Delta | SameseedError], None]] = {}

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence as Seq
 
 from sameseed import registry
 from sameseed.config import MAX_DRAFT_TOKENS, SpecConfig
-from sameseed.lengths._cost import Curve
+from sameseed.lengths._cost import EngineCost
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.lengths.history import HistoryLength
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import LengthPolicy, Round
+from sameseed.tuned import Scope
+
+log = logging.getLogger("sameseed")
 
 
-def make_policy(spec: SpecConfig, measure: Callable[[], Curve] | None = None) -> LengthPolicy:
-    """The policy that a SpecConfig asks for; `measure` times passes of the target, for a policy that wants that."""
+def make_policy(spec: SpecConfig) -> LengthPolicy:
+    """The policy that a SpecConfig asks for."""
     if spec.method == "none":
         return FixedLength(0)
     name = "confidence" if spec.policy == "fixed" and spec.confidence is not None else spec.policy
-    made: LengthPolicy = registry.load("lengths", name).POLICY.build(spec.num_draft_tokens, spec.confidence, measure)
+    made: LengthPolicy = registry.load("lengths", name).POLICY.build(spec.num_draft_tokens, spec.confidence)
     return made
 
 
 class RequestPolicies:
-    """The engine's policy, except for requests that have another one (`Speculation`)."""
+    """The engine's policy, except for requests that have another one (`Speculation`), or lie outside its `scope`."""
 
-    def __init__(self, default: LengthPolicy) -> None:
+    def __init__(self, default: LengthPolicy, scope: Scope = Scope()) -> None:  # noqa: B008  (it is frozen)
+        self._scope = scope
+        self._unbounded = scope == Scope()
         self._own: GoodputLength | None = None  # of requests that want goodput where the engine has another policy
         self.default = default
         self._trimmed: set[int] = set()  # sequences whose draft of this round was dropped whole
+        self._has_forced = False  # does a request of this round fix its length?
 
     @property
     def _goodput(self) -> GoodputLength | None:
         return self.default if isinstance(self.default, GoodputLength) else self._own
+
+    def calibrate(self, measure: Callable[[], EngineCost]) -> None:
+        """Let the engine's policy learn what rounds cost, before the first one."""
+        self.default.calibrate(measure)
 
     @property
     def uses_confidence(self) -> bool:
@@ -45,17 +56,22 @@ class RequestPolicies:
         return self.default.stop(confidence)
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
-        """As the engine's policy says."""
-        return self.default.ends(paths)
+        """As the engine's policy says, unless a request of this round has a length of its own: chains end together."""
+        return not self._has_forced and self.default.ends(paths)
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         """Lengths of all; sequences of one policy are decided together, after those that leave no choice."""
+        self._trimmed.clear()
+        self._has_forced = False
+        if self._unbounded and not any(seq.speculation for seq in seqs):
+            return self.default.lengths(seqs, num_rows, budget)
         lengths = [0] * len(seqs)
         groups: dict[int, tuple[LengthPolicy, list[int]]] = {}
         for b, seq in enumerate(seqs):
             forced = self._forced(seq)
             if forced is not None:
                 lengths[b] = forced
+                self._has_forced = True
                 continue
             policy = self._of(seq)
             groups.setdefault(id(policy), (policy, []))[1].append(b)
@@ -70,9 +86,8 @@ class RequestPolicies:
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft without nodes that do not pay, where goodput decides and the request gives no length."""
-        self._trimmed = set()
         policy = self._goodput
-        if policy is None:
+        if policy is None or not len(draft.tokens):
             return draft
         free = [b for b, seq in enumerate(seqs) if self._of(seq) is policy and self._forced(seq) is None]
         trimmed = policy.trim(draft, seqs, num_rows, free)
@@ -97,15 +112,21 @@ class RequestPolicies:
         if own is None or own.policy not in ("off", "fixed"):
             return None
         if own.policy == "fixed" and own.num_draft_tokens is None:
-            return self.default.num_draft_tokens if isinstance(self.default, GoodputLength | HistoryLength) else None
+            if isinstance(self.default, GoodputLength | HistoryLength):
+                return min(self.default.num_draft_tokens, SpecConfig().num_draft_tokens)
+            return None
         return own.of(0)
 
     def _of(self, seq: Sequence) -> LengthPolicy:
-        if seq.speculation is None or seq.speculation.policy != "goodput":
+        asked = seq.speculation is not None and seq.speculation.policy == "goodput"
+        if not asked and (seq.speculation is not None or self._scope.covers(seq.params.temperature)):
             return self.default
         if isinstance(self.default, GoodputLength):
             return self.default
-        self._own = self._own or GoodputLength(MAX_DRAFT_TOKENS)
+        if self._own is None:
+            if not asked:
+                log.warning("temperature %g lies outside the profile's scope; goodput decides", seq.params.temperature)
+            self._own = GoodputLength(MAX_DRAFT_TOKENS)
         return self._own
 
     def _all(self) -> list[LengthPolicy]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
+from sameseed.config import GOODPUT_DRAFT_TOKENS, CacheConfig, EngineConfig, SpecConfig, parse_draft
 from sameseed.errors import ConfigError
 from sameseed.spec.drafter import Drafter
 
@@ -24,12 +24,17 @@ def make_config(
     """An EngineConfig from keyword arguments, as LLM and the CLI take them.
 
     `draft`: None for plain decoding, text as `parse_draft` reads it ("ngram", a model, "suffix + embedded-draft"), or a
-    drafter of one's own: its class, or an object, which is taken as it is.
-    `draft_options` are those of its top level; under "below" a list has those of the levels below, each an object with
-    fields of SpecConfig. `settings` are fields of EngineConfig and CacheConfig
+    drafter of one's own: its class, or an object, which is taken as it is. `policy` "auto" (the default, unless `draft`
+    is a SpecConfig) is goodput with at most 12 tokens, which never asks for drafts that do not pay; or fixed lengths,
+    where a `confidence` is to end them. `draft_options` are those of its top level; under "below" a list has those of
+    the levels below, each an object with fields of SpecConfig. `settings` are fields of EngineConfig and CacheConfig
     (`block_size`, `num_blocks`, `kv_format`, `prefix_cache`). Raises ConfigError for unknown settings.
     """
     spec = _spec_of(draft)
+    if policy == "auto" or (policy is None and not isinstance(draft, SpecConfig)):
+        policy = "fixed" if confidence is not None or spec.method == "none" else "goodput"
+    if num_draft_tokens is None and policy == "goodput":
+        num_draft_tokens = GOODPUT_DRAFT_TOKENS
     changes: dict[str, Any] = {
         "num_draft_tokens": num_draft_tokens,
         "confidence": confidence,
@@ -41,6 +46,8 @@ def make_config(
     below = _levels_below(spec, (draft_options or {}).get("below"))
     changes["options"] = {k: v for k, v in (draft_options or {}).items() if k != "below"} or None
     spec = dataclasses.replace(spec, below=below, **{k: v for k, v in changes.items() if v is not None})
+    if draft_format is not None and spec.model is None:  # drafters in turn: the format is that of their models
+        spec = _in_format(spec, draft_format)
     cache_names = {"kv_format": "format", **{k: k for k in ("block_size", "num_blocks", "prefix_cache")}}
     cache = {cache_names[k]: settings.pop(k) for k in list(settings) if k in cache_names}
     known = {f.name for f in dataclasses.fields(EngineConfig)} - {"cache", "spec"}
@@ -56,6 +63,17 @@ def _spec_of(draft: str | SpecConfig | Drafter | type[Drafter] | None) -> SpecCo
     if draft is None or draft == "none":
         return SpecConfig()
     return parse_draft(draft) if isinstance(draft, str) else SpecConfig(_name(draft), drafter=draft)
+
+
+def _in_format(spec: SpecConfig, number_format: str) -> SpecConfig:
+    """The same levels, where models below are in this format, unless they have one of their own."""
+    below = tuple(
+        dataclasses.replace(b, format=number_format)
+        if b.model is not None and b.format == "auto"
+        else _in_format(b, number_format)
+        for b in spec.below
+    )
+    return dataclasses.replace(spec, below=below)
 
 
 def _name(draft: object) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
+from sameseed.lengths._cost import EngineCost
 from sameseed.lengths.fixed import FixedLength
 from sameseed.spec.drafter import LengthPolicy
 
@@ -14,6 +15,9 @@ class CappedLength(FixedLength):
     """Another policy's judgement of tokens, at most `num_draft_tokens`: for a drafter that serves a larger one."""
 
     policy: LengthPolicy = field(default_factory=FixedLength)
+
+    def calibrate(self, measure: Callable[[], EngineCost]) -> None:
+        self.policy.calibrate(measure)
 
     @property
     def uses_confidence(self) -> bool:

@@ -1,20 +1,23 @@
-"""What passes cost: seconds of a pass of the target by its rows and contexts, and of a proposal by its steps.
+"""What a round costs: a pass of the target by its rows and contexts, a proposal by its steps, and what lies outside.
 
-Measured before the first round, and corrected by every later one.
+Measured before the first round, and corrected by every later one: a machine's bandwidth may change twofold in an hour.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sameseed.spec.drafter import Round
+
 Floats = NDArray[np.float64]
 SHORT = 64  # cached tokens of a sequence at which a curve's points hold
-FADE = 0.97  # of a proposal's cost, a proposal later
+FADE = 0.97  # of an observation, one later
+LEARN = 0.1  # weight of a round in what rounds like it take over what was expected
 UNIT = 1024.0  # cached tokens: the unit in which a proposal's cost grows with them
 
 
@@ -67,87 +70,141 @@ class Curve:
     def correct(self, rows: float, seconds: float, extra: float = 0.0, weight: float = 0.1) -> None:
         """A pass took so long, `extra` of it expected for its contexts.
 
-        The points on both sides of it move, and the rest a little (what slows one pass down mostly slows all).
+        The points on both sides of it move by that, the others by half: most of what changes is the time to read.
         """
-        ratio = min(max(seconds / (self.at(rows) + extra), 0.5), 2.0)  # one slow round of a busy machine decides little
-        i = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1) if len(self.rows) > 1 else 0
-        near = {max(i - 1, 0), i}
-        for j in range(len(self.seconds)):
-            self.seconds[j] *= 1.0 + (weight if j in near else weight / 4) * (ratio - 1.0)
+        known = self.at(rows) + extra
+        ratio = min(max(seconds / known, 0.5), 2.0)  # one slow round of a busy machine decides little
+        change = weight * (ratio - 1.0)
+        moved = change * self.at(rows)
+        for j, share in enumerate(self._shares(rows)):
+            self.seconds[j] = max(self.seconds[j] + moved * (0.5 + 0.5 * share), 0.5 * self.seconds[j])
         if extra > 0.0:
-            self.per_token *= 1.0 + weight / 4 * (ratio - 1.0)
-            self.per_row *= 1.0 + weight / 4 * (ratio - 1.0)
+            self.per_token *= 1.0 + change / 4
+            self.per_row *= 1.0 + change / 4
         self._ascend()
 
+    def _shares(self, rows: float) -> list[float]:
+        """How much each point counts at `rows`."""
+        if len(self.rows) == 1:
+            return [1.0]
+        i = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
+        upper = min(max((rows - self.rows[i - 1]) / (self.rows[i] - self.rows[i - 1]), 0.0), 1.0)
+        return [1.0 - upper if j == i - 1 else upper if j == i else 0.0 for j in range(len(self.rows))]
 
-class DraftCost:
-    """Seconds of a proposal: start + (step + context * mean cached tokens / 1024) * steps, fitted to the latest ones.
 
-    A step is a pass of the drafter's model: of a chain a token, of a tree a level. Least squares that fade, with the
-    weight of one proposal on "all of it is steps, and contexts do not matter": what does not vary cannot be told apart.
+class FadingFit:
+    """Least squares whose older observations fade: seconds as a sum of features times coefficients, none below zero.
+
+    What does not vary cannot be told apart: `ridges`, each in units of its feature's mean square, say which feature
+    explains it then (that of the smallest).
     """
 
-    def __init__(self, start: float = 0.0, step: float = 0.0, context: float = 0.0, seen: int = 0) -> None:
-        self.start = start
-        self.step = step
-        self.context = context
-        self.seen = seen
-        # Sums of products of 1, steps and steps * context with one another, and with the seconds.
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._seconds = [0.0] * 3
+    def __init__(self, ridges: Seq[float]) -> None:
+        size = len(ridges)
+        self.seen = 0
+        self.coefficients = np.zeros(size)
+        self._ridges = np.array(ridges)
+        self._products = np.zeros((size, size))  # of features with one another, summed
+        self._seconds = np.zeros(size)  # of features with the seconds
 
-    def at(self, steps: float, context: float = 0.0) -> float:
-        """Seconds of drafting `steps` steps, at `context` cached tokens a sequence."""
-        return self.start + self.per_step(context) * steps if steps > 0 else 0.0
+    def at(self, features: Seq[float]) -> float:
+        """Seconds that these features stand for."""
+        return float(self.coefficients @ features)
 
-    def per_step(self, context: float) -> float:
-        """Seconds of one step more."""
-        return self.step + self.context * context / UNIT
-
-    def correct(self, steps: float, seconds: float, context: float = 0.0) -> None:
-        """A proposal of `steps` steps took so long. With none (nothing was found), that was the start."""
-        self.seen += steps > 0
-        expected = self.start + self.per_step(context) * steps
-        if self.seen > 3 and expected > 0.0:  # as for passes: one slow round of a busy machine decides little
+    def correct(self, features: Seq[float], seconds: float) -> None:
+        """An observation; one far from what was expected counts as at most twice, or half, of it."""
+        self.seen += 1
+        expected = self.at(features)
+        if self.seen > 6 and expected > 0.0:  # one slow round of a busy machine decides little
             seconds = min(max(seconds, 0.5 * expected), 2.0 * expected)
-        features = (1.0, float(steps), steps * context / UNIT)
-        for i, f in enumerate(features):
-            row = self._products[i]
-            row[:] = [FADE * p + f * g for p, g in zip(row, features, strict=True)]
-            self._seconds[i] = FADE * self._seconds[i] + f * seconds
-        if self.seen < 16 or self.seen % 4 == 0:  # it changes slowly then, and takes longer than all the rest here
-            self._fit()
+        row = np.asarray(features)
+        self._products = FADE * self._products + np.outer(row, row)
+        self._seconds = FADE * self._seconds + row * seconds
+        if self.seen < 16 or self.seen % 8 == 0:  # it changes slowly then, and takes longer than all the rest here
+            self._solve()
 
-    def _fit(self) -> None:
-        """Solve for the three terms, without those that would be below zero."""
-        size = self._products[1][1] / max(self._products[0][0], 1e-9)  # mean square of steps: the weight of one
-        prior = (1.0, 1e-6, max(size, 1e-6))
-        terms = [0, 1, 2]
-        while terms:
-            table = [
-                [self._products[i][j] + (prior[i] if i == j else 0.0) for j in terms] + [self._seconds[i]]
-                for i in terms
-            ]
-            found = dict(zip(terms, _solve(table), strict=True))
-            lowest = min(found, key=found.__getitem__)
-            if found[lowest] >= 0.0:
-                self.start, self.step, self.context = (found.get(i, 0.0) for i in range(3))
+    def _solve(self) -> None:
+        table = self._products + np.diag(self._ridges * self._products.diagonal() / max(self._products[0, 0], 1e-9))
+        terms = self._products.diagonal() > 0.0
+        self.coefficients = np.zeros(len(terms))
+        while terms.any():
+            found = np.linalg.solve(table[np.ix_(terms, terms)], self._seconds[terms])
+            if found.min() >= 0.0:
+                self.coefficients[terms] = found
                 return
-            terms.remove(lowest)
+            terms[np.flatnonzero(terms)[found.argmin()]] = False
 
 
-def _solve(table: list[list[float]]) -> list[float]:
-    """The solution of linear equations whose matrix is positive definite; each row ends with its right-hand side."""
-    size = len(table)
-    for i in range(size):
-        for j in range(i + 1, size):
-            share = table[j][i] / table[i][i]
-            table[j] = [x - share * y for x, y in zip(table[j], table[i], strict=True)]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        rest = sum(table[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = (table[i][size] - rest) / table[i][i]
-    return found
+class DraftCost(FadingFit):
+    """Seconds of a proposal for B sequences by its steps: passes of the drafter's model, of a tree its levels.
+
+    (start + per sequence * B) + (step + B * (per sequence + per 1024 cached tokens * context / 1024)) * steps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((1.0, 1.0, 1e-6, 0.1, 1.0))
+
+    def terms(self, num_seqs: float, context: float = 0.0) -> tuple[float, float]:
+        """Seconds before the first step, and of each step; `context`: mean cached tokens of a sequence."""
+        start, start_seq, step, step_seq, token = self.coefficients.tolist()
+        return start + start_seq * num_seqs, step + num_seqs * (step_seq + token * context / UNIT)
+
+    def learn(self, steps: float, num_seqs: float, context: float, seconds: float) -> None:
+        """A proposal took so long. With no steps nothing was found: that was the start."""
+        self.correct((1.0, num_seqs, steps, steps * num_seqs, steps * num_seqs * context / UNIT), seconds)
+
+
+@dataclass
+class EngineCost:
+    """Seconds of whole rounds: passes of the target, proposals, and the gap between passes (Python, scheduling).
+
+    `ratios`: by kind of round and size of the batch, what rounds took over what was expected.
+    """
+
+    target: Curve
+    draft: DraftCost = field(default_factory=DraftCost)
+    gap: FadingFit = field(default_factory=lambda: FadingFit((0.1, 1e-6, 1.0)))  # of 1, rows, drafted
+    ratios: dict[tuple[bool, int], float] = field(default_factory=dict)
+
+    def ratio(self, drafted: bool, num_seqs: int) -> float:
+        """What such rounds take over what their parts say; a size not seen is taken to be as the nearest one."""
+        size = num_seqs.bit_length()
+        near = min((key for key in self.ratios if key[0] == drafted), key=lambda key: abs(key[1] - size), default=None)
+        return 1.0 if near is None else self.ratios[near]
+
+    def prices(
+        self, contexts: Seq[int], num_rows: int, num_drafting: int, drafting_context: float, ratios: bool = True
+    ) -> Prices:
+        """Of a pass over `num_rows` known rows of sequences with these contexts, `num_drafting` drafted for."""
+        count = len(contexts)
+        start, step = self.draft.terms(num_drafting, drafting_context)
+        base, row, drafted = self.gap.coefficients.tolist()
+        slope = row + self.target.per_row * max(0.0, drafting_context - self.target.context)
+        fixed = self.target.extra(contexts, [1] * count) + base + row * count
+        both = (self.ratio(False, count), self.ratio(True, count)) if ratios else (1.0, 1.0)
+        return Prices(self.target, count, num_rows, fixed, slope, start + drafted, step, *both)
+
+    def learn(self, round_: Round, steps: float, catching_up: bool) -> None:
+        """A round took so long; `steps`: expected of its proposal. One that catches up tells nothing of later ones."""
+        times, num_seqs, num_nodes = round_.times, len(round_.seqs), sum(round_.num_draft)
+        assert times is not None
+        contexts = [len(seq) for seq in round_.seqs]
+        asking = [n for n, k in zip(contexts, round_.num_asked, strict=True) if k]
+        drafted, context = bool(asking), sum(asking) / max(1, len(asking))
+        prompts = round_.num_rows > num_seqs + num_nodes
+        if not (prompts or catching_up):
+            prices = self.prices(contexts, num_seqs, len(asking), context, ratios=False)
+            expected = prices.seconds(num_nodes, steps) if drafted else prices.plain
+            took = times.draft + times.target + times.verify + times.schedule
+            key = (drafted, num_seqs.bit_length())
+            known = self.ratios.get(key, 1.0)
+            self.ratios[key] = known + LEARN * (min(max(took / expected, 0.8 * known), 1.25 * known) - known)
+        if drafted and not catching_up:
+            self.draft.learn(steps, len(asking), context, times.draft)
+        self.gap.correct((1.0, num_seqs + num_nodes, float(drafted)), times.verify + times.schedule)
+        if round_.num_rows <= 2 * self.target.rows[-1]:
+            extra = self.target.extra(contexts, [1 + n for n in round_.num_draft])
+            self.target.correct(round_.num_rows, times.target, extra)
 
 
 @dataclass(frozen=True)
@@ -166,18 +223,24 @@ class Prices:
     slope: float  # a row more, because of what is cached
     start: float  # a proposal
     step: float  # a step of it
+    plain_ratio: float = 1.0  # what rounds without a draft took over what was expected, and those with one
+    draft_ratio: float = 1.0
 
     @property
     def plain(self) -> float:
         """Seconds without a draft."""
+        return self._without * self.plain_ratio
+
+    @property
+    def _without(self) -> float:
         return self.target.at(min(self.count, self.rows)) + self.fixed
 
     def seconds(self, more: float, steps: float) -> float:
         """Seconds with `more` rows, drafted in `steps` steps."""
         added = self.target.at(self.rows + more) - self.target.at(self.rows)
-        return self.plain + added + self.slope * more + self.start + self.step * steps
+        return (self._without + added + self.slope * more + self.start + self.step * steps) * self.draft_ratio
 
     def seconds_many(self, more: Floats, steps: Floats) -> Floats:
         """`seconds` of several, ascending in rows."""
         added = self.target.at_many(self.rows + more) - self.target.at(self.rows)
-        return added + self.slope * more + (self.plain + self.start) + self.step * steps
+        return (added + self.slope * more + (self._without + self.start) + self.step * steps) * self.draft_ratio

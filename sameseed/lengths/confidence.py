@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from sameseed.lengths._cost import Curve
 from sameseed.lengths.fixed import FixedLength
 
 
@@ -16,9 +14,7 @@ class ConfidenceLength(FixedLength):
     threshold: float = 0.0
 
     @classmethod
-    def build(
-        cls, num_draft_tokens: int, confidence: float | None = None, measure: Callable[[], Curve] | None = None
-    ) -> ConfidenceLength:
+    def build(cls, num_draft_tokens: int, confidence: float | None = None) -> ConfidenceLength:
         """One for these settings."""
         return cls(num_draft_tokens, confidence or 0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.lengths._cost import Curve
+from sameseed.lengths._cost import EngineCost
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
@@ -18,11 +18,12 @@ class FixedLength:
     num_draft_tokens: int = 0
 
     @classmethod
-    def build(
-        cls, num_draft_tokens: int, confidence: float | None = None, measure: Callable[[], Curve] | None = None
-    ) -> FixedLength:
+    def build(cls, num_draft_tokens: int, confidence: float | None = None) -> FixedLength:
         """One for these settings."""
         return cls(num_draft_tokens)
+
+    def calibrate(self, measure: Callable[[], EngineCost]) -> None:
+        return None
 
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         return [self.num_draft_tokens] * len(seqs)

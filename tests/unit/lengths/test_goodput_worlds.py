@@ -2,88 +2,124 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from statistics import mean
 
 import pytest
 
-from sameseed.lengths._cost import Curve
+from sameseed.lengths._cost import Curve, EngineCost
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import LengthPolicy, Round
 
-LENGTH = 64  # tokens of a text
+LENGTH = 96  # mean tokens of a text
 FIXED = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class World:
-    """`slope`: of a row more, against one row's pass; `step`: of a drafted token, likewise; `rates`: of texts.
+    """Milliseconds of a pass: `memory` to read, `row` of arithmetic a row; of a draft: its steps; `gap` outside both.
 
     A token is right with a probability near its text's rate; the drafter says what it is, or (`tells` False) nothing.
+    `looks_up`: the share of rounds in which a cache has the draft at no cost. `drift`: the time to read grows so much,
+    and shrinks again, every 150 rounds.
     """
 
-    slope: float
+    memory: float
+    row: float
+    start: float
     step: float
     rates: tuple[float, ...]
-    tells: bool = True
     batch: int = 1
-    free_rows: int = 1  # rows that cost nothing
+    tells: bool = True
+    looks_up: float = 0.0
+    gap: float = 0.3
+    drift: float = 0.0
+    noise: float = 0.04
+    ends: bool = True  # does the drafter ask whether a chain should end? One that writes trees does not
 
-    def target(self, rows: float) -> float:
-        return 0.01 * (1.0 + self.slope * max(0.0, rows - self.free_rows))
+    def read(self, now: float) -> float:
+        return self.memory * (1.0 + self.drift * (0.5 - 0.5 * math.cos(now / (150 * self.memory))))
+
+    def target(self, rows: float, now: float = 0.0) -> float:
+        return (self.read(now) ** 3 + (self.row * rows) ** 3) ** (1 / 3)
+
+    def measured(self) -> EngineCost:
+        """What calibration would find: passes, then rounds with drafts."""
+        cost = EngineCost(Curve([(m, 1e-3 * self.target(m)) for m in (1, 2, 4, 8, 16, 32)]))
+        for size in (1, 4):
+            seqs = [Sequence(-1 - b, [1], SamplingParams(), 0) for b in range(size)]
+            for k in [4, 2, 0] * 4:
+                rows = size * (1 + k)
+                draft = 1e-3 * (self.start + self.step * k) if k else 0.0
+                times = TimeSplit(draft=draft, target=1e-3 * self.target(rows), verify=1e-3 * self.gap)
+                cost.learn(Round(seqs, [k] * size, [k] * size, [0] * size, rows, times), k, False)
+        return cost
 
 
-def decode(world: World, policy: LengthPolicy, num_texts: int | None = None) -> float:
-    """Seconds for one text's tokens, `batch` at a time; who is done makes room for the next."""
-    rng, total, written = random.Random(1), 0.0, 0
-    count = num_texts or max(24, 4 * world.batch)
-    waiting = [Sequence(i, [1], SamplingParams(max_tokens=LENGTH), 0) for i in range(count)]
+def decode(world: World, policy: LengthPolicy, num_texts: int) -> float:
+    """Milliseconds a token, `batch` texts at a time; who is done makes room for the next."""
+    rng, now, written = random.Random(1), 0.0, 0
+    lengths = [max(8, min(4 * LENGTH, int(rng.expovariate(1 / LENGTH)))) for _ in range(num_texts)]
+    waiting = [Sequence(i, [1], SamplingParams(max_tokens=n), 0) for i, n in enumerate(lengths)]
     seqs: list[Sequence] = []
     while waiting or seqs:
         while waiting and len(seqs) < world.batch:
             seqs.append(waiting.pop(0))
-        if len(seqs) < world.batch:
-            break  # the last ones run in smaller passes, which would be another world
-        rates = {s.seq_id: world.rates[s.seq_id % len(world.rates)] for s in seqs}
         before = sum(map(len, seqs))
-        total += _round(world, policy, seqs, rates, rng)
+        now += _round(world, policy, seqs, rng, now)
         written += sum(map(len, seqs)) - before
-        for seq in [s for s in seqs if s.num_output >= LENGTH]:
+        for seq in [s for s in seqs if s.num_output >= s.params.max_tokens]:
             policy.release(seq)
             seqs.remove(seq)
-    for seq in seqs:
-        policy.release(seq)
-    return total / written * LENGTH
+    return now / written
 
 
-def _round(
-    world: World, policy: LengthPolicy, seqs: list[Sequence], rates: dict[int, float], rng: random.Random
-) -> float:
-    asked = [min(k, s.draft_depth) for k, s in zip(policy.lengths(seqs, len(seqs), 400), seqs)]
+def _propose(
+    world: World, policy: LengthPolicy, seqs: Seq[Sequence], asked: Seq[int], rng: random.Random
+) -> tuple[list[list[float]], list[list[float]], float]:
+    """How likely each token is, what the drafter says of its path, and the milliseconds of it."""
     true: list[list[float]] = [[] for _ in seqs]
     paths: list[list[float]] = [[] for _ in seqs]
-    steps = 0
     active = [b for b, k in enumerate(asked) if k]
+    for b in list(active):
+        if rng.random() < world.looks_up:
+            own = 0.5 + 0.45 * world.rates[seqs[b].seq_id % len(world.rates)]
+            true[b] = [own] * asked[b]
+            paths[b] = [own ** (j + 1) for j in range(asked[b])]
+            active.remove(b)
+    spent = world.start if active else 0.02
     while active:
-        steps += 1
+        spent += world.step
         for b in active:
-            rate = rates[seqs[b].seq_id]
+            rate = world.rates[seqs[b].seq_id % len(world.rates)]
             own = min(0.999, max(0.001, rng.betavariate(3 * rate, 3 * (1 - rate))))
             true[b].append(own)
             paths[b].append(own**0.8 * (paths[b][-1] if paths[b] else 1.0))
         active = [b for b in active if len(true[b]) < asked[b]]
-        if active and policy.ends([paths[b] for b in active]):
+        if active and world.ends and policy.ends([paths[b] for b in active]):
             break
+    return true, paths, spent
+
+
+def _round(world: World, policy: LengthPolicy, seqs: list[Sequence], rng: random.Random, now: float) -> float:
+    asked = [min(k, s.draft_depth) for k, s in zip(policy.lengths(seqs, len(seqs), 400), seqs)]
+    true, paths, spent = _propose(world, policy, seqs, asked, rng)
     telling = world.tells and policy.uses_confidence
-    draft = Draft.chains([[0] * len(t) for t in true], paths if telling else None)
-    draft = policy.trim(draft, seqs, len(seqs))
+    draft = policy.trim(Draft.chains([[0] * len(t) for t in true], paths if telling else None), seqs, len(seqs))
     counts = [draft.count(b) for b in range(len(seqs))]
     rows = len(seqs) + sum(counts)
-    times = TimeSplit(draft=world.step * 0.01 * steps, target=world.target(rows), verify=1e-4)
+    noise = [math.exp(rng.gauss(0.0, world.noise)) for _ in range(2)]
+    times = TimeSplit(
+        draft=1e-3 * spent * noise[0] if any(asked) else 0.0,
+        target=1e-3 * world.target(rows, now) * noise[1],
+        verify=1e-3 * world.gap,
+    )
     accepted = []
     for b in range(len(seqs)):
         right = 0
@@ -93,37 +129,54 @@ def _round(
     policy.update(Round(seqs, asked, counts, accepted, rows, times, [list(range(a)) for a in accepted]))
     for seq, right in zip(seqs, accepted):
         seq.token_ids += [1] * (right + 1)
-    return times.draft + times.target + times.verify
+    return 1e3 * (times.draft + times.target + times.verify)
 
 
+MIXED = (0.9, 0.2, 0.6, 0.4)
 WORLDS = {
-    "cheap and good": World(0.02, 0.05, (0.85,)),
-    "small pair": World(0.08, 0.3, (0.6, 0.7)),
-    "dear and bad": World(0.3, 0.4, (0.4,)),
-    "never pays": World(0.8, 0.6, (0.5,)),
-    "texts differ": World(0.1, 0.15, (0.9, 0.1)),
-    "says nothing": World(0.05, 0.1, (0.8, 0.3), tells=False),
-    "batch of 4": World(0.05, 0.2, (0.8, 0.5, 0.7, 0.2), batch=4),
-    "batch of 16": World(0.06, 0.3, (0.8, 0.5, 0.7, 0.2), batch=16, free_rows=16),
-    "batch of 16, full": World(0.2, 0.5, (0.6, 0.2), batch=16),
+    "small pair, chat": World(0.18, 0.042, 0.02, 0.1, (0.6,), gap=0.12),
+    "small pair, code, batch of 4": World(0.18, 0.042, 0.03, 0.14, (0.8,), 4, gap=0.2),
+    "small head, mixed, batch of 16": World(1.6, 0.65, 3.0, 4.0, MIXED, 16),
+    "1B head, random": World(28, 6.0, 1.3, 5.0, (0.2,)),
+    "1B head, code, drifts": World(13.3, 1.86, 0.7, 2.1, (0.8,), drift=1.0),
+    "1B suffix + head, mixed, batch of 4": World(13.3, 1.86, 1.3, 3.0, MIXED, 4, looks_up=0.4),
+    "1B suffix + head, mixed, batch of 8, drifts": World(13.3, 1.86, 2.0, 4.0, MIXED, 8, looks_up=0.4, drift=1.0),
+    "1B ngram, repetitive, batch of 4": World(13.3, 1.86, 0.0, 0.01, (0.9,), 4, tells=False),
+    "8B head, chat, batch of 4": World(52, 9.2, 4.0, 8.0, (0.6,), 4),
+    "8B model as slow as the target": World(52, 9.2, 1.0, 50.0, (0.8,)),
+    "1B head that writes trees, code": World(35, 11.0, 0.5, 7.5, (0.7,), ends=False),
+    "free rows, batch of 16": World(30, 0.5, 1.0, 2.0, (0.7, 0.3), 16),
 }
 
 
 def make(world: World) -> GoodputLength:
-    return GoodputLength(12, Curve([(m, world.target(m)) for m in (1, 2, 4, 8, 16, 32, 64)]))
+    policy = GoodputLength(12)
+    policy.calibrate(world.measured)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[float, float]]:
+    """Of each world: speed over plain decoding, and over the best fixed length, from the first token on."""
+    ratios = {}
+    for name, world in WORLDS.items():
+        num_texts = max(24, 4 * world.batch)
+        plain, *fixed = (decode(world, FixedLength(k), num_texts) for k in (0, *FIXED))
+        own = decode(world, make(world), num_texts)
+        ratios[name] = plain / own, min(plain, *fixed) / own
+        print(f"{name:45} plain {ratios[name][0]:.3f} best {ratios[name][1]:.3f}")
+    return ratios
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_never_far_below_the_best(name: str) -> None:
-    world = WORLDS[name]
-    plain = decode(world, FixedLength(0))
-    best = min(decode(world, FixedLength(k)) for k in FIXED)
-    policy = make(world)
-    decode(world, policy)  # what it learns here it keeps
-    found = decode(world, policy)
-    print(f"{name:20} plain {plain / found:.3f} best {best / found:.3f}")
-    assert plain / found >= 0.98
-    assert best / found >= 0.97
+def test_never_slower_than_plain_and_near_the_best(name: str, found: dict[str, tuple[float, float]]) -> None:
+    over_plain, over_best = found[name]
+    assert over_plain >= 0.98
+    assert over_best >= 0.92
+
+
+def test_mostly_as_fast_as_the_best(found: dict[str, tuple[float, float]]) -> None:
+    assert mean(best for _, best in found.values()) >= 0.98
 
 
 def decide(make_one: Callable[[], LengthPolicy], world: World) -> list[int]:
@@ -141,5 +194,5 @@ def decide(make_one: Callable[[], LengthPolicy], world: World) -> list[int]:
 
 
 def test_decisions_follow_from_the_rounds_alone() -> None:
-    world = WORLDS["batch of 4"]
+    world = WORLDS["1B suffix + head, mixed, batch of 4"]
     assert decide(lambda: make(world), world) == decide(lambda: make(world), world)

@@ -11,7 +11,7 @@ from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.history import HistoryLength
 from sameseed.request import SamplingParams, Sequence
-from sameseed.spec.drafter import Round
+from sameseed.spec.drafter import LengthPolicy, Round
 
 SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
 
@@ -41,10 +41,11 @@ def test_confidence_ends_with_the_first_unsure_token() -> None:
         (SpecConfig(), FixedLength(0)),
         (SpecConfig("ngram", num_draft_tokens=6), FixedLength(6)),
         (SpecConfig("draft_model", num_draft_tokens=7, confidence=0.4), ConfidenceLength(7, 0.4)),
+        (SpecConfig("ngram", num_draft_tokens=6, policy="history"), HistoryLength(6)),
         (SpecConfig("none", num_draft_tokens=7, confidence=0.4), FixedLength(0)),
     ],
 )
-def test_make_policy(spec: SpecConfig, policy: FixedLength) -> None:
+def test_make_policy(spec: SpecConfig, policy: LengthPolicy) -> None:
     assert make_policy(spec) == policy
 
 
@@ -65,7 +66,6 @@ def test_history_grows_after_right_drafts_and_shrinks_after_others() -> None:
     assert HistoryLength(2, 0.3).stop(0.2)
 
 
-def test_history_is_asked_for_by_name() -> None:
-    assert make_policy(SpecConfig("ngram", num_draft_tokens=6, policy="history")) == HistoryLength(6)
+def test_a_policy_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="confidence, fixed, goodput, history"):
         SpecConfig("ngram", policy="historic")
