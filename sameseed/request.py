@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -53,10 +53,6 @@ class SamplingParams:
             ("allowed_token_ids", None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)),
         ):
             object.__setattr__(self, name, value)
-        self._check_numbers()
-        self._check_tokens()
-
-    def _check_numbers(self) -> None:
         _check("temperature", self.temperature, 0.0, None)
         _check("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check("min_p", self.min_p, 0.0, 1.0)
@@ -71,8 +67,6 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, 100)
-
-    def _check_tokens(self) -> None:
         for token, bias in self.logit_bias.items():
             _check_int("a token of logit_bias", token, 0, None)
             _check(f"logit_bias of token {token}", bias, -math.inf, None)
@@ -115,10 +109,7 @@ SPECULATION_POLICIES = ("off", "fixed", "goodput")
 
 @dataclass(frozen=True)
 class Speculation:
-    """How to draft for a request: a policy ("off", "fixed", "goodput"; None: the engine's), the most tokens a round.
-
-    Raises RequestError for other values.
-    """
+    """How to draft for a request: a policy (one of SPECULATION_POLICIES; None: the engine's), most tokens a round."""
 
     policy: str | None = None
     num_draft_tokens: int | None = None
@@ -156,7 +147,7 @@ class Request:
     """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
 
     `tenant`: whose it is. What drafters and caches learned of one tenant's texts never serves another's, unless asked.
-    `owner`: who asked. Where not all can run, owners share fairly: nobody's many keep another's one waiting.
+    `owner`: who asked. Where not all can run, owners get equal shares, however many requests each has.
     `score_prompt`: log-probabilities of the prompt's tokens too (with `params.logprobs`).
     `grammar`: what the text must look like. `priority`: where not all can run, lower goes first; others are not kept
     waiting without end. `detailed`: its metrics list every draft.
@@ -202,6 +193,12 @@ class TimeSplit:
         self.schedule += other.schedule * share
 
 
+COUNTERS = (
+    *("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"),
+    *("num_ahead", "num_ahead_kept"),
+)  # of SpecMetrics: plain sums
+
+
 @dataclass
 class SpecMetrics:
     """Counters of speculation for one sequence or for a whole run (names as vLLM's)."""
@@ -240,13 +237,8 @@ class SpecMetrics:
             self.num_accepted_tokens_per_pos[i] += 1
 
     def add(self, other: SpecMetrics) -> None:
-        self.num_rounds += other.num_rounds
-        self.num_drafts += other.num_drafts
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_accepted_tokens += other.num_accepted_tokens
-        self.num_rollbacks += other.num_rollbacks
-        self.num_ahead += other.num_ahead
-        self.num_ahead_kept += other.num_ahead_kept
+        for name in COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         for why, count in other.undrafted.items():
             self.undrafted[why] = self.undrafted.get(why, 0) + count
         mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
@@ -256,40 +248,28 @@ class SpecMetrics:
 
     def since(self, other: SpecMetrics) -> SpecMetrics:
         """What was counted after `other`, an earlier copy of these counters."""
-        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        its, reasons = other.num_accepted_tokens_per_pos, self.undrafted.items()
         return SpecMetrics(
-            self.num_rounds - other.num_rounds,
-            self.num_drafts - other.num_drafts,
-            self.num_draft_tokens - other.num_draft_tokens,
-            self.num_accepted_tokens - other.num_accepted_tokens,
-            [n - (its[i] if i < len(its) else 0) for i, n in enumerate(mine)],
-            self.num_rollbacks - other.num_rollbacks,
-            {why: n - before for why, n in self.undrafted.items() if n > (before := other.undrafted.get(why, 0))},
-            self.num_ahead - other.num_ahead,
-            self.num_ahead_kept - other.num_ahead_kept,
-            None if self.rounds is None else self.rounds[len(other.rounds or ()) :],
+            **{name: getattr(self, name) - getattr(other, name) for name in COUNTERS},
+            num_accepted_tokens_per_pos=[
+                n - (its[i] if i < len(its) else 0) for i, n in enumerate(self.num_accepted_tokens_per_pos)
+            ],
+            undrafted={why: n - before for why, n in reasons if n > (before := other.undrafted.get(why, 0))},
+            rounds=None if self.rounds is None else self.rounds[len(other.rounds or ()) :],
         )
 
     def copy(self) -> SpecMetrics:
-        """The counters as they are now."""
         return self.since(SpecMetrics())
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON, with the field's metric names."""
-        return {
-            "num_rounds": self.num_rounds,
-            "num_drafts": self.num_drafts,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
-            "num_rollbacks": self.num_rollbacks,
-            "undrafted": dict(self.undrafted),
-            "num_ahead": self.num_ahead,
-            "num_ahead_kept": self.num_ahead_kept,
+        found = asdict(self)
+        rounds = found.pop("rounds")
+        found |= {
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
-            **({} if self.rounds is None else {"rounds": [list(r) for r in self.rounds]}),
         }
+        return found if rounds is None else found | {"rounds": [list(r) for r in rounds]}
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -302,6 +282,7 @@ class SpecMetrics:
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """A running request: `token_ids` known so far, of which the first `num_cached` have their keys and values stored.
 
@@ -309,60 +290,36 @@ class Sequence:
     tokens; decoding is one with a single pending token: there are no phases.
     """
 
-    __slots__ = (
-        "blocks",
-        "context",
-        "digests",
-        "finish_reason",
-        "grammar",
-        "logprobs",
-        "metrics",
-        "num_cached",
-        "num_known",
-        "num_preemptions",
-        "num_prompt",
-        "num_shared",
-        "owner",
-        "params",
-        "priority",
-        "prompt_logprobs",
-        "ruled_out",
-        "script",
-        "seed",
-        "seq_id",
-        "speculation",
-        "state",
-        "tenant",
-        "times",
-        "token_ids",
-    )
+    seq_id: int
+    known: InitVar[Seq[int]]
+    params: SamplingParams
+    seed: int
+    tenant: str = ""
+    token_ids: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    speculation: Speculation | None = None
+    num_cached: int = 0
+    context: int = MAX_CONTEXT  # tokens that the model can take; who runs it says
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the beginnings of its text, by full blocks
+    num_known: int = 0  # blocks of it that others may find: the first ones
+    num_shared: int = 0  # tokens of the prompt whose rows were there already when it started
+    priority: int = 0  # lower goes first
+    owner: str = ""  # within a priority, fair between owners
+    finish_reason: FinishReason | None = None
+    metrics: SpecMetrics = field(default_factory=SpecMetrics)
+    times: TimeSplit = field(default_factory=TimeSplit)
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    grammar: Grammar | None = None
+    ruled_out: bool = False  # did it fail because its own request left no token?
+    script: Seq[int] = ()  # tokens that are decided already, from the first on, and yet to be scored
+    state: object = None  # what the sampler keeps between rounds (penalty counts); derived, may be dropped
 
-    def __init__(self, seq_id: int, token_ids: Seq[int], params: SamplingParams, seed: int, tenant: str = "") -> None:
-        self.seq_id = seq_id
-        self.tenant = tenant
-        self.speculation: Speculation | None = None
-        self.token_ids: list[int] = list(token_ids)
+    def __post_init__(self, known: Seq[int]) -> None:
+        self.token_ids = list(known)
         self.num_prompt = len(self.token_ids)
-        self.num_cached = 0
-        self.context = MAX_CONTEXT  # tokens that the model can take; who runs it says
-        self.blocks: list[int] = []
-        self.digests: list[bytes] = []  # of the beginnings of its text, by full blocks: the block manager's
-        self.num_known = 0  # blocks of it that others may find: the first ones
-        self.num_shared = 0  # tokens of the prompt whose rows were there already when it started
-        self.priority = 0  # lower goes first
-        self.owner = ""  # within a priority, fair between owners
-        self.params = params
-        self.seed = seed
-        self.finish_reason: FinishReason | None = None
-        self.metrics = SpecMetrics()
-        self.times = TimeSplit()
-        self.num_preemptions = 0
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self.grammar: Grammar | None = None
-        self.ruled_out = False  # did it fail because its own request left no token?
-        self.script: Seq[int] = ()  # tokens that are decided already, from the first on, and yet to be scored
-        self.state: object = None  # what the sampler keeps between rounds (penalty counts); derived, may be dropped
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -421,24 +378,17 @@ class Metrics:
     queue_time: float = 0.0  # until it first ran
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON, with the field's metric names."""
-        spec, split = self.spec, self.time_split
         return {
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_cached_tokens": self.num_cached_tokens,
             "num_output_tokens": self.num_output_tokens,
-            **spec.as_dict(),
+            **self.spec.as_dict(),
             "time_to_first_token_s": self.time_to_first_token,
             "time_per_output_token_s": self.time_per_output_token,
             "total_time_s": self.total_time,
             "queue_time_s": self.queue_time,
             "num_preemptions": self.num_preemptions,
-            "time_split_s": {
-                "draft": split.draft,
-                "target": split.target,
-                "verify": split.verify,
-                "schedule": split.schedule,
-            },
+            "time_split_s": asdict(self.time_split),
         }
 
 
@@ -485,5 +435,4 @@ class Delta:
 
     @property
     def accepted(self) -> tuple[bool, ...]:
-        """Of each token, whether it is an accepted guess."""
         return tuple(level is not None for level in self.levels)

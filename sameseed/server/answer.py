@@ -1,18 +1,18 @@
-"""Answer: the ASGI response of a route that writes text. Whole or as events; ends early when the client leaves."""
+"""Answers: the ASGI responses of routes that write text. Whole or as events; they end early when the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from sameseed.server.connection import cut
 from sameseed.server.errors import ApiError, internal
-from sameseed.server.frames import Piece
 from sameseed.server.gate import Ticket
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.replies import Reply
@@ -29,8 +29,92 @@ _SSE = [
 ]
 
 
-class Answer(Response):
-    """Runs one stream until it ends, time is up or the client leaves; always gives back its ticket."""
+class Answering(Response):
+    """Base: works on one answer until it ends, time is up or its client leaves; always gives back its ticket."""
+
+    def __init__(self, ticket: Ticket, timeout: float) -> None:
+        """`timeout`: seconds since the request arrived."""
+        super().__init__()
+        self._ticket, self._timeout = ticket, timeout
+        self._stopped: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
+        self._status = 0  # of what has begun to be sent
+
+    def leave(self, error: ApiError) -> None:
+        """End it with this error."""
+        if not self._stopped.done():
+            self._stopped.set_result(error)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit, loop, status = scope["sameseed"], asyncio.get_running_loop(), LEFT
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        watcher = loop.create_task(watch())
+        work = loop.create_task(self._work(scope, receive, send))
+        work.add_done_callback(lambda done: self._free())
+        left = max(0.0, self._timeout - (time.monotonic() - visit.arrived))
+        error: ApiError | None
+        try:
+            await asyncio.wait((work, watcher, self._stopped), timeout=left, return_when="FIRST_COMPLETED")
+            if not work.done() and watcher.done():
+                return
+            if not work.done():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                error = self._stopped.result() if self._stopped.done() else too_late(self._timeout)
+            elif (fault := work.exception()) is None or isinstance(fault, ApiError):
+                error = fault
+            else:
+                log.error("a request failed", exc_info=fault, extra={"request_id": visit.id})
+                error = internal()
+            status = self._status if error is None else error.status
+            if error is not None and not await self._tell(error, scope, receive, send):
+                await cut(scope)
+        finally:
+            work.cancel()
+            watcher.cancel()
+            self._ticket.close()
+            visit.outcome, took = status, time.monotonic() - visit.arrived
+            told = {"request_id": visit.id, "client_request_id": visit.client_id, "status": status}
+            told |= {"total_ms": round(took * 1e3, 1), **self._ended(status, took)}
+            log.info("answered", extra=told)
+            await asyncio.gather(work, watcher, return_exceptions=True)
+
+    async def _tell(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Tell the client, if it reads and there is a way to: half of a body has none. Does it know?"""
+        if not self._status:
+            telling: Awaitable[None] = error_response(error)(scope, receive, send)
+        elif (last := self._last(error)) is not None:
+            telling = send({"type": "http.response.body", "body": last, "more_body": False})
+        else:
+            return False
+        try:
+            await asyncio.wait_for(telling, GRACE)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer. Raises ApiError for what the client is told instead, or at last."""
+        raise NotImplementedError
+
+    def _last(self, error: ApiError) -> bytes | None:
+        """What ends a body that has begun: None where nothing can."""
+        raise NotImplementedError
+
+    def _free(self) -> None:
+        """The work is over, or given up: nobody need write for it any more."""
+        raise NotImplementedError
+
+    def _ended(self, status: int, took: float) -> dict[str, Any]:
+        """Count an answer that took so many seconds; what the log says of it besides."""
+        return {}
+
+
+class Answer(Answering):
+    """Writes one stream of the engine."""
 
     def __init__(
         self,
@@ -43,115 +127,52 @@ class Answer(Response):
         usage: bool,
         timeout: float,
     ) -> None:
-        """`events`: as a stream; `usage`: with counts at its end; `timeout`: seconds since it arrived."""
-        super().__init__()
-        self._reply, self._stream, self._ticket, self._metrics = reply, stream, ticket, metrics
-        self._events, self._usage, self._timeout = events, usage, timeout
-        self._arrived = 0.0
-        self._first: float | None = None
-        self._last = 0.0
-        self._gone = False
-        self._cut_off = False
+        """`events`: as a stream; `usage`: with counts at its end."""
+        super().__init__(ticket, timeout)
+        self._reply, self._stream, self._metrics = reply, stream, metrics
+        self._events, self._usage = events, usage
+        self._first: float | None = None  # seconds to the first piece
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._arrived = scope["sameseed"].arrived
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        watcher = loop.create_task(self._watch(receive))
-        left = self._timeout - (time.monotonic() - self._arrived)  # it began to count before there was an answer
-        deadline = loop.call_later(max(0.0, left), self._expire, task)
-        status = LEFT
-        try:
-            status = await (self._as_events if self._events else self._as_whole)(scope, receive, send)
-        except asyncio.CancelledError:
-            if not self._cut_off:
-                raise
-        finally:
-            deadline.cancel()
-            watcher.cancel()
-            self._stream.leave()
-            self._ticket.close()
-            self._record(scope, LEFT if self._gone else status)
-
-    async def _watch(self, receive: Receive) -> None:
-        """The client has left: the engine stops within a step."""
-        await client_left(receive)
-        self._gone = True
-        self._stream.leave()
-
-    def _expire(self, task: asyncio.Task[Any] | None) -> None:
-        """Time is up: say so, and leave also if nobody reads that."""
-        self._stream.leave(too_late(self._timeout))
-        self._cut_off = True
-        if task is not None:
-            asyncio.get_running_loop().call_later(GRACE, task.cancel)
-
-    async def _as_whole(self, scope: Scope, receive: Receive, send: Send) -> int:
-        try:
-            async for piece in self._stream.pieces():
-                self._take(piece)
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
-            return error.status
-        if self._gone:
-            return LEFT
-        reply = self._reply
-        if reply.num_scored <= INLINE:
-            response = JSONResponse(reply.body())
-        else:
-            response = await asyncio.to_thread(lambda: JSONResponse(reply.body()))
-        await response(scope, receive, send)
-        return 200
-
-    async def _as_events(self, scope: Scope, receive: Receive, send: Send) -> int:
-        reply, started = self._reply, False
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply, metrics, latest = self._reply, self._metrics, scope["sameseed"].arrived
 
         async def write(events: Iterator[bytes], more: bool = True) -> None:
             data = b"".join(events)
             if data or not more:
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        try:
-            async for piece in self._stream.pieces():
-                self._take(piece)
-                if not started:  # until here an error still has a status of its own
-                    started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": _SSE})
-                    await write(reply.begin())
-                if len(piece.prompt_logprobs) <= INLINE:
-                    await write(reply.events(piece))
-                else:
-                    await write(iter(await asyncio.to_thread(list, reply.events(piece))))
-        except ApiError as error:
-            if not started:
-                await error_response(error)(scope, receive, send)
-                return error.status
-            await write(reply.fail(error), more=False)
-            return error.status
-        except Exception:
-            if not started:
-                raise
-            log.exception("a stream failed", extra={"request_id": reply.id})
-            await write(reply.fail(internal()), more=False)
-            return 500
-        if self._gone:
-            return LEFT
-        await write(reply.end(self._usage), more=False)
-        return 200
-
-    def _take(self, piece: Piece) -> None:
-        now = time.monotonic()
-        if self._first is None:
-            self._first = now
-            self._metrics.first_token.observe(now - self._arrived)
+        async for piece in self._stream.pieces():
+            gap = time.monotonic() - latest
+            latest += gap
+            (metrics.first_token if self._first is None else metrics.between).observe(gap)
+            self._first = gap if self._first is None else self._first
+            reply.take(piece)
+            if not self._events:
+                continue
+            if not self._status:  # until here an error still has a status of its own
+                self._status = 200
+                await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+                await write(reply.begin())
+            if len(piece.prompt_logprobs) <= INLINE:
+                await write(reply.events(piece))
+            else:
+                await write(iter(await asyncio.to_thread(list, reply.events(piece))))
+        if self._events:
+            await write(reply.end(self._usage), more=False)
         else:
-            self._metrics.between.observe(now - self._last)
-        self._last = now
-        self._reply.take(piece)
+            many = sum(len(c.logprobs) + len(c.prompt_logprobs) for c in reply.choices) > INLINE
+            body = await asyncio.to_thread(lambda: JSONResponse(reply.body())) if many else JSONResponse(reply.body())
+            self._status = 200
+            await body(scope, receive, send)
 
-    def _record(self, scope: Scope, status: int) -> None:
-        """Count and log what became of the request."""
-        metrics, reply, now = self._metrics, self._reply, time.monotonic()
-        num_tokens, took = reply.num_output_tokens, now - self._arrived
+    def _last(self, error: ApiError) -> bytes | None:
+        return b"".join(self._reply.fail(error)) if self._events else None
+
+    def _free(self) -> None:
+        self._stream.leave()
+
+    def _ended(self, status: int, took: float) -> dict[str, Any]:
+        metrics, reply, num_tokens = self._metrics, self._reply, self._reply.num_output_tokens
         metrics.generation_tokens.inc(num_tokens)
         metrics.prompt_tokens.inc(reply.num_prompt_tokens)
         for choice in reply.choices:
@@ -159,30 +180,13 @@ class Answer(Response):
                 metrics.completed(choice.finish_reason)
             if choice.completion is not None:
                 metrics.timed(choice.completion["metrics"])
+        first = self._first
         if status == 200:
             metrics.whole.observe(took)
-            if num_tokens > len(reply.choices) and self._first is not None:
-                metrics.per_token.observe((now - self._first) / (num_tokens - len(reply.choices)))
-        scope["sameseed"].outcome = status
-        first = None if self._first is None else round((self._first - self._arrived) * 1e3, 1)
-        log.info(
-            "answered",
-            extra={
-                "request_id": reply.id,
-                "client_request_id": scope["sameseed"].client_id,
-                "status": status,
-                "prompt_tokens": reply.num_prompt_tokens,
-                "output_tokens": num_tokens,
-                "first_token_ms": first,
-                "total_ms": round(took * 1e3, 1),
-            },
-        )
-
-
-async def client_left(receive: Receive) -> None:
-    """Until the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+            if num_tokens > len(reply.choices) and first is not None:
+                metrics.per_token.observe((took - first) / (num_tokens - len(reply.choices)))
+        counts = {"prompt_tokens": reply.num_prompt_tokens, "output_tokens": num_tokens}
+        return {"request_id": reply.id, **counts, "first_token_ms": None if first is None else round(first * 1e3, 1)}
 
 
 def too_late(timeout: float) -> ApiError:

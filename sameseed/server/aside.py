@@ -7,6 +7,7 @@ and what they need (xgrammar and the vocabulary) takes seconds to load.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import resource
@@ -18,19 +19,14 @@ from typing import Any
 
 from sameseed.errors import RequestError
 from sameseed.server import frames
-from sameseed.server.arguments import opened
-from sameseed.server.frames import Done, FromHelper, Rejected, Render, Setup, Stalled, ToHelper
-from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS
+from sameseed.server.frames import Done, FromHelper, Rejected, Setup, Stalled, ToHelper
+from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS, opened
 
 log = logging.getLogger("sameseed")
 WALL = 5.0  # seconds by the clock for each second of work: others compute too
 LEAVING = 5.0  # seconds for a fork to end that has closed its pipe: it does so at once, when its turn comes
 FORK = multiprocessing.get_context("fork")  # only bytes go through its pipes, never objects
 TOO_MUCH = "it takes too much time or memory to compile; simplify it"
-
-
-class StalledError(Exception):
-    """Compiling stopped for a reason that need not be the grammar's."""
 
 
 class Aside:
@@ -50,39 +46,32 @@ class Aside:
 
     def _answer(self, frame: ToHelper) -> FromHelper:
         try:
+            if isinstance(frame, frames.Compile):
+                return self._compile(frame.kind, frame.source)
             if isinstance(frame, Setup):
-                self._set_up(frame)
+                from sameseed.tokenizer import Tokenizer
+
+                self._tokenizer = Tokenizer.from_files(frame.tokenizer)
+                if frame.grammars:
+                    from sameseed.grammar.matching import Matching
+                    from sameseed.server.text import vocabulary
+
+                    self._matching = Matching(vocabulary(self._tokenizer, frame.vocab_size, frame.eos_token_ids))
+                else:
+                    _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
                 return Done("")
-            return Done(self._render(frame) if isinstance(frame, Render) else self._compile(frame.kind, frame.source))
+            signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
+            try:
+                return Done(self._tokenizer.render_chat(opened(frame.messages), tools=frame.tools))
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0.0)
         except RequestError as error:
             return Rejected(str(error))
-        except StalledError as error:
-            return Stalled(str(error))
 
-    def _set_up(self, frame: Setup) -> None:
-        from sameseed.tokenizer import Tokenizer
-
-        self._tokenizer = Tokenizer.from_files(frame.tokenizer)
-        if frame.grammars:
-            from sameseed.grammar.matching import Matching
-            from sameseed.server.text import vocabulary
-
-            self._matching = Matching(vocabulary(self._tokenizer, frame.vocab_size, frame.eos_token_ids))
-        else:
-            _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
-
-    def _render(self, frame: Render) -> str:
-        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
-        try:
-            text: str = self._tokenizer.render_chat(opened(frame.messages), tools=frame.tools)
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0.0)
-        return text
-
-    def _compile(self, kind: str, source: str) -> str:
+    def _compile(self, kind: str, source: str) -> FromHelper:
         """Compile in a fork, so that neither a crash nor a kill costs what is loaded.
 
-        Raises RequestError for a grammar that cannot be or takes too much, StalledError where the machine was at fault.
+        Raises RequestError for a grammar that cannot be, or takes too much.
         """
         try:
             reading, writing = FORK.Pipe(duplex=False)
@@ -90,25 +79,28 @@ class Aside:
                 with writing:
                     fork = FORK.Process(target=self._as_child, args=(writing, kind, source))
                     fork.start()
-                said = _read(reading)
+                said: bytes | None = b""  # nothing where the fork ends before, None where it takes too long
+                with contextlib.suppress(EOFError, OSError):
+                    said = reading.recv_bytes(frames.MAX_FRAME) if reading.poll(WALL * COMPILE_SECONDS) else None
         except OSError as error:  # no memory, process or descriptor is to be had, now
-            raise StalledError(error.strerror) from None
+            return Stalled(str(error.strerror))
         fork.join(LEAVING if said is not None else 0.0)
         if fork.exitcode is None:
             fork.kill()
             fork.join()
         answer = said.decode() if said and fork.exitcode == 0 else ""
         if answer.startswith("+"):
-            return answer[1:]
+            return Done(answer[1:])
         if fork.exitcode == -signal.SIGKILL:  # by the clock, or by the system; its own limits end it otherwise
-            raise StalledError("compiling was stopped")
+            return Stalled("compiling was stopped")
         raise RequestError(answer[1:] or f"structured output: {TOO_MUCH}")
 
     def _as_child(self, writing: Connection, kind: str, source: str) -> None:
-        """The fork's whole life."""
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            _limit(resource.RLIMIT_AS, _address_space() + COMPILE_MEMORY)
+            with open("/proc/self/statm", encoding="ascii") as file:
+                address_space = int(file.read().split()[0]) * resource.getpagesize()
+            _limit(resource.RLIMIT_AS, address_space + COMPILE_MEMORY)
             signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
             try:
                 answer = "+" + self._matching.compiled(kind, source)
@@ -121,22 +113,9 @@ class Aside:
             log.debug("a grammar could not be compiled", exc_info=True)
 
 
-def _read(reading: Connection) -> bytes | None:
-    """What a fork says: nothing where it ends before, None where that takes too long."""
-    try:
-        return reading.recv_bytes(frames.MAX_FRAME) if reading.poll(WALL * COMPILE_SECONDS) else None
-    except (EOFError, OSError):
-        return b""
-
-
 def _limit(kind: int, size: int) -> None:
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
-
-
-def _address_space() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def main() -> None:

@@ -30,21 +30,16 @@ class Said:
         self.fresh, self.fresh_calls = [item for item in found if isinstance(item, str)], {}
         self.content += self.fresh
         for item in found:
-            if not isinstance(item, str):
-                self._add(item)
-
-    def _add(self, item: Call | More) -> None:
-        """A call, or more of the last one."""
-        if isinstance(item, Call):
-            self._dropping = self._one_call and bool(self.calls)
-            if not self._dropping:
-                self.fresh_calls[len(self.calls)] = self.call(len(self.calls), item)
-                self.calls.append(item)
-        elif not self._dropping:
-            number, last = len(self.calls) - 1, self.calls[-1]
-            self.calls[-1] = Call(last.name, last.arguments + item.arguments)
-            fresh = self.fresh_calls.setdefault(number, {"function": {"arguments": ""}})
-            fresh["function"]["arguments"] += item.arguments
+            if isinstance(item, Call):
+                self._dropping = self._one_call and bool(self.calls)
+                if not self._dropping:
+                    self.fresh_calls[len(self.calls)] = self.call(len(self.calls), item)
+                    self.calls.append(item)
+            elif isinstance(item, More) and not self._dropping:
+                number, last = len(self.calls) - 1, self.calls[-1]
+                self.calls[-1] = Call(last.name, last.arguments + item.arguments)
+                fresh = self.fresh_calls.setdefault(number, {"function": {"arguments": ""}})
+                fresh["function"]["arguments"] += item.arguments
 
     def call(self, number: int, call: Call) -> dict[str, Any]:
         """A tool call as OpenAI writes it."""

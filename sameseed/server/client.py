@@ -14,13 +14,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from sameseed.server import frames, process
 from sameseed.server.errors import ApiError, bad_request, internal, unavailable
-from sameseed.server.frames import Add, Piece
+from sameseed.server.frames import Add
 from sameseed.server.grammars import Compiled, Grammars
 from sameseed.server.helper import ENDED, Helper, HelperDiedError
 from sameseed.server.stream import Stream
@@ -99,11 +100,6 @@ class EngineClient(Supervised):
         if self._streams.pop(request_id, None) is not None:
             self._send(frames.Abort(request_id))
 
-    @property
-    def num_streams(self) -> int:
-        """Requests that somebody waits for."""
-        return len(self._streams)
-
     def end_all(self, error: ApiError) -> None:
         """End every stream with this error, and what is being prepared: nothing comes after it."""
         self._over = True
@@ -125,8 +121,8 @@ class EngineClient(Supervised):
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        for helper in (self._templates, self._compiler):
-            await helper.close()
+        await self._templates.close()
+        await self._compiler.close()
         if self.text is not None:
             self.text.close()
 
@@ -140,7 +136,6 @@ class EngineClient(Supervised):
             raise bad_request("the chat template takes too long on these messages; shorten them", "messages") from None
 
     def _setup(self, grammars: bool) -> frames.Setup:
-        """What a helper's process must know of the model."""
         known = {name: self.facts[name] for name in ("tokenizer", "vocab_size", "eos_token_ids")}
         return frames.Setup(grammars, **known)
 
@@ -151,12 +146,6 @@ class EngineClient(Supervised):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
-    def _gone(self) -> None:
-        if self.stats:
-            self.past_stats.append({**self.stats, "running": 0, "waiting": 0})
-            self.stats = {}
-        self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
-
     async def _run_once(self) -> int:
         with starting():
             pid, ours = self._spawn()
@@ -166,15 +155,17 @@ class EngineClient(Supervised):
             await self._listen(pid, ours)
         finally:
             code = await process.end(pid, 0.2 if self.state != "closed" else CLOSING)
+            if self.stats:
+                self.past_stats.append({**self.stats, "running": 0, "waiting": 0})
+                self.stats = {}
+            self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
         return code
 
     async def _listen(self, pid: int, ours: socket.socket) -> None:
-        """Take the process's frames until there will be no more."""
         loop = asyncio.get_running_loop()
         try:
-            transport, link = await loop.connect_accepted_socket(
-                lambda: _Link(lambda frame: self._receive(frame, pid)), sock=ours
-            )
+            receive = partial(self._receive, pid)
+            transport, link = await loop.connect_accepted_socket(lambda: _Link(receive), sock=ours)
         except BaseException:
             ours.close()
             raise
@@ -189,11 +180,17 @@ class EngineClient(Supervised):
             transport.close()
             self._transport = None
 
-    def _receive(self, frame: frames.FromEngine, pid: int) -> None:
+    def _receive(self, pid: int, frame: frames.FromEngine) -> None:
         self._heard = time.monotonic()
         if isinstance(frame, frames.Deltas):
             for request_id, piece in frame.items:
-                self._hand_on(request_id, piece)
+                if (stream := self._streams.get(request_id)) is None:  # nobody reads that any more
+                    continue
+                stream.push(piece)
+                if piece.completion is not None and piece.completion["finish_reason"] == "error":
+                    self.forget(request_id)
+                elif not stream.num_open:
+                    del self._streams[request_id]
             self.stats = frame.stats or self.stats
         elif isinstance(frame, frames.Beat):
             self.stats = frame.stats or self.stats
@@ -214,18 +211,7 @@ class EngineClient(Supervised):
         else:
             self._message = frame.message
 
-    def _hand_on(self, request_id: str, piece: Piece) -> None:
-        """A piece to its stream, if somebody still reads that."""
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            stream.push(piece)
-            if piece.completion is not None and piece.completion["finish_reason"] == "error":
-                self.forget(request_id)
-            elif not stream.num_open:
-                del self._streams[request_id]
-
     async def _watch(self, pid: int) -> None:
-        """End a process that has not been heard of for too long."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(1.0)

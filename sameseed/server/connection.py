@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-from functools import cache
 
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,6 +13,8 @@ from sameseed.server.errors import unavailable
 
 WAIT = 80.0  # seconds for the head of a request; longer than uvicorn keeps an idle connection
 RESERVED = 64  # file descriptors for all but clients: libraries, pipes, the engine that replaces a dead one
+_SOFT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MAX_CONNECTIONS = max(8, (2**20 if _SOFT == resource.RLIM_INFINITY else _SOFT) - RESERVED)
 CUT = "sameseed.cut"  # in a request's scope: ends its connection
 
 
@@ -24,24 +25,6 @@ async def cut(scope: Scope) -> None:
         await asyncio.sleep(0)  # it is told before its request ends
 
 
-@cache
-def max_connections() -> int:
-    """As many as the process's limit of file descriptors has room for."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(8, (2**20 if soft == resource.RLIM_INFINITY else soft) - RESERVED)
-
-
-def _full() -> bytes:
-    """What one connection too many is told, whatever it asks."""
-    error = unavailable("too many connections are open; try again later", retry_after=1)
-    body = json.dumps(error.body()).encode()
-    head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-    return f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-FULL = _full()
-
-
 class Patient(H11Protocol):
     """HTTP/1.1 whose clients have `WAIT` seconds for the head of each request; uvicorn would wait for ever."""
 
@@ -49,8 +32,11 @@ class Patient(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > max_connections():
-            transport.write(FULL)
+        if len(self.connections) > MAX_CONNECTIONS:
+            error = unavailable("too many connections are open; try again later", retry_after=1)
+            body = json.dumps(error.body()).encode()
+            head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+            transport.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             transport.close()
         else:
             self._mind()

@@ -23,10 +23,15 @@ class TextPart(Fields):
     text: str
 
 
-class Function(Fields):
-    """A function that was called: `arguments` is JSON text."""
+class NamedFunction(Fields):
+    """The name of a function."""
 
     name: Annotated[str, Field(max_length=64)]
+
+
+class Function(NamedFunction):
+    """A function that was called: `arguments` is JSON text."""
+
     arguments: str
 
 
@@ -38,7 +43,7 @@ class ToolCall(Fields):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """As OpenAI writes it; `arguments.opened` makes of it what a chat template takes."""
+        """As OpenAI writes it; `limits.opened` makes of it what a chat template takes."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
@@ -73,7 +78,7 @@ class CallMessage(Fields):
 
 
 def plain(messages: Seq[CallMessage | Message]) -> list[dict[str, Any]]:
-    """Messages as OpenAI writes them, but plain; `arguments.opened` makes of them what a chat template takes.
+    """Messages as OpenAI writes them, but plain; `limits.opened` makes of them what a chat template takes.
 
     Raises ApiError 400 for arguments of calls that hold too much.
     """
@@ -86,14 +91,9 @@ def _plain(content: Content) -> str:
     return content if isinstance(content, str) else "\n".join(p.text for p in content)
 
 
-def _form(value: Any) -> str:
-    """Which of the two forms of a message this is meant to be."""
-    return "call" if isinstance(value, dict) and value.get("tool_calls") else "message"
-
-
 AnyMessage = Annotated[
     Annotated[CallMessage, Tag("call")] | Annotated[Message, Tag("message")],
-    Discriminator(_form),
+    Discriminator(lambda value: "call" if isinstance(value, dict) and value.get("tool_calls") else "message"),
 ]
 Messages = Annotated[list[AnyMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
 
@@ -112,12 +112,6 @@ class Tool(Fields):
 
     type: Literal["function"]
     function: OfferedFunction
-
-
-class NamedFunction(Fields):
-    """The name of a function."""
-
-    name: Annotated[str, Field(max_length=64)]
 
 
 class NamedTool(Fields):

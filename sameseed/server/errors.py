@@ -43,14 +43,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON body, or the payload of an event in a stream that has begun."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status, "server_error"),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """Headers that go with the status."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from sameseed.config import SpecConfig
-from sameseed.request import Completion, Delta, SamplingParams, Speculation, TokenLogprob
+from sameseed.request import Delta, SamplingParams, Speculation, TokenLogprob
 
 MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has failed
 MAX_SCORES = 1024  # tokens of a prompt whose log-probabilities go in one frame
@@ -236,6 +236,10 @@ def scores(delta: Delta) -> list[Scores]:
 
 def piece(delta: Delta) -> Piece:
     """A delta as its reader gets it, without log-probabilities that go in frames of their own."""
+    completion: dict[str, Any] | None = None
+    if (c := delta.completion) is not None:
+        completion = {"finish_reason": c.finish_reason.value, "ruled_out": c.ruled_out, "seed": c.seed}
+        completion["metrics"] = c.metrics.as_dict()
     return Piece(
         delta.index,
         delta.text,
@@ -243,7 +247,7 @@ def piece(delta: Delta) -> Piece:
         list(delta.levels),
         [_logprob(p) for p in delta.logprobs],
         [_logprob(p) for p in delta.prompt_logprobs] if len(delta.prompt_logprobs) <= MAX_SCORES else [],
-        None if delta.completion is None else _completion(delta.completion),
+        completion,
         list(delta.text_offset),
     )
 
@@ -254,13 +258,3 @@ def _logprob(p: TokenLogprob) -> list[Any]:
 
 def _number(value: float) -> float:
     return max(value, LEAST_LOGPROB) if math.isfinite(value) else LEAST_LOGPROB
-
-
-def _completion(c: Completion) -> dict[str, Any]:
-    return {
-        "finish_reason": c.finish_reason.value,
-        "ruled_out": c.ruled_out,
-        "seed": c.seed,
-        "num_prompt_tokens": len(c.prompt_token_ids),
-        "metrics": c.metrics.as_dict(),
-    }

@@ -14,7 +14,7 @@ Ticket = ExitStack  # a request's place inside: closed, once or more often, it g
 
 
 class Gate:
-    """Counts sequences and the size of the bodies that ask for them; `close` lets nobody in any more."""
+    """Counts sequences and the size of the bodies that ask for them; once `closed`, it lets nobody in any more."""
 
     def __init__(self, max_queue: int, num_tenants: int = 1) -> None:
         """`max_queue`: sequences that may wait beyond those that run. With several tenants, none may fill all of it."""
@@ -25,17 +25,17 @@ class Gate:
         self.num_refused = 0
         self._several = num_tenants > 1
         self._requests: Counter[str] = Counter()  # of each tenant, inside
-        self._closed: str | None = None
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self.closed: str | None = None  # why nobody is let in any more
+        self.empty = asyncio.Event()  # have all left?
+        self.empty.set()
 
     def enter(self, tenant: str, num_seqs: int, size: int) -> Ticket:
         """Admit a request of `num_seqs` sequences (0: only tokens are asked for) and a body of `size` bytes.
 
         Raises ApiError: 503 closed, 429 full, 400 never to fit.
         """
-        if self._closed is not None:
-            raise unavailable(self._closed)
+        if self.closed is not None:
+            raise unavailable(self.closed)
         room = self.max_running + self.max_queue
         if num_seqs > room:
             raise bad_request(f"{num_seqs} sequences in one request, and this server holds {room}; ask for fewer", "n")
@@ -57,19 +57,6 @@ class Gate:
         ticket.callback(self.count, tenant, -1, -num_seqs, -size)
         return ticket
 
-    def close(self, why: str) -> None:
-        """Refuse everybody from now on."""
-        self._closed = why
-
-    @property
-    def closed(self) -> bool:
-        """Are all requests refused?"""
-        return self._closed is not None
-
-    async def wait_empty(self) -> None:
-        """Until all have left."""
-        await self._empty.wait()
-
     def count(self, tenant: str, num_requests: int, num_seqs: int, size: int) -> None:
         """What came in (or, negative, left)."""
         self.num_inside += num_seqs
@@ -77,4 +64,4 @@ class Gate:
         self._requests[tenant] += num_requests
         if not self._requests[tenant]:
             del self._requests[tenant]
-        (self._empty.clear if self._requests else self._empty.set)()
+        (self.empty.clear if self._requests else self.empty.set)()

@@ -50,8 +50,13 @@ class Grammars:
             raise bad_request(message, source.field)
         data = self._known.get(key)
         if data is None:
+            task = self._coming.get(key)
+            if task is None:
+                self._on_need()
+                task = self._coming[key] = asyncio.get_running_loop().create_task(self._compile(source, key))
+                task.add_done_callback(lambda done: self._coming.pop(key))
             try:
-                data = await asyncio.shield(self._begun(source, key))
+                data = await asyncio.shield(task)  # it goes on also if who began it leaves
             except ApiError as error:
                 raise (bad_request(error.message, source.field) if error.status == 400 else error) from None
         else:
@@ -61,24 +66,9 @@ class Grammars:
     def __contains__(self, key: str) -> bool:
         return key in self._known
 
-    def _begun(self, source: GrammarSource, key: str) -> asyncio.Task[bytes]:
-        """The one task that compiles this; it goes on also if who began it leaves."""
-        task = self._coming.get(key)
-        if task is None:
-            self._on_need()
-            task = self._coming[key] = asyncio.get_running_loop().create_task(self._compile(source, key))
-            task.add_done_callback(lambda done: self._ended(key, done))
-        return task
-
-    def _ended(self, key: str, task: asyncio.Task[bytes]) -> None:
-        del self._coming[key]
-        if not task.cancelled() and task.exception() is None:
-            self._keep(key, task.result())
-
     async def _compile(self, source: GrammarSource, key: str) -> bytes:
         try:
-            data = await self._helper.ask(frames.Compile(source.kind, source.text), source.field, len(source.text))
-            return frames.pack(frames.LoadGrammar(key, data))
+            text = await self._helper.ask(frames.Compile(source.kind, source.text), source.field, len(source.text))
         except HelperDiedError:  # the machine's doing, perhaps: asked again, it may well come
             raise unavailable("the grammar could not be compiled in time; try again later, or simplify it") from None
         except ApiError as error:
@@ -87,11 +77,10 @@ class Grammars:
                 if len(self._refused) > MAX_REFUSALS:
                     self._refused.popitem(last=False)
             raise
-
-    def _keep(self, key: str, data: bytes) -> None:
-        self._known[key] = data
+        data = self._known[key] = frames.pack(frames.LoadGrammar(key, text))
         self.num_bytes += len(data)
         while self.num_bytes > self._max_bytes and len(self._known) > 1:
-            old, text = self._known.popitem(last=False)
-            self.num_bytes -= len(text)
+            old, forgotten = self._known.popitem(last=False)
+            self.num_bytes -= len(forgotten)
             self._on_forget(old)
+        return data

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,18 +47,12 @@ def visit_of(request: Request) -> Visit:
     return visit
 
 
-class AnswerCounter(Protocol):
-    """What counts answers."""
-
-    def answered(self, route: str, status: int) -> None:
-        """A request was answered, or its client left (499)."""
-
-
 class Guard:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: AnswerCounter) -> None:
-        self._app, self._config, self._metrics = app, config, metrics
+    def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[str, int], None]) -> None:
+        """`count` is told the route and the status of each answer (499: the client left)."""
+        self._app, self._config, self._count = app, config, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -68,7 +62,9 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         headers = dict(reversed(scope["headers"]))  # of several the first counts
-        visit = scope["sameseed"] = Visit(secrets.token_hex(12), client_id=_client_id(headers.get(b"x-request-id")))
+        name = headers.get(b"x-request-id", b"")
+        fit = 0 < len(name) <= MAX_CLIENT_ID and all(0x21 <= b < 0x7F for b in name)
+        visit = scope["sameseed"] = Visit(secrets.token_hex(12), client_id=name.decode("ascii") if fit else None)
         status = 500
         started = False
 
@@ -76,11 +72,9 @@ class Guard:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                own = [
-                    (b"x-request-id", (visit.client_id or visit.id).encode()),
-                    (b"x-content-type-options", b"nosniff"),
-                ]
-                message = {**message, "headers": [*message.get("headers", ()), *own]}
+                own = (b"x-request-id", (visit.client_id or visit.id).encode())
+                more = [*message.get("headers", ()), own, (b"x-content-type-options", b"nosniff")]
+                message = {**message, "headers": more}
             await send(message)
 
         try:
@@ -99,13 +93,19 @@ class Guard:
                 await error_response(internal())(scope, receive, answer)
         finally:
             path = getattr(scope.get("route"), "path", None)  # the pattern: paths that clients make up are one
-            self._metrics.answered(path if isinstance(path, str) else "other", visit.outcome or status)
+            self._count(path if isinstance(path, str) else "other", visit.outcome or status)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], visit: Visit) -> None:
         """Raise ApiError for a request that is not to be looked at any further."""
         if len(scope["headers"]) > MAX_HEADERS:
             raise ApiError(400, f"more than {MAX_HEADERS} headers")
-        self._check_host(headers.get(b"host"))
+        # A page that a browser loaded from elsewhere must not reach a server on its machine by a name of its own.
+        name = headers.get(b"host", b"localhost").decode("latin-1").lower()
+        if name.rpartition(":")[2].isdigit():
+            name = name.rpartition(":")[0]
+        known = (*_LOCAL, self._config.host.lower(), *map(str.lower, self._config.allowed_hosts))
+        if self._config.loopback and name not in known:
+            raise ApiError(403, "this Host is not served here; call it localhost, or start it with --allowed-host")
         if self._config.keys and not (scope["path"] in OPEN and scope["method"] in ("GET", "HEAD")):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             tenant = self._config.keys.tenant(key.strip()) if scheme.lower() == b"bearer" else None
@@ -117,19 +117,3 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > limits.MAX_BODY:
             raise limits.too_large()
-
-    def _check_host(self, host: bytes | None) -> None:
-        """A page that a browser loaded from elsewhere must not reach a server on its machine by a name of its own."""
-        if host is None or not self._config.loopback:
-            return
-        name = host.decode("latin-1").lower()
-        if name.rpartition(":")[2].isdigit():
-            name = name.rpartition(":")[0]
-        if name not in (*_LOCAL, *(known.lower() for known in (self._config.host, *self._config.allowed_hosts))):
-            raise ApiError(403, "this Host is not served here; call it localhost, or start it with --allowed-host")
-
-
-def _client_id(value: bytes | None) -> str | None:
-    if value is None or len(value) > MAX_CLIENT_ID or not all(0x21 <= b < 0x7F for b in value):
-        return None
-    return value.decode("ascii")

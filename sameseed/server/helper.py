@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 from sameseed.server import frames, process
 from sameseed.server.errors import bad_request, unavailable
@@ -60,7 +59,7 @@ class Helper:
         if self._num_waiting > self._max_waiting:
             raise unavailable("too many requests wait to be prepared; try again later", 1)
         self._num_waiting += 1
-        job = asyncio.get_running_loop().create_task(self._done(frame, size))
+        job = asyncio.get_running_loop().create_task(self._answer(frame, size))
         self._jobs.add(job)
         try:
             await asyncio.wait({job})
@@ -84,22 +83,19 @@ class Helper:
         for job in self._jobs:
             job.cancel()
 
-    async def _done(self, frame: Frame, size: int) -> FromHelper:
+    async def _answer(self, frame: Frame, size: int) -> FromHelper:
         data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
         async with self._lock:
-            return await self._answer(data)
-
-    async def _answer(self, data: bytes) -> FromHelper:
-        if self._streams is None:
-            await self._start()
-        sent = time.monotonic()
-        try:
+            if self._streams is None:
+                await self._start()
+            sent = time.monotonic()
+            try:
+                return await self._exchange(data, self._patience)
+            except HelperDiedError:
+                if time.monotonic() - sent > AT_ONCE:
+                    raise
+            await self._start()  # it had died while nobody asked
             return await self._exchange(data, self._patience)
-        except HelperDiedError:
-            if time.monotonic() - sent > AT_ONCE:
-                raise
-        await self._start()  # it had died while nobody asked
-        return await self._exchange(data, self._patience)
 
     async def close(self) -> None:
         """End the process."""
@@ -109,7 +105,7 @@ class Helper:
     async def _start(self) -> None:
         try:
             self._pid, ours = self._spawn()
-            self._streams = await _streams(ours)
+            self._streams = await asyncio.open_unix_connection(sock=ours)
         except OSError as error:  # no process, memory or descriptor is to be had, now
             log.error("the process beside the server cannot be started: %s", error.strerror)
             await self._end()
@@ -154,13 +150,3 @@ class Helper:
         if streams is not None:
             streams[1].close()
         return None if pid is None else await asyncio.shield(process.end(pid, 0.05))
-
-
-async def _streams(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Both directions of a socket that is connected already."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=2**20)
-    protocol = asyncio.StreamReaderProtocol(reader)
-    transport: Any
-    transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock=connection)
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

@@ -1,9 +1,17 @@
-"""The interface's document (OpenAPI) and page: what bodies may hold, made from the models that read them."""
+"""The interface's document (OpenAPI) and page: what bodies may hold, made from the models that read them.
+
+And the page for people: its bytes are the same for every server and everybody; data it asks for with a key. It runs
+nothing but its own one script and reaches nothing but this server: the browser is told so (Content Security Policy, by
+the hashes of what is in the page), so that a text of a model, whatever it holds, stays text.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
-from collections.abc import Sequence as Seq
+import re
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,6 +20,7 @@ from sameseed.server.protocol import TOKEN
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import parser_for
 
+PAGE = Path(__file__).with_name("playground.html")
 SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
 
 
@@ -50,12 +59,11 @@ def _fit(value: Any, model_name: str, text: TextCodec | None) -> Any:
 def _fit_properties(
     properties: dict[str, Any], model_name: str, text: TextCodec | None, toolless: bool
 ) -> dict[str, Any]:
-    made = {name: schema for name, schema in properties.items() if name not in ONE_OF_THEM}
+    dropped = {*ONE_OF_THEM, *(("tools", "tool_call_id") if toolless else ())}
+    made = {name: schema for name, schema in properties.items() if name not in dropped}
     if "model" in made:
         made["model"] = {"enum": [model_name, None], "title": "Model"}
     if toolless:
-        made.pop("tools", None)
-        made.pop("tool_call_id", None)
         if "tool_choice" in made:
             made["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
         if "enum" in made.get("role", {}):
@@ -73,28 +81,22 @@ def _fit_properties(
 
 
 def _extended(schema: dict[str, Any], kind: str, more: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose forms of this type say more."""
     return {**schema, "anyOf": [form | more if form.get("type") == kind else form for form in schema["anyOf"]]}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Descriptions of errors for the interface's document."""
-    fields = {"message": {"type": "string"}, "type": {"type": "string"}}
-    fields |= {k: {"type": ["string", "null"]} for k in ("param", "code")}  # type: ignore[dict-item]
-    schema = {
-        "type": "object",
-        "properties": {"error": {"type": "object", "properties": fields}},
-        "required": ["error"],
-    }
+    text, maybe = {"type": "string"}, {"type": ["string", "null"]}
+    fields = {"message": text, "type": text, "param": maybe, "code": maybe}
+    inner = {"error": {"type": "object", "properties": fields}}
+    schema = {"type": "object", "properties": inner, "required": ["error"]}
     return {s: {"description": "error", "content": {"application/json": {"schema": schema}}} for s in statuses}
 
 
-def described(kinds: Seq[type[BaseModel]], summary: str, streams: bool = False) -> dict[str, Any]:
+def described(summary: str, *kinds: type[BaseModel], streams: bool = False) -> dict[str, Any]:
     """What the interface's document says of a route whose body, one of these kinds, is read by ourselves."""
-    schemas = []
-    for kind in kinds:
-        schema = kind.model_json_schema()
-        schemas.append(_inlined(schema, schema.pop("$defs", {})))
+    documents = [kind.model_json_schema() for kind in kinds]
+    schemas = [_inlined(document, document.pop("$defs", {})) for document in documents]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     responses = errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
@@ -104,7 +106,6 @@ def described(kinds: Seq[type[BaseModel]], summary: str, streams: bool = False) 
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """A schema without references: each route's stands by itself."""
     if isinstance(schema, list):
         return [_inlined(s, definitions) for s in schema]
     if not isinstance(schema, dict):
@@ -129,3 +130,33 @@ def page(document: dict[str, Any]) -> str:
         f"<h1>sameseed</h1><p>{html.escape(SUMMARY)} All fields: <a href=openapi.json>openapi.json</a>.</p>"
         f"<table>{''.join(rows)}</table></html>"
     )
+
+
+def playground() -> tuple[bytes, dict[str, str]]:
+    """The page as it lies in the package, the only file that the server gives out; and the headers that go with it."""
+    body = PAGE.read_bytes()
+    return body, {
+        "content-security-policy": policy(body),
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-frame-options": "DENY",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+    }
+
+
+def policy(page: bytes) -> str:
+    """What a browser may do with the page: its inline scripts and styles as they are, calls to its own server.
+
+    No handler or style in an attribute, no frame around it, and no text becomes markup ("trusted types").
+    """
+    return (
+        f"default-src 'none'; script-src {_hashes(page, b'script')}; style-src {_hashes(page, b'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+
+
+def _hashes(page: bytes, tag: bytes) -> str:
+    found = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in found)

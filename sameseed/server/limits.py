@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
-from typing import Any, NoReturn
+from collections.abc import Sequence as Seq
+from typing import Any
 
 from sameseed.server.errors import ApiError, bad_request
 
@@ -34,6 +36,7 @@ COMPILE_SECONDS, TEMPLATE_SECONDS = 1.0, 1.0  # of work
 COMPILE_MEMORY = 512 * 2**20  # bytes beyond what the process has
 BODY_TIMEOUT = 30.0  # seconds for a body to arrive
 
+log = logging.getLogger("sameseed.server")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _STRING = re.compile(rb'"[^"]*"')  # without escapes; with them the expression would take quadratic time
 
@@ -47,7 +50,7 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
         raise too_large()
     check_values(raw, f"{name} holds")
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
+        value = json.loads(raw.decode("utf-8"), parse_constant=_number, parse_float=_number)
     except UnicodeDecodeError as error:
         raise bad_request(f"{name} is no UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -102,10 +105,10 @@ def too_large() -> ApiError:
 
 
 def _number(text: str) -> float | int:
-    """To JSON 5.0 and 5 are one number."""
+    """To JSON 5.0 and 5 are one number; what Python calls NaN and Infinity is none."""
     value = float(text)
-    if math.isinf(value):
-        raise bad_request("numbers must be finite, got one that is too large", code="invalid_json")
+    if not math.isfinite(value):
+        raise bad_request(f"numbers must be finite, got {text[:64]}", code="invalid_json")
     return int(value) if value.is_integer() else value
 
 
@@ -113,5 +116,15 @@ def _too_deep(name: str) -> ApiError:
     return bad_request(f"{name} nests deeper than {MAX_NESTING} levels", code="invalid_json")
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise bad_request(f"numbers must be finite, got {name}", code="invalid_json")
+def opened(messages: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with the arguments of earlier calls as objects, for a template; a model may have written anything."""
+
+    def call(made: dict[str, Any]) -> dict[str, Any]:
+        function = made["function"]
+        try:
+            return {**made, "function": {**function, "arguments": parse_object(function["arguments"].encode())}}
+        except ApiError:
+            log.debug("arguments of a tool call that are no object")
+            return made
+
+    return [{**m, "tool_calls": list(map(call, m["tool_calls"]))} if "tool_calls" in m else m for m in messages]

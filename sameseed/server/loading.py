@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import RequestError
@@ -29,9 +29,7 @@ class Loader:
     """
 
     def __init__(self, deliver: Callable[[Add, MakeGrammar], None], vocabulary: Callable[[], Vocabulary]) -> None:
-        self._deliver, self._make_vocabulary = deliver, vocabulary
-        self._vocabulary: Vocabulary | None = None
-        self._matching: Matching | None = None
+        self._deliver, self._vocabulary = deliver, vocabulary
         self._grammars: dict[str, Any] = {}  # by key; the server says which to keep
         self._waiting: set[str] = set()  # requests that were not handed on yet
         self._lock = threading.Lock()
@@ -61,51 +59,46 @@ class Loader:
             frame = self._queue.get()
             try:
                 if isinstance(frame, Add):
-                    self._hand_on(frame)
+                    try:
+                        make = self._maker(frame.choice, frame.grammar)
+                    except Exception as error:  # raised where the request is added, which refuses it
+                        make = partial(_raise, error)
+                    with self._lock:
+                        wanted = frame.id in self._waiting
+                        self._waiting.discard(frame.id)
+                        if wanted:  # under the lock: an abort comes after it, or is heeded here
+                            self._deliver(frame, make)
                 elif isinstance(frame, Forget):
                     self._grammars.pop(frame.key, None)
                 elif isinstance(frame, LoadGrammar):
-                    self._grammars[frame.key] = self._ready().language(frame.data)
+                    self._grammars[frame.key] = self._matching.language(frame.data)
                 else:  # the compiler's process gets ready meanwhile
-                    self._ready()
+                    _ = self._matching
             except RequestError as error:  # the library is not there: the request is told so
                 log.warning("%s", error)
             except Exception:
                 log.exception("a compiled grammar could not be loaded")
 
-    def _hand_on(self, frame: Add) -> None:
-        try:
-            make = self._maker(frame.choice, frame.grammar)
-        except Exception as error:  # raised where the request is added, which refuses it
-            make = partial(_raise, error)
-        with self._lock:
-            wanted = frame.id in self._waiting
-            self._waiting.discard(frame.id)
-            if wanted:  # under the lock: an abort comes after it, or is heeded here
-                self._deliver(frame, make)
-
     def _maker(self, choice: list[str] | None, key: str | None) -> MakeGrammar:
         from sameseed.grammar import Choice
 
         if choice:
-            shared = Choice(choice, self._words())
+            shared = Choice(choice, self._words)
             return lambda: shared
-        grammar, matching = self._grammars.get(key or ""), self._matching
-        if grammar is None or matching is None:
+        grammar = self._grammars.get(key or "")
+        if grammar is None:
             raise RuntimeError("the request's grammar is not there")
-        return lambda: matching.matched(grammar)
+        return lambda: self._matching.matched(grammar)
 
-    def _ready(self) -> Matching:
+    @cached_property
+    def _words(self) -> Vocabulary:
+        return self._vocabulary()
+
+    @cached_property
+    def _matching(self) -> Matching:
         from sameseed.grammar.matching import Matching
 
-        if self._matching is None:
-            self._matching = Matching(self._words())
-        return self._matching
-
-    def _words(self) -> Vocabulary:
-        if self._vocabulary is None:
-            self._vocabulary = self._make_vocabulary()
-        return self._vocabulary
+        return Matching(self._words)
 
 
 def _raise(error: Exception) -> Grammar:

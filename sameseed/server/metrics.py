@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter as Counts
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -81,10 +82,6 @@ class ServerMetrics:
         """A request was answered, or its client left (499)."""
         self._requests.labels(self._model_name, route, str(status)).inc()
 
-    def render(self) -> bytes:
-        """The page."""
-        return generate_latest(self.registry)
-
 
 class _EngineCounters(Collector):
     def __init__(self, client: EngineClient, gate: Gate, model_name: str, prefix: str) -> None:
@@ -95,20 +92,28 @@ class _EngineCounters(Collector):
         everything = [*self._client.past_stats, now]
         blocks = now.get("num_blocks", 0)
         used = 1 - now.get("free_blocks", 0) / blocks if blocks else 0.0
-        yield self._gauge("num_requests_running", "sequences in the engine's batch", now.get("running", 0))
-        yield self._gauge("num_requests_waiting", "sequences that wait for it", now.get("waiting", 0))
-        yield self._gauge("kv_cache_usage_perc", "share of the cache's blocks that are taken, 0..1", used)
-        yield self._gauge("engine_up", "1 while an engine is loaded", float(self._client.state == "ready"))
-        yield self._count("engine_restarts", "processes that replaced a dead one", self._client.num_restarts)
-        yield self._count("admission_rejections", "requests refused by a full queue", self._gate.num_refused)
+        for name, text, value in (
+            ("num_requests_running", "sequences in the engine's batch", now.get("running", 0)),
+            ("num_requests_waiting", "sequences that wait for it", now.get("waiting", 0)),
+            ("kv_cache_usage_perc", "share of the cache's blocks that are taken, 0..1", used),
+            ("engine_up", "1 while an engine is loaded", float(self._client.state == "ready")),
+        ):
+            yield self._one(GaugeMetricFamily, name, text, value)
+        restarts, refused = self._client.num_restarts, self._gate.num_refused
+        yield self._one(CounterMetricFamily, "engine_restarts", "processes that replaced a dead one", restarts)
+        yield self._one(CounterMetricFamily, "admission_rejections", "requests refused by a full queue", refused)
         for name, (key, text) in _COUNTED.items():
-            yield self._count(name, text, sum(s.get(key, 0) for s in everything))
+            yield self._one(CounterMetricFamily, name, text, sum(s.get(key, 0) for s in everything))
         yield self._passes(everything)
+        text = "seconds of a pass by the tokens that it computes, as the length policy has them now"
+        costs = GaugeMetricFamily(self._prefix + "pass_cost_seconds", text, labels=["model_name", "rows"])
+        for rows, seconds in now.get("pass_costs", {}).items():
+            costs.add_metric([*self._labels, rows], seconds)
+        yield costs
         for name, text, label, key in _COUNTED_BY:
-            sums: dict[str, float] = {}
+            sums: Counts[str] = Counts()
             for stats in everything:
-                for of, value in stats.get(key, {}).items():
-                    sums[of] = sums.get(of, 0) + value
+                sums.update(stats.get(key, {}))
             family = CounterMetricFamily(self._prefix + name, text, labels=["model_name", label])
             for of, value in sums.items():
                 family.add_metric([*self._labels, of], value)
@@ -125,12 +130,7 @@ class _EngineCounters(Collector):
         family.add_metric(self._labels, buckets, sum(p["tokens"] for p in found))
         return family
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(self._prefix + name, text, labels=["model_name"])
-        family.add_metric(self._labels, value)
-        return family
-
-    def _count(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, text, labels=["model_name"])
+    def _one(self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float) -> Metric:
+        family = kind(self._prefix + name, text, labels=["model_name"])
         family.add_metric(self._labels, value)
         return family

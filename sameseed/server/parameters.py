@@ -26,9 +26,12 @@ def sampling(
     for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
         if any(t >= text.vocab_size for t in getattr(fields, name) or ()):
             raise bad_request(f"{name}: token ids must lie in 0..{text.vocab_size - 1}, the model's vocabulary", name)
+    bias = fields.logit_bias or {}
+    if not all(k.isascii() and k.isdigit() and len(k) < 10 and int(k) < text.vocab_size for k in bias):
+        raise bad_request(f"logit_bias: keys must be token ids in 0..{text.vocab_size - 1}", "logit_bias")
     given: dict[str, Any] = {
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
-        "logit_bias": _bias(fields.logit_bias or {}, text.vocab_size),
+        "logit_bias": {int(key): value for key, value in bias.items()},
         "stop": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         "stop_token_ids": tuple(fields.stop_token_ids or ()),
         "banned_token_ids": tuple(fields.banned_token_ids or ()),
@@ -37,15 +40,8 @@ def sampling(
         "min_tokens": 0 if bound else min(fields.min_tokens or 0, max_tokens),
         "seed": None if fields.seed is None else fields.seed % 2**63,
     }
-    for name in (
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "n",
-    ):
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    for name in ("top_p", "top_k", "min_p", *penalties, "n"):
         if getattr(fields, name) is not None:
             given[name] = getattr(fields, name)
     try:
@@ -62,15 +58,6 @@ def check_length(max_tokens: int, text: TextCodec) -> None:
             "max_tokens",
             "context_length_exceeded",
         )
-
-
-def _bias(asked: dict[str, float], vocab_size: int) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for key, value in asked.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
-            raise bad_request(f"logit_bias: keys must be token ids in 0..{vocab_size - 1}", "logit_bias")
-        found[int(key)] = value
-    return found
 
 
 def speculation(fields: Common) -> Speculation | None:

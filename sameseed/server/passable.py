@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from sameseed.server import limits
+from sameseed.server import limits, reading
 from sameseed.server.errors import ApiError, bad_request
 
 # What runs a client's program, loads a client's tensors, or reaches into vLLM's inside.
-REFUSED = {
-    "prompt_embeds": "prompts are text or token ids",
-    "chat_template": "the model's own chat template is used, never a request's",
-    "chat_template_kwargs": "the model's own chat template is used, without arguments",
-    "logits_processors": "programs in requests are not run",
-    "use_beam_search": "beam search is not offered",
+_ALIKE: tuple[str, ...] = (
+    "prompt_embeds",
+    "chat_template",
+    "chat_template_kwargs",
+    "logits_processors",
+    "use_beam_search",
+)
+_ALIKE += ("previous_response_id", "background")
+REFUSED = {name: reading.REFUSED[name] for name in _ALIKE} | {
     "vllm_xargs": "vLLM's inner arguments are not for clients",
     "kv_transfer_params": "vLLM's inner arguments are not for clients",
     "mm_processor_kwargs": "text only",
     "media_io_kwargs": "text only",
-    "previous_response_id": "responses are not stored; send the whole conversation as 'input'",
-    "background": "responses are not stored",
     "speculation": "vLLM drafts for all requests alike; leave 'speculation' out",
 }
 _WHOLE = ("prompt", "input", "tokens")  # the text itself: as long as a body and the model's context are
@@ -30,14 +31,8 @@ _NUMBERS = {"n": limits.MAX_N, "best_of": limits.MAX_N, "top_logprobs": limits.M
 _NUMBERS |= {"logprobs": limits.MAX_TOP_LOGPROBS, "prompt_logprobs": limits.MAX_TOP_LOGPROBS}
 _TEXTS = ("stop", "bad_words")
 _PARTS = ("text", "thinking", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
-_ITEMS = (
-    "message",
-    "reasoning",
-    "function_call",
-    "function_call_output",
-    "custom_tool_call",
-    "custom_tool_call_output",
-)
+_ITEMS: tuple[str, ...] = ("message", "reasoning", "function_call", "function_call_output")
+_ITEMS += ("custom_tool_call", "custom_tool_call_output")
 _TYPES = (*_PARTS, *_ITEMS, "function", "custom")  # the last two: of a message's calls
 _HOLDERS = ("content", "output", "summary")  # hold text, or a list of parts
 _TOOLS = ("function", "custom", "namespace")  # those that the client runs
@@ -53,7 +48,11 @@ def check(body: Mapping[str, Any]) -> None:
         if body.get(name) not in (None, False, [], {}, ""):
             raise bad_request(f"{name!r} is not supported: {why}", param=name, code="unsupported_parameter")
     for name, most in _NUMBERS.items():
-        _check_number(name, body.get(name), most)
+        value = body.get(name)  # text is no number, though vLLM would make one of it
+        if value is not None and not (isinstance(value, int | float) and (name == "n") <= value <= most):
+            raise bad_request(f"{name} must lie in 0..{most}", param=name, code="invalid_value")
+        if name == "n" and (isinstance(value, bool) or not isinstance(value, int | None)):
+            raise bad_request("n must be a whole number", param=name, code="invalid_value")
     for name, value in body.items():
         most = _LISTS.get(name, limits.MAX_ALLOWED)
         if name not in _WHOLE and isinstance(value, list | dict) and len(value) > most:
@@ -80,19 +79,15 @@ def num_prompts(prompt: Any) -> int:
     return len(prompt) if several else 1
 
 
-def _check_number(name: str, value: Any, most: int) -> None:
-    """Text is no number, though vLLM would make one of it."""
-    if value is None:
-        return
-    if not isinstance(value, int | float) or not (0 if name != "n" else 1) <= value <= most:
-        raise bad_request(f"{name} must lie in 0..{most}", param=name, code="invalid_value")
-    if name == "n" and (not isinstance(value, int) or isinstance(value, bool)):
-        raise bad_request("n must be a whole number", param=name, code="invalid_value")
-
-
 def _check_text(messages: Any, name: str) -> None:
     """An image's address would make vLLM open a connection that a client chose. Raises ApiError 400."""
-    for found in _objects(messages):
+    left = [messages]
+    while left:
+        found = left.pop()
+        if isinstance(found, dict | list):
+            left.extend(found.values() if isinstance(found, dict) else found)
+        if not isinstance(found, dict):
+            continue
         kind = found.get("type")
         media = any(found[key] is not None for key in _MEDIA & found.keys())  # an answer sent back has empty ones
         if media or (kind is not None and kind not in _TYPES):
@@ -104,18 +99,6 @@ def _check_text(messages: Any, name: str) -> None:
             for part in held if isinstance(held, list) else ():
                 if not isinstance(part, dict) or part.get("type") not in _PARTS:
                     raise _bad(name, "text only")
-
-
-def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object in there, at any depth."""
-    left = [value]
-    while left:
-        found = left.pop()
-        if isinstance(found, dict):
-            yield found
-            left.extend(v for v in found.values() if isinstance(v, dict | list))
-        elif isinstance(found, list):
-            left.extend(v for v in found if isinstance(v, dict | list))
 
 
 def _each(value: Any) -> list[Any]:

@@ -23,7 +23,8 @@ def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, so
     ours, theirs = socket.socketpair()
     with theirs:
         os.set_inheritable(theirs.fileno(), True)
-        environment = {k: v for k, v in os.environ.items() if k not in SECRETS and (program == "worker" or plain(k))}
+        known = {k: v for k, v in os.environ.items() if k in PLAIN or k.startswith(PLAIN_PREFIXES)}
+        environment = {k: v for k, v in (os.environ if program == "worker" else known).items() if k not in SECRETS}
         root = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         safe = ["-P"] if sys.version_info >= (3, 11) else []  # nothing is imported from the working directory
@@ -35,11 +36,6 @@ def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, so
             raise
     ours.setblocking(False)
     return pid, ours
-
-
-def plain(name: str) -> bool:
-    """Is this variable one that any program may know?"""
-    return name in PLAIN or name.startswith(PLAIN_PREFIXES)
 
 
 async def end(pid: int, patience: float) -> int:

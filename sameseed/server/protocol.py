@@ -6,14 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sameseed.server import calls, limits, structured
-from sameseed.server.conversation import (
-    Fields,
-    Messages,
-    NamedTool,
-    Tool,
-    plain,
-)
+from sameseed.server import limits, structured
+from sameseed.server.conversation import Fields, Messages, NamedTool, Tool, plain
+from sameseed.server.errors import bad_request
 
 TOKEN = "x-token"  # marks token ids in a schema: how many there are is known once a model is loaded
 
@@ -84,16 +79,13 @@ class Common(Fields):
         found += structured.of_guides("guided_", self.guided_json, self.guided_regex, self.guided_grammar, None)
         if (s := self.structured_outputs) is not None:
             found += structured.of_guides("structured_outputs.", s.json_, s.regex, s.grammar, s.json_object)
-        return structured.only(found, self.choice is not None)
+        if len(found) + (self.choice is not None) > 1:
+            names = [*(s.field for s in found), *(["a choice"] if self.choice else [])]
+            raise bad_request(f"{', '.join(names)} contradict each other; give one", found[0].field)
+        return found[0] if found else None
 
     def _formats(self) -> list[structured.GrammarSource]:
-        made = structured.of_format(self.response_format, "response_format")
-        return [] if made is None else [made]
-
-    @property
-    def include_usage(self) -> bool:
-        """Does a stream end with a chunk of usage and metrics?"""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return structured.of_format(self.response_format, "response_format")
 
 
 class CompletionFields(Common):
@@ -139,7 +131,7 @@ class ChatFields(Common):
 
     def compelled(self, parser: str | None) -> structured.GrammarSource | None:
         """What the tools make of the answer; `parser`: how the model writes calls. Raises ApiError 400."""
-        return calls.source(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, parser)
+        return structured.of_tools(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, parser)
 
 
 class ResponseFields(Common):
@@ -154,18 +146,14 @@ class ResponseFields(Common):
     text: structured.TextOptions | None = None
 
     def _formats(self) -> list[structured.GrammarSource]:
-        made = None if self.text is None else structured.of_format(self.text.format, "text")
-        return super()._formats() + ([] if made is None else [made])
+        return super()._formats() + structured.of_format(self.text.format if self.text else None, "text")
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation, instructions first."""
-        first: list[dict[str, Any]] = []
-        if self.instructions:
-            first.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*first, {"role": "user", "content": self.input}]
-        return first + plain(self.input)
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        said = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else plain(self.input)
+        return first + said
 
 
 class TokenizeFields(Fields):

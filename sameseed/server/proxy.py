@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.types import ASGIApp
 
 import sameseed
-from sameseed.server.app import add_state, lifespan
+from sameseed.server.app import add_state
 from sameseed.server.config import ServerConfig
 from sameseed.server.gate import Gate
 from sameseed.server.guard import Guard, visit_of
-from sameseed.server.intake import INLINE, Intake
 from sameseed.server.metrics import CONTENT_TYPE
 from sameseed.server.passable import check, num_prompts
+from sameseed.server.reading import INLINE, Intake
 from sameseed.server.relay import Relay
 from sameseed.server.vllm import VllmClient
 
@@ -30,42 +30,54 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"
 _PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?vllm:", re.MULTILINE)
 
 
-class ProxyMetrics:
-    """What is counted in front of vLLM, under names of our own: vLLM's page comes as it is."""
-
-    def __init__(self, client: VllmClient, gate: Gate) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "sameseed:http_requests",
-            "requests, by route and status (499: the client left)",
-            ("route", "status"),
-            registry=self.registry,
-        )
-        for name, text, value in (
-            ("engine_up", "1 while vLLM is loaded", lambda: float(client.state == "ready")),
-            ("engine_restarts", "processes that replaced a dead one", lambda: client.num_restarts),
-            ("num_requests_inside", "sequences that run or wait", lambda: gate.num_inside),
-            ("num_requests_refused", "requests refused by a full queue", lambda: gate.num_refused),
-        ):
-            Gauge(f"sameseed:{name}", text, registry=self.registry).set_function(value)
-
-    def answered(self, route: str, status: int) -> None:
-        """A request was answered, or its client left (499)."""
-        self._requests.labels(route, str(status)).inc()
+def own_metrics(client: VllmClient, gate: Gate) -> tuple[CollectorRegistry, Counter]:
+    """What is counted in front of vLLM, under names of our own: its page comes as it is. And the counter of answers."""
+    registry = CollectorRegistry()
+    what = "requests, by route and status (499: the client left)"
+    requests = Counter("sameseed:http_requests", what, ("route", "status"), registry=registry)
+    for name, text, value in (
+        ("engine_up", "1 while vLLM is loaded", lambda: float(client.state == "ready")),
+        ("engine_restarts", "processes that replaced a dead one", lambda: client.num_restarts),
+        ("num_requests_inside", "sequences that run or wait", lambda: gate.num_inside),
+        ("num_requests_refused", "requests refused by a full queue", lambda: gate.num_refused),
+    ):
+        Gauge(f"sameseed:{name}", text, registry=registry).set_function(value)
+    return registry, requests
 
 
 def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gate]:
     """The application and its gate. Its lifespan starts and ends vLLM."""
     gate = Gate(config.max_queue, len(config.keys))
     gate.max_running = client.facts["max_num_seqs"]
-    metrics = ProxyMetrics(client, gate)
-    app = FastAPI(lifespan=lifespan(client), docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    registry, requests = own_metrics(client, gate)
+    created = int(time.time())
+    app = FastAPI(lifespan=client.living, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     intake = Intake()
     for path in PATHS:
         app.add_api_route(path, _passing(client, config, gate, intake, path), methods=["POST"])
     add_state(app, client, gate)
-    _add_reading(app, client, config, metrics)
-    return Guard(app, config, metrics), gate
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        # Written here: vLLM's names the folder that it serves from.
+        made: dict[str, Any] = {"id": config.model_name, "object": "model", "created": created, "owned_by": "vllm"}
+        limit = client.facts.get("max_model_len")
+        return JSONResponse({"object": "list", "data": [made | ({"max_model_len": limit} if limit else {})]})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": sameseed.__version__, "vllm": client.facts.get("version")})
+
+    @app.get("/metrics")
+    async def counters() -> PlainTextResponse:
+        own = generate_latest(registry)
+        if client.state == "ready":
+            page = await client.check().get("/metrics")
+            prefix = config.metrics_prefix.encode()
+            own = (page if prefix == b"vllm:" else _PREFIX.sub(rb"\g<1>" + prefix, page)) + own
+        return PlainTextResponse(own, media_type=CONTENT_TYPE)
+
+    return Guard(app, config, lambda route, status: requests.labels(route, str(status)).inc()), gate
 
 
 def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intake, path: str) -> Any:
@@ -88,31 +100,6 @@ def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intak
                 return Relay(client, path, raw, ticket.pop_all(), config.request_timeout)
 
     return route
-
-
-def _add_reading(app: FastAPI, client: VllmClient, config: ServerConfig, metrics: ProxyMetrics) -> None:
-    """The routes that tell of the server."""
-    created = int(time.time())
-
-    @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        # Written here: vLLM's names the folder that it serves from.
-        made: dict[str, Any] = {"id": config.model_name, "object": "model", "created": created, "owned_by": "vllm"}
-        limit = client.facts.get("max_model_len")
-        return JSONResponse({"object": "list", "data": [made | ({"max_model_len": limit} if limit else {})]})
-
-    @app.get("/version")
-    async def version() -> JSONResponse:
-        return JSONResponse({"version": sameseed.__version__, "vllm": client.facts.get("version")})
-
-    @app.get("/metrics")
-    async def counters() -> PlainTextResponse:
-        own = generate_latest(metrics.registry)
-        if client.state == "ready":
-            page = await client.check().get("/metrics")
-            prefix = config.metrics_prefix.encode()
-            own = (page if prefix == b"vllm:" else _PREFIX.sub(rb"\g<1>" + prefix, page)) + own
-        return PlainTextResponse(own, media_type=CONTENT_TYPE)
 
 
 def salt(body: dict[str, Any], tenant: str) -> None:

@@ -1,4 +1,6 @@
-"""Reading what clients send: values are checked here, once, and a refusal names the field and never repeats the value.
+"""Reading what clients send: bodies within bounds of size and time, then their values, checked here, once.
+
+A refusal names the field and never repeats the value.
 
 A field that nobody knows is accepted, as OpenAI does, and named in the debug log; one that would change the text and is
 not offered is refused by its name.
@@ -6,17 +8,24 @@ not offered is refused by its name.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
 
+from sameseed.server import limits
 from sameseed.server.conversation import Fields
-from sameseed.server.errors import ApiError, bad_request
+from sameseed.server.errors import ApiError, bad_request, unavailable
+from sameseed.server.guard import Visit, visit_of
 from sameseed.server.protocol import ChatFields, CompletionFields, TokenizeChatFields, TokenizeFields
 
 log = logging.getLogger("sameseed.server")
+INLINE = 2**16  # bytes of a body that are parsed on the spot
+MAX_INSIDE = 128 * 2**20  # bytes of all bodies that are being read, parsed or checked
 
 # Asked for by name, these would change what is written; silence would be a lie.
 REFUSED = {
@@ -53,21 +62,45 @@ _OFFERED = {
 }
 
 
-def read(kind: type[F], body: dict[str, Any]) -> F:
-    """The fields of a request. Raises ApiError 400 that names the first bad one."""
-    for name in sorted(body.keys() & REFUSED.keys()):
-        if name not in _OFFERED.get(kind, ()) and not any(body[name] is v or body[name] == v for v in _NEUTRAL):
-            if name == "best_of" and body[name] == (body.get("n") or 1):
-                continue
-            raise bad_request(f"{name!r} is not supported: {REFUSED[name]}", param=name, code="unsupported_parameter")
-    try:
-        fields = kind.model_validate(body)
-    except ValidationError as error:
-        raise _first_fault(error) from None
-    unknown = sorted((fields.model_extra or {}).keys() - REFUSED.keys())
-    if unknown:
-        log.debug("fields that nobody reads: %s", ", ".join(repr(name[:64]) for name in unknown[:32]))
-    return fields
+class Intake:
+    """One a server. Bodies are read before the gate can know what they ask for, so they have a bound of their own."""
+
+    def __init__(self) -> None:
+        self.size_inside = 0
+
+    @asynccontextmanager
+    async def held(self, request: Request) -> AsyncIterator[dict[str, Any]]:
+        """The JSON object of a request's body, whose bytes (the visit's `size`) count until this is left.
+
+        Raises ApiError: 400, 408, 413, 415, 503.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # anything else a page of another site could send unasked
+            raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
+        visit, parts = visit_of(request), list[bytes]()
+        try:
+            await asyncio.wait_for(self._collect(request, visit, parts), limits.BODY_TIMEOUT)
+            if visit.size <= INLINE:
+                body = limits.parse_object(b"".join(parts))
+            else:
+                body = await asyncio.to_thread(lambda: limits.parse_object(b"".join(parts)))
+            yield body
+        except asyncio.TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+        except ClientDisconnect:
+            raise ApiError(400, "the client left") from None
+        finally:
+            self.size_inside -= visit.size
+
+    async def _collect(self, request: Request, visit: Visit, parts: list[bytes]) -> None:
+        async for part in request.stream():
+            if visit.size + len(part) > limits.MAX_BODY:
+                raise limits.too_large()
+            if self.size_inside + len(part) > MAX_INSIDE:
+                raise unavailable("too many large requests arrive at once; try again later", retry_after=1)
+            parts.append(part)
+            visit.size += len(part)
+            self.size_inside += len(part)
 
 
 def _kinds(base: type[Fields]) -> Iterator[type[Fields]]:
@@ -79,15 +112,28 @@ def _kinds(base: type[Fields]) -> Iterator[type[Fields]]:
 _NAMES = frozenset(n for k in _kinds(Fields) for f, info in k.model_fields.items() for n in (f, info.alias) if n)
 
 
-def _first_fault(error: ValidationError) -> ApiError:
-    """Where a value got furthest before it was refused, among the forms that a field may have; never the value."""
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
-    fault = max(faults, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
-    place = ""
-    for part in fault["loc"]:  # names of the forms stand between those of the fields
-        if isinstance(part, int):
-            place += f"[{part}]"
-        elif part in _NAMES:
-            place += f".{part}" if place else part
-    param = str(fault["loc"][0])[:64] if fault["loc"] else None
-    return bad_request(f"{place or 'body'}: {fault['msg'][:500]}", param=param, code="invalid_value")
+def read(kind: type[F], body: dict[str, Any]) -> F:
+    """The fields of a request. Raises ApiError 400 that names the first bad one."""
+    for name in sorted(body.keys() & REFUSED.keys()):
+        if name not in _OFFERED.get(kind, ()) and not any(body[name] is v or body[name] == v for v in _NEUTRAL):
+            if name == "best_of" and body[name] == (body.get("n") or 1):
+                continue
+            raise bad_request(f"{name!r} is not supported: {REFUSED[name]}", param=name, code="unsupported_parameter")
+    try:
+        fields = kind.model_validate(body)
+    except ValidationError as error:
+        # Where a value got furthest before it was refused, among the forms that a field may have; never the value.
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        fault = max(faults, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
+        place = ""
+        for part in fault["loc"]:  # names of the forms stand between those of the fields
+            if isinstance(part, int):
+                place += f"[{part}]"
+            elif part in _NAMES:
+                place += f".{part}" if place else part
+        param = str(fault["loc"][0])[:64] if fault["loc"] else None
+        raise bad_request(f"{place or 'body'}: {fault['msg'][:500]}", param, "invalid_value") from None
+    unknown = sorted((fields.model_extra or {}).keys() - REFUSED.keys())
+    if unknown:
+        log.debug("fields that nobody reads: %s", ", ".join(repr(name[:64]) for name in unknown[:32]))
+    return fields

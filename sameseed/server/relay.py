@@ -1,101 +1,47 @@
-"""Relay: one request on its way through vLLM, whole or as events, until it ends, time is up, or its client leaves."""
+"""Relay: one request on its way through vLLM, whole or as events, until it ends, time is up, or its client leaves.
+
+Events are passed on whole, whatever chunks they come in; errors, among them too, without what lies inside the server.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import time
-from collections.abc import Awaitable
+import re
 from typing import Any
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sameseed.server.answer import GRACE, LEFT, client_left, error_response, too_late
-from sameseed.server.connection import cut
-from sameseed.server.errors import ApiError, internal, unavailable
-from sameseed.server.events import Events, without_places
+from sameseed.server.answer import Answering
+from sameseed.server.errors import ApiError, clean, internal, unavailable
 from sameseed.server.gate import Ticket
 from sameseed.server.link import read_some
 from sameseed.server.replies import DONE, event
 from sameseed.server.vllm import VllmClient
 
 log = logging.getLogger("sameseed.server")
+MAX_EVENT = 64 * 2**20  # bytes: the log-probabilities of a long prompt are one event
+_END = re.compile(rb"\n\r?\n")
+_LAST = 2  # bytes of what was held before that may belong to the end of an event
+_ERROR = b'"error"'  # in every event that tells of one; in a text it has backslashes
+# Addresses of machines: with a scheme, as numbers, or with a port.
+_PLACES = re.compile(
+    r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>)\]}]+|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?"
+    r"|\[[0-9a-fA-F]*:[0-9a-fA-F]*:[0-9a-fA-F:.]*\](?::\d+)?|\blocalhost(?::\d+)?"
+)
 
 
-class Relay(Response):
-    """Passes a body on and the answer back; always gives back its ticket."""
+class Relay(Answering):
+    """Passes a body on and the answer back."""
 
     def __init__(self, client: VllmClient, path: str, body: bytes, ticket: Ticket, timeout: float) -> None:
-        """`timeout`: seconds for all of it."""
-        super().__init__()
-        self._client, self._path, self._body, self._ticket, self._timeout = client, path, body, ticket, timeout
-        self._stopped: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
-        self._status = 0  # of what has begun to be sent
+        super().__init__(ticket, timeout)
+        self._client, self._path, self._body = client, path, body
         self._events: Events | None = None
 
-    def leave(self, error: ApiError) -> None:
-        """End it with this error."""
-        if not self._stopped.done():
-            self._stopped.set_result(error)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit, loop = scope["sameseed"], asyncio.get_running_loop()
-        status = LEFT
-        self._client.enter(self)
-        work: asyncio.Task[None] | None = None
-        watcher = loop.create_task(client_left(receive))
-        try:
-            work = loop.create_task(self._pass_on(send))
-            await asyncio.wait((work, watcher, self._stopped), timeout=self._timeout, return_when="FIRST_COMPLETED")
-            if not work.done() and watcher.done():  # vLLM stops when the connection is closed
-                return
-            error = await self._outcome(work)
-            status = self._status if error is None else error.status
-            if error is not None and not await self._tell(error, scope, receive, send):
-                await cut(scope)
-        finally:
-            for task in (work, watcher):
-                if task is not None:
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-            self._client.forget(self)
-            self._ticket.close()
-            visit.outcome = status
-            took = round((time.monotonic() - visit.arrived) * 1e3, 1)
-            told = {"request_id": visit.id, "client_request_id": visit.client_id, "status": status, "total_ms": took}
-            log.info("answered", extra=told)
-
-    async def _outcome(self, work: asyncio.Task[None]) -> ApiError | None:
-        """Why the answer did not come to its end; None where it did."""
-        if not work.done():
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            return self._stopped.result() if self._stopped.done() else too_late(self._timeout)
-        error = work.exception()
-        if error is None or isinstance(error, ApiError):
-            return error
-        log.error("a request failed", exc_info=error)
-        return internal()
-
-    async def _tell(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Tell the client, if it reads and there is a way to: half of a body has none. Does it know?"""
-        if not self._status:
-            telling: Awaitable[None] = error_response(error)(scope, receive, send)
-        elif self._events is not None:  # events were sent whole, so that this one stands by itself
-            last = event(error.body()) + DONE
-            telling = send({"type": "http.response.body", "body": last, "more_body": False})
-        else:
-            return False
-        try:
-            await asyncio.wait_for(telling, GRACE)
-        except asyncio.TimeoutError:
-            return False
-        return True
-
-    async def _pass_on(self, send: Send) -> None:
-        """The answer, as it comes. Raises ApiError for one that is an error."""
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The answer, as it comes. vLLM stops when the connection is closed."""
+        self._client.open.add(self)
         async with self._client.check().post(self._path, self._body) as response:
             if response.status_code != 200:
                 raise told(response.status_code, await read_some(response))
@@ -113,6 +59,12 @@ class Relay(Response):
             if events is not None and events.failed:
                 self._status = 500
 
+    def _last(self, error: ApiError) -> bytes | None:  # events were sent whole, so that this one stands by itself
+        return None if self._events is None else event(error.body()) + DONE
+
+    def _free(self) -> None:
+        self._client.open.discard(self)
+
 
 def told(status: int, raw: bytes) -> ApiError:
     """An error of vLLM's as one of ours: in OpenAI's shape, without paths and addresses."""
@@ -128,3 +80,77 @@ def told(status: int, raw: bytes) -> ApiError:
     param = without_places(param)[:64] if isinstance(param, str) else None
     status = 400 if status == 422 else status
     return ApiError(status, without_places(message or "the engine refused this request"), param=param)
+
+
+class Events:
+    """Takes chunks, gives whole events. `failed`: one of them told of an error."""
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._held = bytearray()
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The events that are complete now. Raises ApiError 500 for one that does not end."""
+        start = max(0, len(self._held) - _LAST)
+        self._held += chunk
+        end = 0
+        for found in _END.finditer(self._held, start):
+            end = found.end()
+        if not end:
+            if len(self._held) > MAX_EVENT:
+                raise internal()
+            return b""
+        whole = bytes(self._held[:end])
+        del self._held[:end]
+        return self._cleaned(whole)
+
+    def end(self) -> bytes:
+        """What is left when the stream came to its end: an event without the empty line behind it."""
+        rest, self._held = bytes(self._held), bytearray()
+        return self._cleaned(rest)
+
+    def _cleaned(self, events: bytes) -> bytes:
+        return b"\n".join(map(self._line, events.split(b"\n"))) if _ERROR in events else events
+
+    def _line(self, line: bytes) -> bytes:
+        if _ERROR not in line or not line.startswith(b"data:"):
+            return line
+        try:
+            data = json.loads(line[len(b"data:") :])
+        except ValueError:
+            data = {"error": None, "type": "error"}  # who knows what it says
+        fault = _without_inside(data)
+        if fault is None:
+            return line
+        self.failed = True
+        return b"data: " + json.dumps(fault, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def without_places(message: Any) -> str:
+    """A message without addresses of machines; `ApiError` takes paths and the like out."""
+    return _PLACES.sub("...", str(message)[: 2**14])
+
+
+def _without_inside(data: Any) -> dict[str, Any] | None:
+    """An event's data where it tells of an error, cleaned; None where it tells of none."""
+    if not isinstance(data, dict):
+        return None
+    error, response = data.get("error"), data.get("response")
+    if error is not None:
+        message = error.get("message") if isinstance(error, dict) else None
+        return (internal() if message is None else ApiError(500, without_places(message))).body()
+    if data.get("type") == "error":
+        message = data.get("message")
+        said = internal().message if message is None else clean(without_places(message))
+        number = {"sequence_number": data["sequence_number"]} if isinstance(data.get("sequence_number"), int) else {}
+        return {"type": "error", "code": _word(data, "code"), "message": said, "param": _word(data, "param"), **number}
+    if isinstance(response, dict) and isinstance(response.get("error"), dict):  # the whole of a response that failed
+        error = response["error"]
+        said = clean(without_places(error.get("message", "")))
+        return {**data, "response": {**response, "error": {"code": _word(error, "code"), "message": said}}}
+    return None
+
+
+def _word(fault: dict[str, Any], name: str) -> str | None:
+    value = fault.get(name)
+    return None if value is None else clean(without_places(value))[:64]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
 from sameseed.server.text import TextCodec
-from sameseed.server.usage import speculation_metrics
 
+STAGES = ("draft", "target", "verify", "schedule")
 DONE = b"data: [DONE]\n\n"
 _written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # where clients that split text like Python end a line
@@ -83,11 +85,6 @@ class Reply:
         return sum(len(c.token_ids) for c in self.choices)
 
     @property
-    def num_scored(self) -> int:
-        """Tokens with log-probabilities so far, those of prompts included."""
-        return sum(len(c.logprobs) + len(c.prompt_logprobs) for c in self.choices)
-
-    @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompts that were found in the prefix cache; of n choices the first one's count."""
         firsts = self.choices[:: len(self.choices) // self.num_prompts]
@@ -96,26 +93,21 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """Token counts in OpenAI's words."""
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
+        cached = {"cached_tokens": self.num_cached_tokens}
+        counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return {**counts, "prompt_tokens_details": cached}
 
     def metrics(self) -> dict[str, Any]:
         """What speculation did, as vLLM says it, and what else we know."""
-        return speculation_metrics(
-            [c.completion for c in self.choices if c.completion is not None], self.num_spec_tokens
-        )
+        completions = [c.completion for c in self.choices if c.completion is not None]
+        return speculation_metrics(completions, self.num_spec_tokens)
 
     def envelope(self, kind: str) -> dict[str, Any]:
         """The fields that bodies and chunks have in common."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     @cached_property
-    def _head(self) -> str:
-        """The beginning of every chunk, which is written once and not for every token."""
+    def _head(self) -> str:  # of every chunk, written once and not for every token
         return f'data: {_encode(self.envelope(self.chunk_kind))[:-1]},"choices":['
 
     def chunk(self, entry: dict[str, Any]) -> bytes:
@@ -155,9 +147,50 @@ class Reply:
 def shown_tokens(part: ReplyChoice | Piece) -> dict[str, Any]:
     """Tokens, where in the text each begins, and which of them were guessed and by whom."""
     accepted = [int(level is not None) for level in part.levels]
-    return {
-        "token_ids": part.token_ids,
-        "accepted": accepted,
-        "levels": part.levels,
-        "text_offset": part.text_offset,
+    fields = {"token_ids": part.token_ids, "accepted": accepted}
+    return {**fields, "levels": part.levels, "text_offset": part.text_offset}
+
+
+def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any]:
+    """`speculative_decoding` as vLLM writes it (null where nothing was drafted); `sameseed`: why, and where time went.
+
+    With one completion whose drafts are listed, they are listed here too. Sums over completions; `time_split_s` are the
+    sequences' shares of the engine's time, the other times its clock's from their arrival to the first token of any,
+    and to the end of all, in seconds.
+    """
+    found = [c["metrics"] for c in completions]
+    undrafted = sum((Counter(m["undrafted"]) for m in found), Counter[str]())
+    own = {
+        "num_rounds": sum(m["num_rounds"] for m in found),
+        "undrafted": dict(undrafted),
+        "time_split_s": {stage: sum((m["time_split_s"][stage] for m in found), 0.0) for stage in STAGES},
+        "time_to_first_token_s": min((m["time_to_first_token_s"] for m in found), default=0.0),
+        "total_time_s": max((m["total_time_s"] for m in found), default=0.0),
+        "num_preemptions": sum(m["num_preemptions"] for m in found),
+        "seeds": [c["seed"] for c in completions],
     }
+    return {"speculative_decoding": _speculative(found, num_spec_tokens), "sameseed": own}
+
+
+def _speculative(found: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any] | None:
+    drafts, drafted, accepted = (
+        sum(m[k] for m in found) for k in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    )
+    if not drafts:
+        return None
+    depth = max(len(m["num_accepted_tokens_per_pos"]) for m in found)
+    per_pos = [sum((m["num_accepted_tokens_per_pos"] + [0] * depth)[i] for m in found) for i in range(depth)]
+    reached = [drafts, *per_pos, *[0] * max(1, num_spec_tokens + 1 - depth)]
+    made: dict[str, Any] = {
+        "mean_acceptance_length": 1 + accepted / drafts,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": [before - after for before, after in pairwise(reached)],
+        "num_spec_steps": drafts,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": num_spec_tokens,
+    }
+    if len(found) == 1 and "rounds" in found[0]:  # vLLM's level "detailed"
+        made["per_step_accepted"] = [accepted for _, accepted in found[0]["rounds"]]
+        made["per_step_drafted"] = [drafted for drafted, _ in found[0]["rounds"]]
+    return made

@@ -64,6 +64,14 @@ class ResponseReply(Reply):
 
     def _response(self, status: str, text: str | None) -> dict[str, Any]:
         asked, done = self._asked, status in ("completed", "incomplete")
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + output,
+        }
         return {
             "id": self.id,
             "object": "response",
@@ -83,18 +91,8 @@ class ResponseReply(Reply):
             "top_p": asked.top_p,
             "tool_choice": "none",
             "tools": [],
-            "usage": self._usage() if done else None,
+            "usage": usage if done else None,
             "metrics": self.metrics() if done else None,
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        prompt, output = self.num_prompt_tokens, self.num_output_tokens
-        return {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": self.num_cached_tokens},
-            "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + output,
         }
 
 

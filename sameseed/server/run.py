@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence as Seq
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,8 +19,11 @@ from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.connection import Patient
-from sameseed.server.errors import ApiError, unavailable
+from sameseed.server.errors import unavailable
 from sameseed.server.gate import Gate
+
+if TYPE_CHECKING:
+    from sameseed.server.vllm import VllmClient
 
 log = logging.getLogger("sameseed.server")
 KEEP_ALIVE = 75  # seconds that an idle connection stays: pooled clients must not find it closed under them
@@ -28,6 +31,8 @@ BACKLOG = 2048  # connections that may wait to be accepted
 AT_ONCE = 32  # of them are accepted before any is looked at; they take descriptors from those that are reserved
 LAST_WORDS = 2.0  # seconds for the error events of a drain that took too long
 EXIT_ENGINE = 1
+OnFailure = Callable[[str], None]
+Served = tuple["EngineClient | VllmClient", ASGIApp, Gate]
 
 
 class _Server(uvicorn.Server):
@@ -51,7 +56,7 @@ def serve(model: str, settings: Mapping[str, Any], config: ServerConfig, log_lev
     """
     logs.set_up(log_level)
 
-    def own(on_failure: OnFailure) -> tuple[Client, ASGIApp, Gate]:
+    def own(on_failure: OnFailure) -> Served:
         client = EngineClient(model, settings, on_failure=on_failure)
         app, service = create_app(client, config)
         return client, app, service.gate
@@ -76,54 +81,24 @@ def serve_vllm(
     except ImportError as error:
         raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install '.[vllm]'") from None
 
-    def theirs(on_failure: OnFailure) -> tuple[Client, ASGIApp, Gate]:
-        client = VllmClient(
-            arguments,
-            facts,
-            python=python,
-            environment=environment,
-            load_timeout=config.load_timeout,
-            on_failure=on_failure,
-        )
+    def theirs(on_failure: OnFailure) -> Served:
+        more: dict[str, Any] = {"load_timeout": config.load_timeout, "on_failure": on_failure}
+        client = VllmClient(arguments, facts, python=python, environment=environment, **more)
         return client, *create_proxy(client, config)
 
     return asyncio.run(Runner(theirs, config).run())
 
 
-OnFailure = Callable[[str], None]
-
-
-class Client(Protocol):
-    """The server's end of an engine."""
-
-    facts: dict[str, Any]
-
-    async def wait_ready(self) -> None:
-        """Until it is loaded. Raises ApiError 503 if it will not be."""
-
-    def end_all(self, error: ApiError) -> None:
-        """End every request with this error, also those that are being prepared."""
-
-
 class Runner:
     """A server and its end: asked for, or forced by an engine that cannot be had."""
 
-    def __init__(self, make: Callable[[OnFailure], tuple[Client, ASGIApp, Gate]], config: ServerConfig) -> None:
+    def __init__(self, make: Callable[[OnFailure], Served], config: ServerConfig) -> None:
         """`make` is called with what to tell when there is no engine and none to come."""
         self._config = config
-        self._make = make
         self._failure: str | None = None
         self._served = False
         self._drain: asyncio.Task[None] | None = None
-        self._server: _Server | None = None
-        self._client: Client | None = None
-        self._gate: Gate | None = None
-
-    async def run(self) -> int:
-        """Until the end."""
-        config = self._config
-        listener = bind(config.host, config.port)
-        self._client, app, self._gate = self._make(self._failed)
+        self._client, app, self._gate = make(self._failed)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -141,7 +116,10 @@ class Runner:
                 h11_max_incomplete_event_size=limits.MAX_HEADERS,
             )
         )
-        loop = asyncio.get_running_loop()
+
+    async def run(self) -> int:
+        """Until the end."""
+        listener, loop = bind(self._config.host, self._config.port), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
         watch = loop.create_task(self._announce(listener))
@@ -156,59 +134,49 @@ class Runner:
         return EXIT_ENGINE if self._failure is not None else 0
 
     async def _announce(self, listener: socket.socket) -> None:
-        """Say where the server listens, and when it can be asked."""
         host, port = listener.getsockname()[:2]
-        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        log.info("listening", extra={"url": where, "model": self._config.model_name})
-        assert self._client is not None
+        told = {"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"}
+        told["model"] = self._config.model_name
+        log.info("listening", extra=told)
         with contextlib.suppress(Exception):
             await self._client.wait_ready()
             self._served = True
-            log.info(
-                "ready", extra={"url": where, "model": self._config.model_name, "drafter": self._client.facts["method"]}
-            )
+            log.info("ready", extra={**told, "drafter": self._client.facts["method"]})
 
     def _failed(self, message: str) -> None:
-        """No engine, and none to come."""
         self._failure = message
-        if self._server is not None:
-            self._server.should_exit = True
+        self._server.should_exit = True
 
     def _stop(self) -> None:
-        """The first signal drains, the next one ends at once."""
-        assert self._server is not None
-        if self._drain is None:
+        if self._drain is None:  # the first signal drains, the next one ends at once
             self._drain = asyncio.get_running_loop().create_task(self._leave())
         else:
             self._server.should_exit = True
 
     async def _leave(self) -> None:
         """Nobody new; those inside may finish, for a while; the rest are told."""
-        assert self._gate is not None and self._client is not None and self._server is not None
         gate, timeout = self._gate, self._config.drain_timeout
-        gate.close("the server is shutting down; send the request elsewhere")
+        gate.closed = "the server is shutting down; send the request elsewhere"
         log.info("draining", extra={"sequences": gate.num_inside, "timeout": timeout})
         try:
-            await asyncio.wait_for(gate.wait_empty(), timeout)
+            await asyncio.wait_for(gate.empty.wait(), timeout)
         except asyncio.TimeoutError:
             self._client.end_all(unavailable("the server is shutting down, and this request was not finished"))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(gate.wait_empty(), LAST_WORDS)
+                await asyncio.wait_for(gate.empty.wait(), LAST_WORDS)
         self._server.should_exit = True
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError where the address is taken or not ours."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)  # who comes before the server is up waits
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port} ({error.strerror or error}); choose another --port"
-        ) from None
+        why = error.strerror or error
+        raise ConfigError(f"cannot listen on {host} port {port} ({why}); choose another --port") from None
     return listener

@@ -54,8 +54,6 @@ def _check_length(size: int, name: str) -> None:
 
 
 class _SchemaWalk:
-    """One schema; counts what it holds."""
-
     def __init__(self, root: dict[str, Any], name: str) -> None:
         self._root, self._name = root, name
         self._num_nodes = self._num_values = self._num_patterns = 0
@@ -89,7 +87,14 @@ class _SchemaWalk:
         value = node[key]
         place = f"{place}.{key}"
         if key == "$ref":
-            self._reference(value, place)
+            # It must lead to a schema within the same document; nothing is fetched.
+            if not isinstance(value, str) or not (value == "#" or value.startswith("#/")) or set(value) & set("~%"):
+                raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
+            found: Any = self._root
+            for part in value[2:].split("/") if len(value) > 1 else ():
+                found = found.get(part) if isinstance(found, dict) else None
+            if not isinstance(found, dict):
+                raise self._fault(place, "leads to no schema in the same document")
         elif key == "enum":
             if not isinstance(value, list) or not value:
                 raise self._fault(place, "must be a list of at least one value")
@@ -125,8 +130,8 @@ class _SchemaWalk:
         self._object(node, place, depth)
 
     def _string(self, node: dict[str, Any], place: str) -> None:
-        sizes = keys_of(node, "minLength", "maxLength")
-        forms = keys_of(node, "pattern", "format")
+        sizes = [key for key in ("minLength", "maxLength") if key in node]
+        forms = [key for key in ("pattern", "format") if key in node]
         if len(forms) > 1 or (forms and sizes):
             raise self._fault(f"{place}.{(forms + sizes)[1]}", f"cannot be enforced beside {forms[0]!r}; leave it out")
         if "format" in node and not (isinstance(node["format"], str) and node["format"] in FORMATS):
@@ -135,7 +140,7 @@ class _SchemaWalk:
             self._num_patterns += 1
             if self._num_patterns > limits.MAX_PATTERNS:
                 raise self._fault(f"{place}.pattern", f"is one too many: at most {limits.MAX_PATTERNS}")
-            check_regex(node["pattern"], self._name)
+            check_text(node["pattern"], self._name, "pattern", limits.MAX_REGEX)
             if _may_spell_escapes(node["pattern"]):
                 raise self._fault(f"{place}.pattern", "may hold no quote, backslash or control character of its own")
 
@@ -159,40 +164,14 @@ class _SchemaWalk:
         for key, part in group.items():
             self.schema(part, f"{place}.{key[:64]}", depth + 1)
 
-    def _reference(self, value: Any, place: str) -> None:
-        """A reference must lead to a schema within the same document; nothing is fetched."""
-        if not isinstance(value, str) or not (value == "#" or value.startswith("#/")) or set(value) & set("~%"):
-            raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
-        found: Any = self._root
-        for part in value[2:].split("/") if len(value) > 1 else ():
-            found = found.get(part) if isinstance(found, dict) else None
-        if not isinstance(found, dict):
-            raise self._fault(place, "leads to no schema in the same document")
-
     def _fault(self, place: str, message: str) -> ApiError:
         return bad_request(f"{self._name}: {place[:200]} {message}", self._name, "invalid_schema")
 
 
-def keys_of(node: dict[str, Any], *names: str) -> list[str]:
-    """Those of the names that a schema has."""
-    return [name for name in names if name in node]
-
-
-def check_regex(pattern: Any, name: str) -> str:
-    """A regular expression, bounded. Raises ApiError 400."""
-    if not isinstance(pattern, str) or len(pattern) > limits.MAX_REGEX:
-        raise bad_request(f"{name}: a pattern is a text of at most {limits.MAX_REGEX} characters", name)
-    return _check_brackets(pattern, name)
-
-
-def check_grammar(grammar: str, name: str) -> str:
-    """A grammar, bounded. Raises ApiError 400."""
-    if len(grammar) > limits.MAX_GRAMMAR:
-        raise bad_request(f"{name}: a grammar may have {limits.MAX_GRAMMAR} characters", name)
-    return _check_brackets(grammar, name)
-
-
-def _check_brackets(text: str, name: str) -> str:
+def check_text(text: Any, name: str, what: str, most: int) -> str:
+    """A regular expression or a grammar (`what`) of at most `most` characters. Raises ApiError 400."""
+    if not isinstance(text, str) or len(text) > most:
+        raise bad_request(f"{name}: a {what} is a text of at most {most} characters", name)
     depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}" and depth > 0)
@@ -206,7 +185,6 @@ def _are_types(value: Any) -> bool:
 
 
 def _typed(values: Any, types: Any) -> bool:
-    """Are all values of one of the types?"""
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
     kinds |= {list: "array", dict: "object"}
     if not _are_types(listed := [types] if isinstance(types, str) else types):

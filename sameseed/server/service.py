@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from starlette.requests import Request
+from fastapi import Request
+from fastapi.responses import JSONResponse
 
 from sameseed.request import SamplingParams
 from sameseed.server import conversation, frames
@@ -23,17 +24,19 @@ from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Add
 from sameseed.server.gate import Gate
 from sameseed.server.grammars import Compiled
-from sameseed.server.guard import Visit, visit_of
-from sameseed.server.intake import INLINE, Intake
+from sameseed.server.guard import visit_of
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.parameters import check_length, sampling, speculation, tenant
 from sameseed.server.protocol import (
     ChatFields,
     Common,
     CompletionFields,
+    DetokenizeFields,
     ResponseFields,
+    TokenizeChatFields,
+    TokenizeFields,
 )
-from sameseed.server.reading import F, read
+from sameseed.server.reading import INLINE, F, Intake, read
 from sameseed.server.replies import Reply
 from sameseed.server.responses import ResponseReply
 from sameseed.server.structured import GrammarSource
@@ -41,16 +44,18 @@ from sameseed.server.text import TextCodec
 from sameseed.server.tools import PARSERS, Parser, parser_for
 
 COMPLETION_TOKENS = 16  # OpenAI's default
+TOKENIZE = (TokenizeFields, TokenizeChatFields)
 T = TypeVar("T")
 
 
-class Plain(NamedTuple):
-    """What the engine and the template are told, of a body that may be large."""
+class Prepared(NamedTuple):
+    """What the engine is asked, and the reply that it fills. `score`: log-probabilities of the prompt are wanted."""
 
-    source: GrammarSource | None
-    messages: Seq[dict[str, Any]] = ()
-    tools: Seq[dict[str, Any]] = ()
-    parser: Callable[[], Parser] | None = None
+    reply: Reply
+    ids: list[list[int]]
+    params: SamplingParams
+    grammar: Compiled | None
+    score: bool = False
 
 
 class Service:
@@ -96,85 +101,103 @@ class Service:
     async def completions(self, request: Request) -> Answer:
         """/v1/completions."""
         fields = await self.fields(request, CompletionFields)
-        text = self.loaded(fields.model)
-        prompts, hidden = fields.prompts, fields.max_tokens == 0
-        n = fields.n or 1
+        text, prompts = self.loaded(fields.model), fields.prompts
+        num_seqs, with_logprobs = len(prompts) * (fields.n or 1), fields.logprobs is not None
 
-        def plain() -> Plain:
-            return Plain(fields.source())
-
-        async def encode(plain: Plain) -> list[list[int]]:
-            return await text.prompts(prompts)
-
-        async def make(id: str, ids: Seq[list[int]], plain: Plain) -> tuple[Reply, SamplingParams, bool]:
+        async def prepare(id: str) -> Prepared:
+            grammar = await self._compiled(await self.aside(request, fields.source))
+            ids = await text.prompts(prompts)
             room = text.max_model_len - max(len(i) for i in ids)
-            asked = COMPLETION_TOKENS if fields.max_tokens is None else max(1, fields.max_tokens)
-            if fields.max_tokens is None:
-                asked = min(asked, room)
-            params = sampling(fields, text, asked, room, fields.logprobs, plain.source is not None)
+            max_tokens = min(COMPLETION_TOKENS, room) if fields.max_tokens is None else max(1, fields.max_tokens)
+            params = sampling(fields, text, max_tokens, room, fields.logprobs, grammar is not None)
             texts = await text.spelt(prompts) if fields.echo else []
-            reply = CompletionReply(
-                f"cmpl-{id}",
-                self.config.model_name,
-                text,
-                len(ids) * n,
-                logprobs=fields.logprobs is not None,
-                echoes=list(zip(texts, ids, strict=True)) if fields.echo else [],
-                hidden=hidden,
-                **self._shown(fields),
-            )
-            return reply, params, bool(fields.echo) and fields.logprobs is not None
+            more = self._shown(fields) | {"logprobs": with_logprobs, "hidden": fields.max_tokens == 0}
+            echoes = list(zip(texts, ids, strict=True)) if fields.echo else []
+            reply = CompletionReply(f"cmpl-{id}", self.config.model_name, text, num_seqs, echoes=echoes, **more)
+            return Prepared(reply, ids, params, grammar, bool(fields.echo) and with_logprobs)
 
-        return await self._answer(request, text, fields, len(prompts) * n, plain, encode, make)
+        return await self._answer(request, text, fields, num_seqs, prepare)
 
     async def chat(self, request: Request) -> Answer:
         """/v1/chat/completions."""
         fields = await self.fields(request, ChatFields)
         text = self.loaded(fields.model)
         with_logprobs = bool(fields.logprobs or fields.top_logprobs)
-        asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+        max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
         check_length(fields.max_tokens or 0, text)
         named = isinstance(fields.tool_choice, NamedTool)
 
-        def plain() -> Plain:
-            tools = fields.offered
-            parser = tool_parser(tools, text)
-            return Plain(grammar_source(fields, text), conversation.plain(fields.messages), tools, parser)
+        def plain() -> tuple[GrammarSource | None, list[dict[str, Any]], Callable[[], Parser] | None]:
+            source, calls = fields.source(), fields.compelled(parser_for(text.tokenizer.chat_template))
+            if calls is not None and (source is not None or fields.choice is not None):
+                why = "a format, and tools that must be called (or are 'strict'), contradict each other"
+                raise bad_request(why, "tools")
+            return calls or source, conversation.plain(fields.messages), tool_parser(fields.offered, text)
 
-        async def encode(plain: Plain) -> list[list[int]]:
-            return [await text.chat(plain.messages, plain.tools, visit_of(request).size)]
-
-        async def make(id: str, ids: Seq[list[int]], plain: Plain) -> tuple[Reply, SamplingParams, bool]:
-            room = text.max_model_len - len(ids[0])
+        async def prepare(id: str) -> Prepared:
+            source, messages, parser = await self.aside(request, plain)
+            grammar = await self._compiled(source)
+            ids = await text.chat(messages, fields.offered, visit_of(request).size)
+            room = text.max_model_len - len(ids)
             top = (fields.top_logprobs or 0) if with_logprobs else None
-            params = sampling(fields, text, room if asked is None else asked, room, top, plain.source is not None)
-            more = self._shown(fields)
-            more |= {"logprobs": with_logprobs, "parser": plain.parser}
-            more |= {"one_call": named or fields.parallel_tool_calls is False, "named": named}
+            params = sampling(fields, text, room if max_tokens is None else max_tokens, room, top, grammar is not None)
+            more = self._shown(fields) | {"logprobs": with_logprobs, "parser": parser, "named": named}
+            more["one_call"] = named or fields.parallel_tool_calls is False
             reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
-            return reply, params, False
+            return Prepared(reply, [ids], params, grammar)
 
-        return await self._answer(request, text, fields, fields.n or 1, plain, encode, make)
+        return await self._answer(request, text, fields, fields.n or 1, prepare)
 
     async def responses(self, request: Request) -> Answer:
         """/v1/responses."""
         fields = await self.fields(request, ResponseFields)
         text = self.loaded(fields.model)
 
-        def plain() -> Plain:
-            return Plain(fields.source(), fields.messages)
-
-        async def encode(plain: Plain) -> list[list[int]]:
-            return [await text.chat(plain.messages, size=visit_of(request).size)]
-
-        async def make(id: str, ids: Seq[list[int]], plain: Plain) -> tuple[Reply, SamplingParams, bool]:
-            room = text.max_model_len - len(ids[0])
-            asked = room if fields.max_output_tokens is None else fields.max_output_tokens
-            params = sampling(fields, text, asked, room, None, plain.source is not None)
+        async def prepare(id: str) -> Prepared:
+            source, messages = await self.aside(request, lambda: (fields.source(), fields.messages))
+            grammar = await self._compiled(source)
+            ids = await text.chat(messages, size=visit_of(request).size)
+            room = text.max_model_len - len(ids)
+            max_tokens = room if fields.max_output_tokens is None else fields.max_output_tokens
+            params = sampling(fields, text, max_tokens, room, None, grammar is not None)
             reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, asked=fields, **self._shown(fields))
-            return reply, params, False
+            return Prepared(reply, [ids], params, grammar)
 
-        return await self._answer(request, text, fields, 1, plain, encode, make)
+        return await self._answer(request, text, fields, 1, prepare)
+
+    async def tokenize(self, request: Request) -> JSONResponse:
+        """/tokenize."""
+        fields: TokenizeFields | TokenizeChatFields = await self.fields(request, *TOKENIZE)
+        text, visit = self.loaded(fields.model), visit_of(request)
+        with self.gate.enter(visit.tenant, 0, visit.size):
+            if isinstance(fields, TokenizeFields):
+                ids = await text.encode(fields.prompt, fields.add_special_tokens is not False)
+            else:
+                messages = await self.aside(request, lambda: conversation.plain(fields.messages))
+                ids = await text.encode_chat(messages, size=visit.size)
+            made: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
+
+            def written() -> JSONResponse:
+                strings = {"token_strs": [text.pieces.text(i) for i in ids]} if fields.return_token_strs else {}
+                return JSONResponse(made | strings)
+
+            return await self.aside(request, written)
+
+    async def detokenize(self, request: Request) -> JSONResponse:
+        """/detokenize."""
+        fields = await self.fields(request, DetokenizeFields)
+        visit = visit_of(request)
+        with self.gate.enter(visit.tenant, 0, visit.size):
+            return JSONResponse({"prompt": (await self.loaded(fields.model).spelt([fields.tokens]))[0]})
+
+    async def tokenizer_info(self) -> JSONResponse:
+        """/tokenizer_info."""
+        tokenizer = self.loaded(None).tokenizer
+        named = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return JSONResponse({**named, "chat_template": tokenizer.chat_template})
+
+    async def _compiled(self, source: GrammarSource | None) -> Compiled | None:
+        return None if source is None else await self.client.grammars.compiled(source)
 
     async def _answer(
         self,
@@ -182,49 +205,40 @@ class Service:
         text: TextCodec,
         fields: Common,
         num_seqs: int,
-        plain: Callable[[], Plain],
-        encode: Callable[[Plain], Awaitable[list[list[int]]]],
-        make: Callable[[str, Seq[list[int]], Plain], Awaitable[tuple[Reply, SamplingParams, bool]]],
+        prepare: Callable[[str], Awaitable[Prepared]],
     ) -> Answer:
         """Through the gate first; then tokens, then the engine."""
-        visit = visit_of(request)
+        visit, timeout = visit_of(request), self.config.request_timeout
 
-        async def prepared() -> tuple[Reply, Add, bytes, Compiled | None]:
-            made = await self.aside(request, plain)
-            grammar = None if made.source is None else await self.client.grammars.compiled(made.source)
-            ids = await encode(made)
-            reply, params, score = await make(visit.id, ids, made)
-            reply.num_prompts, reply.num_prompt_tokens = len(ids), sum(map(len, ids))
-            asked = self._add(visit, fields, ids, params)
-            asked.score_prompt, asked.grammar = score, None if grammar is None else grammar.key
-            return reply, asked, await text.away(reply.num_prompt_tokens, lambda: frames.pack(asked)), grammar
+        async def packed() -> tuple[Prepared, Add, bytes]:
+            made = await prepare(visit.id)
+            made.reply.num_prompts, made.reply.num_prompt_tokens = len(made.ids), sum(map(len, made.ids))
+            add = Add(
+                visit.id,
+                made.ids,
+                made.params,
+                tenant=tenant(visit, fields.cache_salt),
+                speculation=speculation(fields),
+                score_prompt=made.score,
+                choice=fields.choice,
+                priority=fields.priority or 0,
+                grammar=None if made.grammar is None else made.grammar.key,
+                detailed=self.config.detailed,
+                owner=visit.tenant,
+            )
+            return made, add, await text.away(made.reply.num_prompt_tokens, lambda: frames.pack(add))
 
-        timeout = self.config.request_timeout
         with self.gate.enter(visit.tenant, num_seqs, visit.size) as ticket:
             try:
-                made = await asyncio.wait_for(prepared(), timeout - (time.monotonic() - visit.arrived))
+                made, add, data = await asyncio.wait_for(packed(), timeout - (time.monotonic() - visit.arrived))
             except asyncio.TimeoutError:
                 raise too_late(timeout) from None
-            reply, asked, packed, grammar = made
-            stream = self.client.submit(asked, packed, grammar)
-            more: dict[str, Any] = {"events": bool(fields.stream), "usage": fields.include_usage, "timeout": timeout}
-            return Answer(reply, stream, ticket.pop_all(), self.metrics, **more)
-
-    def _add(self, visit: Visit, fields: Common, ids: list[list[int]], params: SamplingParams) -> Add:
-        return Add(
-            visit.id,
-            ids,
-            params,
-            tenant=tenant(visit, fields.cache_salt),
-            speculation=speculation(fields),
-            choice=fields.choice,
-            priority=fields.priority or 0,
-            detailed=self.config.detailed,
-            owner=visit.tenant,
-        )
+            stream = self.client.submit(add, data, made.grammar)
+            usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
+            more: dict[str, Any] = {"events": bool(fields.stream), "usage": usage, "timeout": timeout}
+            return Answer(made.reply, stream, ticket.pop_all(), self.metrics, **more)
 
     def _shown(self, fields: Common) -> dict[str, Any]:
-        """What replies need to know for their metrics."""
         own = speculation(fields)
         num_draft_tokens = self.client.facts["num_draft_tokens"] if self.client.facts["method"] != "none" else 0
         if own is not None and num_draft_tokens:
@@ -241,11 +255,3 @@ def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec) -> Callable[[], Par
         raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
     names = frozenset(t["function"]["name"] for t in tools)
     return partial(PARSERS[name], names)
-
-
-def grammar_source(fields: ChatFields, text: TextCodec) -> GrammarSource | None:
-    """What the answer must look like, by its format or by its tools. Raises ApiError 400 where both say so."""
-    source, calls = fields.source(), fields.compelled(parser_for(text.tokenizer.chat_template))
-    if calls is not None and (source is not None or fields.choice is not None):
-        raise bad_request("a format, and tools that must be called (or are 'strict'), contradict each other", "tools")
-    return calls or source

@@ -1,22 +1,30 @@
-"""What a text has to look like, as requests say it: `response_format`, `structured_outputs`, `guided_*`."""
+"""What a text has to look like, as requests say it: `response_format`, `structured_outputs`, `guided_*`, `tools`."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence as Seq
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from sameseed.server import limits, schemas
-from sameseed.server.conversation import Fields
+from sameseed.server.conversation import Fields, NamedTool, Tool
 from sameseed.server.errors import bad_request
+from sameseed.server.tools import CLOSE, OPEN
 
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=limits.MAX_CHOICE_LENGTH)]],
     Field(min_length=1, max_length=limits.MAX_CHOICES),
 ]
 Schema = dict[str, Any] | str
+# How a call begins and ends, and what stands between calls, by parser.
+_FORMS = {
+    "qwen": (OPEN + '\n{"name": NAME, "arguments": ', "}\n" + CLOSE, "\n"),
+    "llama3": ('{"name": NAME, "parameters": ', "}", "; "),
+}
 _NAMED = {"type": {"enum": ["object", "array", "string", "integer", "number", "boolean", "null"]}}
 _PLAIN = {"type": "object", "properties": _NAMED, "required": ["type"], "additionalProperties": False}
 
@@ -49,16 +57,10 @@ class JsonSchema(Fields):
     strict: bool | None = None
 
 
-class TextFormat(Fields):
-    """Any text."""
+class PlainFormat(Fields):
+    """Any text, or a JSON object."""
 
-    type: Literal["text"]
-
-
-class ObjectFormat(Fields):
-    """A JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class SchemaFormat(Fields):
@@ -68,22 +70,19 @@ class SchemaFormat(Fields):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
-
-
 class FlatSchemaFormat(JsonSchema):
     """JSON by a schema, as /v1/responses has it."""
 
     type: Literal["json_schema"]
 
 
-AnyFormat = TextFormat | ObjectFormat | SchemaFormat | FlatSchemaFormat
+ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class TextOptions(Fields):
     """`text` of /v1/responses."""
 
-    format: Annotated[TextFormat | ObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
 
 
 def _one_of_them(schema: dict[str, Any]) -> None:
@@ -115,16 +114,14 @@ class StructuredOutputs(Fields):
         raise PydanticCustomError("empty", "give one of choice, json, regex, grammar, json_object")
 
 
-def of_format(chosen: AnyFormat | None, name: str) -> GrammarSource | None:
+def of_format(chosen: PlainFormat | SchemaFormat | FlatSchemaFormat | None, name: str) -> list[GrammarSource]:
     """What OpenAI's formats ask for. Raises ApiError 400."""
-    if chosen is None or isinstance(chosen, TextFormat):
-        return None
-    if isinstance(chosen, ObjectFormat):
-        return GrammarSource("object", "", name)
-    schema = chosen.json_schema if isinstance(chosen, SchemaFormat) else chosen
-    if schema.schema_ is None:
-        return GrammarSource("object", "", name)
-    return GrammarSource("json", schemas.check(schema.schema_, name), name)
+    if chosen is None or chosen.type == "text":
+        return []
+    given = chosen.json_schema if isinstance(chosen, SchemaFormat) else chosen
+    if isinstance(given, PlainFormat) or given.schema_ is None:
+        return [GrammarSource("object", "", name)]
+    return [GrammarSource("json", schemas.check(given.schema_, name), name)]
 
 
 def of_guides(
@@ -134,18 +131,60 @@ def of_guides(
     found: list[GrammarSource] = []
     if json_schema is not None:
         found.append(GrammarSource("json", schemas.check(json_schema, f"{name}json"), f"{name}json"))
-    if regex is not None:
-        found.append(GrammarSource("regex", schemas.check_regex(regex, f"{name}regex"), f"{name}regex"))
-    if grammar is not None:
-        found.append(GrammarSource("grammar", schemas.check_grammar(grammar, f"{name}grammar"), f"{name}grammar"))
+    for kind, text, what, most in (
+        ("regex", regex, "pattern", limits.MAX_REGEX),
+        ("grammar", grammar, "grammar", limits.MAX_GRAMMAR),
+    ):
+        if text is not None:
+            field = f"{name}{kind}"
+            found.append(GrammarSource(kind, schemas.check_text(text, field, what, most), field))
     if json_object:
         found.append(GrammarSource("object", "", f"{name}json_object"))
     return found
 
 
-def only(found: list[GrammarSource], choice: bool) -> GrammarSource | None:
-    """The one thing that is asked for. Raises ApiError 400 where there are several."""
-    if len(found) + choice > 1:
-        names = ", ".join([*(s.field for s in found), *(["a choice"] if choice else [])])
-        raise bad_request(f"{names} contradict each other; give one", found[0].field)
-    return found[0] if found else None
+def of_tools(
+    tools: Seq[Tool], choice: str | NamedTool | None, several: bool, parser: str | None
+) -> GrammarSource | None:
+    """The grammar of an answer that must call, or whose calls must match; None where the model is free.
+
+    `several`: more than one call may come; `parser`: the form of calls. Raises ApiError 400 for a name that was not
+    offered, for nothing to call, for a schema that cannot be enforced.
+    """
+    if isinstance(choice, NamedTool):
+        named = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not named:
+            raise bad_request(f"tool_choice names {choice.function.name!r}, which 'tools' lacks", "tool_choice")
+        return _calls({"stop_after_first": True, "at_least_one": True}, named[:1], parser)
+    if choice == "required":
+        if not tools:
+            raise bad_request("tool_choice is 'required' and there are no 'tools'", "tool_choice")
+        return _calls({"stop_after_first": not several, "at_least_one": True}, tools, parser)
+    if choice == "none" or not any(tool.function.strict for tool in tools):
+        return None
+    if parser == "qwen":  # free text, until a call opens
+        free = {"type": "triggered_tags", "triggers": [OPEN], "at_least_one": False}
+        return _calls({**free, "stop_after_first": not several}, tools, parser)
+    raise bad_request("this model's calls have no mark of their own: 'strict' needs tool_choice 'required'", "tools")
+
+
+def _calls(how: dict[str, Any], tools: Seq[Tool], parser: str | None) -> GrammarSource | None:
+    if parser is None:
+        return None
+    begin, end, separator = _FORMS[parser]
+    tags, size = [], 0
+    for tool in tools:
+        schema = tool.function.parameters or {"type": "object"}
+        if schema.get("type", "object") != "object":
+            raise bad_request(f"tools: arguments of {tool.function.name!r} must be an object", "tools")
+        size += len(schemas.check(schema, "tools"))
+        if size > limits.MAX_TOOL_SCHEMAS:
+            raise bad_request(f"tools: their schemas may have {limits.MAX_TOOL_SCHEMAS} characters in all", "tools")
+        if not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
+            schema = {"type": "object", **schema}
+        content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+        opening = begin.replace("NAME", json.dumps(tool.function.name))
+        tags.append({"type": "tag", "begin": opening, "content": content, "end": end})
+    separated = {"type": "tags_with_separator", "separator": separator} if "type" not in how else {}
+    made = {"type": "structural_tag", "format": {**separated, **how, "tags": tags}}
+    return GrammarSource("tag", json.dumps(made, ensure_ascii=False), "tools")

@@ -7,7 +7,8 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 from sameseed.server.errors import unavailable
 
@@ -58,6 +59,17 @@ class Supervised:
         """Start the process and keep one running, from now on."""
         self._task = asyncio.get_running_loop().create_task(self._supervise())
 
+    async def close(self) -> None:
+        """End the process; open requests end with an error."""
+        raise NotImplementedError
+
+    @contextlib.asynccontextmanager
+    async def living(self, app: Any) -> AsyncIterator[None]:
+        """The lifespan of an application: the process lives as long."""
+        self.start()
+        yield
+        await self.close()
+
     async def wait_ready(self) -> None:
         """Until it serves. Raises ApiError 503 if it never will."""
         await self._ready.wait()
@@ -76,32 +88,38 @@ class Supervised:
         """
         raise NotImplementedError
 
-    def _gone(self) -> None:
-        """A process has ended: who waits for it is told."""
-
     def _serves(self) -> None:
         self.state, self._ready_since = "ready", time.monotonic()
         self._ready.set()
 
     def _stopped(self) -> None:
-        """It serves no longer."""
         if self.state not in ("closed", "failed"):
             self.state = "down" if self._ready.is_set() else "loading"
 
     async def _supervise(self) -> None:
-        """One process after the other."""
         deaths, delay = 0, self._first_delay
         while self.state != "closed":
             self._ready_since = 0.0
-            ended, passes = await self._run_and_tell()
+            passes = False  # a want of the machine's that will pass
+            try:
+                ended = f"ended with code {await self._run_once()}{self.remedy}"
+            except NotStartedError as error:
+                ended, passes = f"could not be started: {error}", error.passes
+            except Exception as error:  # of ours, or of what it said: the next one may do better
+                log.exception("%s could not be seen through", self.what)
+                self._stopped()
+                ended = f"could not be seen through ({type(error).__name__})"
             lasted = time.monotonic() - self._ready_since if self._ready_since else 0.0
-            self._gone()
             if self.state == "closed":
                 return
             deaths, delay = (1, self._first_delay) if lasted > STEADY else (deaths + 1, delay)
             deaths -= passes and self._ready.is_set()  # no death
             if self._message or deaths > self._max_restarts or not self._ready.is_set():
-                self._give_up(self._message or f"{self.what} {ended}")
+                message = self._message or f"{self.what} {ended}"
+                self.state = "failed"
+                self._ready.set()
+                log.error("no engine: %s", message)
+                self._on_failure(message)
                 return
             log.error("%s %s; starting it again in %.1f s", self.what, ended, delay)
             with contextlib.suppress(asyncio.TimeoutError):
@@ -109,20 +127,3 @@ class Supervised:
                 return
             delay = min(2 * delay, LAST_DELAY)
             self.num_restarts += 1
-
-    async def _run_and_tell(self) -> tuple[str, bool]:
-        """One process: how it ended, and whether that was a want of the machine's which passes."""
-        try:
-            return f"ended with code {await self._run_once()}{self.remedy}", False
-        except NotStartedError as error:
-            return f"could not be started: {error}", error.passes
-        except Exception as error:  # of ours, or of what it said: the next one may do better
-            log.exception("%s could not be seen through", self.what)
-            self._stopped()
-            return f"could not be seen through ({type(error).__name__})", False
-
-    def _give_up(self, message: str) -> None:
-        self.state = "failed"
-        self._ready.set()
-        log.error("no engine: %s", message)
-        self._on_failure(message)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sameseed.errors import RequestError
 from sameseed.server import limits
-from sameseed.server.arguments import opened
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.tokenizer import Tokenizer
 
@@ -34,7 +33,7 @@ class TextCodec:
         self.tokenizer = Tokenizer.from_files(files)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.pieces = Pieces(self.tokenizer, json.loads(files["tokenizer.json"]))
+        self.pieces = Pieces(self.tokenizer)
         vocabulary = self.tokenizer.vocabulary()
         self._longest = max(map(len, vocabulary), default=1)
         self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
@@ -75,29 +74,28 @@ class TextCodec:
         self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0
     ) -> list[int]:
         """Token ids of a conversation of any length. Templates are programs: they run elsewhere."""
-        if not self.tokenizer.has_chat_template:
+        if self.tokenizer.chat_template is None:
             raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
         return await self.encode(await self._render(messages, tools, size), add_special_tokens=False)
 
     async def _render_here(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
-        return await self.away(INLINE + 1, lambda: self.tokenizer.render_chat(opened(messages), tools=tools))
+        return await self.away(INLINE + 1, lambda: self.tokenizer.render_chat(limits.opened(messages), tools=tools))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length."""
         return await self.away(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
-    async def decode(self, token_ids: Seq[int]) -> str:
-        """Text of token ids. Raises ApiError 400 for ids that the model has not."""
-        return (await self.spelt([token_ids]))[0]
-
     async def spelt(self, prompts: Seq[str | Seq[int]]) -> list[str]:
         """Prompts as texts. Raises ApiError 400 for ids that the model has not."""
-        size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
-        return await self.away(size, lambda: [p if isinstance(p, str) else self._decoded(p) for p in prompts])
 
-    def _decoded(self, token_ids: Seq[int]) -> str:
-        self._check_ids(token_ids)
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        def spell(prompt: str | Seq[int]) -> str:
+            if isinstance(prompt, str):
+                return prompt
+            self._check_ids(prompt)
+            return self.tokenizer.decode(prompt, skip_special_tokens=False)
+
+        size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+        return await self.away(size, lambda: [spell(prompt) for prompt in prompts])
 
     def close(self) -> None:
         """End the threads."""
@@ -140,17 +138,13 @@ class TextCodec:
 class Pieces:
     """What a single token spells, as bytes: for log-probabilities, where a token may be part of a character."""
 
-    def __init__(self, tokenizer: Tokenizer, spec: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        spec = json.loads(tokenizer.as_files()["tokenizer.json"])
         self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec.get("decoder")) else None
         added = spec.get("added_tokens") or []
         self._special = frozenset(t["id"] for t in added if t.get("special", True))
         self._known: dict[int, bytes] = {t["id"]: t["content"].encode("utf-8", "replace") for t in added}
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Pieces:
-        """Those of a tokenizer."""
-        return cls(tokenizer, json.loads(tokenizer.as_files()["tokenizer.json"]))
 
     def written(self, token_id: int) -> bytes:
         """What the token adds to a text, as bytes: nothing if it is special, or beyond the vocabulary."""
@@ -186,7 +180,7 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -
     """What each token of a model writes, for grammars."""
     from sameseed.grammar import Vocabulary
 
-    pieces = Pieces.of(tokenizer)
+    pieces = Pieces(tokenizer)
     return Vocabulary([pieces.written(token) for token in range(vocab_size)], eos_token_ids)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_GAP = re.compile(r"\s*(;|\Z)\s*")
 _HEAD = r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9_-]{1,64})"\s*,\s*"%s"\s*:\s*(?=\{)'
 
 
@@ -135,8 +136,10 @@ class QwenCalls(_Calls):
         return [call] if call is not None else _text(OPEN + rest)
 
     def _first(self, found: list[Found]) -> bool:
-        at = self._find(OPEN)
-        size = at if at >= 0 else len(self._buffer) - _tail(self._buffer, OPEN)
+        at = size = self._find(OPEN)
+        if at < 0:  # the longest end of the text that may become a mark stays
+            ends = range(max(0, len(self._buffer) - len(OPEN) + 1), len(self._buffer))
+            size = next((end for end in ends if OPEN.startswith(self._buffer[end:])), len(self._buffer))
         text = self._buffer[:size]
         self._bare = self._bare and not text.strip()
         if not self._bare:
@@ -241,30 +244,19 @@ def _text(text: str) -> list[Found]:
     return [text] if text else []
 
 
-def _tail(text: str, mark: str) -> int:
-    """Length of the longest end of the text that begins the mark."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
-
-
 def _objects(text: str) -> list[str]:
     """The JSON objects of a text that is nothing but objects with `;` between; else none."""
-    decoder, found, at = json.JSONDecoder(), [], 0
+    decoder, found, at = json.JSONDecoder(), [], len(text) - len(text.lstrip())
     while True:
-        while at < len(text) and text[at].isspace():
-            at += 1
         try:
             _, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             return []
         found.append(text[at:end])
-        at = end
-        while at < len(text) and text[at].isspace():
-            at += 1
-        if at == len(text):
-            return found
-        if text[at] != ";":
-            return []
-        at += 1
+        gap = _GAP.match(text, end)
+        if gap is None or not gap[1]:
+            return found if gap else []
+        at = gap.end()
 
 
 def _call(body: str, key: str, names: Collection[str]) -> Call | None:

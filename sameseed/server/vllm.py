@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import ConfigError
 from sameseed.server.errors import ApiError, unavailable
@@ -27,20 +27,15 @@ from sameseed.server.link import Link
 from sameseed.server.process import SECRETS, end
 from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
 
+if TYPE_CHECKING:
+    from sameseed.server.relay import Relay
+
 log = logging.getLogger("sameseed.server")
 START = Path(__file__).with_name("vllm_start.py")
 POLL = 0.1  # seconds between looks at the process
 LOADING, READY = 0.5, 2.0  # seconds between questions whether it is well
 PATIENCE = 10.0  # seconds for the answer
 CLOSING = 15.0  # seconds for vLLM to leave by itself
-LOADS = 1800.0  # seconds for it to become ready
-
-
-class Ending(Protocol):
-    """A request on its way through vLLM."""
-
-    def leave(self, error: ApiError) -> None:
-        """End it with this error."""
 
 
 class VllmClient(Supervised):
@@ -56,7 +51,7 @@ class VllmClient(Supervised):
         python: str | None = None,
         environment: Mapping[str, str] | None = None,
         beat_timeout: float = 60.0,
-        load_timeout: float = LOADS,
+        load_timeout: float = 1800.0,
         max_restarts: int = 5,
         on_failure: Callable[[str], None] = lambda message: None,
         first_delay: float = FIRST_DELAY,
@@ -81,7 +76,7 @@ class VllmClient(Supervised):
         self._arguments = list(arguments)
         self._environment = dict(environment or {})
         self._beat_timeout, self._load_timeout = beat_timeout, load_timeout
-        self._open: set[Ending] = set()
+        self.open: set[Relay] = set()  # requests that are to be told when vLLM goes
 
     def check(self) -> Link:
         """The way to vLLM. Raises ApiError 503 where there is none."""
@@ -89,17 +84,9 @@ class VllmClient(Supervised):
         assert self.link is not None
         return self.link
 
-    def enter(self, request: Ending) -> None:
-        """A request that is to be told when vLLM goes."""
-        self._open.add(request)
-
-    def forget(self, request: Ending) -> None:
-        """It is done."""
-        self._open.discard(request)
-
     def end_all(self, error: ApiError) -> None:
         """End every request with this error."""
-        for request in list(self._open):
+        for request in list(self.open):
             request.leave(error)
 
     async def close(self) -> None:
@@ -153,7 +140,12 @@ class VllmClient(Supervised):
                 well, question = question.result(), None
                 heard = now if well else heard
                 if well and self.state in ("loading", "down"):
-                    await self._arrive(link)
+                    with contextlib.suppress(ApiError, ValueError, LookupError, TypeError):
+                        models = json.loads(await link.get("/v1/models"))
+                        self.facts["max_model_len"] = models["data"][0]["max_model_len"]
+                        self.facts["version"] = json.loads(await link.get("/version"))["version"]
+                    if self.state != "closed":
+                        self._serves()
                 elif self.state == "ready" and (well is False or now - heard > self._beat_timeout):
                     log.error("vLLM is not well; it is ended")
                     stop_at = now
@@ -166,15 +158,6 @@ class VllmClient(Supervised):
                 os.killpg(pid, signal.SIGKILL)
                 stop_at = float("inf")
             await asyncio.sleep(POLL)
-
-    async def _arrive(self, link: Link) -> None:
-        """vLLM answers: what it says of itself, and from now on it is asked."""
-        with contextlib.suppress(ApiError, ValueError, LookupError, TypeError):
-            models = json.loads(await link.get("/v1/models"))
-            self.facts["max_model_len"] = models["data"][0]["max_model_len"]
-            self.facts["version"] = json.loads(await link.get("/version"))["version"]
-        if self.state != "closed":
-            self._serves()
 
     def _spawn(self, path: str, key: str) -> tuple[int, int]:
         """Start vLLM in a process group of its own; returns its id and our end of its leash."""

@@ -11,22 +11,20 @@ import bisect
 import dataclasses
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import SameseedError
-from sameseed.request import Delta
 from sameseed.server import frames, logs
 from sameseed.server.frames import Abort, Add, Frame, Load, ToEngine
 from sameseed.server.loading import Loader, MakeGrammar
 
 if TYPE_CHECKING:
-    from sameseed.config import EngineConfig
     from sameseed.engine.engine import Engine
     from sameseed.grammar import Vocabulary
 
@@ -44,14 +42,13 @@ class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._sending = threading.Lock()
-        self._wake = threading.Condition()
-        self._inbox: list[Action] = []
+        self._inbox: queue.SimpleQueue[Action | None] = queue.SimpleQueue()  # None: the socket is closed
         self._closed = False
         self._step_start: float | None = None
         self._passes = [0] * (len(frames.PASS_BOUNDS) + 1)  # counts of passes by their tokens: a histogram
         self._pass_tokens = 0
         self.engine: Engine | None = None
-        self._loader = Loader(self._put, self._vocabulary)
+        self._loader = Loader(lambda *action: self._inbox.put(action), self._vocabulary)
 
     def run(self) -> int:
         """Load what the first frame asks for, serve until the socket closes; returns the exit code."""
@@ -62,20 +59,29 @@ class Worker:
             return 0
         load, _ = first[0]
         assert isinstance(load, Load)
+        from sameseed.engine.build import build_engine
+        from sameseed.engine.settings import make_config
+
         try:
-            self._load(load)
+            config = make_config(load.draft, **load.settings)
+            self.engine = build_engine(load.model, config)
+            model, spec = self.engine.runner.model.config, config.spec
+            facts = frames.EngineReady(
+                tokenizer=self.engine.tokenizer.as_files(),
+                vocab_size=model.vocab_size,
+                eos_token_ids=list(model.eos_token_ids),
+                max_model_len=self.engine.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                method=spec.method,
+                policy=spec.policy,
+                levels=list(self.engine.level_names),
+                num_draft_tokens=spec.num_draft_tokens,
+            )
+            self.send(facts)
         except (SameseedError, OSError) as error:
             self.send(frames.Failed(str(error)))
             return EXIT_SETTINGS
         return self._serve(first[1:])
-
-    def _load(self, frame: Load) -> None:
-        from sameseed.engine.build import build_engine
-        from sameseed.engine.settings import make_config
-
-        config = make_config(frame.draft, **frame.settings)
-        self.engine = build_engine(frame.model, config)
-        self.send(_facts(self.engine, config))
 
     def _serve(self, actions: list[Action]) -> int:
         engine = self.engine
@@ -100,7 +106,13 @@ class Worker:
                         return EXIT_FAILED
                 self._passes[bisect.bisect_left(frames.PASS_BOUNDS, engine.num_rows)] += engine.num_rows > 0
                 self._pass_tokens += engine.num_rows
-                self._deliver(deltas)
+                for delta in deltas:
+                    for scores in frames.scores(delta):
+                        self.send(scores)
+                if deltas:
+                    ended = any(d.completion is not None for d in deltas)  # then counters are current
+                    items = [(delta.request_id, frames.piece(delta)) for delta in deltas]
+                    self.send(frames.Deltas(items, self._stats() if ended else None))
                 self._step_start = None
             actions = self._take(wait=not engine.has_work)
         return 0
@@ -120,18 +132,7 @@ class Worker:
             engine.abort(frame.id)
             self.send(frames.Refused(frame.id, str(error) if known else None))
 
-    def _deliver(self, deltas: Seq[Delta]) -> None:
-        if deltas:
-            ended = any(d.completion is not None for d in deltas)  # counters are current when an answer is complete
-            items = []
-            for delta in deltas:
-                for frame in frames.scores(delta):
-                    self.send(frame)
-                items.append((delta.request_id, frames.piece(delta)))
-            self.send(frames.Deltas(items, self._stats() if ended else None))
-
     def _stats(self) -> dict[str, Any]:
-        """The engine's counters and gauges, for /metrics."""
         engine = self.engine
         if engine is None:
             return {}
@@ -152,6 +153,7 @@ class Worker:
             "accepted_per_pos": {str(i): n for i, n in enumerate(spec.num_accepted_tokens_per_pos)},
             "undrafted": dict(spec.undrafted),
             "times": dataclasses.asdict(times),
+            "pass_costs": engine.pass_costs,
         }
 
     def send(self, frame: Frame) -> None:
@@ -165,16 +167,10 @@ class Worker:
 
     def _take(self, wait: bool = True) -> list[Action]:
         """What has come in; waits for something if asked to. Empty where the socket is closed."""
-        with self._wake:
-            while wait and not self._inbox and not self._closed:
-                self._wake.wait()
-            taken, self._inbox = self._inbox, []
-            return taken
-
-    def _put(self, frame: ToEngine, make: MakeGrammar | None = None) -> None:
-        with self._wake:
-            self._inbox.append((frame, make))
-            self._wake.notify()
+        taken = [self._inbox.get()] if wait and not self._closed else []
+        while not self._inbox.empty():
+            taken.append(self._inbox.get())
+        return [action for action in taken if action is not None]
 
     def _vocabulary(self) -> Vocabulary:
         from sameseed.server.text import vocabulary
@@ -184,9 +180,8 @@ class Worker:
         return vocabulary(self.engine.tokenizer, config.vocab_size, config.eos_token_ids)
 
     def _close(self) -> None:
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        self._closed = True
+        self._inbox.put(None)
 
     def _read(self) -> None:
         unpacker: frames.Unpacker[ToEngine] = frames.Unpacker(ToEngine)
@@ -194,7 +189,7 @@ class Worker:
             while data := self._socket.recv(2**16):
                 for frame in unpacker.feed(data):
                     if not self._loader.takes(frame):
-                        self._put(frame)
+                        self._inbox.put((frame, None))
         except (OSError, frames.FrameError) as error:
             log.error("the server's frames cannot be read: %s", error)
         except Exception:  # no thread is to be had, say: without a reader there is nothing to wait for
@@ -213,22 +208,6 @@ class Worker:
                 stats = {}
             self.send(frames.Beat(age, stats))
             time.sleep(BEAT)
-
-
-def _facts(engine: Engine, config: EngineConfig) -> frames.EngineReady:
-    """What the server must know of a loaded engine: its tokenizer and its limits."""
-    model, spec = engine.runner.model.config, config.spec
-    return frames.EngineReady(
-        tokenizer=engine.tokenizer.as_files(),
-        vocab_size=model.vocab_size,
-        eos_token_ids=list(model.eos_token_ids),
-        max_model_len=engine.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        method=spec.method,
-        policy=spec.policy,
-        levels=list(engine.level_names),
-        num_draft_tokens=spec.num_draft_tokens,
-    )
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fixtures_server import DONE
 from lawkit import Pair
 
 from sameseed.request import SamplingParams
@@ -23,20 +24,6 @@ from sameseed.server.guard import Visit
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.stream import Stream
 from sameseed.server.text import TextCodec
-
-pytestmark = pytest.mark.asyncio
-DONE = {
-    "finish_reason": "stop",
-    "seed": 1,
-    "metrics": {
-        **dict.fromkeys(("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_preemptions"), 0),
-        "time_to_first_token_s": 0.0,
-        "total_time_s": 0.0,
-        "num_accepted_tokens_per_pos": [],
-        "undrafted": {},
-        "time_split_s": dict.fromkeys(("draft", "target", "verify", "schedule"), 0.0),
-    },
-}
 
 
 class Recorded(CompletionReply):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fixtures_server import pretender
+from fixtures_server import pretender, program, until
 from lawkit import Pair
 
 from sameseed.request import SamplingParams
@@ -98,10 +98,7 @@ async def test_a_process_that_keeps_dying_is_given_up(start: Start) -> None:
     await asyncio.wait_for(client.wait_ready(), 20)
     error = await asyncio.wait_for(read(submit(client)), 20)
     assert error.status == 503 and error.retry_after
-    for _ in range(1000):
-        if said:
-            break
-        await asyncio.sleep(0.02)
+    await until(lambda: said)
     assert said == ["the engine's process ended with code 7"]
     assert client.num_restarts == 2 and client.state == "failed"
     assert [s["drafts"] for s in client.past_stats] == [1, 1, 1]
@@ -120,12 +117,9 @@ async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, setti
     vars(client).update(settings)  # not before: to start may take longer
     stream, pid = submit(client), client.pid
     assert (await asyncio.wait_for(read(stream), 20)).status == 503
-    assert client.num_streams == 0
-    for _ in range(1000):
-        if client.pid != pid:
-            break
-        await asyncio.sleep(0.02)
-    assert client.pid != pid and not Path(f"/proc/{pid}").exists(), "it is gone, and another one is there"
+    assert not client._streams
+    await until(lambda: client.pid != pid)
+    assert not Path(f"/proc/{pid}").exists(), "it is gone, and another one is there"
     await client.close()
 
 
@@ -141,11 +135,8 @@ async def test_a_process_that_cannot_be_started_is_tried_again(start: Start) -> 
     client = start("dies once", short, max_restarts=1)
     await asyncio.wait_for(client.wait_ready(), 20)
     submit(client)
-    for _ in range(1000):
-        if client.num_restarts >= 5 and client.state == "ready":
-            break
-        await asyncio.sleep(0.02)
-    assert states == ["down"] * 5 and client.state == "ready"
+    await until(lambda: client.num_restarts >= 5 and client.state == "ready")
+    assert states == ["down"] * 5
     await client.close()
 
 
@@ -156,14 +147,6 @@ async def test_a_first_process_that_cannot_be_started_is_one_line(start: Start) 
         await asyncio.wait_for(client.wait_ready(), 20)
     assert said == ["the engine's process could not be started: Resource temporarily unavailable"]
     await client.close()
-
-
-async def given_up(said: list[str]) -> str:
-    for _ in range(1000):
-        if said:
-            break
-        await asyncio.sleep(0.02)
-    return said[0]
 
 
 async def test_what_breaks_here_is_a_death_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,24 +165,17 @@ async def test_what_breaks_here_is_a_death_too(start: Start, monkeypatch: pytest
     reading = asyncio.create_task(read(submit(client)))
     os.kill(client.pid or 0, 9)
     assert (await asyncio.wait_for(reading, 20)).status == 503
-    assert await given_up(said) == "the engine's process could not be seen through (TimeoutError)"
+    await until(lambda: said)
+    assert said[0] == "the engine's process could not be seen through (TimeoutError)"
     assert client.state == "failed" and len(pids) == 2
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     await client.close()
 
 
-def sleeper(folder: Path) -> Path:
-    """A program that starts, and does nothing."""
-    python = folder / "python"
-    python.write_text("#!/bin/sh\nexec sleep 60\n")
-    python.chmod(0o755)
-    return python
-
-
 async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says little of itself, which harms nobody; then it dies, and so does what would start it."""
     said: list[str] = []
-    python = sleeper(tmp_path)
+    python = program(tmp_path / "python", "exec sleep 60")
 
     async def well(link: Link, patience: float) -> bool:
         return True
@@ -215,13 +191,14 @@ async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.
     await asyncio.wait_for(client.wait_ready(), 20)
     python.unlink()
     os.kill(client.pid or 0, 9)
-    assert await given_up(said) == "vLLM could not be started: No such file or directory"
+    await until(lambda: said)
+    assert said[0] == "vLLM could not be started: No such file or directory"
     await client.close()
 
 
 async def test_a_vllm_that_cannot_be_minded_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    python = sleeper(tmp_path)
+    python = program(tmp_path / "python", "exec sleep 60")
 
     async def broken(client: VllmClient, pid: int, link: Link) -> int:
         raise TypeError("what it says")
@@ -259,7 +236,7 @@ async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None
     stream.leave()
     assert [piece async for piece in stream.pieces()] == []
     sent = frames.Unpacker[frames.ToEngine](frames.ToEngine).feed(b"".join(written))
-    assert [type(f) for f in sent] == [Add, frames.Abort] and client.num_streams == 0
+    assert [type(f) for f in sent] == [Add, frames.Abort] and not client._streams
     await client.close()
     assert client.pid is not None and not Path(f"/proc/{client.pid}").exists()
 

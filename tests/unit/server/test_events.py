@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sameseed.server import events
+from sameseed.server import relay
 from sameseed.server.errors import ApiError
-from sameseed.server.events import Events, without_places
+from sameseed.server.relay import Events, without_places
 
 SECRET = "no /srv/secret/x.py at http://10.0.0.1:80/a, tcp://node:5555 or 10.0.0.2:443, 0x7f00aabbccdd"
 
@@ -70,7 +70,7 @@ def test_what_is_no_json_is_not_repeated() -> None:
 
 
 def test_an_event_without_end_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_EVENT", 100)
+    monkeypatch.setattr(relay, "MAX_EVENT", 100)
     taker = Events()
     with pytest.raises(ApiError):
         for _ in range(20):

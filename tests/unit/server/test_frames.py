@@ -97,20 +97,15 @@ def test_pieces_name_who_guessed_their_tokens() -> None:
     assert (request_id, piece.index, piece.token_ids, piece.levels) == ("r", 1, [5, 6, 7], [None, "ngram", "cascade"])
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(),
-        SamplingParams(max_tokens=7, min_tokens=2, temperature=0.3, top_k=4, top_p=0.5, min_p=0.1, seed=2**63 - 1, n=3),
-        SamplingParams(logit_bias={3: -1.5, 9: 2.0}, stop=("a", "ü"), stop_token_ids=(4,), ignore_eos=True, logprobs=0),
-        SamplingParams(allowed_token_ids=(1, 2), banned_token_ids=(2,), repetition_penalty=1.2, presence_penalty=-1.0),
-        SamplingParams(frequency_penalty=0.5),
-    ],
-)
-@pytest.mark.parametrize("own", [None, Speculation("off"), Speculation("fixed", 3), Speculation(None, 0)])
-def test_requests_survive(params: SamplingParams, own: Speculation | None) -> None:
-    sent = frames.Add("r", [[1, 2], [2**31 - 1]], params, "t", own, True, ["a"], -3, "key", True, "o")
-    assert through(sent) == sent
+def test_requests_survive() -> None:
+    numbers: dict[str, Any] = {"max_tokens": 7, "min_tokens": 2, "top_k": 4, "seed": 2**63 - 1, "n": 3, "logprobs": 0}
+    numbers |= {"temperature": 0.3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1.0}
+    lists: dict[str, Any] = {"logit_bias": {3: -1.5, 9: 2.0}, "stop": ("a", "ü"), "stop_token_ids": (4,)}
+    lists |= {"allowed_token_ids": (1, 2), "banned_token_ids": (2,), "ignore_eos": True, "frequency_penalty": 0.5}
+    for params in (SamplingParams(), SamplingParams(**numbers, **lists)):
+        for own in (None, Speculation("off"), Speculation("fixed", 3), Speculation(None, 0)):
+            sent = frames.Add("r", [[1, 2], [2**31 - 1]], params, "t", own, True, ["a"], -3, "key", True, "o")
+            assert through(sent) == sent
 
 
 def test_settings_survive() -> None:

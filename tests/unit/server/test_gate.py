@@ -13,7 +13,6 @@ from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.gate import Gate
 
-pytestmark = pytest.mark.asyncio
 KEYS = ("alpha-key-1", "beta-key-22")
 
 
@@ -46,8 +45,8 @@ async def test_large_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ApiError, match="too much text"):
             gate.enter("", 0, 20)
         with pytest.raises(asyncio.TimeoutError):  # but a drain waits for it
-            await asyncio.wait_for(gate.wait_empty(), 0.01)
-    await asyncio.wait_for(gate.wait_empty(), 1)
+            await asyncio.wait_for(gate.empty.wait(), 0.01)
+    await asyncio.wait_for(gate.empty.wait(), 1)
     gate.enter("", 1, 1000).close()
 
 
@@ -79,11 +78,11 @@ async def test_a_full_queue_has_room_for_who_has_nothing_inside(monkeypatch: pyt
 async def test_a_closed_gate() -> None:
     gate = Gate(max_queue=3)
     ticket = gate.enter("", 1, 1)
-    gate.close("good night")
+    gate.closed = "good night"
     with pytest.raises(ApiError, match="good night") as caught:
         gate.enter("", 1, 1)
     assert caught.value.status == 503 and "retry-after" in caught.value.headers()
-    waiting = asyncio.create_task(gate.wait_empty())
+    waiting = asyncio.create_task(gate.empty.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     ticket.close()

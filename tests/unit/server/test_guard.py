@@ -9,37 +9,34 @@ from typing import Any
 
 import httpx
 import pytest
+from fixtures_server import visiting
 
-from sameseed.server import intake
+from sameseed.server import reading
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.limits import MAX_BODY
 
-pytestmark = pytest.mark.asyncio
 KEY = "a-key-for-the-test"
 AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 WRITING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
-def visitor(config: ServerConfig, **client: Any) -> tuple[httpx.AsyncClient, Any]:
-    """A client of an application whose engine was never started, and the document of its routes."""
-    app, _ = create_app(EngineClient("embedded", {}, **client), config)
-    transport = httpx.ASGITransport(app)
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1"), app
+def visitor(config: ServerConfig) -> httpx.AsyncClient:
+    """A client of an application whose engine was never started."""
+    app, _ = create_app(EngineClient("embedded", {}), config)
+    return visiting(app)
 
 
 @pytest.fixture
 async def locked() -> AsyncIterator[httpx.AsyncClient]:
-    client, _ = visitor(ServerConfig(host="0.0.0.0", keys=Keys((KEY, "another-key"))))
-    async with client:
+    async with visitor(ServerConfig(host="0.0.0.0", keys=Keys((KEY, "another-key")))) as client:
         yield client
 
 
 @pytest.fixture
 async def open_() -> AsyncIterator[httpx.AsyncClient]:
-    client, _ = visitor(ServerConfig())
-    async with client:
+    async with visitor(ServerConfig()) as client:
         yield client
 
 
@@ -54,26 +51,35 @@ def is_error(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
-async def test_every_route_but_health_wants_a_key(locked: httpx.AsyncClient) -> None:
-    document = (await locked.get("/openapi.json", headers=AUTHORIZED)).json()
-    routes = [(m.upper(), p.replace("{name}", "x")) for p, ops in document["paths"].items() for m in ops]
-    assert {p for _, p in routes} >= {*WRITING, "/health", "/ready", "/version", "/metrics", "/tokenize", "/detokenize"}
-    routes += [("GET", p) for p in ("/openapi.json", "/docs", "/nowhere", "//", "//health", "/health/", "/HEALTH")]
-    routes += [("POST", "/health"), ("POST", "/"), ("OPTIONS", "/v1/models"), ("HEAD", "/metrics")]
-    for method, path in routes:
-        if (method, path) == ("GET", "/health"):
-            continue
-        for headers in ({}, {"authorization": "Bearer wrong-key"}, {"authorization": f"Basic {KEY}"}, {"api-key": KEY}):
+async def test_every_route_but_health_wants_a_key() -> None:
+    """Every route that there is, also one that the document leaves out, and what is no HTTP at all."""
+    app: Any
+    app, _ = create_app(EngineClient("x", {}), ServerConfig(host="0.0.0.0", keys=Keys((KEY,))))
+    paths = {route.path.replace("{name:path}", "x") for route in app._app.routes} - {"/health", "/"}
+    assert paths >= {*WRITING, "/ready", "/version", "/metrics", "/tokenize", "/openapi.json", "/docs", "/v1/models/x"}
+    methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE")
+    routes = [(method, path) for path in sorted(paths) for method in methods]
+    routes += [("GET", p) for p in ("/nowhere", "//", "//health", "/health/", "/HEALTH")]
+    routes += [("POST", "/health"), ("POST", "/")]
+    async with visiting(app) as client:
+        for method, path in routes:
             url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # as it is, nothing put in order
-            response = await locked.request(method, url, headers=headers, content=b"{}")
-            assert response.status_code == 401, (method, path)
-            assert "bearer" in response.headers["www-authenticate"].lower()
-            if method != "HEAD":
-                assert is_error(response, 401)["code"] == "invalid_api_key"
-        allowed = await locked.request(method, path, headers=AUTHORIZED)
-        assert allowed.status_code != 401, (method, path)
-    assert (await locked.get("/health")).status_code == 200
-    assert (await locked.get("/")).status_code == 200  # the playground: the same page everywhere, without data
+            for key in ({}, {"authorization": "Bearer wrong-key"}, {"authorization": f"Basic {KEY}"}, {"api-key": KEY}):
+                response = await client.request(method, url, headers=key, content=b"{}")
+                assert response.status_code == 401, (method, path)
+                assert "bearer" in response.headers["www-authenticate"].lower()
+                if method != "HEAD":
+                    assert is_error(response, 401)["code"] == "invalid_api_key"
+            assert (await client.request(method, path, headers=AUTHORIZED)).status_code != 401, (method, path)
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/")).status_code == 200  # the playground: the same page everywhere, without data
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app({"type": "websocket", "path": "/v1/completions", "headers": []}, None, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
 @pytest.mark.parametrize("host", ["x/health?", "localhost/health#", "x", "a@b:1/health"])
@@ -94,8 +100,7 @@ async def test_other_names_of_this_machine_are_refused(open_: httpx.AsyncClient)
         assert (await open_.get("/version", headers={"host": host})).status_code == 200
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "localhost@evil.example", ""):
         is_error(await open_.get("/version", headers={"host": host}), 403)
-    named, _ = visitor(ServerConfig(allowed_hosts=("My.Machine",)))
-    async with named:
+    async with visitor(ServerConfig(allowed_hosts=("My.Machine",))) as named:
         assert (await named.get("/version", headers={"host": "my.machine:80"})).status_code == 200
 
 
@@ -127,7 +132,7 @@ async def test_large_bodies_are_refused_before_they_are_read(open_: httpx.AsyncC
 
 async def test_bodies_are_bounded_together(open_: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a body is read whole nothing is known of it: many at once must not fill the memory."""
-    monkeypatch.setattr(intake, "MAX_INSIDE", 1000)
+    monkeypatch.setattr(reading, "MAX_INSIDE", 1000)
     json_type, read, go_on = {"content-type": "application/json"}, asyncio.Event(), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -176,31 +181,17 @@ async def test_ids(open_: httpx.AsyncClient) -> None:
 async def test_metrics_and_docs(open_: httpx.AsyncClient) -> None:
     await open_.get("/nowhere/at/all")
     page = (await open_.get("/metrics")).text
-    for name in (
-        "num_requests_running",
-        "num_requests_waiting",
-        "kv_cache_usage_perc",
-        "num_preemptions_total",
-        "prefix_cache_queries_total",
-        "prefix_cache_hits_total",
-        "request_queue_time_seconds_bucket",
-        "request_prefill_time_seconds_count",
-        "request_decode_time_seconds_sum",
-        "prompt_tokens_total",
-        "generation_tokens_total",
-        "spec_decode_num_drafts_total",
-        "spec_decode_num_draft_tokens_total",
-        "spec_decode_num_accepted_tokens_total",
-        "time_to_first_token_seconds_bucket",
-        "inter_token_latency_seconds_count",
-        "e2e_request_latency_seconds_sum",
-        "request_time_per_output_token_seconds_count",
-        "admission_rejections_total",
-    ):
-        assert f"vllm:{name}{{" in page, name
+    names = """
+        num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total admission_rejections_total
+        prefix_cache_queries_total prefix_cache_hits_total prompt_tokens_total generation_tokens_total
+        spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
+        request_queue_time_seconds_bucket request_prefill_time_seconds_count request_decode_time_seconds_sum
+        time_to_first_token_seconds_bucket inter_token_latency_seconds_count e2e_request_latency_seconds_sum
+        request_time_per_output_token_seconds_count
+    """
+    assert not [name for name in names.split() if f"vllm:{name}{{" not in page]
     assert 'route="other",status="404"' in page and "nowhere" not in page
-    ours, _ = visitor(ServerConfig(metrics_prefix="sameseed:"))
-    async with ours:
+    async with visitor(ServerConfig(metrics_prefix="sameseed:")) as ours:
         assert "sameseed:num_requests_running{" in (await ours.get("/metrics")).text
     docs = (await open_.get("/docs")).text
     assert "/v1/chat/completions" in docs and not re.search(r"src=|https?://|@import", docs)

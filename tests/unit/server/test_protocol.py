@@ -146,7 +146,7 @@ def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture
     refusal(CompletionFields, {"prompt": "x", "best_of": 3, "n": 2})
 
 
-def test_wishes_for_speculation() -> None:
+def test_settings_of_speculation() -> None:
     def of(value: Any) -> Any:
         return speculation(read(CompletionFields, {"prompt": "x", "speculation": value}))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from sameseed.server import relay
+from sameseed.server import answer
 from sameseed.server.config import ServerConfig
 from sameseed.server.connection import CUT, Patient
 from sameseed.server.errors import unavailable
@@ -55,21 +55,14 @@ class Alone:
     def __init__(self, answered: Answered) -> None:
         self.answered = answered
         self.facts = {"max_num_seqs": 8, "method": "none"}
+        self.open: set[Any] = set()
 
-    def start(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
+    @asynccontextmanager
+    async def living(self, app: Any) -> AsyncIterator[None]:
+        yield
 
     def check(self) -> Alone:
         return self
-
-    def enter(self, request: Any) -> None:
-        pass
-
-    def forget(self, request: Any) -> None:
-        pass
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes) -> AsyncIterator[Answered]:
@@ -126,7 +119,7 @@ async def relayed(answered: Answered, *, reads: bool = True, timeout: float = 10
 async def test_who_does_not_read_is_cut_off(
     kind: str, timeout: float, stopped: bool, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "GRACE", 0.02)
+    monkeypatch.setattr(answer, "GRACE", 0.02)
     told = await relayed(Answered(kind, [EVENT], "is silent"), reads=False, timeout=timeout, stopped=stopped)
     assert told.visit.outcome == status and told.num_cuts == 1 and not told.body
 
@@ -169,7 +162,7 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: applic
 
 async def test_connections_of_those_who_do_not_read_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a server and sockets: place and connection are free again, though the client holds on to it."""
-    monkeypatch.setattr(relay, "GRACE", 0.2)
+    monkeypatch.setattr(answer, "GRACE", 0.2)
     client: Any = Alone(Answered(STREAM, [], "floods"))
     app, gate = create_proxy(client, ServerConfig(model_name="m", max_queue=0, request_timeout=0.5))
     sizes: list[int] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from lawkit import Pair
+from prometheus_client import generate_latest
 
 from sameseed.request import Metrics, SpecMetrics, TimeSplit
 from sameseed.server.chat import ChatReply
@@ -15,9 +16,8 @@ from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
 from sameseed.server.gate import Gate
 from sameseed.server.metrics import ServerMetrics
-from sameseed.server.replies import event
+from sameseed.server.replies import event, speculation_metrics as metrics
 from sameseed.server.text import TextCodec
-from sameseed.server.usage import speculation_metrics as metrics
 
 
 def completion(per_pos: list[int], drafts: int, drafted: int) -> dict[str, Any]:
@@ -82,7 +82,10 @@ def test_sentencepiece_spellings() -> None:
         def token(self, token_id: int) -> str | None:
             return ["\u2581the", "<0xE2>", "<0xZZ>", "a\u2581b"][token_id]
 
-    pieces = Pieces(Vocabulary(), {"decoder": {"type": "Sequence"}, "added_tokens": []})  # type: ignore[arg-type]
+        def as_files(self) -> dict[str, str]:
+            return {"tokenizer.json": '{"decoder": {"type": "Sequence"}, "added_tokens": []}'}
+
+    pieces = Pieces(Vocabulary())  # type: ignore[arg-type]
     assert [pieces.raw(i) for i in range(4)] == [b" the", b"\xe2", b"<0xZZ>", b"a b"]
 
 
@@ -98,7 +101,7 @@ def test_counters_outlive_an_engine() -> None:
     }
     client.past_stats = [{**old, "running": 0}]
     client.stats = {**old, "running": 3, "num_blocks": 10, "free_blocks": 4}
-    page = ServerMetrics(client, Gate(1), "m", "vllm:").render().decode()
+    page = generate_latest(ServerMetrics(client, Gate(1), "m", "vllm:").registry).decode()
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     assert lines['vllm:spec_decode_num_drafts_total{model_name="m"}'] == "10.0"
     assert lines['vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"}'] == "2.0"

@@ -11,19 +11,19 @@ from typing import Any
 
 import httpx
 import pytest
+from fixtures_server import until, visiting
 from lawkit import Pair
 
-from sameseed.server import calls, conversation, frames, gate as gates, limits, reading
+from sameseed.server import conversation, frames, gate as gates, limits, reading, structured
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
-from sameseed.server.intake import INLINE
 from sameseed.server.protocol import ChatFields
+from sameseed.server.reading import INLINE
 from sameseed.server.service import Service
 from sameseed.server.text import TextCodec
 
-pytestmark = pytest.mark.asyncio
 HELLO = {"role": "user", "content": "hi"}
 FACTS: dict[str, Any] = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
 
@@ -50,7 +50,7 @@ async def served(pair: Pair) -> AsyncIterator[tuple[httpx.AsyncClient, Service, 
     text = client.text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
     app, service = create_app(client, ServerConfig())
     client._over = True
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+    async with visiting(app) as http:
         yield http, service, helper
     text.close()
 
@@ -79,12 +79,12 @@ async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkey
 
         monkeypatch.setattr(module, name, watching)
 
-    watched(calls, "source", lambda *args: None)
+    watched(structured, "of_tools", lambda *args: None)
     watched(conversation, "plain", conversation.plain)
     arguments = json.dumps({"a": "x" * INLINE})
     body = {"messages": [HELLO, calling(arguments)]}
     assert (await http.post("/v1/chat/completions", json=body)).status_code == 503
-    assert set(threads) == {"plain", "source"} and threading.get_ident() not in set.union(*threads.values())
+    assert set(threads) == {"plain", "of_tools"} and threading.get_ident() not in set.union(*threads.values())
     threads.clear()
     plain = await http.post("/v1/chat/completions", json={"messages": [HELLO]})
     assert plain.status_code == 503 and threads["plain"] == {threading.get_ident()}, "a thread costs more than this"
@@ -100,7 +100,7 @@ async def test_a_key_that_fills_the_queue_leaves_room_for_another(served: Served
     app, service = create_app(service.client, config)
     running = service.gate.max_running = FACTS["max_num_seqs"]
     with service.gate.enter(str(config.keys.tenant(keys[0].encode())), running, 0):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        async with visiting(app) as http:
             for key, status in zip(keys, (429, 503), strict=True):  # 503: it came in, and there is no engine
                 headers = {"authorization": f"Bearer {key}"}
                 for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [HELLO]})):
@@ -156,8 +156,7 @@ async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(
 
     monkeypatch.setattr(frames, "pack", slow)
     long = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": [5] * 4000}))
-    while not packing.is_set():
-        await asyncio.sleep(0.01)
+    await until(packing.is_set)
     assert (await http.get("/health")).status_code == 200
     go.set()
     assert (await long).status_code == 503
@@ -204,8 +203,7 @@ async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: 
     helper.go.clear()
     body = {"messages": [{"role": "user", "content": "x" * 600}]}
     first = asyncio.ensure_future(http.post("/tokenize", json=body))
-    while not helper.sizes:
-        await asyncio.sleep(0.01)
+    await until(lambda: helper.sizes)
     for path, other in (
         ("/tokenize", body),
         ("/tokenize", {"prompt": "x" * 600}),

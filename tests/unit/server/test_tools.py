@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from fixtures_server import DONE
 from hypothesis import given, settings, strategies as st
 from lawkit import Pair
 
-from sameseed.server.arguments import opened
 from sameseed.server.chat import ChatReply
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
+from sameseed.server.limits import opened
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
 from sameseed.server.service import tool_parser
@@ -176,17 +177,8 @@ def test_tools_that_cannot_be(pair: Pair) -> None:
         with pytest.raises(ApiError) as caught:
             read(ChatFields, user | fields)
         assert caught.value.status == 400
-    broken = read(
-        ChatFields,
-        {
-            "messages": [
-                {
-                    **MESSAGES[1],
-                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "get", "arguments": "{"}}],
-                }
-            ]
-        },
-    )
+    call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{"}}
+    broken = read(ChatFields, {"messages": [{**MESSAGES[1], "tool_calls": [call]}]})
     seen = opened([broken.messages[0].plain()])
     assert seen[0]["tool_calls"][0]["function"]["arguments"] == "{", "the template sees what was sent"
 
@@ -194,11 +186,10 @@ def test_tools_that_cannot_be(pair: Pair) -> None:
 def answer(text: TextCodec, pieces: list[str], **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The body and the chunks of a reply to these pieces, the last of which ends it."""
     reply = ChatReply("chatcmpl-x", "m", text, 1, logprobs=False, parser=tool_parser(TOOLS, text), **more)
-    done = {"finish_reason": "stop", "seed": 1, "metrics": METRICS}
     chunks = []
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
-        made = Piece(0, piece, [i], [None], [], [], done if last else None)
+        made = Piece(0, piece, [i], [None], [], [], DONE if last else None)
         reply.take(made)
         chunks += [json.loads(e[6:])["choices"][0] for e in reply.events(made)]
     return reply.body()["choices"][0], chunks
@@ -218,15 +209,6 @@ def gathered(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 )
                 made[index]["function"]["arguments"] += part["function"]["arguments"]
     return made
-
-
-METRICS: dict[str, Any] = {
-    "num_rounds": 1, "num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0,
-    "num_accepted_tokens_per_pos": [], "undrafted": {}, "num_preemptions": 0,
-    "time_split_s": {"draft": 0.0, "target": 0.0, "verify": 0.0, "schedule": 0.0},
-    "time_to_first_token_s": 0.0,
-    "total_time_s": 0.0,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("num_pieces", [1, 7, 40])
