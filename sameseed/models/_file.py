@@ -34,15 +34,12 @@ class TensorFile:
             raise (error if isinstance(error, ModelLoadError) else self.unsound(str(error))) from None
 
     def read_header(self) -> None:
-        """Read and check the header."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
     def unsound(self, reason: str) -> ModelLoadError:
-        """The error for a file that is not what it says."""
         return ModelLoadError(f"{self.path} is not a sound {self.kind} file ({reason}); download it again")
 
     def read(self, begin: int, end: int) -> Tensor:

@@ -1,9 +1,7 @@
 """Checkpoint: the tensors of a folder's safetensors files, read in rows, so that a large one is never whole in memory.
 
-Dense tensors, and quantized matrices in the layouts of `models/layouts`.
-
-Files are read with pread, not mapped: pages of a map count as the process's own memory for as long as it lasts. The
-header is checked here (https://huggingface.co/docs/safetensors: an 8-byte length, JSON, then the data).
+Dense tensors, and quantized matrices in the layouts of `models/layouts`. The header of each file is checked
+(https://huggingface.co/docs/safetensors: an 8-byte length, JSON, then the data).
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from sameseed.errors import ModelLoadError
 from sameseed.models._file import TensorFile
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.layouts import make_layout
-from sameseed.models.layouts.base import Layout, StoredMatrix, say_once
-from sameseed.models.layouts.finite import finite
+from sameseed.models.layouts.base import Layout, StoredMatrix, finite, say_once
 from sameseed.models.weights import Shapes, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
@@ -81,7 +78,15 @@ class Checkpoint:
                     raise ModelLoadError(f"{path} is missing, though the index names it; download it again")
                 opened = SafetensorsFile(path)
                 self._stack.callback(opened.close)
-                self._take(opened, places)
+                for name in opened.entries:
+                    if places.get(name, file) != file:
+                        continue  # the index has it elsewhere
+                    if name in self._files:
+                        raise ModelLoadError(
+                            f"tensor {name[:80]} is in both {self._files[name].path.name} and {file} of "
+                            f"{self.folder}; take the file away that is not the model's, or add an index"
+                        )
+                    self._files[name] = opened
             astray = next((n for n in places if n not in self._files and not n.endswith(IGNORED_SUFFIXES)), None)
             if astray is not None:
                 raise ModelLoadError(
@@ -95,18 +100,6 @@ class Checkpoint:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
-
-    def _take(self, opened: SafetensorsFile, places: dict[str, str]) -> None:
-        """A file's tensors, but those that the index (name -> file) has elsewhere."""
-        for name in opened.entries:
-            if places.get(name, opened.path.name) != opened.path.name:
-                continue
-            if name in self._files:
-                raise ModelLoadError(
-                    f"tensor {name[:80]} is in both {self._files[name].path.name} and {opened.path.name} of "
-                    f"{self.folder}; take the file away that is not the model's, or add an index"
-                )
-            self._files[name] = opened
 
     def _file_names(self) -> tuple[list[str], dict[str, str]]:
         """Files to open, and where the index, if there is one, has each tensor."""
@@ -135,23 +128,19 @@ class Checkpoint:
     # --- what weights are read from; of a checkpoint that `check` has passed ---
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor; float32 of a quantized matrix, since its decoded values need that."""
         return torch.float32 if name in self._stored else DTYPES[self._files[name].entries[name].dtype]
 
     def scheme(self, name: str) -> QuantScheme | None:
-        """How a matrix is stored, None where it is dense, or in codes that no format of ours has."""
         stored = self._stored.get(name)
         return None if stored is None else stored.scheme
 
     def stored(self, name: str) -> QuantTensor:
-        """The codes of a matrix that has a `scheme`."""
         value = self._read(name)
         assert isinstance(value, QuantTensor)
         self._recent = None  # the caller has it: not twice in memory
         return value
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, checked to be finite."""
         if name in self._stored:
             value = self._read(name)
             return get(value.format).decode(value) if isinstance(value, QuantTensor) else value
@@ -159,7 +148,6 @@ class Checkpoint:
         return self._finite(name, entry.begin, entry.end).view(entry.shape)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop-1 of a matrix, checked to be finite; fresh memory."""
         if name in self._stored:
             value = self._read(name)
             if stop == value.shape[0]:
@@ -186,19 +174,17 @@ class Checkpoint:
     def _finite(self, name: str, begin: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
         file = self._files[name]
         value = file.read(begin, end).view(dtype or self.dtype(name))
-        if not torch.isfinite(value.sum()) and not torch.isfinite(value).all():  # the sum is the fast check
+        if not finite(value):
             raise ModelLoadError(f"tensor {name} in {file.path.name} holds NaN or infinity; the file is damaged")
         return value
 
     # --- what layouts look at ---
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Type, as safetensors names it, and shape of a tensor."""
         entry = self._files[name].entries[name]
         return entry.dtype, entry.shape
 
     def raw(self, name: str) -> Tensor:
-        """A tensor as it is stored, finite where it is a float of 16 or 32 bits."""
         entry = self._files[name].entries[name]
         dtype = RAW.get(entry.dtype)
         if dtype is None:
@@ -208,7 +194,6 @@ class Checkpoint:
         return self._files[name].read(entry.begin, entry.end).view(dtype).view(entry.shape)
 
     def expect(self, name: str, dtypes: Seq[str], *shapes: tuple[int, ...]) -> str:
-        """The name itself. Raises ModelLoadError unless it is there in one of the types and one of the shapes."""
         if name not in self._files:
             raise ModelLoadError(
                 f"{self.folder}: tensor {name} is missing, which quantization_config and the tensors beside it ask for"
@@ -222,7 +207,6 @@ class Checkpoint:
         return name
 
     def names(self) -> Iterator[str]:
-        """All tensors, as the files name them."""
         return iter(self._files)
 
     def check(self, config: ModelConfig, shapes: Shapes | None = None, spare: Seq[str] = ()) -> None:
@@ -295,9 +279,6 @@ class SafetensorsFile(TensorFile):
     kind = "safetensors"
 
     def read_header(self) -> None:
-        self.entries = self._header()
-
-    def _header(self) -> dict[str, Entry]:
         size = self.size
         if size < 8:
             raise self.unsound(f"{size} bytes are too few")
@@ -309,27 +290,25 @@ class SafetensorsFile(TensorFile):
         if not isinstance(raw, dict):
             raise self.unsound("its header is no JSON object")
         raw.pop("__metadata__", None)
-        entries = {name: self._entry(name, value, 8 + length) for name, value in raw.items()}
+        self.entries: dict[str, Entry] = {}
+        for name, value in raw.items():
+            fields = value if isinstance(value, dict) else {}
+            dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+            bits = _BITS.get(dtype) if isinstance(dtype, str) else None
+            # The number of sizes is checked before their product is taken: that of many would be without end.
+            if bits is None or not _naturals(shape, MAX_DIMENSIONS) or not _naturals(offsets, 2) or len(offsets) != 2:
+                raise self.unsound(f"the header says of tensor {name[:80]}: {str(value)[:80]}")
+            begin, end = offsets
+            if begin > end or (end - begin) * 8 != math.prod(shape) * bits:
+                raise self.unsound(f"tensor {name[:80]}, {dtype} {shape}, cannot take bytes {begin} to {end}")
+            self.entries[name] = Entry(str(dtype), tuple(shape), 8 + length + begin, 8 + length + end)
         at = 8 + length  # each byte belongs to one tensor: no overlap, no hole, no end beyond the file's
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != at:
                 raise self.unsound(f"tensor {name[:80]} begins at byte {entry.begin}, not at {at}")
             at = entry.end
         if at != size:
             raise self.unsound(f"its tensors end at byte {at}, the file at {size}")
-        return entries
-
-    def _entry(self, name: str, value: Any, data: int) -> Entry:
-        fields = value if isinstance(value, dict) else {}
-        dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-        bits = _BITS.get(dtype) if isinstance(dtype, str) else None
-        # The number of sizes is checked before their product is taken: that of many would be without end.
-        if bits is None or not _naturals(shape, MAX_DIMENSIONS) or not _naturals(offsets, 2) or len(offsets) != 2:
-            raise self.unsound(f"the header says of tensor {name[:80]}: {str(value)[:80]}")
-        begin, end = offsets
-        if begin > end or (end - begin) * 8 != math.prod(shape) * bits:
-            raise self.unsound(f"tensor {name[:80]}, {dtype} {shape}, cannot take bytes {begin} to {end}")
-        return Entry(str(dtype), tuple(shape), data + begin, data + end)
 
 
 def _naturals(value: object, most: int) -> TypeGuard[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True},
 }
 
+ASSETS = Path(__file__).parent.parent / "assets"
+EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft", "embedded-head": "head"}
 GGUF = ".gguf"  # suffix of a model that is one file
 MAX_LAYERS = 10_000  # names and shapes of all layers are listed before any file is read
 
@@ -76,10 +78,7 @@ class ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read `config.json` (and eos ids of `generation_config.json`), or the keys of a GGUF file.
-
-    Raises ModelLoadError that names the field.
-    """
+    """`config.json` with the eos ids of `generation_config.json`, or a GGUF file's keys. Raises ModelLoadError."""
     if folder.suffix == GGUF:
         from sameseed.models.gguf.config import read_gguf_config
 
@@ -115,7 +114,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
             f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}"
         )
 
-    whole = partial(_whole, raw, where)
+    whole = partial(whole_number, raw, where)
     hidden, heads, vocab_size = whole("hidden_size"), whole("num_attention_heads"), whole("vocab_size")
     kv_heads = whole("num_key_value_heads", heads)
     head_dim = whole("head_dim", hidden // heads)
@@ -152,11 +151,14 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: object
     )
 
 
-def _whole(raw: Mapping[str, Any], where: str, name: str, default: int | None = None, most: int = 2**31) -> int:
+def whole_number(
+    raw: Mapping[str, Any], where: str, name: str, default: int | None = None, least: int = 1, most: int = 2**31
+) -> int:
+    """A whole number of a config file, `default` where it has none. Raises ModelLoadError outside least..most."""
     value = raw.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ModelLoadError(f"{where}: {name} must be a whole number in 1..{most}, got {value!r}")
+    if type(value) is not int or not least <= value <= most:
+        raise ModelLoadError(f"{where}: {name} must be a whole number in {least}..{most}, got {value!r:.80}")
     return value
 
 
@@ -219,3 +221,25 @@ def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str)
             raise ModelLoadError(f"{where}: layer_types knows sliding_attention and full_attention only, got {kinds!r}")
         return tuple(window if k == "sliding_attention" else None for k in kinds)
     return tuple(window if i >= first else None for i in range(layers))
+
+
+def layer_shapes(c: ModelConfig, layer: str, norms: Seq[str], width: int | None = None) -> dict[str, tuple[int, ...]]:
+    """The tensors of a decoder layer by Hugging Face name; `width`: of what enters q, k and v, where not C."""
+    heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    hidden, inner = c.hidden_size, c.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", heads, width or hidden, c.qkv_bias),
+        ("self_attn.k_proj", kv_heads, width or hidden, c.qkv_bias),
+        ("self_attn.v_proj", kv_heads, width or hidden, c.qkv_bias),
+        ("self_attn.o_proj", hidden, heads, c.o_bias),
+        ("mlp.gate_proj", inner, hidden, c.mlp_bias),
+        ("mlp.up_proj", inner, hidden, c.mlp_bias),
+        ("mlp.down_proj", hidden, inner, c.mlp_bias),
+    ):
+        shapes[f"{layer}.{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{layer}.{name}.bias"] = (rows,)
+    if c.qk_norm:
+        shapes |= {f"{layer}.self_attn.{n}_norm.weight": (c.head_dim,) for n in "qk"}
+    return shapes | {f"{layer}.{n}.weight": (hidden,) for n in norms}

@@ -18,12 +18,10 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.eagle_config import HeadConfig, expected_tensors
-from sameseed.models.layers import LayerWeights, rope_table
-from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
+from sameseed.models.eagle_config import HeadConfig
+from sameseed.models.layers import LayerWeights, rope_table, run_layer
+from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantTensor
-
-__all__ = ["EagleHead", "HeadWeights", "expected_tensors"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,30 @@ class EagleHead:
         assert features is not None
         return logits, features
 
+    def _forward(
+        self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`forward`; `how`: captured or not, and the window (0: none)."""
+        c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
+        captured, window = how
+        seen = min((n for n in (window, c.windows[0]) if n), default=None)
+
+        def layer(entering: Tensor, residual: Tensor) -> Tensor:
+            rows = plain_rows(entering)
+            return run_layer(ops, c, w.layer, rows, residual, batch, cache.layers[0], self.rope, seen)
+
+        features = self._features(ops, x) if captured else x
+        embedding = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
+        if w.norm is None or w.feature_norm is None:
+            residual = ops.product(plain_rows(ops.beside([embedding, features])), w.fc, w.fc_bias)  # [T, C]
+            x = layer(residual, residual)
+            return ops.product(plain_rows(x, batch.logit_rows), w.lm_head), ops.capture([x])
+        normed = ops.rms_norm(features, w.feature_norm, eps)
+        entering = ops.beside([ops.rms_norm(embedding, w.layer.input_norm, eps), normed])  # [T, 2 C]
+        x = layer(entering, normed if self.config.norm_before_residual else features)
+        logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
+        return logits, ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x])
+
     def _features(self, ops: Ops, hidden: Tensor) -> Tensor:
         """Features [T, C] of the target's captured hidden states [T, F]."""
         w, eps = self.weights, self.config.layer.rms_eps
@@ -89,34 +111,3 @@ class EagleHead:
             parts = hidden.chunk(len(w.fc_norms), dim=1)
             hidden = ops.beside([ops.rms_norm(x, n, eps) for x, n in zip(parts, w.fc_norms, strict=True)])
         return ops.product(plain_rows(hidden), w.fc)
-
-    def _forward(
-        self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`forward`; `how`: captured or not, and the window (0: none)."""
-        w, eps = self.weights, self.config.layer.rms_eps
-        captured, window = how
-        features = self._features(ops, x) if captured else x
-        embedding = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
-        if w.norm is None or w.feature_norm is None:
-            residual = ops.product(plain_rows(ops.beside([embedding, features])), w.fc, w.fc_bias)  # [T, C]
-            x = self._layer(ops, residual, residual, batch, cache, window)
-            return ops.product(plain_rows(x, batch.logit_rows), w.lm_head), ops.capture([x])
-        normed = ops.rms_norm(features, w.feature_norm, eps)
-        entering = ops.beside([ops.rms_norm(embedding, w.layer.input_norm, eps), normed])  # [T, 2 C]
-        x = self._layer(ops, entering, normed if self.config.norm_before_residual else features, batch, cache, window)
-        logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
-        return logits, ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x])
-
-    def _layer(self, ops: Ops, entering: Tensor, residual: Tensor, batch: Batch, cache: KVCache, window: int) -> Tensor:
-        """The decoder layer: its attention reads `entering`, [T, C] or [T, 2 C], and adds to `residual` [T, C]."""
-        c, w = self.config.layer, self.weights.layer
-        kv = cache.layer(0)
-        qkv = ops.product(plain_rows(entering), w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
-        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-        q = ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, c.rms_eps)  # [T, H, D]
-        seen = min((n for n in (window, c.windows[0]) if n), default=None)
-        out = ops.attention(q, kv, batch, c.head_dim**-0.5, seen)  # [T, H, D]
-        x = ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual=residual)
-        gate_up = ops.product(normed_rows(x, w.post_norm, c.rms_eps), w.gate_up, w.gate_up_bias)  # [T, 2 I]
-        return ops.product(gated_rows(gate_up), w.down, w.down_bias, residual=x)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
-from sameseed.models.config import GGUF, ModelConfig, parse_config, read_json
+from sameseed.models.config import GGUF, ModelConfig, layer_shapes, parse_config, read_json, whole_number
 
 # Architecture (or speculators_model_type) -> which of the two kinds of head it is.
 HEADS = {
@@ -57,7 +57,6 @@ class HeadConfig:
 
     @property
     def num_captures(self) -> int:
-        """How many of the target's layers it reads."""
         return 1 if self.kind == "eagle" else len(self.aux_layers or (0, 0, 0))
 
     def check_target(self, target: ModelConfig) -> None:
@@ -123,31 +122,18 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
     settings = {**(raw.get("eagle_config") or {}), **raw}
     if settings.get("use_aux_hidden_state") is False:
         raise ModelLoadError(f"{where}: use_aux_hidden_state false is not supported; the head must read three layers")
+    aux = settings.get("eagle_aux_hidden_state_layer_ids")
+    if aux is not None and (not isinstance(aux, list) or not aux or any(type(v) is not int for v in aux)):
+        raise ModelLoadError(f"{where}: eagle_aux_hidden_state_layer_ids must list layers, got {str(aux)[:80]}")
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return HeadConfig(
         kind,
         layer,
-        _whole(settings, "draft_vocab_size", layer.vocab_size, where),
-        _whole(settings, "target_hidden_size", layer.hidden_size, where),
-        _layers(settings.get("eagle_aux_hidden_state_layer_ids"), where),
+        whole_number(settings, where, "draft_vocab_size", layer.vocab_size),
+        whole_number(settings, where, "target_hidden_size", layer.hidden_size),
+        None if aux is None else tuple(aux),
         *(bool(settings.get(flag, False)) for flag in flags),
     )
-
-
-def _whole(raw: Mapping[str, Any], name: str, default: int, where: str) -> int:
-    value = raw.get(name)
-    value = default if value is None else value
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise ModelLoadError(f"{where}: {name} must be a whole number, at least 1, got {str(value)[:80]}")
-    return value
-
-
-def _layers(value: object, where: str) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not value or any(type(v) is not int for v in value):
-        raise ModelLoadError(f"{where}: eagle_aux_hidden_state_layer_ids must list layers, got {str(value)[:80]}")
-    return tuple(value)
 
 
 def expected_tensors(config: HeadConfig, layer: str = "midlayer") -> dict[str, tuple[int, ...]]:
@@ -156,9 +142,7 @@ def expected_tensors(config: HeadConfig, layer: str = "midlayer") -> dict[str, t
     `layer`: what the decoder layer is called: "midlayer" (EAGLE-3) or "layers.0" (EAGLE-1, speculators).
     """
     c, third = config.layer, config.kind == "eagle3"
-    hidden, dim, inner = c.hidden_size, c.head_dim, c.intermediate_size
-    width = 2 * hidden if third else hidden  # of what enters q, k and v
-    wide = config.num_captures * config.target_hidden_size
+    hidden, wide = c.hidden_size, config.num_captures * config.target_hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}
     shapes["fc.weight"] = (hidden, wide if third else 2 * hidden)
     if not third:
@@ -167,22 +151,8 @@ def expected_tensors(config: HeadConfig, layer: str = "midlayer") -> dict[str, t
         shapes["input_norm.weight"] = (wide,)
     if config.fc_norm:
         shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(config.num_captures)}
-    for name, rows, columns, bias in (
-        ("self_attn.q_proj", c.num_heads * dim, width, c.qkv_bias),
-        ("self_attn.k_proj", c.num_kv_heads * dim, width, c.qkv_bias),
-        ("self_attn.v_proj", c.num_kv_heads * dim, width, c.qkv_bias),
-        ("self_attn.o_proj", hidden, c.num_heads * dim, c.o_bias),
-        ("mlp.gate_proj", inner, hidden, c.mlp_bias),
-        ("mlp.up_proj", inner, hidden, c.mlp_bias),
-        ("mlp.down_proj", hidden, inner, c.mlp_bias),
-    ):
-        shapes[f"{layer}.{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{layer}.{name}.bias"] = (rows,)
-    if c.qk_norm:
-        shapes |= {f"{layer}.self_attn.{n}_norm.weight": (dim,) for n in "qk"}
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm") if third else ("post_attention_layernorm",)
-    shapes |= {f"{layer}.{n}.weight": (hidden,) for n in norms}
+    shapes |= layer_shapes(c, layer, norms, 2 * hidden if third else hidden)
     if third:
         shapes["norm.weight"] = (hidden,)
         shapes["d2t"] = (config.draft_vocab_size,)

@@ -27,8 +27,13 @@ CHUNK = 4096  # rows that are floats at one time
 
 
 @contextmanager
-def open_head(folder: Path) -> Iterator[tuple[HeadConfig, Checkpoint, dict[str, tuple[int, ...]], str]]:
-    """Config, tensors, shapes of those that are there, and the name of the layer. Raises ModelLoadError."""
+def open_head(
+    folder: Path, target: ModelConfig | None = None
+) -> Iterator[tuple[HeadConfig, Checkpoint, dict[str, tuple[int, ...]], str]]:
+    """Config, tensors, shapes of those that are there, and the name of the layer.
+
+    Raises ModelLoadError, and ConfigError or VocabularyError where the head is not for `target`.
+    """
     config = read_head_config(folder)
     with Checkpoint(folder) as files:
         layer = "layers.0" if any(n.startswith("layers.0.") for n in files.names()) else "midlayer"
@@ -40,6 +45,16 @@ def open_head(folder: Path) -> Iterator[tuple[HeadConfig, Checkpoint, dict[str, 
                 del shapes[name]
         shapes.pop("d2t", None)
         files.check(config.layer, shapes, SPARE)
+        if target is not None:
+            config.check_target(target)
+            for name in ("embed_tokens.weight", "lm_head.weight"):
+                fits = config.layer.hidden_size == config.target_hidden_size
+                fits = fits and (name.startswith("embed") or config.draft_vocab_size == config.layer.vocab_size)
+                if name not in shapes and not fits:
+                    raise ModelLoadError(
+                        f"{folder}: tensor {name} is missing, and the target's has another shape; "
+                        "download the head again"
+                    )
         yield config, files, shapes, layer
 
 
@@ -48,9 +63,7 @@ def head_bytes(folder: Path, quant: QuantScheme, target: ModelConfig) -> tuple[M
 
     Raises ModelLoadError, ConfigError or VocabularyError where the head is unsound or not for this target.
     """
-    with open_head(folder) as (config, files, shapes, layer):
-        config.check_target(target)
-        _check_borrowed(folder, config, shapes)
+    with open_head(folder, target) as (config, files, shapes, layer):
         target_ids(folder, config, files)
         dense = quant.dense_for(files.dtype(f"{layer}.post_attention_layernorm.weight"))
         return config.layer, weight_bytes(config.layer, files, quant, shapes), dense
@@ -69,9 +82,7 @@ def load_head(
     What it lacks (embedding, LM head) it shares with the target; the LM head in the format that `quant` names.
     """
     quant = quant or QuantScheme()
-    with open_head(folder) as (config, files, shapes, layer):
-        config.check_target(target.config)
-        _check_borrowed(folder, config, shapes)
+    with open_head(folder, target.config) as (config, files, shapes, layer):
         weight_bytes(config.layer, files, quant, shapes)
         reader = WeightReader(config.layer, files, quant, ops, device, progress, shapes)
         return read_head(config, reader, layer, target_ids(folder, config, files), target, ops)
@@ -107,17 +118,6 @@ def read_head(
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
 
 
-def _check_borrowed(folder: Path, config: HeadConfig, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises ModelLoadError where the head lacks what the target's tensors cannot stand for."""
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        fits = config.layer.hidden_size == config.target_hidden_size
-        fits = fits and (name.startswith("embed") or config.draft_vocab_size == config.layer.vocab_size)
-        if name not in shapes and not fits:
-            raise ModelLoadError(
-                f"{folder}: tensor {name} is missing, and the target's has another shape; download the head again"
-            )
-
-
 def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:
     """The target's token of each of the head's: i + d2t[i]. Raises ModelLoadError."""
     size, full = config.draft_vocab_size, config.layer.vocab_size
@@ -133,7 +133,6 @@ def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | 
 
 
 def _in_format(ops: Ops, w: QuantTensor, quant: QuantScheme) -> QuantTensor:
-    """The target's LM head, as it is or in a format of the head's own."""
     if quant.weights == "auto" or (quant.weights == w.format and quant.activations == w.activations):
         return w
     plain = ops.unpack(w)

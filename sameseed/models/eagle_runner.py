@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sameseed.batch import Batch, Rows, build_batch, int_tensors
+from sameseed.batch import Rows, build_batch, pack, slots_of
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle import EagleHead
@@ -38,10 +37,6 @@ class HeadRunner:
         self.blocks = BlockManager(cache.num_blocks, cache.block_size)
         self.window = window
 
-    def seeing(self, window: int | None) -> HeadRunner:
-        """A runner in the same cache, before anything is in it, with `window` tokens in sight."""
-        return HeadRunner(self.model, self.cache, window)
-
     def extend(
         self, holders: Seq[Sequence], tokens: Seq[Seq[int]], hidden: Seq[Tensor], wants_logits: bool
     ) -> tuple[Tensor, Tensor]:
@@ -63,40 +58,21 @@ class HeadRunner:
         Returns logits [T, Vd] and the nodes' own features [T, C]. The rows lie in the cache behind the holder's
         own, by place, until they are written over.
         """
-        batch = self._batch(levels)
-        return self.model.forward(features, batch, self.cache, self.window)
-
-    def _batch(self, levels: Seq[Level]) -> Batch:
-        size = self.cache.block_size
-        width = max(len(level.holder.blocks) for level in levels)
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         masks: list[int] = []
-        tables: list[int] = []
         offsets = [0]
         for level in levels:
-            known, blocks = level.holder.num_cached, level.holder.blocks
-            first, count = known + level.first, len(level.masks)
+            known, count = level.holder.num_cached, len(level.masks)
+            first = known + level.first
             tokens += level.tokens
             positions += [known + level.masks[0].bit_count() - 1] * count
-            slots += [blocks[i // size] * size + i % size for i in range(first, first + count)]
+            slots += slots_of(level.holder.blocks, first, first + count, self.cache.block_size)
             masks += level.masks
             offsets.append(len(tokens))
-            tables += blocks
-            tables += [0] * (width - len(blocks))
         known_lengths = [level.holder.num_cached for level in levels]
         rows = list(range(len(tokens)))
-        parts = (tokens, positions, slots, offsets, [0] * len(levels), known_lengths, tables, rows)
-        ints = int_tensors(parts, self.model.device)
-        return Batch(
-            token_ids=ints[0],
-            positions=ints[1],
-            slots=ints[2],
-            row_offsets=ints[3],
-            num_pending=ints[4],
-            kv_lens=ints[5],
-            block_tables=ints[6].view(len(levels), width),
-            tree_mask=torch.from_numpy(np.array(masks, np.uint64).view(np.int64)).to(self.model.device),
-            logit_rows=ints[7],
-        )
+        numbers = (tokens, positions, slots, offsets, [0] * len(levels), known_lengths, rows)
+        batch = pack(numbers, [level.holder.blocks for level in levels], masks, self.model.device)
+        return self.model.forward(features, batch, self.cache, self.window)

@@ -1,4 +1,4 @@
-"""Pieces of a decoder layer: its weights, and the rotary table."""
+"""A decoder layer: its weights, its arithmetic, and the rotary table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sameseed.models.config import RopeConfig
-from sameseed.scheme import QuantTensor
+from sameseed.batch import Batch
+from sameseed.models.config import ModelConfig, RopeConfig
+from sameseed.ops import Ops, RowSource, gated_rows, normed_rows, plain_rows
+from sameseed.scheme import KVLayer, QuantTensor
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,6 @@ class LayerWeights:
 
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
-        """All of the layer's matrices."""
         stacks = (self.qkv, (self.o,), self.gate_up, (self.down,))
         return tuple(m for stack in stacks for m in (stack if isinstance(stack, tuple) else (stack,)))
 
@@ -57,6 +58,27 @@ class ModelWeights:
         """All matrices of the model, each once."""
         ends = (self.embedding,) if self.lm_head is self.embedding else (self.embedding, self.lm_head)
         return (*(m for layer in self.layers for m in layer.matrices), *ends)
+
+
+def run_layer(
+    ops: Ops,
+    c: ModelConfig,
+    w: LayerWeights,
+    rows: RowSource,
+    residual: Tensor,
+    batch: Batch,
+    kv: KVLayer,
+    rope: Tensor,
+    window: int | None,
+) -> Tensor:
+    """A decoder layer [T, C]: its attention reads `rows`, stores keys and values, and adds to `residual` [T, C]."""
+    qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
+    norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+    q = ops.rope_store(qkv, c.num_heads, kv, batch, rope, norms, c.rms_eps)  # [T, H, D]
+    out = ops.attention(q, kv, batch, c.head_dim**-0.5, window)  # [T, H, D]
+    x = ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual=residual)
+    gate_up = ops.product(normed_rows(x, w.post_norm, c.rms_eps), w.gate_up, w.gate_up_bias)  # [T, 2 I]
+    return ops.product(gated_rows(gate_up), w.down, w.down_bias, residual=x)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

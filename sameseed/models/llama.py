@@ -11,8 +11,8 @@ from torch import Tensor
 from sameseed.batch import Batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig
-from sameseed.models.layers import LayerWeights, ModelWeights, rope_table
-from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
+from sameseed.models.layers import ModelWeights, rope_table, run_layer
+from sameseed.ops import Ops, normed_rows
 
 
 class Llama:
@@ -54,24 +54,13 @@ class Llama:
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        w, eps = self.weights, self.config.rms_eps
+        c, w, eps = self.config, self.weights, self.config.rms_eps
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
-            x = self._attention(ops, i, layer, x, batch, cache)
-            gate_up = ops.product(normed_rows(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)  # [T, 2 I]
-            x = ops.product(gated_rows(gate_up), layer.down, layer.down_bias, residual=x)
+            rows = normed_rows(x, layer.input_norm, eps)
+            x = run_layer(ops, c, layer, rows, x, batch, cache.layers[i], self.rope, c.windows[i])
             if i in captures:
                 kept[i] = x
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
         return logits, ops.capture([kept[i] for i in captures]) if captures else None
-
-    def _attention(self, ops: Ops, i: int, w: LayerWeights, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        """x [T, C] plus what attention adds to it."""
-        c = self.config
-        kv = cache.layer(i)
-        qkv = ops.product(normed_rows(x, w.input_norm, c.rms_eps), w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
-        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-        q = ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, c.rms_eps)  # [T, H, D]
-        out = ops.attention(q, kv, batch, c.head_dim**-0.5, c.windows[i])  # [T, H, D]
-        return ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual=x)

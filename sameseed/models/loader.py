@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.models.config import GGUF, read_config
+from sameseed.models.config import ASSETS, EMBEDDED, GGUF, read_config
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Progress, read_weights
 from sameseed.ops import Ops
@@ -19,12 +18,6 @@ from sameseed.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from sameseed.models.gguf.source import GGUFCheckpoint
 
-EMBEDDED = {
-    "embedded": "target",
-    "embedded-target": "target",
-    "embedded-draft": "draft",
-    "embedded-head": "head",
-}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # other layouts of the same weights: a second download of gigabytes
 
@@ -36,7 +29,7 @@ def resolve_model(name: str) -> Path:
     Raises ModelLoadError where there is none.
     """
     if name in EMBEDDED:
-        return Path(__file__).parent.parent / "assets" / EMBEDDED[name]
+        return ASSETS / EMBEDDED[name]
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, it leaves an unknown user as it is
     if name and path.is_dir():  # "" would be the working directory
         return _in_folder(path)
@@ -44,26 +37,19 @@ def resolve_model(name: str) -> Path:
         if path.suffix == GGUF:
             return path
         raise ModelLoadError(f"{name} is a file; give the folder that holds config.json and *.safetensors, or a .gguf")
-    if name.count("/") == 2 and name.endswith(GGUF) and not name.startswith((".", "/", "~")):
-        from huggingface_hub import hf_hub_download
-
-        repository, _, file = name.rpartition("/")
-        return _from_hub(name, lambda: hf_hub_download(repository, file))
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    one_file = name.count("/") == 2 and name.endswith(GGUF)
+    if not (one_file or name.count("/") == 1) or name.startswith((".", "/", "~")):
         raise ModelLoadError(f"no model at {name!r}: give a folder, a hub id like 'org/name', or 'embedded'")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
-    return _in_folder(
-        _from_hub(name, lambda: snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
-    )
-
-
-def _from_hub(name: str, download: Callable[[], str]) -> Path:
     try:
-        return Path(download())
+        if one_file:
+            return Path(hf_hub_download(*name.rsplit("/", 1)))
+        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelLoadError(f"no folder {name!r} here, and the hub did not give it: {first}") from None
+    return _in_folder(folder)
 
 
 def _in_folder(folder: Path) -> Path:

@@ -8,13 +8,10 @@ from pathlib import Path
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.models.config import read_config
-from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
 from sameseed.models.loader import open_checkpoint
 from sameseed.models.weights import check_rules, expected_shapes, matrix_bits, resolve_scheme
 from sameseed.scheme import QuantScheme, QuantTensor
-
-Stack = QuantTensor | tuple[QuantTensor, ...]
 
 
 def is_nested(folder: Path, quant: QuantScheme) -> bool:
@@ -51,7 +48,10 @@ def nested_view(model: Llama) -> Llama:
     has no such matrices.
     """
     w = model.weights
-    weights = replace(w, layers=tuple(_layer(layer) for layer in w.layers), lm_head=_lower(w.lm_head))
+    layers = tuple(
+        replace(x, qkv=_each(x.qkv), o=_lower(x.o), gate_up=_each(x.gate_up), down=_lower(x.down)) for x in w.layers
+    )
+    weights = replace(w, layers=layers, lm_head=_lower(w.lm_head))
     mine, its = ([m for layer in x.layers for m in layer.matrices] + [x.lm_head] for x in (weights, w))
     if all(a is b for a, b in zip(mine, its, strict=True)):
         formats = ", ".join(sorted({m.format for m in w.matrices}))
@@ -59,14 +59,9 @@ def nested_view(model: Llama) -> Llama:
     return Llama(model.config, weights, model.ops, model.max_model_len)
 
 
-def _layer(w: LayerWeights) -> LayerWeights:
-    return replace(w, qkv=_each(w.qkv), o=_lower(w.o), gate_up=_each(w.gate_up), down=_lower(w.down))
-
-
-def _each(w: Stack) -> Stack:
+def _each(w: QuantTensor | tuple[QuantTensor, ...]) -> QuantTensor | tuple[QuantTensor, ...]:
     return tuple(map(_lower, w)) if isinstance(w, tuple) else _lower(w)
 
 
 def _lower(w: QuantTensor) -> QuantTensor:
-    """The weight inside `w`, or `w` itself."""
     return scheme.get(w.format).lower(w) or w

@@ -33,10 +33,6 @@ class Output:
     wants_logits: list[bool]
 
 
-def _nothing(seq: Sequence) -> tuple[int, int]:
-    return 0, 0
-
-
 class ModelRunner:
     """Runs the rows of sequences through a model. `captures`: layers whose hidden states `forward` keeps.
 
@@ -50,7 +46,7 @@ class ModelRunner:
         cache: KVCache,
         captures: tuple[int, ...] = (),
         blocks: BlockManager | None = None,
-        unseen: Callable[[Sequence], tuple[int, int]] = _nothing,
+        unseen: Callable[[Sequence], tuple[int, int]] = lambda seq: (0, 0),
     ) -> None:
         """`blocks`: who gives out the cache's blocks, where another runner shares it."""
         self.model = model
@@ -63,7 +59,7 @@ class ModelRunner:
         self,
         model: Llama | None = None,
         captures: tuple[int, ...] = (),
-        unseen: Callable[[Sequence], tuple[int, int]] = _nothing,
+        unseen: Callable[[Sequence], tuple[int, int]] = lambda seq: (0, 0),
     ) -> ModelRunner:
         """Another runner on the same cache and blocks: of the same model, or of one with the same cached rows."""
         return ModelRunner(model or self.model, self.cache, captures, self.blocks, unseen)
@@ -109,18 +105,19 @@ class ModelRunner:
                 kept += range(first, first + num_pending[b])
                 kept += [first + num_pending[b] + n for n in nodes[b]]
         if src:
-            self._move(src, dst)
-        return None if output.hidden is None else output.hidden[torch.tensor(kept, device=output.hidden.device)]
+            moved, to = int_tensors((src, dst), self.model.device)
+            for layer in self.cache.layers:
+                self.model.ops.move_kv(layer, moved, to)
+        hidden = output.hidden
+        if hidden is None or len(kept) == len(hidden):  # in order, so that is all of them
+            return hidden
+        if hidden.device.type == "cpu":  # by NumPy: threads of PyTorch that wait for more would slow the next pass down
+            return torch.from_numpy(hidden.numpy()[kept])
+        return hidden[torch.tensor(kept, device=hidden.device)]
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Forget cached rows from position `length` on."""
         self.blocks.rewind(seq, length)
 
     def _slot(self, seq: Sequence, index: int) -> int:
         size = self.cache.block_size
         return seq.blocks[index // size] * size + index % size
-
-    def _move(self, src: list[int], dst: list[int]) -> None:
-        s, d = int_tensors((src, dst), self.model.device)
-        for layer in self.cache.layers:
-            self.model.ops.move_kv(layer, s, d)

@@ -13,7 +13,8 @@ import secrets
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,13 @@ def save_quantized(
             writer.add(name, value)
         writer.finish()
         raw["quantization_config"] = writer.quantization_config()
-        texts = {"config.json": json.dumps(raw, indent=2), "README.md": _card(source, schemes, card), **(files or {})}
+        title = source.stem if source.suffix == GGUF else source.name
+        formats = ", ".join(sorted({str(s) for s in schemes.values()}))
+        readme = (
+            f"# {title}, quantized\n\nWritten by sameseed from {source.name}: {len(schemes)} matrices in {formats}.\n"
+        )
+        readme += f"\n{card}\n" if card else ""
+        texts = {"config.json": json.dumps(raw, indent=2), "README.md": readme, **(files or {})}
         for name, text in texts.items():
             write_file(partial / name, [text.encode()])
     return out
@@ -87,13 +94,23 @@ def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
     """
     out = Path(os.path.abspath(out))
     check_destination(out, overwrite, source)
-    partial = out.parent / f".{out.name}.unfinished-{secrets.token_hex(4)}"
+    mark = secrets.token_hex(4)
+    partial, old = (out.parent / f".{out.name}.{kind}-{mark}" for kind in ("unfinished", "old"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         yield partial
         _sync_folder(partial)
-        _put(partial, out)
+        if replaced := out.is_dir() and any(out.iterdir()):
+            out.rename(old)
+        try:
+            partial.rename(out)
+        except BaseException:
+            if replaced:
+                old.rename(out)
+            raise
+        _sync_folder(out.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise ModelSaveError(
             f"{out} cannot be written ({error.strerror or error}), and nothing is left there; make room or go elsewhere"
@@ -124,31 +141,14 @@ def check_destination(out: Path, overwrite: bool, source: Path) -> None:
         raise ModelSaveError(f"{out} holds {strange}, which is not of a checkpoint; move it, or choose another place")
 
 
-def _put(partial: Path, out: Path) -> None:
-    """Give the finished folder its name; what had it goes only then."""
-    old = None
-    if out.is_dir() and any(out.iterdir()):
-        old = partial.with_name(partial.name.replace("unfinished", "old"))
-        out.rename(old)
-    try:
-        partial.rename(out)
-    except BaseException:
-        if old is not None:
-            old.rename(out)
-        raise
-    _sync_folder(out.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def source_config(source: Path) -> dict[str, Any]:
     """config.json of a folder, or what says the same of a GGUF file."""
     if source.suffix != GGUF:
         return read_json(source / "config.json")
     from sameseed.models.gguf.config import raw_config
-    from sameseed.models.gguf.header import opened
+    from sameseed.models.gguf.header import GGUFFile
 
-    with opened(source) as file:
+    with closing(GGUFFile(source)) as file:
         raw = raw_config(file)
     if raw["rope_parameters"]["rope_type"] == "factors":
         raise ConfigError(
@@ -169,16 +169,6 @@ def copy_files(source: Path, folder: Path) -> None:
             write_file(folder / name, [(source / name).read_bytes()])
 
 
-def _card(source: Path, schemes: Mapping[str, QuantScheme], card: str) -> str:
-    texts = ", ".join(sorted({str(s) for s in schemes.values()}))
-    lines = [
-        f"# {source.stem if source.suffix == GGUF else source.name}, quantized",
-        "",
-        f"Written by sameseed from {source.name}: {len(schemes)} matrices in {texts}.",
-    ]
-    return "\n".join([*lines, *(["", card] if card else []), ""])
-
-
 class _Writer:
     """Gathers tensors into files, and what their schemes come to as a quantization_config."""
 
@@ -188,6 +178,7 @@ class _Writer:
         self.expected = expected_shapes(parse_config(raw))
         self.method = method_for(schemes.values())
         self.shard = shard
+        self.config: dict[str, Any] = {}  # of the first matrix
         self.groups: dict[str, tuple[dict[str, Any], list[str]]] = {}  # by content: the group, its modules
         self.files: list[tuple[Path, list[str]]] = []
         self._waiting: dict[str, Tensor] = {}
@@ -218,9 +209,11 @@ class _Writer:
             raise ConfigError(f"module {module} comes in {q.format} (activations {q.activations}), not in {scheme}")
         if self.method == "sameseed":
             return own.tensors_of(module, q)
-        config = get(q.format).config(q)
-        group = config["config_groups"]["group_0"] if self.method == "compressed-tensors" else config  # type: ignore[index]
-        self.groups.setdefault(json.dumps(group, sort_keys=True), (group, []))[1].append(module)
+        config: dict[str, Any] = get(q.format).config(q)
+        self.config = self.config or config
+        if self.method == "compressed-tensors":
+            group = config["config_groups"]["group_0"]
+            self.groups.setdefault(json.dumps(group, sort_keys=True), (group, []))[1].append(module)
         return get(q.format).checkpoint(module, q)
 
     def _flush(self) -> None:
@@ -239,37 +232,26 @@ class _Writer:
         name_files(self.folder, self.files, self._total)
 
     def quantization_config(self) -> dict[str, Any]:
-        """What config.json says of the tensors."""
+        if self.method == "sameseed":
+            return own.config_of(self.schemes)
         dense = [n.removesuffix(".weight") for n, shape in self.expected.items() if len(shape) == 2]
         dense = [m for m in [*dense, "lm_head"] if m not in self.schemes and m != "model.embed_tokens"]
         dense = list(dict.fromkeys(dense))
-        if self.method == "sameseed":
-            return own.config_of(self.schemes)
-        groups = list(self.groups.values())
         if self.method == "bitsandbytes":
-            return {**groups[0][0], "llm_int8_skip_modules": dense}
+            return {**self.config, "llm_int8_skip_modules": dense}
+        groups = list(self.groups.values())
         layouts = {g["format"] for g, _ in groups}
         made = {}
         for i, (group, modules) in enumerate(groups):
             # One group takes all linear layers but those of `ignore`; several name theirs.
             targets = ["Linear", *(m for m in modules if m == "model.embed_tokens")] if len(groups) == 1 else modules
             made[f"group_{i}"] = {**group, "targets": targets}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
-            "quantization_status": "compressed",
-            "config_groups": made,
-            "ignore": dense,
-            "kv_cache_scheme": None,
-            "global_compression_ratio": None,
-        }
+        layout = layouts.pop() if len(layouts) == 1 else "mixed-precision"
+        return {**self.config, "format": layout, "config_groups": made, "ignore": dense}
 
 
 def name_files(folder: Path, files: Sequence[tuple[Path, Sequence[str]]], total: int) -> None:
-    """Give the parts of a checkpoint (path, names of tensors) their final names, and write the index of several.
-
-    `total`: bytes of all tensors.
-    """
+    """Give parts (path, names of tensors; `total` bytes) their final names, and write the index of several."""
     if len(files) == 1:
         files[0][0].rename(folder / "model.safetensors")
         return
@@ -284,15 +266,9 @@ def name_files(folder: Path, files: Sequence[tuple[Path, Sequence[str]]], total:
 
 def method_for(schemes: Iterable[QuantScheme]) -> str:
     """The quant_method that can say all of these schemes: "compressed-tensors", "bitsandbytes" or "sameseed"."""
-    methods = set()
-    for scheme in set(schemes):
-        try:
-            said = get(scheme.weights).config(scheme.encode(torch.zeros(128, 128)))
-        except ConfigError:  # no engine reads it
-            said = {}
-        methods.add(str(said.get("quant_method", "sameseed")))
-    known = methods & {"compressed-tensors", "bitsandbytes"}
-    return known.pop() if len(methods) == 1 and known else "sameseed"
+    said = (get(scheme.weights).config(scheme.encode(torch.zeros(128, 128))) for scheme in set(schemes))
+    methods = {str(config.get("quant_method", "sameseed")) for config in said}
+    return methods.pop() if len(methods) == 1 else "sameseed"
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -300,7 +276,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     head = safetensors_head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in order)
     data = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in order)
-    write_file(path, [head], data)
+    write_file(path, chain([head], data))
 
 
 def safetensors_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
@@ -316,13 +292,10 @@ def safetensors_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]
     return struct.pack("<Q", len(header)) + header
 
 
-def write_file(path: Path, head: Iterable[bytes], data: Iterable[memoryview] = ()) -> None:
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """A file of pieces, one after the other, on the disk when this returns."""
     with path.open("wb") as file:
-        for piece in head:
-            file.write(piece)
-        for view in data:
-            file.write(view)
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
 

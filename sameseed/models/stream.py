@@ -6,10 +6,10 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sameseed.errors import ModelSaveError
 from sameseed.models.config import ModelConfig
@@ -38,7 +38,11 @@ def stream_weights(
     def pieces(names: list[str]) -> Iterator[memoryview]:
         nonlocal done
         for name in names:
-            for rows in _rows(name, shapes[name], source):
+            shape = shapes[name]
+            step = max(1, CHUNK // shape[-1])
+            starts = range(0, shape[0], step) if len(shape) == 2 else (None,)
+            for start in starts:
+                rows = source.tensor(name) if start is None else source.rows(name, start, min(start + step, shape[0]))
                 yield rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                 done += rows.numel()
                 if progress is not None:
@@ -48,18 +52,10 @@ def stream_weights(
     for names in _shards(shapes, source, shard_bytes):
         path = folder / f"part-{len(files)}"
         names.sort(key=lambda n: -source.dtype(n).itemsize)  # wide types first, so that all lie aligned
-        write_file(path, [safetensors_head((n, source.dtype(n), shapes[n]) for n in names)], pieces(names))
+        head = safetensors_head((n, source.dtype(n), shapes[n]) for n in names)
+        write_file(path, chain([head], pieces(names)))
         files.append((path, names))
     name_files(folder, files, num_bytes(config, source, shapes))
-
-
-def _rows(name: str, shape: tuple[int, ...], source: TensorSource) -> Iterator[Tensor]:
-    if len(shape) == 1:
-        yield source.tensor(name)
-        return
-    step = max(1, CHUNK // shape[1])
-    for start in range(0, shape[0], step):
-        yield source.rows(name, start, min(start + step, shape[0]))
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], source: TensorSource, most: int) -> Iterator[list[str]]:

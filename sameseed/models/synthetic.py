@@ -42,26 +42,21 @@ class RandomCheckpoint:
         return torch.randn(NOISE, generator=torch.Generator().manual_seed(self._seed)).to(self._device)
 
     def scheme(self, name: str) -> QuantScheme | None:
-        """None: nothing is quantized."""
         return None
 
     def stored(self, name: str) -> QuantTensor:
-        """Nothing is stored in a scheme."""
         raise NotImplementedError
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor."""
         return self._dtype
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor."""
         shape = self._shapes[name]
         if len(shape) == 2:
             return self.rows(name, 0, shape[0])
         return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, dtype=self._dtype)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop-1 of a matrix."""
         width = self._shapes[name][1]
         noise = self._scaled.get(width)
         if noise is None:

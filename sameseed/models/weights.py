@@ -6,11 +6,9 @@ plain codes are ever whole in memory.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cache
 from itertools import groupby
 from typing import Protocol
 
@@ -20,18 +18,11 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.formats._memory import roomy
-from sameseed.models.config import ModelConfig
+from sameseed.models.config import ModelConfig, layer_shapes
 from sameseed.models.layers import LayerWeights, ModelWeights
+from sameseed.models.layouts.base import say_once
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
-
-log = logging.getLogger("sameseed.models")
-
-
-@cache
-def _say_once(text: str) -> None:
-    log.warning(text)
-
 
 Progress = Callable[[int, int], None]
 CHUNK = 1 << 20  # values of a matrix that are floats at one time: few, so that they stay in the processor's cache
@@ -60,31 +51,12 @@ class TensorSource(Protocol):
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must hold, by Hugging Face name, with its shape."""
-    hidden, dim, inter = config.hidden_size, config.head_dim, config.intermediate_size
-    q_width, kv_width = config.num_heads * dim, config.num_kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for i in range(config.num_layers):
-        attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        linears = {
-            f"{attn}.q_proj": (q_width, hidden, config.qkv_bias),
-            f"{attn}.k_proj": (kv_width, hidden, config.qkv_bias),
-            f"{attn}.v_proj": (kv_width, hidden, config.qkv_bias),
-            f"{attn}.o_proj": (hidden, q_width, config.o_bias),
-            f"{mlp}.gate_proj": (inter, hidden, config.mlp_bias),
-            f"{mlp}.up_proj": (inter, hidden, config.mlp_bias),
-            f"{mlp}.down_proj": (hidden, inter, config.mlp_bias),
-        }
-        for name, (out, width, bias) in linears.items():
-            shapes[f"{name}.weight"] = (out, width)
-            if bias:
-                shapes[f"{name}.bias"] = (out,)
-        if config.qk_norm:
-            shapes[f"{attn}.q_norm.weight"] = shapes[f"{attn}.k_norm.weight"] = (dim,)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{i}.{norm}.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
+        shapes |= layer_shapes(config, f"model.layers.{i}", ("input_layernorm", "post_attention_layernorm"))
+    shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return shapes
 
 
@@ -223,7 +195,6 @@ class WeightReader:
         )
 
     def matrix(self, module: str) -> QuantTensor:
-        """The weight of one module."""
         return self._alike([module], self._scheme(module))
 
     def stack(self, modules: Seq[str]) -> QuantTensor | tuple[QuantTensor, ...]:
@@ -243,31 +214,27 @@ class WeightReader:
             return chosen, False
         as_stored = replace(chosen, activations=None) == replace(own, activations=None)
         if not as_stored:
-            _say_once(f"weights stored as {own} are decoded and stored as {chosen}; --format auto keeps them")
+            say_once(f"weights stored as {own} are decoded and stored as {chosen}; --format auto keeps them")
         return chosen, as_stored
 
     def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool]) -> QuantTensor:
-        """The weights of modules that share a scheme, as one."""
         chosen, as_stored = how
         names = [f"{m}.weight" for m in modules]
         if not as_stored and chosen.rows_together == 1:
             return self._encoded(names, chosen)
-        weights = [self._stored(n) if as_stored else self._whole(n, chosen) for n in names]
+        weights = []
+        for name in names:
+            if as_stored:
+                found = self.source.stored(name)
+                weights.append(replace(found, parts={n: part.to(self.device) for n, part in found.parts.items()}))
+            else:  # rows share scales: it cannot be encoded in chunks
+                rows = self.source.rows(name, 0, self.shapes[name][0])
+                weights.append(chosen.encode(rows.to(self.device)))
         whole = weights[0] if len(weights) == 1 else scheme.get(chosen.weights).concat(weights)
         self._tick(whole.shape[0] * whole.shape[1])
         return self.pack(replace(whole, activations=chosen.activations))
 
-    def _stored(self, name: str) -> QuantTensor:
-        """A matrix as the source has it, on the device."""
-        found = self.source.stored(name)
-        return replace(found, parts={n: part.to(self.device) for n, part in found.parts.items()})
-
-    def _whole(self, name: str, chosen: QuantScheme) -> QuantTensor:
-        """A matrix of the source in a scheme whose rows share scales, so that it cannot be encoded in chunks."""
-        return chosen.encode(self.source.rows(name, 0, self.shapes[name][0]).to(self.device))
-
     def _encoded(self, names: Seq[str], chosen: QuantScheme) -> QuantTensor:
-        """Matrices of the source as one in a scheme, chunk by chunk."""
         height, width = sum(self.shapes[n][0] for n in names), self.shapes[names[0]][1]
         dtypes = {self.source.dtype(n) for n in names}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -283,7 +250,11 @@ class WeightReader:
             if count == height:
                 return piece
             if whole is None:  # sized by the first chunk, which is full
-                whole = _room(piece, height)
+                parts = {}
+                for part, tensor in piece.parts.items():  # a part's first dimension goes with O
+                    unit = count // tensor.shape[0]  # rows of the weight in one of the part: 1, or a packed tile's
+                    parts[part] = roomy((-(-height // unit), *tensor.shape[1:]), tensor.dtype, tensor.device)
+                whole = replace(piece, shape=(height, width), parts=parts)
             for part, tensor in piece.parts.items():
                 first = start * tensor.shape[0] // count if count == step else whole.parts[part].shape[0] - len(tensor)
                 whole.parts[part][first : first + len(tensor)] = tensor
@@ -291,7 +262,6 @@ class WeightReader:
         return whole
 
     def _rows(self, names: Seq[str], start: int, stop: int) -> Iterator[Tensor]:
-        """Rows start..stop-1 of the stacked matrices."""
         first = 0
         for name in names:
             height = self.shapes[name][0]
@@ -299,14 +269,3 @@ class WeightReader:
             if begin < end:
                 yield self.source.rows(name, begin, end)
             first += height
-
-
-def _room(piece: QuantTensor, height: int) -> QuantTensor:
-    """Memory for a whole weight of `height` rows like `piece`, a chunk of it: a part's first dimension goes with O."""
-
-    def room(part: Tensor) -> Tensor:
-        unit = piece.shape[0] // part.shape[0]  # rows of the weight in one of the part: 1, or a packed tile's
-        return roomy((-(-height // unit), *part.shape[1:]), part.dtype, part.device)
-
-    parts = {name: room(part) for name, part in piece.parts.items()}
-    return replace(piece, shape=(height, piece.shape[1]), parts=parts)

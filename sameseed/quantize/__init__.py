@@ -5,7 +5,7 @@ A method of this registry is a file with a class `METHOD`, a `Quantizer`. Letter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +31,13 @@ class Stats:
     _kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, inputs: Callable[[], Any], width: int, device: torch.device = CPU) -> Stats:
-        """Statistics over the tensors [..., K] on `device` that `inputs()` yields, summed in float64 (wide ones in
-        float32).
-        """
+    def of(cls, inputs: Iterable[Tensor], width: int, device: torch.device = CPU) -> Stats:
+        """Statistics over tensors [..., K] on `device`, summed in float64 (wide ones in float32)."""
         exact = torch.float64
         hessian = torch.zeros(width, width, dtype=exact if width <= DOUBLE else torch.float32, device=device)
         absmax = torch.zeros(width, device=device)
         total, count = torch.zeros(width, dtype=exact, device=device), 0
-        for x in inputs():
+        for x in inputs:
             rows = x.reshape(-1, width)
             hessian += rows.T @ rows
             size = rows.abs()
@@ -106,18 +104,14 @@ class Quantizer:
         return norm
 
 
-class Pipeline(Quantizer):
+class Pipeline:
     """Several methods as one: each prepares in turn, the last that rounds does so (none: to nearest)."""
 
     def __init__(self, methods: list[Quantizer], text: str) -> None:
-        super().__init__()
         self.methods = methods
         self.text = text
         self.needs = frozenset[str]().union(*(m.needs for m in methods))
         self.unties = any(m.unties for m in methods)
-
-    def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
-        raise NotImplementedError("run.py prepares method by method, with fresh statistics")
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
         rounding = next((m for m in reversed(self.methods) if m.rounds), None)
@@ -167,6 +161,14 @@ def parse_method(text: str, options: Mapping[str, object] | None = None, seed: i
 def is_dense(scheme: QuantScheme) -> bool:
     """Whether a scheme leaves floats of a usual width: nothing is to be chosen."""
     return scheme.weights == "auto" or scheme.weights in DENSE.values()
+
+
+def check_stored(name: str, shape: tuple[int, int], scheme: QuantScheme) -> None:
+    """Raise ConfigError where a matrix [O, K] cannot be stored in a scheme."""
+    try:
+        scheme.args(shape[1])
+    except ConfigError as error:
+        raise ConfigError(f"{name} {list(shape)} cannot be stored as {scheme}: {error}") from None
 
 
 def decoded(q: QuantTensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from statistics import median
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.quantize import is_dense
+from sameseed.quantize import check_stored
 from sameseed.quantize._decoder import STAGES, Block, Linear, advance
 from sameseed.quantize._walk import Walk
 from sameseed.scheme import QuantScheme
@@ -53,9 +53,6 @@ class Assignment:
         return tuple((m, QuantScheme.parse(s.scheme)) for s in self.chosen.values() for m in s.modules)
 
 
-Report = Callable[[int, int], None]
-
-
 def offered(modules: Seq[str], scheme: QuantScheme, candidates: Seq[str]) -> list[QuantScheme]:
     """What a unit may be stored in: the candidates, or where a rule of `scheme` names it, what that says.
 
@@ -87,10 +84,7 @@ def check_budget(shapes: Mapping[str, tuple[int, int]], plan: QuantScheme, candi
         sizes = []
         for scheme in offered(modules, plan, candidates):
             for m in modules:
-                try:
-                    scheme.args(shapes[m][1])
-                except ConfigError as error:
-                    raise ConfigError(f"{m} {list(shapes[m])} cannot be stored as {scheme}: {error}") from None
+                check_stored(m, shapes[m], scheme)
             sizes.append(sum(math.prod(shapes[m]) * scheme.bits_per_weight(shapes[m][1]) for m in modules))
         least += min(sizes)
     _check_least(least / sum(map(math.prod, shapes.values())), budget)
@@ -108,7 +102,7 @@ def measure(
     walk: Walk,
     ends: tuple[Tensor, Linear],
     schemes_of: Callable[[Seq[str]], Seq[QuantScheme]],
-    report: Report | None = None,
+    report: Callable[[int, int], None],
 ) -> list[Sensitivity]:
     """Sensitivities of every unit, rounded to nearest, over the rows in `walk.hidden` [B, S, C].
 
@@ -137,8 +131,7 @@ def measure(
         for (partly, _), h in zip(trials, hidden, strict=True):
             found.append(partly(loss=divergence(walk, ends, final, h)))
         _advance(walk, block, entering)
-        if report is not None:
-            report(index + 1, num_layers)
+        report(index + 1, num_layers)
     return found
 
 
@@ -166,7 +159,7 @@ def divergence(walk: Walk, ends: tuple[Tensor, Linear], before: Tensor, after: T
     total, count = 0.0, 0
     for a, b in zip(walk.parts(before), walk.parts(after), strict=True):
         for x, y in zip(torch.split(a.flatten(0, 1), 1024), torch.split(b.flatten(0, 1), 1024), strict=True):
-            p, q = (F.log_softmax(walk.decoder.logits(h, norm, head), -1) for h in (x, y))
+            p, q = (F.log_softmax(head(walk.decoder.norm(h, norm)), -1) for h in (x, y))
             total += float(F.kl_div(q, p, reduction="sum", log_target=True))
             count += len(x)
     return max(total / count, 0.0)
@@ -201,20 +194,13 @@ def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
                 options[i, steps:] = best[: STEPS + 1 - steps] + s.loss
         best, pick = options.min(0)
         picks.append(pick)
-    chosen = _trace(units, picks, cost)
+    left, chosen = STEPS, {}
+    for unit, pick in zip(reversed(units), reversed(picks), strict=True):
+        chosen[unit] = s = units[unit][int(pick[left])]
+        left -= cost(s)
+    chosen = dict(reversed(chosen.items()))
     total = sum(s.bits * s.num_weights for s in chosen.values())
     return Assignment(chosen, total / weights, sum(s.loss for s in chosen.values()))
-
-
-def _trace(
-    units: Mapping[str, list[Sensitivity]], picks: list[Tensor], cost: Callable[[Sensitivity], int]
-) -> dict[str, Sensitivity]:
-    left, chosen = STEPS, {}
-    for (unit, choices), pick in zip(reversed(list(units.items())), reversed(picks), strict=True):
-        s = choices[int(pick[left])]
-        chosen[unit] = s
-        left -= cost(s)
-    return dict(reversed(chosen.items()))
 
 
 @dataclass(frozen=True)
@@ -233,60 +219,22 @@ def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[BitAdvice]
     Of measured sensitivities where there are any (a part counts from twice its share on), else of the modules' output
     errors (from 1.5 times the median's on); the worst first, at most `most`.
     """
-    measured = quantization.get("sensitivity")
-    if measured:
-        stored = {m["module"]: m["scheme"] for m in quantization["modules"]}
-        parts = [
-            (tuple(s["modules"]), s["loss"], s["num_weights"])
-            for s in measured
-            if stored.get(s["modules"][0]) == s["scheme"]
-        ]
-        whole, weights = sum(p[1] for p in parts), sum(p[2] for p in parts)
-        found = [
-            BitAdvice(
-                modules,
-                loss / whole,
-                n / weights,
-                f"{loss / whole:.0%} of the loss in {n / weights:.1%} of the weights",
-            )
-            for modules, loss, n in parts
-            if whole > 0 and loss / whole >= 2 * n / weights
-        ]
-    else:
-        found = _by_error(quantization["modules"])
+    modules, found = quantization["modules"], []
+    if measured := quantization.get("sensitivity"):
+        stored = {m["module"]: m["scheme"] for m in modules}
+        parts = [s for s in measured if stored.get(s["modules"][0]) == s["scheme"]]
+        whole, weights = sum(s["loss"] for s in parts), sum(s["num_weights"] for s in parts)
+        for s in parts if whole > 0 else []:
+            share, of_weights = s["loss"] / whole, s["num_weights"] / weights
+            if share >= 2 * of_weights:
+                reason = f"{share:.0%} of the loss in {of_weights:.1%} of the weights"
+                found.append(BitAdvice(tuple(s["modules"]), share, of_weights, reason))
+    elif parts := [m for m in modules if m["relative"] > 0]:
+        usual = median(m["relative"] for m in parts)
+        whole, weights = sum(m["relative"] ** 2 for m in parts), sum(m["num_weights"] for m in modules)
+        for m in parts:
+            if m["relative"] >= 1.5 * usual:
+                reason = f"its output is off by {m['relative']:.1%}, the median module's by {usual:.1%}"
+                share, of_weights = m["relative"] ** 2 / whole, m["num_weights"] / weights
+                found.append(BitAdvice((m["module"],), share, of_weights, reason))
     return sorted(found, key=lambda a: (-a.share, a.modules))[:most]
-
-
-def _by_error(modules: Seq[Mapping[str, Any]]) -> list[BitAdvice]:
-    stored = [m for m in modules if m["relative"] > 0]
-    if not stored:
-        return []
-    usual = median(m["relative"] for m in stored)
-    whole, weights = sum(m["relative"] ** 2 for m in stored), sum(m["num_weights"] for m in modules)
-    return [
-        BitAdvice(
-            (m["module"],),
-            m["relative"] ** 2 / whole,
-            m["num_weights"] / weights,
-            f"its output is off by {m['relative']:.1%}, the median module's by {usual:.1%}",
-        )
-        for m in stored
-        if m["relative"] >= 1.5 * usual
-    ]
-
-
-def as_dicts(sensitivities: Seq[Sensitivity]) -> list[dict[str, Any]]:
-    """For JSON."""
-    return [asdict(s) for s in sensitivities]
-
-
-def from_dicts(rows: Seq[Mapping[str, Any]]) -> list[Sensitivity]:
-    """The inverse of as_dicts."""
-    return [Sensitivity(**{**row, "modules": tuple(row["modules"])}) for row in rows]
-
-
-def check_candidates(candidates: Seq[str]) -> None:
-    """Raise ConfigError or RegistryError where one is no scheme, or all are dense."""
-    schemes = [QuantScheme.parse(c) for c in candidates]
-    if all(is_dense(s) for s in schemes):
-        raise ConfigError("a budget needs candidates of fewer bits, e.g. --candidates w4a16-g128 w8a16 bf16")

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,32 +67,28 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
                 if number > MOST_DOCUMENTS:
                     return
                 if line.strip():
-                    yield _encode(_parse(line, path, number), tokenizer, f"{path}:{number}")
+                    yield _encoded(line, f"{path}:{number}", tokenizer)
     except OSError as error:
         raise ConfigError(f"cannot read {path} ({error.strerror}); give a .jsonl or .txt file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no UTF-8 text ({error}); convert it first") from None
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+def _encoded(line: str, where: str, tokenizer: Tokenizer) -> list[int]:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}:{number}: no JSON ({error}); {SCHEMA}") from None
+        raise ConfigError(f"{where}: no JSON ({error}); {SCHEMA}") from None
     kinds = {"text": str, "prompt": str, "messages": list}
     if not isinstance(row, dict) or not any(isinstance(row.get(name), kind) for name, kind in kinds.items()):
         found = ", ".join(sorted(row)) or "nothing" if isinstance(row, dict) else type(row).__name__
-        raise ConfigError(f"{path}:{number}: found {found}; {SCHEMA}")
-    return row
-
-
-def _encode(row: dict[str, Any], tokenizer: Tokenizer, where: str) -> list[int]:
+        raise ConfigError(f"{where}: found {found}; {SCHEMA}")
     try:
         if isinstance(row.get("messages"), list):
             return tokenizer.chat(row["messages"], add_generation_prompt=False)
         if isinstance(row.get("text"), str):
             return tokenizer.encode(row["text"])
-        if tokenizer.has_chat_template:
+        if tokenizer.chat_template is not None:
             return tokenizer.chat([{"role": "user", "content": row["prompt"]}])
         return tokenizer.encode(row["prompt"])
     except RequestError as error:

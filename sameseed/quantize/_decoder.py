@@ -42,11 +42,9 @@ class Linear:
         return F.linear(x if self.q is None else as_read(x, self.q), self.weight, self.bias)
 
     def store(self, q: QuantTensor) -> None:
-        """Take the values that `q` decodes to."""
         self.q, self.weight = q, formats.get(q.format).decode(q)
 
     def to(self, device: torch.device) -> Linear:
-        """The same layer with its tensors on `device`."""
         bias = None if self.bias is None else self.bias.to(device)
         return Linear(self.weight.to(device), bias, None if self.q is None else moved(self.q, device))
 
@@ -84,7 +82,6 @@ class Block:
         return Block(self.index, {n: replace(linear) for n, linear in self.linears.items()}, dict(self.norms))
 
     def to(self, device: torch.device) -> Block:
-        """The same layer with its tensors on `device`."""
         return Block(
             self.index,
             {name: linear.to(device) for name, linear in self.linears.items()},
@@ -136,8 +133,10 @@ class DecoderLayers:
         q, k = (reference.rope(t.flatten(0, 1), positions, self.rope).view_as(t) for t in (q, k))
         repeats = c.num_heads // c.num_kv_heads
         k, v = (t.repeat_interleave(repeats, dim=2).transpose(1, 2) for t in (k, v))  # [B, H, S, D]
-        window = c.windows[block.index]
-        mask = None if window is None else _window_mask(length, window, x.device)
+        window, mask = c.windows[block.index], None
+        if window is not None:
+            distance = positions[:length, None] - positions[None, :length]
+            mask = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=mask is None)
         return out.transpose(1, 2).flatten(2)
 
@@ -164,16 +163,6 @@ class DecoderLayers:
             return x if stage == "qkv" else self.attend(block, x)
         x = self.norm(h, block.norms[POST_NORM])
         return x if stage == "gate_up" else self.inner(block, x)
-
-    def logits(self, h: Tensor, norm: Tensor, head: Linear) -> Tensor:
-        """Logits [..., V] of what leaves the last layer, h [..., C]."""
-        return head(self.norm(h, norm))
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    places = torch.arange(length, device=device)
-    distance = places[:, None] - places[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def chunks(h: Tensor) -> Iterator[Tensor]:

@@ -63,18 +63,17 @@ def independent(weight: Tensor, q: QuantTensor, encode: Encode) -> bool:
     """
     if q.group == q.shape[1] or not q.parts.keys() <= {"codes", "scales", "zeros"}:
         return False
-    return all(_alone(weight, q, encode, at) for at in range(q.shape[1] // q.group))
-
-
-def _alone(weight: Tensor, q: QuantTensor, encode: Encode, at: int) -> bool:
-    try:
-        alone = encode(weight[:, at * q.group : (at + 1) * q.group])
-    except ConfigError:
-        return False
-    if alone.parts.keys() != q.parts.keys() or alone.parts["scales"].shape != (q.shape[0], 1):
-        return False
-    widths = {name: part.shape[1] for name, part in alone.parts.items()}
-    return all(part[:, at * widths[n] : (at + 1) * widths[n]].equal(alone.parts[n]) for n, part in q.parts.items())
+    for at in range(q.shape[1] // q.group):
+        try:
+            alone = encode(weight[:, at * q.group : (at + 1) * q.group]).parts
+        except ConfigError:
+            return False
+        if alone.keys() != q.parts.keys() or alone["scales"].shape != (q.shape[0], 1):
+            return False
+        widths = {name: part.shape[1] for name, part in alone.items()}
+        if not all(part[:, at * widths[n] : (at + 1) * widths[n]].equal(alone[n]) for n, part in q.parts.items()):
+            return False
+    return True
 
 
 def clip(weight: Tensor, encode: Encode, hessian: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from sameseed.models.config import ModelConfig, read_config, read_json
 from sameseed.models.loader import load_tokenizer, open_checkpoint, resolve_model
 from sameseed.models.save import check_destination, save_quantized
 from sameseed.models.weights import TensorSource, expected_shapes
-from sameseed.quantize import Pipeline, Stats, _budget as bits, is_dense, parse_method
+from sameseed.quantize import Pipeline, Stats, _budget as bits, check_stored, is_dense, parse_method
 from sameseed.quantize._calibrate import Calibration, read_calibration
 from sameseed.quantize._decoder import CPU, Linear, chunks, moved
 from sameseed.quantize._walk import ModuleError, Walk, module_error
@@ -91,18 +91,29 @@ def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult
     folder = resolve_model(plan.model)
     check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # not found out at the end
     config = read_config(folder)
-    _check_twin(folder, plan, pipeline)
+    record = folder / "twin.json"
+    turns = any(m.turns for m in pipeline.methods)  # a twin's padding tokens are kept from winning by a constant
+    if turns and record.exists() and read_json(record).get("constant") is not None:
+        raise ConfigError(
+            f"{plan.model} is a twin with padding tokens, which method {pipeline.text!r} would let win; take another "
+            "method, or a twin of a shape with the source's own vocabulary"
+        )
     calibration = None
     if plan.calibration is not None:
         tokenizer = load_tokenizer(folder)
         apart = HELD_OUT if plan.budget is not None else 0
         length = min(plan.length, config.max_model_len)
         calibration = read_calibration(plan.calibration, tokenizer, plan.samples, length, plan.seed, apart)
-        _check_tokens(calibration, config, plan.calibration)
+        largest = int(calibration.rows.max())
+        if largest >= config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer gives token {largest} for {plan.calibration}, the model knows {config.vocab_size}; "
+                "is tokenizer.json the model's own?"
+            )
     with torch.inference_mode(), open_checkpoint(folder) as source:
         source.check(config)
-        run = _Run(plan, folder, config, source, pipeline, scheme, calibration, report)
-        return run.finish()
+        nobody: Report = lambda progress: None  # noqa: E731
+        return _Run(plan, folder, config, source, pipeline, scheme, calibration, report or nobody).finish()
 
 
 def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
@@ -117,7 +128,9 @@ def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
             f"method {pipeline.text!r} learns from text; give --calibration FILE (.jsonl or .txt), or take --method rtn"
         )
     if plan.budget is not None:
-        bits.check_candidates(plan.candidates)
+        candidates = [QuantScheme.parse(c) for c in plan.candidates]
+        if all(is_dense(c) for c in candidates):
+            raise ConfigError("a budget needs candidates of fewer bits, e.g. --candidates w4a16-g128 w8a16 bf16")
         if plan.calibration is None:
             raise ConfigError("a budget is spent by measured loss; give --calibration FILE")
         if not 0 < plan.budget < math.inf:
@@ -126,63 +139,41 @@ def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
         raise ConfigError(f"the seed is a number from 0 to 2^63 - 1; got {plan.seed}")
 
 
-def _check_twin(folder: Path, plan: QuantizePlan, pipeline: Pipeline) -> None:
-    """Raise ConfigError where a twin's padding tokens would begin to win: their constant drowns in a turned stream."""
-    record = folder / "twin.json"
-    if any(m.turns for m in pipeline.methods) and record.exists() and read_json(record).get("constant") is not None:
-        raise ConfigError(
-            f"{plan.model} is a twin with padding tokens, which method {pipeline.text!r} would let win; take another "
-            "method, or a twin of a shape with the source's own vocabulary"
-        )
-
-
-def _check_tokens(calibration: Calibration, config: ModelConfig, path: Path) -> None:
-    if int(calibration.rows.max()) >= config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer gives token {int(calibration.rows.max())} for {path}, the model knows "
-            f"{config.vocab_size}; is tokenizer.json the model's own?"
-        )
-
-
+@dataclass
 class _Run:
     """One run: the source, the work folder, the walk through the layers."""
 
-    def __init__(
-        self,
-        plan: QuantizePlan,
-        folder: Path,
-        config: ModelConfig,
-        source: TensorSource,
-        pipeline: Pipeline,
-        scheme: QuantScheme,
-        calibration: Calibration | None,
-        report: Report | None,
-    ) -> None:
-        self.plan, self.folder, self.config, self.source = plan, folder, config, source
-        self.pipeline, self.scheme, self.calibration = pipeline, scheme, calibration
-        self.report: Report = report or (lambda progress: None)
-        self.device = torch.device(plan.device)
-        self.tied = config.tied_embeddings and not pipeline.unties
+    plan: QuantizePlan
+    folder: Path
+    config: ModelConfig
+    source: TensorSource
+    pipeline: Pipeline
+    scheme: QuantScheme
+    calibration: Calibration | None
+    report: Report
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.plan.device)
+        self.tied = self.config.tied_embeddings and not self.pipeline.unties
         self._check_source()
-        self.work = WorkFolder.open(plan.out, self._manifest(), plan.resume, plan.overwrite)
+        self.work = WorkFolder.open(self.plan.out, self._manifest(), self.plan.resume, self.plan.overwrite)
         self.sensitivities: list[bits.Sensitivity] = []
 
     def _check_source(self) -> None:
-        if any(self.source.scheme(f"{name}.weight") is not None for name, _ in _matrices(self.config)):
+        """Raise ConfigError for what is quantized already or cannot be stored so, before anything is computed."""
+        matrices = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in expected_shapes(self.config).items() if s[1:]}
+        if any(self.source.scheme(f"{name}.weight") is not None for name in matrices):
             raise ConfigError(
                 f"{self.plan.model} is quantized already, and doing it again loses twice; give the original model"
             )
-        for name, shape in _matrices(self.config):  # groups that do not divide: before anything is computed
-            scheme = self.scheme.at(name)
-            if not is_dense(scheme) and self.plan.budget is None and name not in (EMBEDDING, HEAD):
-                try:
-                    scheme.args(shape[1])
-                except ConfigError as error:
-                    raise ConfigError(f"{name} {list(shape)} cannot be stored as {scheme}: {error}") from None
-
+        layers = {name: shape for name, shape in matrices.items() if name not in (EMBEDDING, HEAD)}
         if self.plan.budget is not None:
-            shapes = {name: shape for name, shape in _matrices(self.config) if name not in (EMBEDDING, HEAD)}
-            bits.check_budget(shapes, self.scheme, self.plan.candidates, self.plan.budget)
+            bits.check_budget(layers, self.scheme, self.plan.candidates, self.plan.budget)
+            return
+        for name, shape in layers.items():
+            scheme = self.scheme.at(name)
+            if not is_dense(scheme):
+                check_stored(name, shape, scheme)
 
     def _manifest(self) -> dict[str, Any]:
         """What must be equal for a run to go on."""
@@ -217,7 +208,17 @@ class _Run:
             hidden = self._hidden(self.calibration.rows)
             self._embed(self.calibration.rows, embedding, hidden)
         walk = self._walk(self.pipeline, scheme, hidden)
-        errors = self._layers(walk)
+        errors: list[ModuleError] = []
+        total = self.config.num_layers
+        for index in range(total):
+            if self.work.has_layer(index):
+                block, own = self.work.read_layer(index)
+                walk.skip(block)
+            else:
+                block, own = walk.layer(index)
+                self.work.write_layer(block, own)
+            errors += own
+            self.report(Progress("layers", index + 1, total, tuple(own)))
         head = embedding if self.tied else self._end_matrix(HEAD, hidden)
         for name, (_, error) in {EMBEDDING: embedding, HEAD: head}.items():
             if error is not None and not (self.tied and name == HEAD):
@@ -257,8 +258,9 @@ class _Run:
                 lambda modules: bits.offered(modules, self.scheme, self.plan.candidates),
                 lambda done, total: self.report(Progress("budget", done, total)),
             )
-            self.work.write_json("sensitivity.json", bits.as_dicts(measured))
-        self.sensitivities = bits.from_dicts(self.work.read_json("sensitivity.json"))
+            self.work.write_json("sensitivity.json", [asdict(s) for s in measured])
+        rows = self.work.read_json("sensitivity.json")
+        self.sensitivities = [bits.Sensitivity(**{**row, "modules": tuple(row["modules"])}) for row in rows]
         chosen = bits.assign(self.sensitivities, self.plan.budget)
         return replace(self.scheme, rules=(*self.scheme.rules, *chosen.rules))
 
@@ -268,20 +270,6 @@ class _Run:
     def _last_norm(self) -> Tensor:
         """Weights of the norm before the head, float32 [C], on the device."""
         return self.source.tensor("model.norm.weight").to(self.device).float()
-
-    def _layers(self, walk: Walk) -> list[ModuleError]:
-        errors: list[ModuleError] = []
-        total = self.config.num_layers
-        for index in range(total):
-            if self.work.has_layer(index):
-                block, own = self.work.read_layer(index)
-                walk.skip(block)
-            else:
-                block, own = walk.layer(index)
-                self.work.write_layer(block, own)
-            errors += own
-            self.report(Progress("layers", index + 1, total, tuple(own)))
-        return errors
 
     def _hidden(self, rows: Tensor, name: str = "hidden") -> Tensor:
         """Room for hidden states [B, S, C] of rows [B, S]: memory, or if they are many a file in the work folder."""
@@ -301,32 +289,25 @@ class _Run:
 
     # --- embedding and head ---
 
-    def _named(self, name: str) -> QuantScheme:
-        """The scheme of embedding or head if a rule names it; else "auto": it stays as it is."""
-        names = (EMBEDDING, HEAD) if self.tied else (name,)
-        return QuantScheme(rules=self.scheme.rules).at(*names)
+    def _tensor(self, name: str) -> str:
+        return f"{EMBEDDING if self.config.tied_embeddings else name}.weight"
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of embedding or head, float32 on the device, as the methods want them."""
-        tensor = EMBEDDING if name == EMBEDDING or self.config.tied_embeddings else HEAD
-        rows = self.source.rows(f"{tensor}.weight", start, stop).to(self.device).float()
+        rows = self.source.rows(self._tensor(name), start, stop).to(self.device).float()
         if name == EMBEDDING:
             return self.pipeline.embedding(rows)
         return self.pipeline.head(rows, self._last_norm())
 
     def _dense(self, name: str, scheme: QuantScheme) -> Tensor:
         """Embedding or head [V, C] in a dense scheme ("auto": the checkpoint's type)."""
-        stored = scheme.format_for(self._dtype(name))
+        stored = scheme.format_for(self.source.dtype(self._tensor(name)))
         dtype = next(dtype for dtype, format in DENSE.items() if format == stored)
         out = torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=dtype)
         for start in range(0, len(out), HEAD_ROWS):
             rows = self._rows(name, start, min(start + HEAD_ROWS, len(out)))
             out[start : start + HEAD_ROWS] = formats.get(stored).encode(rows).parts["weight"]  # says what does not fit
         return out
-
-    def _dtype(self, name: str) -> torch.dtype:
-        tensor = EMBEDDING if name == EMBEDDING or self.config.tied_embeddings else HEAD
-        return self.source.dtype(f"{tensor}.weight")
 
     def _end_matrix(
         self, name: str, hidden: Tensor | None, dense: bool = False
@@ -335,7 +316,8 @@ class _Run:
 
         A lookup has no inputs to weigh errors by: an embedding (tied ones too) is rounded to nearest.
         """
-        scheme = QuantScheme() if dense else self._named(name)
+        rules = () if dense else self.scheme.rules  # "auto" where no rule names it: it stays as it is
+        scheme = QuantScheme(rules=rules).at(*((EMBEDDING, HEAD) if self.tied else (name,)))
         if is_dense(scheme):
             return self._dense(name, scheme), None
         height, width = self.config.vocab_size, self.config.hidden_size
@@ -343,7 +325,7 @@ class _Run:
         if hidden is not None and name == HEAD:
             walk = self._walk(self.pipeline, scheme, hidden)
             norm = self.pipeline.last_norm(self._last_norm()).to(walk.dtype).float()
-            stats = Stats.of(lambda: (walk.decoder.norm(part, norm) for part in walk.parts(hidden)), width, self.device)
+            stats = Stats.of((walk.decoder.norm(part, norm) for part in walk.parts(hidden)), width, self.device)
         step = HEAD_ROWS if scheme.rows_together else height  # 0: a choice for all rows
         pieces: list[QuantTensor] = []
         errors: list[ModuleError] = []
@@ -398,17 +380,10 @@ class _Run:
             "budget": self.plan.budget,
             "bits_per_weight": sum(e.bits * e.num_weights for e in errors) / weights,
             "modules": [asdict(e) for e in errors],
-            "sensitivity": bits.as_dicts(self.sensitivities) or None,
+            "sensitivity": [asdict(s) for s in self.sensitivities] or None,
             "predicted_loss": None,
         }
         if self.plan.budget is not None:
             found["predicted_loss"] = bits.assign(self.sensitivities, self.plan.budget).predicted_loss
         found["recommendation"] = [asdict(a) for a in bits.recommend(found)]
         return found
-
-
-def _matrices(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names and shapes of a model's matrices, without `.weight`."""
-    for name, shape in expected_shapes(config).items():
-        if len(shape) == 2:
-            yield name.removesuffix(".weight"), (shape[0], shape[1])

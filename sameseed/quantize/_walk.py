@@ -7,7 +7,7 @@ computes gets them in chunks, and holds the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sameseed.models.config import ModelConfig
 from sameseed.models.weights import TensorSource
-from sameseed.quantize import Pipeline, Quantizer, SchemeOf, Stats, is_dense
+from sameseed.quantize import Pipeline, Quantizer, Stats, is_dense
 from sameseed.quantize._decoder import (
     CPU,
     DOWN,
@@ -83,69 +83,47 @@ class Walk:
         """Layer `index`, rewritten by the methods in turn, not yet rounded."""
         block = read_block(self.config, self.source, index, self.device)
         for method in self.pipeline.methods:
-            stats = self._all_stats(block) if "hessian" in method.needs and prepares(method) else {}
-            method.prepare(block, stats, self.config, self.scheme_of(block))
+            stats = {}
+            if "hessian" in method.needs and type(method).prepare is not Quantizer.prepare:
+                stats = {stage: self._stats(block, stage, stage in ("gate_up", "down")) for stage in STAGES}
+            method.prepare(block, stats, self.config, lambda name: self.scheme.at(block.prefix + name))
         as_stored(block, self.dtype, self.config)
         return block
 
-    def scheme_of(self, block: Block) -> SchemeOf:
-        """Scheme of a linear layer by its name within the block."""
-        return lambda name: self.scheme.at(block.prefix + name)
-
     def layer(self, index: int) -> tuple[Block, list[ModuleError]]:
         """Choose the codes of layer `index` and pass the hidden states through it."""
-        block = self.prepared(index)
-        errors = []
-        for stage in STAGES:
-            errors += self._stage(block, stage)
+        block, errors = self.prepared(index), []
+        for stage, names in STAGES.items():
+            stats = None if self.hidden is None else self._stats(block, stage)
+            for name in names:
+                linear, scheme = block.linears[name], self.scheme.at(block.prefix + name)
+                if is_dense(scheme):  # as it is stored, so it is read on
+                    scheme = QuantScheme(scheme.format_for(self.source.dtype(f"{block.prefix}{name}.weight")))
+                before = linear.weight
+                scheme = scheme.settled(before)  # a choice of format becomes the format chosen
+                linear.store(self.pipeline.quantize(before, scheme, stats))
+                errors.append(module_error(block.prefix + name, scheme, before, linear.weight, stats))
+            if self.hidden is not None and stage in ("o", "down"):
+                step = self.decoder.after_attention if stage == "o" else self.decoder.after_mlp
+                advance(self.hidden, partial(step, block), self.device)
         return block, errors
 
-    def _stage(self, block: Block, stage: str) -> list[ModuleError]:
-        stats = None if self.hidden is None else self._stats(block, stage)
-        errors = []
-        for name in STAGES[stage]:
-            linear, scheme = block.linears[name], self.scheme_of(block)(name)
-            if is_dense(scheme):  # as it is stored, so it is read on
-                scheme = QuantScheme(scheme.format_for(self.source.dtype(f"{block.prefix}{name}.weight")))
-            before = linear.weight
-            scheme = scheme.settled(before)  # a choice of format becomes the format chosen
-            linear.store(self.pipeline.quantize(before, scheme, stats))
-            errors.append(module_error(block.prefix + name, scheme, before, linear.weight, stats))
-        if self.hidden is not None and stage in ("o", "down"):
-            step = self.decoder.after_attention if stage == "o" else self.decoder.after_mlp
-            advance(self.hidden, partial(step, block), self.device)
-        return errors
-
     def skip(self, block: Block) -> None:
-        """Pass the hidden states through a layer that is done."""
         if self.hidden is not None:
-            block = block.to(self.device)
-            advance(self.hidden, partial(self.decoder.after_attention, block), self.device)
-            advance(self.hidden, partial(self.decoder.after_mlp, block), self.device)
+            advance(self.hidden, partial(self.decoder.layer, block.to(self.device)), self.device)
 
     def parts(self, hidden: Tensor) -> Iterator[Tensor]:
         """Hidden states [B, S, C] in chunks, on the device."""
         return (part.to(self.device) for part in chunks(hidden))
 
-    def _stats(self, block: Block, stage: str) -> Stats:
-        """Of what enters a stage, `hidden` being what enters the layer, or its second half."""
-        hidden = self.hidden
-        assert hidden is not None
-        return self._stats_of(block, stage, lambda: self.parts(hidden))
-
-    def _stats_of(self, block: Block, stage: str, hidden: Callable[[], Iterable[Tensor]]) -> Stats:
+    def _stats(self, block: Block, stage: str, from_start: bool = False) -> Stats:
+        """Of what enters a stage, `hidden` being what enters its half of the layer (`from_start`: the layer itself)."""
+        assert self.hidden is not None
+        parts = self.parts(self.hidden)
+        if from_start:  # what enters the second half is computed and not kept
+            parts = map(partial(self.decoder.after_attention, block), parts)
         width = block.linears[STAGES[stage][0]].weight.shape[1]
-        return Stats.of(lambda: (self.decoder.inputs(block, stage, part) for part in hidden()), width, self.device)
-
-    def _all_stats(self, block: Block) -> Mapping[str, Stats]:
-        """Statistics of every stage of a layer in float32. What enters its second half is computed and not kept."""
-        hidden = self.hidden
-        assert hidden is not None
-        found = {stage: self._stats(block, stage) for stage in ("qkv", "o")}
-        second = partial(self.decoder.after_attention, block)
-        for stage in ("gate_up", "down"):
-            found[stage] = self._stats_of(block, stage, lambda: map(second, self.parts(hidden)))
-        return found
+        return Stats.of((self.decoder.inputs(block, stage, part) for part in parts), width, self.device)
 
 
 def as_stored(block: Block, dtype: torch.dtype, config: ModelConfig) -> None:
@@ -178,8 +156,3 @@ def _ratio(exact: Tensor, rounded: Tensor) -> Tensor:
     """rounded / exact; 1 where what is left is so small that its type holds few digits of it."""
     ratio = rounded / exact
     return torch.where((ratio - 1).abs() < 0.01, ratio, 1.0)
-
-
-def prepares(method: Quantizer) -> bool:
-    """Whether a method rewrites layers."""
-    return type(method).prepare is not Quantizer.prepare

@@ -41,12 +41,17 @@ class WorkFolder:
         """The work folder beside `out`. Raises ConfigError where another run's lies there, naming what differs."""
         out = Path(os.path.abspath(out))  # "." has no name of its own
         work = cls(out.with_name(f"{out.name}.partial"))
-        path = work.folder / MANIFEST
         if work.folder.exists():
-            if not path.is_file():
+            if not work.has(MANIFEST):
                 raise ConfigError(f"{work.folder} is in the way and no work of this command; move it")
             if resume:
-                work._compare(_read_json(path), manifest)
+                begun = work.read_json(MANIFEST)
+                for key, wanted in manifest.items():
+                    if begun.get(key) != wanted:
+                        raise ConfigError(
+                            f"{work.folder} was begun with {key} {begun.get(key)!r}, not {wanted!r}; give the same "
+                            "options, or begin anew with --overwrite"
+                        )
                 return work
             if not overwrite:
                 raise ConfigError(
@@ -58,36 +63,31 @@ class WorkFolder:
         except OSError as error:
             raise ConfigError(f"cannot make {work.folder} ({error.strerror}); choose another -o") from None
         try:
-            write_text(path, json.dumps(manifest, indent=1))
+            work.write_json(MANIFEST, manifest)
         except ModelSaveError:
             shutil.rmtree(work.folder, ignore_errors=True)  # without a manifest it would only be in the way
             raise
         return work
 
-    def _compare(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        for key in wanted:
-            if found.get(key) != wanted[key]:
-                raise ConfigError(
-                    f"{self.folder} was begun with {key} {found.get(key)!r}, not {wanted[key]!r}; give the same "
-                    "options, or begin anew with --overwrite"
-                )
-
     def has(self, name: str) -> bool:
-        """Whether a finished file of that name is there."""
         return (self.folder / name).is_file()
 
     def write_json(self, name: str, value: object) -> None:
-        """A finished JSON file."""
-        write_text(self.folder / name, json.dumps(value, indent=1))
+        """A JSON file, all of it or none. Raises ModelSaveError where it cannot be written."""
+        with _settled(self.folder / name) as part:
+            part.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
     def read_json(self, name: str) -> Any:
-        """The inverse of write_json."""
-        return _read_json(self.folder / name)
+        """The inverse of write_json. Raises ConfigError where it cannot be read."""
+        path = self.folder / name
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}); begin anew with --overwrite") from None
 
     # --- layers ---
 
     def has_layer(self, index: int) -> bool:
-        """Whether layer `index` is done."""
         return self.has(_layer_name(index))
 
     def write_layer(self, block: Block, errors: list[ModuleError]) -> None:
@@ -102,8 +102,7 @@ class WorkFolder:
             if linear.bias is not None:
                 tensors[f"bias:{name}"] = linear.bias
         about = {"linears": json.dumps(linears), "errors": json.dumps([asdict(e) for e in errors])}
-        path = self.folder / _layer_name(block.index)
-        with _settled(path) as part:
+        with _settled(self.folder / _layer_name(block.index)) as part:
             save_file(tensors, str(part), metadata=about)
 
     def read_layer(self, index: int) -> tuple[Block, list[ModuleError]]:
@@ -128,18 +127,11 @@ class WorkFolder:
         return block, errors
 
     def remove(self) -> None:
-        """The run is done."""
         shutil.rmtree(self.folder)
 
 
 def _layer_name(index: int) -> str:
     return f"layer-{index:05d}.safetensors"
-
-
-def write_text(path: Path, text: str) -> None:
-    """A text file, all of it or none. Raises ModelSaveError where it cannot be written."""
-    with _settled(path) as part:
-        part.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -159,18 +151,11 @@ def _settled(path: Path) -> Iterator[Path]:
         ) from None
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); begin anew with --overwrite") from None
-
-
 def fingerprint(folder: Path) -> str:
     """Digest of a model's folder (or GGUF file): JSON whole, weight files by name, size and both ends."""
     found = hashlib.sha256()
-    files = [folder] if folder.is_file() else _model_files(folder)
-    for path in files:
+    inside = [*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")]
+    for path in [folder] if folder.is_file() else sorted(inside):
         size = path.stat().st_size
         found.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
@@ -181,10 +166,6 @@ def fingerprint(folder: Path) -> str:
                 file.seek(-PROBE, os.SEEK_END)
                 found.update(file.read())
     return found.hexdigest()[:16]
-
-
-def _model_files(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")])
 
 
 def digest(tensor: Tensor) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.quantize import Quantizer, SchemeOf, Stats, decoded, is_dense
-from sameseed.quantize._decoder import NORM_OF, STAGES, UP, Block, O, V
+from sameseed.quantize._decoder import NORM_OF, STAGES, UP, Block, V
 from sameseed.quantize._grid import clip
 from sameseed.quantize.smooth import fold_into_norm, powers_of_two
 from sameseed.scheme import QuantScheme, QuantTensor
@@ -52,17 +52,13 @@ class Awq(Quantizer):
             if stage in NORM_OF:
                 fold_into_norm(block, stage, scales)
             else:
-                self._fold_into_rows(block, stage, scales, shared, config.head_dim)
-
-    def _fold_into_rows(self, block: Block, stage: str, scales: Tensor, shared: int, dim: int) -> None:
-        """Divide the outputs (rows of v or up) by scales [K], which the reader's columns take."""
-        writer, reader = (V, O) if stage == "o" else (UP, STAGES["down"][0])
-        rows = scales.view(-1, shared, dim)[:, 0].flatten() if stage == "o" else scales
-        source = block.linears[writer]
-        source.weight = source.weight / rows[:, None]
-        if source.bias is not None:
-            source.bias = source.bias / rows
-        block.linears[reader].weight = block.linears[reader].weight * scales
+                # Outputs (rows of v or up) are divided by scales [K], which the reader's columns take.
+                rows = scales.view(-1, shared, config.head_dim)[:, 0].flatten() if stage == "o" else scales
+                writer, reader = block.linears[taking[0]], block.linears[STAGES[stage][0]]
+                writer.weight = writer.weight / rows[:, None]
+                if writer.bias is not None:
+                    writer.bias = writer.bias / rows
+                reader.weight = reader.weight * scales
 
     def _search(
         self,
@@ -78,7 +74,9 @@ class Awq(Quantizer):
         """
         width = len(stats.mean_abs)
         inputs = _shared(stats.mean_abs.clamp(min=1e-8), shared, dim)
-        weights = torch.stack([_relative(w).mean(0) for w, _ in choices]).mean(0)
+        # |w| over its row's largest: a channel's share of the steps.
+        sizes = [w.abs() for w, _ in choices]
+        weights = torch.stack([(s / s.amax(1, keepdim=True).clamp(min=1e-30)).mean(0) for s in sizes]).mean(0)
         weights = _shared(weights.clamp(min=1e-8), shared, dim)
         found = torch.ones(width, device=inputs.device)
         best = _error(choices, found, stats)
@@ -98,12 +96,6 @@ class Awq(Quantizer):
         if is_dense(scheme) or not self.options.clip:
             return scheme.encode(weight)
         return scheme.encode(clip(weight, scheme.encode, stats.hessian))
-
-
-def _relative(weight: Tensor) -> Tensor:
-    """|w| over its row's largest: a channel's share of the steps [O, K]."""
-    size = weight.abs()
-    return size / size.amax(1, keepdim=True).clamp(min=1e-30)
 
 
 def _shared(values: Tensor, shared: int, dim: int) -> Tensor:

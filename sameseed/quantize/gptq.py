@@ -51,73 +51,69 @@ class Gptq(Quantizer):
         plain = scheme.encode(weight)
         better = self._rounded(weight, scheme, stats)
         # A greedy order may lose against rounding to nearest in some rows; these keep the latter.
-        lost = stats.error(weight, decoded(better)) - stats.error(weight, decoded(plain))
-        return _choose_rows(lost, plain, better, scheme.rows_together)
+        lost = stats.error(weight, decoded(better)) - stats.error(weight, decoded(plain))  # [O]
+        together = scheme.rows_together  # rows that share something stay together; 0: all
+        if together == 0:
+            return plain if lost.sum() > 0 else better
+        worse = torch.stack([part.sum() for part in torch.split(lost, together)]) > 0
+        first = worse.repeat_interleave(together)[: len(lost)]
+        parts = {
+            name: torch.where(first.view(-1, *[1] * (part.dim() - 1)), plain.parts[name], part)
+            for name, part in better.parts.items()
+        }
+        return replace(better, parts=parts)
 
     def _rounded(self, weight: Tensor, scheme: QuantScheme, stats: Stats) -> QuantTensor:
-        o = self.options
-        encode = scheme.encode
-        start = clip(weight, encode, stats.hessian) if o.clip else weight
-        q = encode(start)
+        o, hessian, group_encode = self.options, stats.hessian, None
+        start = clip(weight, scheme.encode, hessian) if o.clip else weight
+        q = scheme.encode(start)
         if o.act_order:
-            order = stats.hessian.diagonal().argsort(descending=True, stable=True)
+            order = hessian.diagonal().argsort(descending=True, stable=True)
         else:
             order = torch.arange(weight.shape[1], device=weight.device)
-        along = not o.act_order and independent(start, q, encode)
+            if independent(start, q, scheme.encode):
+                group_encode = scheme.encode
         key = ("gptq", o.damping, o.act_order)
-        factor = stats.kept(key, lambda: inverse_factor(stats.hessian[order][:, order], o.damping))
-        pass_ = _Pass(weight[:, order], q, order, factor, stats.hessian if o.clip else None)
-        return pass_.run(o.block, encode if along else None)
+        factor = stats.kept(key, lambda: inverse_factor(hessian[order][:, order], o.damping))
+        return _round_columns(weight[:, order], q, order, factor, o.block, group_encode, hessian if o.clip else None)
 
 
-class _Pass:
-    """One weight on its way: `work` [O, K] in the order of the columns, `q` as stored so far."""
-
-    def __init__(self, work: Tensor, q: QuantTensor, order: Tensor, factor: Tensor, hessian: Tensor | None) -> None:
-        self.work = work.clone()
-        self.q, self.factor, self.hessian = q, factor, hessian
-        self.order: list[int] = order.tolist()  # at once: on a GPU each number asked for is a wait
-        self.grid = CodeGrid(q)
-        self.parts = {name: part.clone() for name, part in q.parts.items()}
-
-    def run(self, block: int, encode: Encode | None) -> QuantTensor:
-        """Round every column; `encode` where groups get their scales on the way."""
-        width = self.work.shape[1]
-        for begin in range(0, width, block):
-            end = min(begin + block, width)
-            errors = self.work.new_empty(self.work.shape[0], end - begin)
-            for i in range(begin, end):
-                if encode is not None and i % self.q.group == 0:
-                    self._open_group(i, begin, end, errors, encode)
-                errors[:, i - begin] = self._column(i, end)
-            if end < width:
-                self.work[:, end:] -= errors @ self.factor[begin:end, end:]
-        return replace(self.q, parts=self.parts)
-
-    def _open_group(self, i: int, begin: int, end: int, errors: Tensor, encode: Encode) -> None:
-        group = self.q.group
-        values = self.work[:, i : i + group].clone()
-        if i + group > end and i > begin:  # what the open block still owes to the group's later columns
-            values[:, end - i :] -= errors[:, : i - begin] @ self.factor[begin:i, end : i + group]
-        if self.hessian is not None:
-            values = clip(values, encode, self.hessian[i : i + group, i : i + group])
-        found = encode(values)
-        at = i // group
-        for name, part in found.parts.items():
-            if name != "codes":
-                self.parts[name][:, at] = part[:, 0]
-        fresh = CodeGrid(found)
-        self.grid.levels[:, at], self.grid.codes[:, at] = fresh.levels[:, 0], fresh.codes[:, 0]
-
-    def _column(self, i: int, end: int) -> Tensor:
-        """Round column i; the error over the factor's diagonal [O], passed on within the block."""
-        at = self.order[i]
-        x = self.work[:, i]
-        codes, values = self.grid.nearest(x, at // self.q.group)
-        self.parts["codes"][:, at] = codes
-        error = (x - values) / self.factor[i, i]
-        self.work[:, i:end] -= error[:, None] * self.factor[i, i:end]
-        return error
+def _round_columns(
+    weight: Tensor,
+    q: QuantTensor,
+    order: Tensor,
+    factor: Tensor,
+    block: int,
+    encode: Encode | None,
+    hessian: Tensor | None,
+) -> QuantTensor:
+    """Round every column of weight [O, K], which come in this order; `encode` where groups get scales on the way."""
+    work, width, group, grid = weight.clone(), weight.shape[1], q.group, CodeGrid(q)
+    columns: list[int] = order.tolist()  # at once: on a GPU each number asked for is a wait
+    parts = {name: part.clone() for name, part in q.parts.items()}
+    for begin in range(0, width, block):
+        end = min(begin + block, width)
+        errors = work.new_empty(work.shape[0], end - begin)
+        for i in range(begin, end):
+            if encode is not None and i % group == 0:
+                values = work[:, i : i + group].clone()
+                if i + group > end and i > begin:  # what the open block still owes to the group's later columns
+                    values[:, end - i :] -= errors[:, : i - begin] @ factor[begin:i, end : i + group]
+                if hessian is not None:
+                    values = clip(values, encode, hessian[i : i + group, i : i + group])
+                found = encode(values)
+                for name in found.parts.keys() - {"codes"}:
+                    parts[name][:, i // group] = found.parts[name][:, 0]
+                fresh = CodeGrid(found)
+                grid.levels[:, i // group], grid.codes[:, i // group] = fresh.levels[:, 0], fresh.codes[:, 0]
+            at, x = columns[i], work[:, i]
+            codes, values = grid.nearest(x, at // group)
+            parts["codes"][:, at] = codes
+            errors[:, i - begin] = error = (x - values) / factor[i, i]
+            work[:, i:end] -= error[:, None] * factor[i, i:end]  # passed on within the block
+        if end < width:
+            work[:, end:] -= errors @ factor[begin:end, end:]
+    return replace(q, parts=parts)
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
@@ -138,22 +134,6 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
         diagonal += max(damping, 0.01) * mean
         damping *= 2
     raise ConfigError("the inputs' statistics cannot be inverted; raise the option damping of gptq (e.g. 0.1)")
-
-
-def _choose_rows(lost: Tensor, a: QuantTensor, b: QuantTensor, together: int) -> QuantTensor:
-    """Rows of `a` where `b` loses more than it, `lost` [O] > 0, else of `b`; rows that share something stay together.
-
-    `together`: see QuantScheme.rows_together.
-    """
-    if together == 0:
-        return a if lost.sum() > 0 else b
-    worse = torch.stack([part.sum() for part in torch.split(lost, together)]) > 0
-    first = worse.repeat_interleave(together)[: len(lost)]
-    parts = {
-        name: torch.where(first.view(-1, *[1] * (part.dim() - 1)), a.parts[name], part)
-        for name, part in b.parts.items()
-    }
-    return replace(b, parts=parts)
 
 
 METHOD = Gptq

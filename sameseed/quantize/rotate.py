@@ -7,15 +7,16 @@ QuaRot makes while running are left out: what comes out is a plain checkpoint of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from sameseed.formats._hadamard import hadamard
 from sameseed.models.config import ModelConfig
 from sameseed.quantize import Quantizer, SchemeOf, Stats
 from sameseed.quantize._decoder import DOWN, NORM_OF, STAGES, Block, O, V
-from sameseed.quantize._hadamard import rotate_columns, rotate_rows, spread
 
 
 class Rotate(Quantizer):
@@ -31,21 +32,17 @@ class Rotate(Quantizer):
                 linear = block.linears[name]
                 linear.weight = rotate_rows(linear.weight * block.norms[norm], self.seed)
             block.norms[norm] = torch.ones_like(block.norms[norm])
-        self._turn_values(block, config)
+        # Each value head is turned, and turned back in what reads it: attention mixes tokens, not channels.
+        v, o, dim = block.linears[V], block.linears[O], config.head_dim
+        v.weight = spread(v.weight.T.reshape(-1, config.num_kv_heads, dim)).flatten(1).T.contiguous()
+        if v.bias is not None:
+            v.bias = spread(v.bias.view(-1, dim)).flatten()
+        o.weight = spread(o.weight.view(len(o.weight), -1, dim)).flatten(1)
         for name in (O, DOWN):
             linear = block.linears[name]
             linear.weight = rotate_columns(linear.weight, self.seed)
             if linear.bias is not None:
                 linear.bias = rotate_rows(linear.bias, self.seed)
-
-    def _turn_values(self, block: Block, config: ModelConfig) -> None:
-        """Each value head is turned, and turned back in what reads it: attention mixes tokens, not channels."""
-        v, o = block.linears[V], block.linears[O]
-        dim = config.head_dim
-        v.weight = spread(v.weight.T.reshape(-1, config.num_kv_heads, dim)).flatten(1).T.contiguous()
-        if v.bias is not None:
-            v.bias = spread(v.bias.view(-1, dim)).flatten()
-        o.weight = spread(o.weight.view(len(o.weight), -1, dim)).flatten(1)
 
     def embedding(self, rows: Tensor) -> Tensor:
         return rotate_rows(rows, self.seed)
@@ -55,6 +52,36 @@ class Rotate(Quantizer):
 
     def last_norm(self, norm: Tensor) -> Tensor:
         return torch.ones_like(norm)
+
+
+def spread(x: Tensor) -> Tensor:
+    """x [..., n] times an orthogonal matrix whose entries are all small, float32.
+
+    A power of two 2^k takes the Hadamard matrix; n = m * 2^k its Kronecker product with the Hartley matrix of the odd m
+    (entries cos + sin, at most sqrt(2 / m)). Both are symmetric and their own inverse.
+    """
+    out = hadamard(x)  # in blocks of the largest power of two
+    power = x.shape[-1] & -x.shape[-1]
+    if power == x.shape[-1]:
+        return out
+    blocks = out.view(*x.shape[:-1], -1, power)
+    odd = blocks.shape[-2]
+    angle = 2 * math.pi / odd * (torch.arange(odd)[:, None] * torch.arange(odd)[None, :] % odd).double()
+    hartley = (angle.cos() + angle.sin()) / math.sqrt(odd)
+    mixed: Tensor = hartley.float().to(x.device) @ blocks
+    return mixed.flatten(-2)
+
+
+def rotate_rows(x: Tensor, seed: int) -> Tensor:
+    """Rows x [..., C] times the randomized matrix Q (signs, then `spread`), float32."""
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (x.shape[-1],), generator=generator).float() * 2 - 1
+    return spread(x.float() * signs.to(x.device))
+
+
+def rotate_columns(weight: Tensor, seed: int) -> Tensor:
+    """Q transposed times weight [C, K]: outputs of the product are rotated as `rotate_rows` rotates rows."""
+    return rotate_rows(weight.T, seed).T.contiguous()
 
 
 METHOD = Rotate

@@ -37,14 +37,12 @@ class Smooth(Quantizer):
             dense = [is_dense(scheme_of(name)) for name in STAGES[stage]]
             if all(dense):
                 continue
-            weights = torch.cat([block.linears[n].weight for n in STAGES[stage]])
-            scales = self._scales(stats[stage].absmax, weights.abs().amax(0))
+            weights = torch.cat([block.linears[n].weight for n in STAGES[stage]]).abs().amax(0)
+            inputs, alpha = stats[stage].absmax, self.options.alpha
+            scales = inputs.pow(alpha) / weights.pow(1 - alpha)
+            usable = (inputs > 0) & (weights > 0) & scales.isfinite()
+            scales = torch.where(usable, scales, 1.0).clamp_(1e-5, 1e5)
             fold_into_norm(block, stage, powers_of_two(scales) if any(dense) else scales)
-
-    def _scales(self, inputs: Tensor, weights: Tensor) -> Tensor:
-        alpha = self.options.alpha
-        scales = inputs.pow(alpha) / weights.pow(1 - alpha)
-        return torch.where((inputs > 0) & (weights > 0) & scales.isfinite(), scales, 1.0).clamp_(1e-5, 1e5)
 
 
 def powers_of_two(scales: Tensor) -> Tensor:

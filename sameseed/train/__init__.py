@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,11 @@ def run(
 
     from sameseed.train.pipeline import run_stages
 
-    out.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(config, out / "recipe.toml")
     threads = torch.get_num_threads()
     torch.set_flush_denormal(True)
     torch.set_num_threads(recipe.threads or threads)
     try:
-        results = run_stages(recipe, data, out, device, quiet=quiet)
+        results = run_stages(recipe, config, data, out, device, quiet=quiet)
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)

@@ -2,128 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sameseed.train.recipe import DraftSettings, ModelSettings, Recipe, SourceSettings
-
-LIMITS = """## Limits
-
-This model is a part of sameseed's tests and demonstrations. It writes text in the manner of its domains; it does not
-know facts, its arithmetic is mostly wrong, and it must not be asked for advice. It was trained on rows of {row_tokens}
-tokens: longer contexts run (up to {max_positions}) but were never seen. English and Python only; any UTF-8 text can be
-encoded.
-"""
-
-
-def write_cards(recipe: Recipe, results: dict[str, Any], out: Path) -> None:
-    """README.md in the folders of the target and of the draft."""
-    (out / "target" / "README.md").write_text(target_card(recipe, results), encoding="utf-8")
-    (out / "draft" / "README.md").write_text(draft_card(recipe, results), encoding="utf-8")
-
+from sameseed.train.recipe import Recipe, SourceSettings
 
 FRONT_MATTER = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: sameseed\npipeline_tag: text-generation\n---\n\n"
 
 
-def shape_line(settings: ModelSettings | DraftSettings, parameters: int) -> str:
-    """Architecture and size in a sentence."""
-    s = settings.shape
-    return (
-        f"Llama architecture, {parameters / 1e6:.2f} M parameters: {s.num_layers} layers, hidden {s.hidden_size}, "
-        f"{s.num_heads} heads and {s.num_kv_heads} KV heads of {s.head_dim}, feed-forward {s.intermediate_size}, "
-        f"{s.vocab_size} tokens (byte-level BPE), tied embeddings, bfloat16. Weights: Apache-2.0."
-    )
+def table(head: str, num_words: int, rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown; `head`: its columns, between bars; the first `num_words` are words, the others numbers."""
+    columns = head.count("|") + 1
+    rule = ["---"] * num_words + ["---:"] * (columns - num_words)
+    lines = [head, " | ".join(rule), *(" | ".join(map(str, row)) for row in rows)]
+    return "\n".join(f"| {line} |" for line in lines)
 
 
-def source_row(source: SourceSettings) -> str:
-    """One line of the data table."""
-    names = "standard library of the running Python (no tests, no data)" if source.kind == "stdlib" else ""
-    names = names or ", ".join(f"`{n}`" for n in source.names)
-    kept = f", at most {source.max_mb:g} MB" if source.max_mb < 1e6 else ""
-    return f"| {source.domain} | {names} | {source.epochs:g}{kept} | {source.licence} |"
-
-
-def data_section(recipe: Recipe, results: dict[str, Any]) -> str:
+def source_table(sources: Iterable[SourceSettings]) -> str:
     """What was trained on, under which licence."""
-    rows = "\n".join(source_row(s) for s in recipe.source)
-    head = "| domain | source | times in a pass | licence |\n| --- | --- | --- | --- |"
-    read = f"The target read {results['passes']:g} passes over this mixture, in a seeded random order."
-    return f"## Data\n\n{head}\n{rows}\n\n{read}\n\n"
+    rows = []
+    for s in sources:
+        stdlib = "standard library of the running Python (no tests, no data)"
+        names = stdlib if s.kind == "stdlib" else ", ".join(f"`{n}`" for n in s.names)
+        kept = f", at most {s.max_mb:g} MB" if s.max_mb < 1e6 else ""
+        rows.append((s.domain, names, f"{s.epochs:g}{kept}", s.licence))
+    return table("domain | source | times in a pass | licence", 4, rows)
 
 
-def perplexity_section(table: dict[str, dict[str, float]]) -> str:
-    """One model's held-out perplexity by domain."""
-    rows = "\n".join(
-        f"| {d} | {v['tokens']} | {v['perplexity']:.2f} | {v['bits_per_byte']:.3f} |" for d, v in table.items()
+def write_cards(recipe: Recipe, results: dict[str, Any], out: Path) -> None:
+    """README.md in the folders of the target and of the draft."""
+    draft, rollouts = recipe.draft, recipe.draft.rollouts
+    loss = (
+        f" The loss is KL(target || draft) plus {draft.argmax_weight:g} times the cross entropy on the target's "
+        f"argmax. {draft.corpus_share:.0%} of the rows are corpus text; the others are the target's own "
+        f"continuations of {rollouts.num_prompts} prompts cut from the training data ({rollouts.greedy:.0%} greedy, "
+        f"the others sampled at temperature {rollouts.temperature:g}), where only the tokens that the target wrote "
+        "count. Embeddings start as the principal components of the target's."
     )
-    head = "| domain | tokens | perplexity a token | bits a byte |\n| --- | ---: | ---: | ---: |"
-    about = "On documents that no stage trained on, as many tokens of each as a training row has:"
-    return f"## Held-out perplexity\n\n{about}\n\n{head}\n{rows}\n\n"
+    target = f"Made by `sameseed train recipes/{recipe.name}.toml` (seed {recipe.seed})"
+    distilled = f"Distilled from the target beside it (same tokenizer, same recipe, seed {recipe.seed})"
+    for name, made, more in (("target", target, ""), ("draft", distilled, loss)):
+        (out / name / "README.md").write_text(card(recipe, results, name, made, more), encoding="utf-8")
 
 
-def acceptance_section(results: dict[str, Any]) -> str:
-    """The pair's greedy acceptance by domain."""
-    k = results["num_draft_tokens"]
-    head = "| domain | tokens | drafted | accepted | acceptance | agreement a token |\n" + "| --- |" + " ---: |" * 5
-    rows = "\n".join(
-        f"| {d} | {v['tokens']} | {v['drafted']} | {v['accepted']} | {v['rate']:.3f} | {v['agreement']:.3f} |"
+def card(recipe: Recipe, results: dict[str, Any], name: str, made: str, more: str) -> str:
+    """The README.md of one of the two; `made`: how it came about, `more`: what else there is to say of that."""
+    settings = recipe.target if name == "target" else recipe.draft
+    s, train, done = settings.shape, settings.train, results[name]
+    context = s.max_positions
+    figures = [
+        (d, v["tokens"], f"{v['perplexity']:.2f}", f"{v['bits_per_byte']:.3f}")
+        for d, v in results["perplexity"][name].items()
+    ]
+    chains = [
+        (d, v["tokens"], v["drafted"], v["accepted"], f"{v['rate']:.3f}", f"{v['agreement']:.3f}")
         for d, v in results["acceptance"].items()
-    )
-    return (
-        f"## Acceptance\n\nGreedy, chains of {k} drafted tokens (what follows a rejected token counts as drafted; no "
-        "token is drafted past the text's end), on "
-        f"{results['prompts']} held-out prompts (`prompts_heldout.jsonl`):\n\n{head}\n{rows}\n\n"
-    )
+    ]
+    note = f"\n{recipe.note.strip()}\n" if recipe.note else ""
+    return f"""{FRONT_MATTER}# sameseed {recipe.name}: {name}
 
+Llama architecture, {results["parameters"][name] / 1e6:.2f} M parameters: {s.num_layers} layers, hidden \
+{s.hidden_size}, {s.num_heads} heads and {s.num_kv_heads} KV heads of {s.head_dim}, feed-forward \
+{s.intermediate_size}, {s.vocab_size} tokens (byte-level BPE), tied embeddings, bfloat16. Weights: Apache-2.0.
 
-def training_line(settings: ModelSettings | DraftSettings, done: dict[str, Any]) -> str:
-    """How long and with what a model was trained."""
-    train = settings.train
-    return (
-        f"{done['step']} steps of {train.rows} rows of {train.row_tokens} tokens "
-        f"({done['tokens'] / 1e6:.1f} M tokens) on a CPU in float32; Muon for the matrices, AdamW for the rest"
-    )
+{made}: {done["step"]} steps of {train.rows} rows of {train.row_tokens} tokens ({done["tokens"] / 1e6:.1f} M tokens) \
+on a CPU in float32; Muon for the matrices, AdamW for the rest.{more}
 
+## Data
 
-def limits_section(recipe: Recipe, settings: ModelSettings | DraftSettings) -> str:
-    """What not to expect, and the recipe's own note."""
-    limits = LIMITS.format(row_tokens=settings.train.row_tokens, max_positions=settings.shape.max_positions)
-    return limits + (f"\n{recipe.note.strip()}\n" if recipe.note else "")
+{source_table(recipe.source)}
 
+The target read {results["passes"]:g} passes over this mixture, in a seeded random order.
 
-def target_card(recipe: Recipe, results: dict[str, Any]) -> str:
-    """The target's README.md."""
-    settings = recipe.target
-    return (
-        FRONT_MATTER
-        + f"# sameseed {recipe.name}: target\n\n"
-        + shape_line(settings, results["parameters"]["target"])
-        + f"\n\nMade by `sameseed train recipes/{recipe.name}.toml` (seed {recipe.seed}): "
-        + training_line(settings, results["target"])
-        + ".\n\n"
-        + data_section(recipe, results)
-        + perplexity_section(results["perplexity"]["target"])
-        + acceptance_section(results)
-        + limits_section(recipe, settings)
-    )
+## Held-out perplexity
 
+On documents that no stage trained on, as many tokens of each as a training row has:
 
-def draft_card(recipe: Recipe, results: dict[str, Any]) -> str:
-    """The draft's README.md."""
-    settings, rollouts = recipe.draft, recipe.draft.rollouts
-    return (
-        FRONT_MATTER
-        + f"# sameseed {recipe.name}: draft\n\n"
-        + shape_line(settings, results["parameters"]["draft"])
-        + f"\n\nDistilled from the target beside it (same tokenizer, same recipe, seed {recipe.seed}): "
-        + training_line(settings, results["draft"])
-        + f". The loss is KL(target || draft) plus {settings.argmax_weight:g} times the cross entropy on the target's "
-        + f"argmax. {settings.corpus_share:.0%} of the rows are corpus text; the others are the target's own "
-        + f"continuations of {rollouts.num_prompts} prompts cut from the training data ({rollouts.greedy:.0%} greedy, "
-        + f"the others sampled at temperature {rollouts.temperature:g}), where only the tokens that the target wrote "
-        + "count. Embeddings start as the principal components of the target's.\n\n"
-        + data_section(recipe, results)
-        + perplexity_section(results["perplexity"]["draft"])
-        + acceptance_section(results)
-        + limits_section(recipe, settings)
-    )
+{table("domain | tokens | perplexity a token | bits a byte", 1, figures)}
+
+## Acceptance
+
+Greedy, chains of {results["num_draft_tokens"]} drafted tokens (what follows a rejected token counts as drafted; no \
+token is drafted past the text's end), on {results["prompts"]} held-out prompts (`prompts_heldout.jsonl`):
+
+{table("domain | tokens | drafted | accepted | acceptance | agreement a token", 1, chains)}
+
+## Limits
+
+This model is a part of sameseed's tests and demonstrations. It writes text in the manner of its domains; it does not
+know facts, its arithmetic is mostly wrong, and it must not be asked for advice. It was trained on rows of \
+{train.row_tokens}
+tokens: longer contexts run (up to {context}) but were never seen. English and Python only; any UTF-8 text can be
+encoded.
+{note}"""

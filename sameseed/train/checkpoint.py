@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sameseed.errors import ConfigError
-from sameseed.train.model import LlamaForTraining
+from sameseed.models.save import write_safetensors
+from sameseed.train.model import LlamaForTraining, llama_config
 from sameseed.train.optim import MuonAdamW
 
 
@@ -60,25 +61,22 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW | None) -
     return progress
 
 
-def export_model(
-    model: LlamaForTraining, folder: Path, ids: Mapping[str, int | None], ends: Seq[int] | None = None
-) -> None:
-    """Write the model in Hugging Face layout, weights in bfloat16; ids holds `begin_id`, `end_id`, `pad_id`.
-
-    `ends`: all tokens that end a text, where there are more than `end_id`.
-    """
+def write_model(folder: Path, weights: Mapping[str, torch.Tensor], tables: Mapping[str, Any]) -> None:
+    """A model's folder: the weights, and JSON files by name; a reader never sees half of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {n: p.detach().to(torch.bfloat16).contiguous().cpu() for n, p in model.named_parameters()}
-    partial = folder / "model.partial"
-    save_file(weights, str(partial), metadata={"format": "pt"})
-    partial.chmod(0o644)  # written as private, but made to be shared
-    os.replace(partial, folder / "model.safetensors")
-    config = model.shape.hf_config(begin_id=ids["begin_id"], end_id=ids["end_id"], pad_id=ids["pad_id"])
-    generation = {
-        "bos_token_id": ids["begin_id"],
-        "eos_token_id": [ids["end_id"]] if ends is None else list(ends),
-        "pad_token_id": ids["pad_id"],
-        "do_sample": False,
-    }
-    for name, table in (("config.json", config), ("generation_config.json", generation)):
+    write_safetensors(folder / "model.partial", weights)
+    os.replace(folder / "model.partial", folder / "model.safetensors")
+    for name, table in tables.items():
         (folder / name).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def export_model(
+    model: LlamaForTraining, folder: Path, begin: int | None, ends: Seq[int], pad: int | None = None
+) -> None:
+    """Write the model in Hugging Face layout, weights in bfloat16; `ends`: the tokens that end a text."""
+    shape = model.shape
+    ids = {"bos_token_id": begin, "eos_token_id": ends[0] if ends else None, "pad_token_id": pad}
+    config = llama_config(shape, shape.max_positions, shape.rope_theta) | ids
+    generation = {**ids, "eos_token_id": list(ends), "do_sample": False}
+    weights = {n: p.to(torch.bfloat16) for n, p in model.named_parameters()}
+    write_model(folder, weights, {"config.json": config, "generation_config.json": generation})

@@ -12,7 +12,7 @@ import random
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +68,15 @@ def parse_row(line: str, where: str) -> dict[str, object]:
     raise ConfigError(f"{where}: expected an object with the strings 'text' and 'source'")
 
 
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a source's name is among the patterns."""
-    return any(name.startswith(p[:-1]) if p.endswith("*") else name == p for p in patterns)
+def matching(rows: Iterable[dict[str, object]], source: SourceSettings) -> list[Document]:
+    """Of some rows, the fit ones of a source as documents."""
+    documents = []
+    for row in rows:
+        name = str(row["source"])
+        if any(name.startswith(n[:-1]) if n.endswith("*") else name == n for n in source.names):
+            document = to_document(row, source)
+            documents += [document] if document else []
+    return documents
 
 
 def split_turns(text: str) -> tuple[tuple[str, str], ...]:
@@ -92,23 +98,13 @@ def question_and_answer(row: dict[str, object]) -> tuple[tuple[str, str], ...]:
     return (("user", question), ("assistant", answer)) if question and answer else ()
 
 
-def mostly_ascii(text: str) -> bool:
-    """Whether at most 2 % of the characters lie outside ASCII: a cheap test for English."""
-    return sum(c > "\x7f" for c in text) <= 0.02 * len(text)
-
-
-def stdlib_files() -> Iterator[tuple[str, Path]]:
-    """(relative path, path) of the running interpreter's library modules, without tests and data."""
+def stdlib_documents(domain: str, held_out: bool) -> Iterator[Document]:
+    """The running interpreter's library modules, without tests and data: either those trained on or those held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if not STDLIB_SKIP.search(name) and 400 < path.stat().st_size < 200_000:
-            yield name, path
-
-
-def stdlib_documents(domain: str, held_out: bool) -> Iterator[Document]:
-    """The library's files as documents: either those trained on or those held out."""
-    for name, path in stdlib_files():
+        if STDLIB_SKIP.search(name) or not 400 < path.stat().st_size < 200_000:
+            continue
         if (zlib.crc32(name.encode()) % 1000 < HELD_OUT_PER_MILLE) == held_out:
             yield Document(domain, f"python-stdlib/{name}", path.read_text(encoding="utf-8", errors="replace"))
 
@@ -116,7 +112,7 @@ def stdlib_documents(domain: str, held_out: bool) -> Iterator[Document]:
 def to_document(row: dict[str, object], source: SourceSettings) -> Document | None:
     """A row as a document of its source's kind, or None where it is unfit."""
     text = str(row["text"])
-    if source.ascii_only and not mostly_ascii(text):
+    if source.ascii_only and sum(c > "\x7f" for c in text) > 0.02 * len(text):  # a cheap test for English
         return None
     turns: tuple[tuple[str, str], ...] = ()
     if source.kind != "text":
@@ -131,8 +127,7 @@ def source_documents(source: SourceSettings, data: Path, seed: int) -> list[Docu
     if source.kind == "stdlib":
         documents = list(stdlib_documents(source.domain, held_out=False))
     else:
-        rows = (r for r in read_rows(data / source.file) if matches(str(r["source"]), source.names))
-        documents = [d for d in (to_document(r, source) for r in rows) if d is not None]
+        documents = matching(read_rows(data / source.file), source)
     if not documents:
         raise ConfigError(f"source {source.domain!r}: no row of {source.file} is named {', '.join(source.names)}")
     random.Random(f"{seed}/{source.domain}/{source.names}").shuffle(documents)
@@ -151,13 +146,8 @@ def held_out_documents(recipe: Recipe, data: Path) -> list[Document]:
     documents: list[Document] = []
     rows = list(read_rows(data / recipe.valid_file))
     for source in recipe.source:
-        if source.kind == "stdlib":
-            documents += stdlib_documents(source.domain, held_out=True)
-            continue
-        for row in rows:
-            if matches(str(row["source"]), source.names):
-                document = to_document(row, source)
-                documents += [document] if document else []
+        stdlib = source.kind == "stdlib"
+        documents += stdlib_documents(source.domain, held_out=True) if stdlib else matching(rows, source)
     return documents
 
 
@@ -212,18 +202,19 @@ def training_order(recipe: Recipe, data: Path) -> list[Document]:
     return documents
 
 
-def batch_rows(rows: Tensor, step: int, count: int, seed: int) -> Tensor:
-    """The `count` rows of a step: the stored order on the first pass, another permutation on each later one."""
-    index = [(step * count + i) for i in range(count)]
-    number = rows.shape[0]
+def next_rows(rows: Tensor, first: int, count: int, seed: int, stored_passes: int = 0) -> Tensor:
+    """Rows int64 `[count, length]` from place `first` of an endless stream that reads all rows again and again.
+
+    The first `stored_passes` are in the stored order, each other pass in one of its own.
+    """
     chosen = []
-    for i in index:
-        epoch, place = divmod(i, number)
-        if epoch:
-            order = torch.randperm(number, generator=torch.Generator().manual_seed(seed + epoch))
+    for i in range(first, first + count):
+        epoch, place = divmod(i, rows.shape[0])
+        if epoch >= stored_passes:
+            order = torch.randperm(rows.shape[0], generator=torch.Generator().manual_seed(seed + epoch))
             place = int(order[place])
         chosen.append(place)
-    return rows[chosen].long()  # [count, length]
+    return rows[chosen].long()
 
 
 def inputs_and_targets(batch: Tensor, pad: int) -> tuple[Tensor, Tensor]:

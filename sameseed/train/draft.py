@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +17,11 @@ from sameseed.train.checkpoint import export_model
 from sameseed.train.head_job import dense, teacher
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed.train.model import LlamaForTraining, ModelShape
-from sameseed.train.own import (
-    Machine,
-    OwnRecipe,
-    Sources,
-    check_run,
-    open_target,
-    read_seeds,
-    texts_stage,
-    write_results,
-)
+from sameseed.train.own import OwnRecipe, Sources, Trained, check_run, write_all, write_results
 from sameseed.train.own_card import write_draft_card
 from sameseed.train.recipe import TrainSettings
-from sameseed.train.resume import settle_texts, write_record
-from sameseed.train.states import Texts, TextStates
-from sameseed.train.trainer import Log, TrainJob, checkpoint_path, train
+from sameseed.train.states import StoredTexts, TextStates
+from sameseed.train.trainer import Log, TrainJob, train
 
 NAME = "draft"  # of the job, and so of its checkpoint
 
@@ -57,14 +46,6 @@ class DraftRecipe(OwnRecipe):
     size: DraftSize = field(default_factory=DraftSize)
     argmax_weight: float = 0.5
     train: TrainSettings = field(default_factory=lambda: TrainSettings(600, rows=12, warmup=30, decay=0.5))
-
-
-@dataclass(frozen=True)
-class DraftResult:
-    """Where the draft lies, and what is known of it (also in `out/results.json`)."""
-
-    draft: Path
-    results: dict[str, Any]
 
 
 def draft_shape(recipe: DraftRecipe, target: ModelConfig) -> ModelShape:
@@ -95,39 +76,35 @@ def run_draft(
     recipe: DraftRecipe,
     sources: Sources,
     out: Path,
-    machine: Machine | None = None,
     *,
+    backend: str = "auto",
+    device: str = "cpu",
     resume: bool = False,
     quiet: bool = False,
-) -> DraftResult:
+) -> Trained:
     """Train a draft for `recipe.target` into `out/draft`, a Hugging Face folder with the target's tokenizer.
+
+    `backend` computes the target.
 
     With `resume`, texts that are written stay and training goes on from its last checkpoint; of the recipe only what
     `resume.EDITABLE` names may be another then. Raises ConfigError or ModelLoadError with the remedy.
     """
-    machine = machine or Machine()
     if sources.measure is not None:
         raise ConfigError("a draft is not measured in training; leave --measure out, and use sameseed bench --prompts")
-    folder, config, seeds = check_run(recipe, sources, out, resume)
-    shape = draft_shape(recipe, config)
-    checkpoint = checkpoint_path(out, NAME)
-    lots, begun = settle_texts(recipe, (), checkpoint, seeds, lambda n: read_seeds(recipe, sources, folder, n))
-    target = open_target(recipe, folder, machine)
-    write_record(begun, checkpoint)
-    log = Log(out / "log.jsonl")
-    texts = texts_stage(recipe, target, (), lots, out, log, quiet=quiet)
+    folder, config = check_run(recipe, sources, out, resume)
+    shape, log = draft_shape(recipe, config), Log(out / "log.jsonl")
+    target, texts, _ = write_all(recipe, sources, folder, (), NAME, log, backend=backend, device=device, quiet=quiet)
     draft = LlamaForTraining(shape, recipe.seed)
     with torch.no_grad():
         components(draft.model.embed_tokens.weight, dense(target.ops, target.weights.lm_head).cpu())
-    draft.to(machine.device)
+    draft.to(device)
     progress = train(draft_job(draft, target, texts, recipe, out), log, quiet=quiet)
-    end = config.eos_token_ids
-    export_model(draft, out / "draft", {"begin_id": None, "end_id": end[0] if end else None, "pad_id": None}, end)
+    export_model(draft, out / "draft", None, config.eos_token_ids)
     for name, content in load_tokenizer(folder).as_files().items():
         (out / "draft" / name).write_text(content, encoding="utf-8")
     results = write_results(out, recipe, texts, draft.num_parameters(), progress)
     write_draft_card(recipe, shape, results, out / "draft")
-    return DraftResult(out / "draft", results)
+    return Trained(out / "draft", results)
 
 
 def components(embedding: Tensor, weight: Tensor) -> None:
@@ -137,17 +114,13 @@ def components(embedding: Tensor, weight: Tensor) -> None:
     embedding[:, :width] = weight @ basis.flip(1)[:, :width].to(weight.dtype)
 
 
-@dataclass(frozen=True)
-class DraftBatch:
-    """ids int64 [B, T]; counts bool [B, T]: where the next token is learned; last [R, C]: the target's states there."""
-
-    ids: Tensor
-    counts: Tensor
-    last: Tensor
+DraftBatch = tuple[Tensor, Tensor, Tensor]
 
 
 def draft_batch(texts: list[TextStates], width: int, longest: int, device: str) -> DraftBatch:
-    """Padded texts; the place of the last given token is the first that counts."""
+    """Padded texts: ids int64 [B, T]; counts bool [B, T]: where the next token is learned, first at the place of the
+    last given one; last [R, C]: the target's states there.
+    """
     lengths = [min(len(t.states), longest) for t in texts]
     ids = torch.zeros(len(texts), max(lengths), dtype=torch.long)
     counts = torch.zeros_like(ids, dtype=torch.bool)
@@ -157,22 +130,25 @@ def draft_batch(texts: list[TextStates], width: int, longest: int, device: str) 
         ids[b, :n] = text.ids[:n].long()
         counts[b, first:n] = True
         last.append(text.states[first:n, -width:].float())
-    return DraftBatch(ids.to(device), counts.to(device), torch.cat(last).to(device))
+    return ids.to(device), counts.to(device), torch.cat(last).to(device)
 
 
-def draft_job(draft: LlamaForTraining, target: Llama, texts: Texts, recipe: DraftRecipe, folder: Path) -> TrainJob:
+def draft_job(
+    draft: LlamaForTraining, target: Llama, texts: StoredTexts, recipe: DraftRecipe, folder: Path
+) -> TrainJob:
     """The draft's training on stored texts: KL(target || draft) + argmax_weight * CE on the target's likeliest."""
     settings, device, width = recipe.train, str(target.device), target.config.hidden_size
 
     def batch(step: int) -> DraftBatch:
         return draft_batch(texts.batch(step, settings.rows, recipe.seed), width, settings.row_tokens, device)
 
-    def loss(b: DraftBatch) -> Tensor:
-        targets, entropy = soft_targets(teacher(target, b.last, None), recipe.argmax_weight)
+    def loss(rows: DraftBatch) -> Tensor:
+        ids, counts, last = rows
+        targets, entropy = soft_targets(teacher(target, last, None), recipe.argmax_weight)
         shares = torch.full_like(entropy, 1.0 / max(1, len(entropy)))
-        hidden = draft.hidden(b.ids)[b.counts]  # [R, C]
+        hidden = draft.hidden(ids)[counts]  # [R, C]
         cross = fused_soft_cross_entropy(hidden, draft.model.embed_tokens.weight, targets, shares)
         return cross - (shares * entropy).sum()
 
-    count: Callable[[DraftBatch], int] = lambda b: int(b.counts.sum())  # noqa: E731
+    count: Callable[[DraftBatch], int] = lambda rows: int(rows[1].sum())  # noqa: E731
     return TrainJob(NAME, draft, settings, batch, loss, folder, count)

@@ -1,40 +1,29 @@
-"""A head's batches and loss, and how its weights begin."""
+"""A head's batches and loss, and how its weights begin and are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sameseed import scheme
+from sameseed.models.config import RopeConfig
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops, normed_rows
 from sameseed.scheme import QuantTensor
+from sameseed.train.checkpoint import write_model
 from sameseed.train.head_model import GuessRows, HeadForTraining
+from sameseed.train.head_recipe import HeadRecipe, LossSettings
 from sameseed.train.losses import fused_soft_cross_entropy, soft_targets
-from sameseed.train.recipe import TrainSettings
-from sameseed.train.states import Texts, TextStates, captured_layers
+from sameseed.train.model import llama_config
+from sameseed.train.states import StoredTexts, TextStates, captured_layers
 from sameseed.train.trainer import TrainJob
 
 NAME = "head"  # of the job, and so of its checkpoint
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """`unroll`: steps that the head takes on its own features; step s counts falloff^s. `alone`: the share of all
-    updates, from the first, that learn the first step only, at a fraction of the cost. `argmax_weight`: of the cross
-    entropy on the target's likeliest token, beside the KL divergence. `candidates`: tokens that the loss of a batch
-    looks at, most of them those to which the target gives most, the others by chance (0: all).
-    """
-
-    unroll: int = 4
-    falloff: float = 0.8
-    alone: float = 0.5
-    argmax_weight: float = 0.5
-    candidates: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,13 +36,11 @@ class HeadBatch:
     rows: GuessRows
     unroll: int
 
-    @property
-    def num_guesses(self) -> int:
-        return int(self.rows.counts.sum())
 
-
-def dense(ops: Ops, w: QuantTensor) -> Tensor:
-    """A stored matrix as float32 [O, K]."""
+def dense(ops: Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
+    """A stored matrix, or several one below the other, as float32 [O, K]."""
+    if isinstance(w, tuple):
+        return torch.cat([dense(ops, one) for one in w])
     plain = ops.unpack(w)
     return scheme.get(plain.format).decode(plain).float()
 
@@ -79,10 +66,9 @@ def make_batch(
         stored = text.states.view(n + 1, -1, width)  # [N + 1, L, C]
         states[b, :n] = stored[:n, columns].flatten(1).float()
         last.append(stored[1 + int(first[b]) :, -1].float())
-    rows = GuessRows.of(num_rows, first, unroll, wide)
+    rows = GuessRows.of(num_rows, first, unroll, wide, device)
     joined = torch.cat(last) if last else torch.zeros(0, width)
-    moved = GuessRows(rows.num_rows.to(device), rows.index.to(device), rows.counts.to(device))
-    return HeadBatch(tokens.to(device), states.to(device), joined.to(device), moved, unroll)
+    return HeadBatch(tokens.to(device), states.to(device), joined.to(device), rows, unroll)
 
 
 def head_loss(
@@ -111,7 +97,7 @@ def teacher(target: Llama, last: Tensor, target_ids: Tensor | None) -> Tensor:
     with torch.inference_mode():
         logits = target.ops.product(normed_rows(last, w.norm, target.config.rms_eps), w.lm_head)
     logits = logits.clone()  # out of inference mode
-    return logits if target_ids is None else logits.index_select(1, target_ids.long())
+    return logits if target_ids is None else logits.index_select(1, target_ids)
 
 
 def candidates(logits: Tensor, count: int) -> Tensor:
@@ -132,75 +118,101 @@ def candidates(logits: Tensor, count: int) -> Tensor:
 def head_job(
     head: HeadForTraining,
     target: Llama,
-    texts: Texts,
-    captures: tuple[int, ...],
+    texts: StoredTexts,
     target_ids: Tensor | None,
-    settings: LossSettings,
-    train: TrainSettings,
-    seed: int,
+    recipe: HeadRecipe,
     folder: Path,
 ) -> TrainJob:
     """The head's training on stored texts."""
+    settings, train, captures = recipe.loss, recipe.train, head.config.captures(target.config.num_layers)
     stored = captured_layers(captures, target.config.num_layers)
     columns = [stored.index(layer) for layer in captures]
     width, device = target.config.hidden_size, str(target.device)
     embedding = dense(target.ops, target.weights.embedding)
-    whole = dense(target.ops, target.weights.lm_head) if target_ids is None else None
+    whole = dense(target.ops, target.weights.lm_head) if target_ids is None else head.lm_head.weight
 
     def batch(step: int) -> HeadBatch:
-        chosen = texts.batch(step, train.rows, seed)
+        chosen = texts.batch(step, train.rows, recipe.seed)
         unroll = 1 if step < settings.alone * train.steps else settings.unroll
         return make_batch(chosen, columns, width, unroll, train.row_tokens, device)
 
     def loss(batch_: HeadBatch) -> Tensor:
-        wanted = teacher(target, batch_.last, target_ids)
-        lm_head = whole if whole is not None else head.lm_head.weight
+        wanted, lm_head = teacher(target, batch_.last, target_ids), whole
         if 0 < settings.candidates < wanted.shape[1]:
             chosen = candidates(wanted, settings.candidates)
             wanted, lm_head = wanted[:, chosen], lm_head[chosen]
         return torch.stack(head_loss(head, batch_, embedding, lm_head, wanted, settings)).sum()
 
-    count: Callable[[HeadBatch], int] = lambda b: b.num_guesses  # noqa: E731
+    count: Callable[[HeadBatch], int] = lambda b: int(b.rows.counts.sum())  # noqa: E731
     return TrainJob(NAME, head, train, batch, loss, folder, count)
 
 
 def start_from_target(head: HeadForTraining, target: Llama, target_ids: Tensor | None) -> None:
-    """Begin as the target's last layer, reading the last captured states, where the shapes allow it.
+    """Begin as the target's last layer, reading the last captured states; its attention where the heads allow it.
 
     Such a head guesses what the target guessed a token before, and learns several times faster than one that begins
-    with chance. What reads the embedding begins small.
+    with chance. What reads the embedding begins small. A KV head of the target may stand for several.
     """
-    s, c, layer = head.shape, target.config, target.weights.layers[-1]
-    width, mid = s.hidden_size, head.midlayer
-    if width != c.hidden_size:
-        return
+    own, c, layer, ops = head.config.layer, target.config, target.weights.layers[-1], target.ops
+    width, mid, a = c.hidden_size, head.midlayer, head.midlayer.self_attn
     with torch.no_grad():
         head.fc.weight[:, -width:] += torch.eye(width, device=head.fc.weight.device)
         head.norm.weight.copy_(target.weights.norm)
         mid.hidden_norm.weight.copy_(layer.input_norm)
         mid.post_attention_layernorm.weight.copy_(layer.post_norm)
         if target_ids is not None:
-            head.lm_head.weight.copy_(dense(target.ops, target.weights.lm_head)[target_ids.long()])
-        if s.head_dim == c.head_dim and s.num_heads == c.num_heads and s.num_kv_heads % c.num_kv_heads == 0:
-            _start_attention(head, target)
-        gate, up = _stack(target.ops, layer.gate_up).chunk(2)
-        num = min(s.intermediate_size, c.intermediate_size)
+            head.lm_head.weight.copy_(dense(ops, target.weights.lm_head)[target_ids])
+        if own.num_heads == c.num_heads and own.num_kv_heads % c.num_kv_heads == 0:
+            sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+            q, k, v = dense(ops, layer.qkv).split_with_sizes(sizes)
+            copies = own.num_kv_heads // c.num_kv_heads
+            k, v = (x.view(c.num_kv_heads, c.head_dim, -1).repeat_interleave(copies, 0).flatten(0, 1) for x in (k, v))
+            for projection, weight in ((a.q_proj, q), (a.k_proj, k), (a.v_proj, v)):
+                projection.weight[:, width:] = weight  # the half that reads features
+            a.o_proj.weight.copy_(dense(ops, layer.o))
+        gate, up = dense(ops, layer.gate_up).chunk(2)
+        num = min(own.intermediate_size, c.intermediate_size)
         mid.mlp.gate_proj.weight[:num] = gate[:num]
         mid.mlp.up_proj.weight[:num] = up[:num]
-        mid.mlp.down_proj.weight[:, :num] = dense(target.ops, layer.down)[:, :num]
+        mid.mlp.down_proj.weight[:, :num] = dense(ops, layer.down)[:, :num]
 
 
-def _start_attention(head: HeadForTraining, target: Llama) -> None:
-    """The half of q, k and v that reads features, and o; a KV head of the target may stand for several."""
-    s, c, layer, a = head.shape, target.config, target.weights.layers[-1], head.midlayer.self_attn
-    sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
-    q, k, v = _stack(target.ops, layer.qkv).split_with_sizes(sizes)
-    copies = s.num_kv_heads // c.num_kv_heads
-    k, v = (x.view(c.num_kv_heads, c.head_dim, -1).repeat_interleave(copies, 0).flatten(0, 1) for x in (k, v))
-    for projection, weight in ((a.q_proj, q), (a.k_proj, k), (a.v_proj, v)):
-        projection.weight[:, s.hidden_size :] = weight
-    a.o_proj.weight.copy_(dense(target.ops, layer.o))
+def export_head(head: HeadForTraining, target_ids: Tensor | None, folder: Path, dtype: str = "bfloat16") -> None:
+    """Write the head in the plain EAGLE-3 layout (`LlamaForCausalLMEagle3`), which vLLM reads too.
+
+    `target_ids` int64 [Vd]: the target's token of each of the head's own. d2t int64 [Vd] holds offsets
+    (id = i + d2t[i]); t2d bool [V] marks the tokens that the head has. An embedding is not written: it is the
+    target's, and so is the LM head where the vocabulary is whole.
+    """
+    c, layer = head.config, head.config.layer
+    tensors = {n: p.to(getattr(torch, dtype)) for n, p in head.named_parameters()}
+    if target_ids is not None:
+        ids = target_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    config = llama_config(layer, layer.max_model_len, layer.rope.theta) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": c.draft_vocab_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(c.aux_layers or ()), "use_aux_hidden_state": True},
+        "norm_before_residual": False,
+        "rope_scaling": rope_scaling(layer.rope),
+        "target_hidden_size": c.target_hidden_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
+    write_model(folder, tensors, {"config.json": config})
 
 
-def _stack(ops: Ops, weights: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
-    return torch.cat([dense(ops, w) for w in (weights if isinstance(weights, tuple) else (weights,))])
+def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """`rope_scaling` of a config.json; None for the plain kind."""
+    if rope.kind == "linear":
+        return {"rope_type": "linear", "factor": rope.factor}
+    if rope.kind == "llama3":
+        return {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_len,
+        }
+    return None

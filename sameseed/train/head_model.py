@@ -14,92 +14,59 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sameseed.models.config import RopeConfig
+from sameseed.models.config import ModelConfig
+from sameseed.models.eagle_config import HeadConfig
 from sameseed.models.layers import rope_table
-from sameseed.train.model import Mlp, RMSNorm, rotate
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Sizes of a head. `num_captures`: hidden states of the target side by side, each `target_hidden` wide."""
-
-    vocab_size: int
-    draft_vocab_size: int
-    hidden_size: int
-    target_hidden: int
-    num_captures: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_eps: float
-    rope: RopeConfig
-    max_positions: int
-
-
-class HeadAttention(nn.Module):
-    """Projections of the attention; q, k and v read [norm(embedding); norm(feature)]."""
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden_size, heads, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden_size, kv_heads, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden_size, kv_heads, bias=False)
-        self.o_proj = nn.Linear(heads, shape.hidden_size, bias=False)
+from sameseed.train.model import Attention, Mlp, RMSNorm, rotate
 
 
 class HeadLayer(nn.Module):
-    """The decoder layer of a head."""
+    """The decoder layer of a head; q, k and v read [norm(embedding); norm(feature)]."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.self_attn = HeadAttention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.mlp = Mlp(config.hidden_size, config.intermediate_size)
 
 
 @dataclass(frozen=True)
 class GuessRows:
     """Which rows of a batch of texts are run. Every row gives keys and values; only some are queries.
 
-    `num_rows` int64 [B]; `index` int64 [A]: places in the flattened [B, N] of rows that guess, or lead to one that
-    does, in order; `counts` bool [A]: those whose guess is learned from.
+    `index` int64 [A]: places in the flattened [B, N] of rows that guess, or lead to one that does, in order; `counts`
+    bool [A]: those whose guess is learned from.
     """
 
-    num_rows: Tensor
     index: Tensor
     counts: Tensor
 
     @classmethod
-    def of(cls, num_rows: Tensor, first: Tensor, num_steps: int, width: int) -> GuessRows:
+    def of(cls, num_rows: Tensor, first: Tensor, num_steps: int, width: int, device: str = "cpu") -> GuessRows:
         """Rows that guess are `first`[b] to num_rows[b] - 1; the `num_steps` - 1 before them lead to these."""
         place = torch.arange(width)[None, :]  # [1, N]
         inside = place < num_rows[:, None]
         runs = inside & (place >= first[:, None] - num_steps + 1)
         index = runs.flatten().nonzero().flatten()
-        return cls(num_rows, index, (inside & (place >= first[:, None])).flatten()[index])
+        counts = (inside & (place >= first[:, None])).flatten()[index]
+        return cls(index.to(device), counts.to(device))
 
 
 class HeadForTraining(nn.Module):
     """An EAGLE-3 head. Embedding, and with a whole vocabulary the LM head, are the target's and stay as they are."""
 
-    def __init__(self, shape: HeadShape, seed: int) -> None:
+    def __init__(self, config: HeadConfig, seed: int) -> None:
+        """The first weights are normal with 0.02."""
         super().__init__()
-        self.shape = shape
-        self.fc = nn.Linear(shape.num_captures * shape.target_hidden, shape.hidden_size, bias=False)
-        self.midlayer = HeadLayer(shape)
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        if shape.draft_vocab_size < shape.vocab_size:
-            self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
-        rope = rope_table(shape.rope, shape.head_dim, shape.max_positions)  # [P, D]
-        self.register_buffer("rope", rope, persistent=False)
-        self.reset(seed)
-
-    def reset(self, seed: int) -> None:
-        """Draw the first weights: normal with 0.02."""
+        self.config, c = config, config.layer
+        self.fc = nn.Linear(config.num_captures * config.target_hidden_size, c.hidden_size, bias=False)
+        self.midlayer = HeadLayer(c)
+        self.norm = RMSNorm(c.hidden_size, c.rms_eps)
+        if config.draft_vocab_size < c.vocab_size:
+            self.lm_head = nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("rope", rope_table(c.rope, c.head_dim, c.max_model_len), persistent=False)  # [P, D]
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in self.parameters():
@@ -111,14 +78,17 @@ class HeadForTraining(nn.Module):
 
         At step s only rows t >= s mean something: their path begins at row t - s.
         """
-        layer = self.midlayer
+        layer, a = self.midlayer, self.midlayer.self_attn
+        (b, n, _), d = states.shape, self.config.layer.head_dim
+        cos, sin = self.rope[:n].chunk(2, dim=-1)  # type: ignore[index]  # [N, D/2]
         features = self.fc(states)  # [B, N, C]
         entering = layer.input_layernorm(embedding)
         keys, values, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
         for step in range(num_steps):
             x = torch.cat((entering, layer.hidden_norm(features)), dim=-1)  # [B, N, 2 C]
-            q, k, v = self._project(x)
-            keys.append(k)
+            q, k, v = (p(x).view(b, n, -1, d).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
+            q = rotate(q, cos, sin)  # [B, H, N, D]
+            keys.append(rotate(k, cos, sin))  # [B, Hk, N, D]
             values.append(v)
             attended = self._attend(q, keys, values, rows)  # [A, H D]
             h = features.flatten(0, 1)[rows.index] + layer.self_attn.o_proj(attended)
@@ -129,18 +99,10 @@ class HeadForTraining(nn.Module):
                 features = _later(own.view_as(features), 1, dim=1)
         return outputs
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D], k and v [B, Hk, N, D] of x [B, N, 2 C]."""
-        b, n, _ = x.shape
-        a, d = self.midlayer.self_attn, self.shape.head_dim
-        cos, sin = self.rope[:n].chunk(2, dim=-1)  # type: ignore[index]  # [N, D/2]
-        q, k, v = (p(x).view(b, n, -1, d).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
-
     def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], rows: GuessRows) -> Tensor:
         """Attention [A, H D]: of step 0, rows up to t - s; of the path, for r = 1..s, row t - s + r of step r."""
         b, heads, n, d = q.shape
-        step, group = len(keys) - 1, heads // self.shape.num_kv_heads
+        step, group = len(keys) - 1, heads // self.config.layer.num_kv_heads
         q = q.view(b, -1, group, n, d)  # [B, Hk, G, N, D]
         scores = q.flatten(2, 3) @ keys[0].transpose(-1, -2)  # [B, Hk, G N, N]
         hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1 - step)  # key j > t - s
@@ -163,5 +125,4 @@ def _later(x: Tensor, count: int, dim: int) -> Tensor:
         return x
     size = x.shape[dim]
     count = min(count, size)
-    zeros = torch.zeros_like(x.narrow(dim, 0, count))
-    return torch.cat((zeros, x.narrow(dim, 0, size - count)), dim=dim)
+    return torch.cat((torch.zeros_like(x.narrow(dim, 0, count)), x.narrow(dim, 0, size - count)), dim=dim)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig
-from sameseed.train.head_export import head_rope
-from sameseed.train.head_job import LossSettings
-from sameseed.train.head_model import HeadShape
+from sameseed.models.config import ModelConfig, RopeConfig
+from sameseed.models.eagle_config import HeadConfig
 from sameseed.train.optim import OptimSettings
 from sameseed.train.own import OwnRecipe
 from sameseed.train.recipe import TrainSettings
@@ -24,9 +22,23 @@ class SizeSettings:
     draft_vocab_size: int = 0
 
 
-def default_training() -> TrainSettings:
-    """Small enough an update that a layer taken from the target is not thrown away at once."""
-    return TrainSettings(600, rows=24, row_tokens=512, warmup=20, decay=0.5, optim=OptimSettings(0.02, 0.002))
+@dataclass(frozen=True)
+class LossSettings:
+    """`unroll`: steps that the head takes on its own features; step s counts falloff^s. `alone`: the share of all
+    updates, from the first, that learn the first step only, at a fraction of the cost. `argmax_weight`: of the cross
+    entropy on the target's likeliest token, beside the KL divergence. `candidates`: tokens that the loss of a batch
+    looks at, most of them those to which the target gives most, the others by chance (0: all).
+    """
+
+    unroll: int = 4
+    falloff: float = 0.8
+    alone: float = 0.5
+    argmax_weight: float = 0.5
+    candidates: int = 0
+
+
+# Small enough an update that a layer taken from the target is not thrown away at once.
+TRAINING = TrainSettings(600, rows=24, row_tokens=512, warmup=20, decay=0.5, optim=OptimSettings(0.02, 0.002))
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ class HeadRecipe(OwnRecipe):
     layers: tuple[int, ...] = ()
     size: SizeSettings = field(default_factory=SizeSettings)
     loss: LossSettings = field(default_factory=LossSettings)
-    train: TrainSettings = field(default_factory=default_training)
+    train: TrainSettings = TRAINING
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,39 +63,31 @@ class HeadRecipe(OwnRecipe):
             )
 
 
-def head_shape(recipe: HeadRecipe, target: ModelConfig) -> HeadShape:
-    """The head's sizes for a target. Raises ConfigError for a vocabulary that the target has not, or odd groups."""
-    size = recipe.size
+def head_config(recipe: HeadRecipe, target: ModelConfig) -> HeadConfig:
+    """The head for a target. Raises ConfigError for tokens or layers that the target has not, or odd groups.
+
+    Its rotary embedding is the target's where a head's config.json can say it, else one with its base alone.
+    """
+    size, n = recipe.size, target.num_layers
     vocab = size.draft_vocab_size or target.vocab_size
     heads, kv_heads = size.num_heads or target.num_heads, size.num_kv_heads or target.num_kv_heads
+    layers = tuple(recipe.layers or (2, n // 2, n - 3))
     if not 1 <= vocab <= target.vocab_size:
         raise ConfigError(
             f"draft_vocab_size {vocab} is not in 1..{target.vocab_size}, the target's vocabulary; lower it"
         )
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})")
-    return HeadShape(
-        vocab_size=target.vocab_size,
-        draft_vocab_size=vocab,
-        hidden_size=target.hidden_size,
-        target_hidden=target.hidden_size,
-        num_captures=len(aux_layers(recipe, target)),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=target.head_dim,
-        intermediate_size=size.intermediate_size or target.intermediate_size,
-        rms_eps=target.rms_eps,
-        rope=head_rope(target),
-        max_positions=target.max_model_len,
-    )
-
-
-def aux_layers(recipe: HeadRecipe, target: ModelConfig) -> tuple[int, ...]:
-    """The target's layers whose inputs the head reads. Raises ConfigError for ones that it has not."""
-    n = target.num_layers
-    layers = recipe.layers or (2, n // 2, n - 3)
     if len(layers) != 3 or any(not 1 <= i <= n for i in layers):
         raise ConfigError(
             f"layers {list(layers)}: a head reads three of what enters the target's layers 1 to {n}; name them"
         )
-    return tuple(layers)
+    layer = replace(
+        target,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=size.intermediate_size or target.intermediate_size,
+        rope=target.rope if target.rope.kind in ("linear", "llama3") else RopeConfig(theta=target.rope.theta),
+    )
+    return HeadConfig("eagle3", layer, vocab, target.hidden_size, layers)

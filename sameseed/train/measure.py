@@ -2,60 +2,70 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 
 from sameseed.train import data as corpus
 from sameseed.train.card import write_cards
 from sameseed.train.checkpoint import read_tensors
 from sameseed.train.data import Document
-from sameseed.train.evaluate import GreedyAcceptance, acceptance, perplexity
 from sameseed.train.model import LlamaForTraining
-from sameseed.train.plot import plot_losses
-from sameseed.train.prompts import encode_prompt, held_out_prompts, read_prompts, write_prompts
 from sameseed.train.recipe import Recipe
 from sameseed.train.rollout import Rollout, write
+from sameseed.train.tokenizer import ASSISTANT, token_id
 
 NUM_DRAFT_TOKENS = 4  # the chain length that the card speaks of
 PROMPTS_PER_DOMAIN = 12
 DEMO_PROMPTS_PER_DOMAIN = 4
 NEW_TOKENS = 128
+TEXT_CHARACTERS = (160, 400)  # of a plain-text prompt, cut at a line or word end
+CHAT_CHARACTERS = 900  # a longer question would leave too little of the trained context for its answer
 
 
 def measure(
-    recipe: Recipe, data: Path, out: Path, tokenizer: Tokenizer, target: LlamaForTraining, draft: LlamaForTraining
+    recipe: Recipe,
+    documents: list[Document],
+    out: Path,
+    tokenizer: Tokenizer,
+    target: LlamaForTraining,
+    draft: LlamaForTraining,
 ) -> dict[str, Any]:
-    """Held-out perplexity of both models and greedy acceptance of the pair, by domain; all files beside them."""
-    documents = corpus.held_out_documents(recipe, data)
-    write_prompt_files(recipe, documents, out)
-    records = read_prompts(out / "prompts_heldout.jsonl")
-    rollouts = write(
-        target,
-        [encode_prompt(tokenizer, r) for r in records],
-        tokenizer,
-        new_tokens=NEW_TOKENS,
-        batch=32,
-        temperatures=[0.0] * len(records),
-        seed=0,
-    )
-    row_tokens = recipe.target.train.row_tokens
+    """Perplexity of both models on held-out `documents`, greedy acceptance of the pair, by domain; all files beside."""
+    domains = list(dict.fromkeys(s.domain for s in recipe.source))
+    by_domain = [[d for d in documents if d.domain == domain] for domain in domains]
+    # Prompts for acceptance and those for demonstrations are of different documents.
+    shown = [d for own in by_domain for d in own[::3]]
+    measured = [d for own in by_domain for i, d in enumerate(own) if i % 3]
+    records = held_out_prompts(measured, domains, PROMPTS_PER_DOMAIN, recipe.seed)
+    demos = held_out_prompts(shown, domains, DEMO_PROMPTS_PER_DOMAIN, recipe.seed)
+    for name, own in (("prompts_heldout.jsonl", records), ("prompts.jsonl", demos)):
+        lines = (json.dumps(r, ensure_ascii=False) + "\n" for r in own)
+        (out / name).write_text("".join(lines), encoding="utf-8")
+    prompts = [encode_prompt(tokenizer, r) for r in records]
+    rollouts = write(target, prompts, tokenizer, NEW_TOKENS, 32, [0.0] * len(records), 0)
+    groups: dict[str, list[Rollout]] = {"all": rollouts}
+    for record, rollout in zip(records, rollouts, strict=True):
+        groups.setdefault(record["domain"], []).append(rollout)
     num_rows = read_tensors(out / "rows.safetensors")[0]["rows"].shape[0]
+    models, train = {"target": target, "draft": draft}, recipe.target.train
     results = {
         "recipe": recipe.name,
         "seed": recipe.seed,
-        "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
-        "passes": round(recipe.target.train.steps * recipe.target.train.rows / num_rows, 3),
-        "target": json.loads((out / "target.done.json").read_text(encoding="utf-8")),
-        "draft": json.loads((out / "draft.done.json").read_text(encoding="utf-8")),
+        "parameters": {name: model.num_parameters() for name, model in models.items()},
+        "passes": round(train.steps * train.rows / num_rows, 3),
+        **{name: json.loads((out / f"{name}.done.json").read_text(encoding="utf-8")) for name in models},
         "perplexity": {
-            name: {d: dataclasses.asdict(p) for d, p in perplexity(model, documents, tokenizer, row_tokens).items()}
-            for name, model in (("target", target), ("draft", draft))
+            name: perplexity(model, documents, tokenizer, train.row_tokens) for name, model in models.items()
         },
-        "acceptance": acceptance_by_domain(draft, [r["domain"] for r in records], rollouts),
+        "acceptance": {d: acceptance(draft, g, NUM_DRAFT_TOKENS) for d, g in groups.items()},
         "num_draft_tokens": NUM_DRAFT_TOKENS,
         "prompts": len(records),
     }
@@ -65,30 +75,128 @@ def measure(
     return results
 
 
-def write_prompt_files(recipe: Recipe, documents: list[Document], out: Path) -> None:
-    """prompts_heldout.jsonl for acceptance, prompts.jsonl for demonstrations: of different documents."""
-    domains = list(dict.fromkeys(s.domain for s in recipe.source))
-    by_domain = [[d for d in documents if d.domain == domain] for domain in domains]
-    shown = [d for own in by_domain for d in own[::3]]
-    measured = [d for own in by_domain for i, d in enumerate(own) if i % 3]
-    for name, pool, count in (
-        ("prompts_heldout.jsonl", measured, PROMPTS_PER_DOMAIN),
-        ("prompts.jsonl", shown, DEMO_PROMPTS_PER_DOMAIN),
-    ):
-        write_prompts(held_out_prompts(pool, dict.fromkeys(domains, count), recipe.seed), out / name)
+def prompt_record(document: Document, number: int, rng: random.Random) -> dict[str, Any] | None:
+    """A prompt of one held-out document, or None where it is too long."""
+    record = {"id": f"{document.domain}-{number:03}", "domain": document.domain}
+    if document.turns:
+        if len(document.turns[0][1]) > CHAT_CHARACTERS:
+            return None
+        return {**record, "messages": [{"role": "user", "content": document.turns[0][1]}]}
+    length = rng.randrange(*TEXT_CHARACTERS)
+    starts = [i + 2 for i in range(len(document.text) - 2000) if document.text[i : i + 2] == "\n\n"]
+    start = rng.choice([0, *starts])
+    text = document.text[start : start + length]
+    for mark in ("\n", " "):
+        cut = text.rfind(mark)
+        if cut > length // 2:
+            return {**record, "prompt": text[:cut]}
+    return {**record, "prompt": text}
 
 
-def acceptance_by_domain(
-    draft: LlamaForTraining, domains: list[str], rollouts: list[Rollout]
+def held_out_prompts(documents: list[Document], domains: list[str], wanted: int, seed: int) -> list[dict[str, Any]]:
+    """At most `wanted` prompts of each domain; plain documents may give several, at different places."""
+    rng = random.Random(seed)
+    records: list[dict[str, Any]] = []
+    for domain in domains:
+        pool = [d for d in documents if d.domain == domain]
+        rng.shuffle(pool)
+        seen: dict[str, dict[str, Any]] = {}
+        for attempt in range(3 * wanted):
+            if len(seen) == wanted or (attempt >= len(pool) and pool and pool[0].turns) or not pool:
+                break
+            record = prompt_record(pool[attempt % len(pool)], len(seen), rng)
+            if record is not None:
+                seen.setdefault(str(record.get("prompt") or record["messages"]), record)
+        records += seen.values()
+    return records
+
+
+def encode_prompt(tokenizer: Tokenizer, record: dict[str, Any]) -> list[int]:
+    """Token ids of a prompt record, as the chat template (or the begin token and the text) gives them."""
+    turns = tuple((m["role"], m["content"].strip()) for m in record.get("messages", ()))
+    ids = corpus.encode(tokenizer, Document("", "", record.get("prompt", ""), turns))
+    return [*ids, token_id(tokenizer, ASSISTANT)] if turns else ids[:-1]
+
+
+@torch.inference_mode()
+def perplexity(
+    model: LlamaForTraining, documents: list[Document], tokenizer: Tokenizer, row_tokens: int
 ) -> dict[str, dict[str, float]]:
-    """Counts and rates by domain, and over all prompts under `all`."""
-    grouped: dict[str, list[Rollout]] = {"all": rollouts}
-    for domain, rollout in zip(domains, rollouts, strict=True):
-        grouped.setdefault(domain, []).append(rollout)
-    return {d: as_table(acceptance(draft, group, NUM_DRAFT_TOKENS)) for d, group in grouped.items()}
+    """Per domain, over the first `row_tokens` tokens of every document: exp of the mean loss, and bits per byte."""
+    model.eval()
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])  # tokens, nats, bytes
+    for document in documents:
+        ids = corpus.encode(tokenizer, document)[: row_tokens + 1]
+        row = torch.tensor([ids], device=model.device)
+        own = sums[document.domain]
+        own[0] += len(ids) - 1
+        own[1] += float(model.loss(row[:, :-1], row[:, 1:])) * (len(ids) - 1)
+        own[2] += len(tokenizer.decode(ids).encode())
+    return {
+        domain: {
+            "tokens": tokens,
+            "perplexity": round(math.exp(nats / tokens), 3),
+            "bits_per_byte": round(nats / math.log(2) / max(1, size), 4),
+        }
+        for domain, (tokens, nats, size) in sums.items()
+    }
 
 
-def as_table(counts: GreedyAcceptance) -> dict[str, float]:
-    """Counts and rates, rounded for reading."""
-    table = dataclasses.asdict(counts)
-    return {**table, "agreement": round(counts.agreement, 4), "rate": round(counts.rate, 4)}
+@torch.inference_mode()
+def acceptance(draft: LlamaForTraining, rollouts: list[Rollout], k: int) -> dict[str, float]:
+    """Exact counts of greedy speculation with chains of k over the target's `rollouts`; a rejected tail counts as
+    drafted. `agreement`: share of single tokens on which draft and target agree.
+
+    Accepted drafted tokens equal the target's text, so whether the draft agrees at a place depends on that text alone:
+    one pass of the draft over it tells every round's outcome.
+    """
+    draft.eval()
+    drafted = accepted = tokens = agreed = 0
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.prompt + rollout.new], device=draft.device)
+        guess = draft(ids[:, :-1])[0, len(rollout.prompt) - 1 :].argmax(-1).cpu()
+        agree = (guess == torch.tensor(rollout.new)).tolist()
+        tokens, agreed = tokens + len(agree), agreed + sum(agree)
+        counts = count_chains([agree[1:]] * k)  # the first token comes from the pass over the prompt
+        drafted, accepted = drafted + counts[0], accepted + counts[1]
+    share, rate = round(agreed / max(1, tokens), 4), round(accepted / max(1, drafted), 4)
+    return {"drafted": drafted, "accepted": accepted, "tokens": tokens, "agreement": share, "rate": rate}
+
+
+def count_chains(right: Seq[Seq[bool]]) -> tuple[int, int]:
+    """Drafted and accepted tokens of speculation along a text: right[s][t]: is the guess of token t, s after the last
+    known one, the text's?
+    """
+    drafted = accepted = at = 0
+    while at < len(right[0]):
+        size = min(len(right), len(right[0]) - at)
+        run = next((s for s in range(size) if not right[s][at + s]), size)
+        drafted, accepted, at = drafted + size, accepted + run, at + run + 1
+    return drafted, accepted
+
+
+def plot_losses(log: Path, path: Path) -> None:
+    """One panel a stage: the loss of every step, and its running mean; of a step that was repeated, the last loss."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    losses: dict[str, dict[int, float]] = defaultdict(dict)
+    for line in log.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "loss" in row:
+            losses[row["stage"]][row["step"]] = row["loss"]
+    figure, panels = pyplot.subplots(1, max(1, len(losses)), figsize=(5 * max(1, len(losses)), 3.5), squeeze=False)
+    for panel, (stage, by_step) in zip(panels[0], losses.items(), strict=True):
+        steps = sorted(by_step)
+        mean, means = by_step[steps[0]], []
+        for step in steps:
+            mean = 0.95 * mean + 0.05 * by_step[step]
+            means.append(mean)
+        panel.plot(steps, [by_step[s] for s in steps], color="0.8", linewidth=0.6)
+        panel.plot(steps, means, color="tab:blue")
+        panel.set(title=stage, xlabel="step", ylabel="loss (nats a token)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

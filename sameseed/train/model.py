@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sameseed.models.config import ModelConfig
 from sameseed.train.losses import fused_cross_entropy
 
 
@@ -30,36 +31,32 @@ class ModelShape:
     rope_theta: float = 10000.0
     max_positions: int = 2048
 
-    def hf_config(
-        self, *, begin_id: int | None, end_id: int | None, pad_id: int | None, dtype: str = "bfloat16"
-    ) -> dict[str, Any]:
-        """The config.json of this model, as `transformers` and sameseed read it."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "bos_token_id": begin_id,
-            "eos_token_id": end_id,
-            "pad_token_id": pad_id,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden_size,
-            "initializer_range": 0.02,
-            "intermediate_size": self.intermediate_size,
-            "max_position_embeddings": self.max_positions,
-            "mlp_bias": False,
-            "model_type": "llama",
-            "num_attention_heads": self.num_heads,
-            "num_hidden_layers": self.num_layers,
-            "num_key_value_heads": self.num_kv_heads,
-            "rms_norm_eps": self.rms_eps,
-            "rope_scaling": None,
-            "rope_theta": self.rope_theta,
-            "tie_word_embeddings": True,
-            "torch_dtype": dtype,
-            "use_cache": True,
-            "vocab_size": self.vocab_size,
-        }
+
+def llama_config(shape: ModelShape | ModelConfig, max_positions: int, theta: float) -> dict[str, Any]:
+    """The config.json of a model of this size, as `transformers` and sameseed read it; no token ends its texts."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": max_positions,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": shape.num_heads,
+        "num_hidden_layers": shape.num_layers,
+        "num_key_value_heads": shape.num_kv_heads,
+        "rms_norm_eps": shape.rms_eps,
+        "rope_scaling": None,
+        "rope_theta": theta,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": shape.vocab_size,
+    }
 
 
 class RMSNorm(nn.Module):
@@ -97,15 +94,15 @@ class KVState:
 
 
 class Attention(nn.Module):
-    """Grouped-query causal self-attention with rotary positions."""
+    """Grouped-query causal self-attention with rotary positions; `width` of what enters q, k and v."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape | ModelConfig, width: int) -> None:
         super().__init__()
         self.shape = shape
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, heads, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, kv_heads, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, kv_heads, bias=False)
+        self.q_proj = nn.Linear(width, heads, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads, bias=False)
         self.o_proj = nn.Linear(heads, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int) -> Tensor:
@@ -147,7 +144,7 @@ class Layer(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
         self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
 
@@ -170,13 +167,10 @@ class LlamaForTraining(nn.Module):
     """A Llama model with tied embeddings; `state_dict` names equal those of `transformers`."""
 
     def __init__(self, shape: ModelShape, seed: int) -> None:
+        """The first weights are normal with 0.02; the outputs of each block smaller by sqrt(2 * layers)."""
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
-        self.reset(seed)
-
-    def reset(self, seed: int) -> None:
-        """Draw the first weights: normal with 0.02; the outputs of each block smaller by sqrt(2 * layers)."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, weight in self.named_parameters():

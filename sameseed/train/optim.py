@@ -50,7 +50,7 @@ class MuonAdamW:
         self.num_steps = 0
         named = list(model.named_parameters())
         self.matrices = [(n, p) for n, p in named if p.ndim == 2 and not n.endswith(VOCABULARY)]
-        self.others = [(n, p) for n, p in named if not (p.ndim == 2 and not n.endswith(VOCABULARY))]
+        self.others = [(n, p) for n, p in named if p.ndim != 2 or n.endswith(VOCABULARY)]
         self.momentum = {n: torch.zeros_like(p) for n, p in self.matrices}
         self.first = {n: torch.zeros_like(p) for n, p in self.others}
         self.second = {n: torch.zeros_like(p) for n, p in self.others}
@@ -59,10 +59,6 @@ class MuonAdamW:
     def step(self, scale: float) -> None:
         """Apply the gradients with every learning rate times `scale` (the schedule, 0 to 1)."""
         self.num_steps += 1
-        self._step_matrices(scale)
-        self._step_others(scale)
-
-    def _step_matrices(self, scale: float) -> None:
         settings = self.settings
         groups: dict[torch.Size, list[tuple[str, nn.Parameter]]] = defaultdict(list)
         for name, weight in self.matrices:
@@ -78,9 +74,6 @@ class MuonAdamW:
             for (_, weight), update in zip(members, orthogonalise(torch.stack(updates)), strict=True):
                 weight.mul_(1 - settings.matrix_lr * scale * settings.weight_decay)
                 weight.sub_(update, alpha=rate)
-
-    def _step_others(self, scale: float) -> None:
-        settings = self.settings
         beta1, beta2 = settings.betas
         for name, weight in self.others:
             assert weight.grad is not None

@@ -16,11 +16,11 @@ from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, load_tokenizer, resolve_model
 from sameseed.scheme import QuantScheme, cache_format
-from sameseed.train.pipeline import digest_of
 from sameseed.train.recipe import TrainSettings, read_table
+from sameseed.train.resume import digest_of, settle_texts, write_record
 from sameseed.train.seeds import TextSettings, file_seeds, recipe_seeds
-from sameseed.train.states import Seed, Texts, collect
-from sameseed.train.trainer import Log, progress_bar
+from sameseed.train.states import Seed, StoredTexts, collect
+from sameseed.train.trainer import Log, checkpoint_path, progress_bar
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,8 @@ class OwnRecipe:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.train.rows < 1 or self.train.steps < 1:
-            raise ConfigError("batch, rows and steps must be at least 1")
-        if self.train.row_tokens < 8:
-            raise ConfigError(f"row_tokens must be at least 8, got {self.train.row_tokens}")
+        if self.batch < 1:
+            raise ConfigError(f"batch must be at least 1, got {self.batch}")
 
 
 R = TypeVar("R", bound=OwnRecipe)
@@ -73,15 +71,15 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Who computes."""
+class Trained:
+    """Where the head or the draft lies, and what is known of it (also in `out/results.json`)."""
 
-    backend: str = "auto"
-    device: str = "cpu"
+    folder: Path
+    results: dict[str, Any]
 
 
-def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> tuple[Path, ModelConfig, list[Seed]]:
-    """The target's folder and config, and what its texts begin with. Raises ConfigError or ModelLoadError, early."""
+def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> tuple[Path, ModelConfig]:
+    """The target's folder and config. Raises ConfigError or ModelLoadError, early."""
     if not recipe.target:
         raise ConfigError("no target; name the model to learn from with --target")
     if sources.prompts is None and (not recipe.mixture or sources.data is None):
@@ -95,7 +93,7 @@ def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> t
         raise ConfigError(
             f"prompt_tokens + new_tokens = {longest} exceed the target's context of {config.max_model_len}; lower one"
         )
-    return folder, config, read_seeds(recipe, sources, folder, recipe.texts.num_texts)
+    return folder, config
 
 
 def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path, num_texts: int) -> list[Seed]:
@@ -112,38 +110,51 @@ def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path, num_texts: int
     return seeds
 
 
-def open_target(recipe: OwnRecipe, folder: Path, machine: Machine) -> Llama:
-    """The target in the recipe's format."""
+def write_all(
+    recipe: OwnRecipe,
+    sources: Sources,
+    folder: Path,
+    layers: Seq[int],
+    job: str,
+    log: Log,
+    *,
+    backend: str,
+    device: str,
+    quiet: bool,
+) -> tuple[Llama, StoredTexts, int]:
+    """The target in the recipe's format, and its texts for a `job` that reads what enters its `layers`.
+
+    Texts that are missing are written; those of each lot (`resume.settle_texts`) have a folder of their own. Also the
+    number of texts in the first lot. Raises ConfigError before anything is written.
+    """
+    out = log.path.parent
+    checkpoint = checkpoint_path(out, job)
+    lots, begun = settle_texts(recipe, layers, checkpoint, lambda n: read_seeds(recipe, sources, folder, n))
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
         ops.set_num_threads(recipe.threads)
-    backend = ops.resolve(machine.backend, machine.device)
-    return load_model(folder, backend, QuantScheme.parse(recipe.format), None, machine.device)
-
-
-def texts_stage(
-    recipe: OwnRecipe, target: Llama, captures: Seq[int], lots: Seq[list[Seed]], out: Path, log: Log, *, quiet: bool
-) -> Texts:
-    """Write all texts, or those that are missing, and open them; each lot of seeds has a folder of its own."""
-    cache, before, parts = cache_format(recipe.kv_format, target.weights.dense), 0, 0
+    target = load_model(folder, ops.resolve(backend, device), QuantScheme.parse(recipe.format), None, device)
+    write_record(begun, checkpoint)
+    cache, captures = cache_format(recipe.kv_format, target.weights.dense), tuple(i - 1 for i in layers)
     paths: list[Path] = []
+    before = parts = 0
     with progress_bar(quiet) as bar:
         task = bar.add_task("texts", total=sum(map(len, lots)), loss=0.0, rate=0.0)
         for seeds in lots:
             kept = digest_of((recipe.target, recipe.format, recipe.kv_format, recipe.seed, captures, seeds))
-            folder, noise = out / "texts" / kept, recipe.seed + parts
-            written = collect(target, captures, seeds, folder, batch=recipe.batch, kv_format=cache, seed=noise)
+            texts, noise = out / "texts" / kept, recipe.seed + parts
+            written = collect(target, captures, seeds, texts, batch=recipe.batch, kv_format=cache, seed=noise)
             for done, tokens in written:
                 log.write(stage="texts", texts=before + done, tokens=tokens)
                 bar.update(task, completed=before + done)
                 parts += 1
             before += len(seeds)
-            paths += sorted(folder.glob("*.safetensors"))
-    return Texts(paths)
+            paths += sorted(texts.glob("*.safetensors"))
+    return target, StoredTexts(paths), len(lots[0])
 
 
 def write_results(
-    out: Path, recipe: OwnRecipe, texts: Texts, parameters: int, progress: dict[str, Any], **more: Any
+    out: Path, recipe: OwnRecipe, texts: StoredTexts, parameters: int, progress: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
     """What is known of a finished run, which `out/results.json` then holds."""
     counts = {"parameters": parameters, "texts": len(texts), "text_tokens": texts.num_tokens}

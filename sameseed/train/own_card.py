@@ -5,35 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sameseed.train.card import FRONT_MATTER, source_row
+from sameseed.models.eagle_config import HeadConfig
+from sameseed.train.card import FRONT_MATTER, source_table, table
 from sameseed.train.head_measure import NEW_TOKENS, NUM_DRAFT_TOKENS
-from sameseed.train.head_model import HeadShape
 from sameseed.train.head_recipe import HeadRecipe
 from sameseed.train.model import ModelShape
 from sameseed.train.own import OwnRecipe
 from sameseed.train.recipe import load_recipe
 
-SHARED = "shares embedding and LM head with its target"
 
-
-def write_head_card(recipe: HeadRecipe, shape: HeadShape, results: dict[str, Any], folder: Path) -> None:
+def write_head_card(recipe: HeadRecipe, config: HeadConfig, results: dict[str, Any], folder: Path) -> None:
     """README.md of a head."""
-    own = shape.draft_vocab_size < shape.vocab_size
-    what = f"has {shape.draft_vocab_size} of the target's {shape.vocab_size} tokens" if own else SHARED
-    layers = ", ".join(str(i) for i in results["layers"])
+    layer, own, loss = config.layer, config.draft_vocab_size, recipe.loss
+    what = f"has {own} of the target's {layer.vocab_size} tokens"
+    if own == layer.vocab_size:
+        what = "shares embedding and LM head with its target"
     text = (
         f"EAGLE-3 head (Li et al., 2025) for `{recipe.target}`, {results['parameters'] / 1e6:.2f} M parameters of its "
-        f"own: one layer, hidden {shape.hidden_size}, {shape.num_heads} heads and {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}, feed-forward {shape.intermediate_size}; it reads what enters the target's layers {layers}, "
-        f"and {what}. bfloat16, in the layout `LlamaForCausalLMEagle3`.\n\n"
-        f"{training(recipe, results)} At {recipe.loss.unroll} steps on its own features (training-time test; step s "
-        f"counts {recipe.loss.falloff:g}^s; the first {recipe.loss.alone:.0%} of the updates learn step 0 alone) the "
-        f"loss is KL(target || head) plus {recipe.loss.argmax_weight:g} times the cross entropy on the target's argmax."
+        f"own: one layer, hidden {layer.hidden_size}, {layer.num_heads} heads and {layer.num_kv_heads} KV heads of "
+        f"{layer.head_dim}, feed-forward {layer.intermediate_size}; it reads what enters the target's layers "
+        f"{', '.join(map(str, results['layers']))}, and {what}. bfloat16, in the layout `LlamaForCausalLMEagle3`.\n\n"
+        f"{training(recipe, results)} At {loss.unroll} steps on its own features (training-time test; step s "
+        f"counts {loss.falloff:g}^s; the first {loss.alone:.0%} of the updates learn step 0 alone) the "
+        f"loss is KL(target || head) plus {loss.argmax_weight:g} times the cross entropy on the target's argmax."
         " The layer began as the target's last.\n\n"
     )
-    title = f"# sameseed {recipe.name}\n\n"
-    parts = [FRONT_MATTER, title, text, data(recipe), acceptance(results), note(results)]
-    (folder / "README.md").write_text("".join(parts), encoding="utf-8")
+    write_card(recipe, results, text, acceptance(results) if "acceptance" in results else "", folder)
 
 
 def write_draft_card(recipe: OwnRecipe, shape: ModelShape, results: dict[str, Any], folder: Path) -> None:
@@ -45,10 +42,19 @@ def write_draft_card(recipe: OwnRecipe, shape: ModelShape, results: dict[str, An
         "\n\n"
         f"{training(recipe, results)}\n\n"
     )
-    title = f"# sameseed {recipe.name}\n\n"
-    (folder / "README.md").write_text(
-        "".join([FRONT_MATTER, title, text, data(recipe), note(results)]), encoding="utf-8"
-    )
+    write_card(recipe, results, text, "", folder)
+
+
+def write_card(recipe: OwnRecipe, results: dict[str, Any], text: str, measured: str, folder: Path) -> None:
+    """Title, text, the mixture's sources and licences where prompts came from one, figures, and the recipe's words."""
+    data = ""
+    if recipe.mixture and Path(recipe.mixture).is_file():
+        sources = source_table(load_recipe(Path(recipe.mixture)).source)
+        data = (
+            f"## Data\n\nPrompts and documents come from the target's own mixture; none is held out:\n\n{sources}\n\n"
+        )
+    parts = [FRONT_MATTER, f"# sameseed {recipe.name}\n\n", text, data, measured, note(results)]
+    (folder / "README.md").write_text("".join(parts), encoding="utf-8")
 
 
 def training(recipe: OwnRecipe, results: dict[str, Any]) -> str:
@@ -64,39 +70,18 @@ def training(recipe: OwnRecipe, results: dict[str, Any]) -> str:
     )
 
 
-def data(recipe: OwnRecipe) -> str:
-    """The mixture's sources and licences, where prompts came from one."""
-    if not recipe.mixture or not Path(recipe.mixture).is_file():
-        return ""
-    rows = "\n".join(source_row(s) for s in load_recipe(Path(recipe.mixture)).source)
-    head = "| domain | source | times in a pass | licence |\n| --- | --- | --- | --- |"
-    return (
-        f"## Data\n\nPrompts and documents come from the target's own mixture; none is held out:\n\n{head}\n{rows}\n\n"
-    )
-
-
 def acceptance(results: dict[str, Any]) -> str:
     """Greedy chains by domain."""
-    if "acceptance" not in results:
-        return ""
     k = NUM_DRAFT_TOKENS
-    names = [f"guess {i + 1}" for i in range(k)]
-    head = (
-        "| domain | tokens | drafted | accepted | acceptance | "
-        + " | ".join(names)
-        + " |\n| --- |"
-        + " ---: |" * (4 + k)
-    )
-    rows = "\n".join(
-        f"| {d} | {v['tokens']} | {v['drafted']} | {v['accepted']} | {v['rate']:.3f} | "
-        + " | ".join(f"{share:.3f}" for share in v["agreement"])
-        + " |"
-        for d, v in results["acceptance"].items()
-    )
+    head = "domain | tokens | drafted | accepted | acceptance | " + " | ".join(f"guess {i + 1}" for i in range(k))
+    rows = []
+    for domain, v in results["acceptance"].items():
+        shares = (f"{share:.3f}" for share in (v["rate"], *v["agreement"]))
+        rows.append((domain, v["tokens"], v["drafted"], v["accepted"], *shares))
     return (
         f"## Acceptance\n\nGreedy, chains of {k} guesses (what follows a rejected one counts as drafted; none is past "
         f'the text\'s end), on what the target writes to held-out prompts, {NEW_TOKENS} tokens at most. "guess i": how '
-        f"often the head's i-th guess is right after i - 1 right ones, over all places.\n\n{head}\n{rows}\n\n"
+        f"often the head's i-th guess is right after i - 1 right ones, over all places.\n\n{table(head, 1, rows)}\n\n"
     )
 
 

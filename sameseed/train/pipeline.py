@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from sameseed.train import data as corpus
 from sameseed.train.checkpoint import export_model, read_tensors, save_tensors
-from sameseed.train.distill import draft_job, rollout_rows
+from sameseed.train.distill import draft_job, rollout_rows, training_prompts
 from sameseed.train.measure import measure
 from sameseed.train.model import LlamaForTraining, ModelShape
 from sameseed.train.recipe import Recipe
+from sameseed.train.resume import digest_of
 from sameseed.train.tokenizer import BEGIN, END, PAD, save_tokenizer, token_id, train_tokenizer
 from sameseed.train.trainer import Log, TrainJob, train
 
@@ -42,11 +43,6 @@ def tokenizer_stage(recipe: Recipe, data: Path, out: Path) -> Tokenizer:
     return tokenizer
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The ids that config.json names."""
-    return {f"{name}_id": token_id(tokenizer, t) for name, t in (("begin", BEGIN), ("end", END), ("pad", PAD))}
-
-
 def rows_stage(recipe: Recipe, data: Path, out: Path, tokenizer: Tokenizer) -> Tensor:
     """The corpus as rows int32 `[num_rows, S+1]`, packed once and kept."""
     path = out / "rows.safetensors"
@@ -61,13 +57,13 @@ def rows_stage(recipe: Recipe, data: Path, out: Path, tokenizer: Tokenizer) -> T
     return rows
 
 
-def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str = "cpu") -> TrainJob:
+def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str) -> TrainJob:
     """The target's training: cross entropy on the corpus."""
     settings = recipe.target.train
     model = LlamaForTraining(recipe.target.shape, recipe.seed).to(device)
 
     def batch(step: int) -> Tensor:
-        return corpus.batch_rows(rows, step, settings.rows, recipe.seed).to(device)
+        return corpus.next_rows(rows, step * settings.rows, settings.rows, recipe.seed, stored_passes=1).to(device)
 
     def loss(batch_: Tensor) -> Tensor:
         return model.loss(*corpus.inputs_and_targets(batch_, pad))
@@ -75,7 +71,7 @@ def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str = 
     return TrainJob("target", model, settings, batch, loss, out)
 
 
-def load_model(folder: Path, shape: ModelShape, device: str = "cpu") -> LlamaForTraining:
+def load_model(folder: Path, shape: ModelShape, device: str) -> LlamaForTraining:
     """A published model (bfloat16 weights) back in float32: what the card measures is what users get."""
     model = LlamaForTraining(shape, 0)
     weights, _ = read_tensors(folder / "model.safetensors")
@@ -83,42 +79,39 @@ def load_model(folder: Path, shape: ModelShape, device: str = "cpu") -> LlamaFor
     return model.to(device)
 
 
-def finished(out: Path, stage: str, digest: str) -> bool:
-    """Whether a stage's end was recorded for this very recipe text of the stage."""
-    path = out / f"{stage}.done.json"
-    return path.exists() and json.loads(path.read_text(encoding="utf-8")).get("digest") == digest
+def run_stages(
+    recipe: Recipe, config: Path, data: Path, out: Path, device: str = "cpu", *, quiet: bool
+) -> dict[str, Any]:
+    """Tokenizer, rows, target, rollouts, draft, then the measurements; returns these. Models are on `device`.
 
-
-def digest_of(settings: object) -> str:
-    """A short name for settings, so that an edited recipe runs its stage again."""
-    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
-
-
-def model_stage(job: TrainJob, digest: str, log: Log, out: Path, ids: dict[str, int], *, quiet: bool) -> None:
-    """Train a model to its end, export it, and note that it is done."""
-    started = Path(job.folder / f"{job.name}.done.json")
-    progress = train(job, log, quiet=quiet)
-    assert isinstance(job.model, LlamaForTraining)
-    export_model(job.model, out / job.name, ids)
-    started.write_text(json.dumps({"digest": digest, **progress}) + "\n", encoding="utf-8")
-
-
-def run_stages(recipe: Recipe, data: Path, out: Path, device: str = "cpu", *, quiet: bool) -> dict[str, Any]:
-    """Tokenizer, rows, target, rollouts, draft, then the measurements; returns these. Models are on `device`."""
+    Nothing is written before all data were read once; then a copy of the recipe's file, `config`, is.
+    """
     log = Log(out / "log.jsonl")
+    held_out = corpus.held_out_documents(recipe, data)
     tokenizer = tokenizer_stage(recipe, data, out)
-    ids, pad = special_ids(tokenizer), token_id(tokenizer, PAD)
+    shutil.copyfile(config, out / "recipe.toml")
+    begin, end, pad = (token_id(tokenizer, name) for name in (BEGIN, END, PAD))
     rows = rows_stage(recipe, data, out, tokenizer)
-    shared = (recipe.seed, recipe.source, recipe.tokenizer)
-    target_digest = digest_of((*shared, recipe.target))
-    if not finished(out, "target", target_digest):
-        model_stage(target_job(recipe, rows, pad, out, device), target_digest, log, out, ids, quiet=quiet)
-    target = load_model(out / "target", recipe.target.shape, device)
-    draft_digest = digest_of((target_digest, recipe.draft))
-    if not finished(out, "draft", draft_digest):
-        digest = digest_of((target_digest, recipe.draft.rollouts))
-        rollouts = rollout_rows(recipe, data, out, tokenizer, target, log, digest=digest, quiet=quiet)
-        job = draft_job(recipe, target, rollouts, rows, pad, out)
-        model_stage(job, draft_digest, log, out, ids, quiet=quiet)
-    draft = load_model(out / "draft", recipe.draft.shape, device)
-    return measure(recipe, data, out, tokenizer, target, draft)
+
+    def stage(name: str, digest: str, shape: ModelShape, new_job: Callable[[], TrainJob]) -> LlamaForTraining:
+        """Train and export a model, unless that is done for the very settings that `digest` stands for."""
+        done = out / f"{name}.done.json"
+        if not done.exists() or json.loads(done.read_text(encoding="utf-8")).get("digest") != digest:
+            job = new_job()
+            progress = train(job, log, quiet=quiet)
+            assert isinstance(job.model, LlamaForTraining)
+            export_model(job.model, out / name, begin, (end,), pad)
+            done.write_text(json.dumps({"digest": digest, **progress}) + "\n", encoding="utf-8")
+        return load_model(out / name, shape, device)
+
+    digest = digest_of((recipe.seed, recipe.source, recipe.tokenizer, recipe.target))
+    target = stage("target", digest, recipe.target.shape, lambda: target_job(recipe, rows, pad, out, device))
+
+    def new_draft() -> TrainJob:
+        kept = out / "rollouts" / digest_of((digest, recipe.draft.rollouts))
+        prompts = training_prompts(recipe, data, tokenizer)
+        rollouts = rollout_rows(recipe, prompts, kept, tokenizer, target, log, quiet)
+        return draft_job(recipe, target, rollouts, rows, pad, out)
+
+    draft = stage("draft", digest_of((digest, recipe.draft)), recipe.draft.shape, new_draft)
+    return measure(recipe, held_out, out, tokenizer, target, draft)

@@ -56,6 +56,12 @@ class TrainSettings:
     checkpoint_minutes: float = 5.0
     optim: OptimSettings = field(default_factory=OptimSettings)
 
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.rows < 1 or self.row_tokens < 8:
+            raise ConfigError("train needs steps >= 1, rows >= 1 and row_tokens >= 8")
+        if not 0.0 <= self.decay <= 1.0:
+            raise ConfigError(f"train.decay must lie in 0..1, got {self.decay:g}")
+
 
 @dataclass(frozen=True)
 class RolloutSettings:
@@ -78,11 +84,9 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class DraftSettings:
+class DraftSettings(ModelSettings):
     """The draft: its size, its training, and what it learns from."""
 
-    shape: ModelShape
-    train: TrainSettings
     rollouts: RolloutSettings
     corpus_share: float = 0.25  # share of rows from the corpus; the others are the target's own text
     argmax_weight: float = 0.5  # cross entropy on the target's argmax, beside the KL divergence
@@ -105,8 +109,25 @@ class Recipe:
 
 def load_recipe(path: Path) -> Recipe:
     """Read and check a recipe. Raises ConfigError that names the key and the remedy."""
-    recipe = read_table(Recipe, path, "recipes/embedded.toml")
-    _check(recipe, path.name)
+    recipe, where = read_table(Recipe, path, "recipes/embedded.toml"), path.name
+    if not recipe.source:
+        raise ConfigError(f"{where}: no [[source]]; name at least one")
+    for source in recipe.source:
+        if source.kind not in KINDS:
+            hint = nearest(source.kind, KINDS) + f" (there are: {', '.join(KINDS)})"
+            raise ConfigError(f"{where}: source kind {source.kind!r} is unknown{hint}")
+        if source.kind != "stdlib" and not (source.file and source.names):
+            raise ConfigError(f"{where}: source {source.domain!r} needs 'file' and 'names'")
+    for name, settings in (("target", recipe.target), ("draft", recipe.draft)):
+        shape = settings.shape
+        for wrong, words in (
+            (shape.vocab_size != recipe.tokenizer.vocab_size, "shape.vocab_size must equal tokenizer.vocab_size"),
+            (shape.num_heads % shape.num_kv_heads, "shape.num_heads must be a multiple of num_kv_heads"),
+            (shape.head_dim % 2, "shape.head_dim must be even"),
+            (settings.train.row_tokens > shape.max_positions, "train.row_tokens exceeds shape.max_positions"),
+        ):
+            if wrong:
+                raise ConfigError(f"{where}: {name}.{words}")
     return recipe
 
 
@@ -119,29 +140,3 @@ def read_table(kind: type[T], path: Path, own: str) -> T:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from None
     return fields.parse(kind, table, path.name)
-
-
-def _check(recipe: Recipe, where: str) -> None:
-    """Values that would fail late are refused early."""
-    if not recipe.source:
-        raise ConfigError(f"{where}: no [[source]]; name at least one")
-    for source in recipe.source:
-        if source.kind not in KINDS:
-            hint = nearest(source.kind, KINDS) + f" (there are: {', '.join(KINDS)})"
-            raise ConfigError(f"{where}: source kind {source.kind!r} is unknown{hint}")
-        if source.kind != "stdlib" and not (source.file and source.names):
-            raise ConfigError(f"{where}: source {source.domain!r} needs 'file' and 'names'")
-    for name, settings in (("target", recipe.target), ("draft", recipe.draft)):
-        shape, train = settings.shape, settings.train
-        if shape.vocab_size != recipe.tokenizer.vocab_size:
-            raise ConfigError(f"{where}: {name}.shape.vocab_size must equal tokenizer.vocab_size")
-        if shape.num_heads % shape.num_kv_heads:
-            raise ConfigError(f"{where}: {name}.shape.num_heads must be a multiple of num_kv_heads")
-        if shape.head_dim % 2:
-            raise ConfigError(f"{where}: {name}.shape.head_dim must be even")
-        if train.steps < 1 or train.rows < 1 or train.row_tokens < 8:
-            raise ConfigError(f"{where}: {name}.train needs steps >= 1, rows >= 1 and row_tokens >= 8")
-        if not 0.0 <= train.decay <= 1.0:
-            raise ConfigError(f"{where}: {name}.train.decay must lie in 0..1")
-        if train.row_tokens > shape.max_positions:
-            raise ConfigError(f"{where}: {name}.train.row_tokens exceeds shape.max_positions")

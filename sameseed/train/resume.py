@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -13,27 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
-from sameseed.train.pipeline import digest_of
 from sameseed.train.states import Seed
 
 log = logging.getLogger("sameseed.train")
 
 # What may be edited before a resume: how long, how fast and by whom, and what the card says. `texts.num_texts` may
 # grow, and where prompts lie does not matter, but which they are.
-EDITABLE = frozenset(
-    {
-        "name",
-        "note",
-        "threads",
-        "batch",
-        "mixture",
-        "texts.num_texts",
-        "train.steps",
-        "train.checkpoint_minutes",
-        "train.optim.matrix_lr",
-        "train.optim.lr",
-    }
-)
+EDITABLE = {
+    *("name", "note", "threads", "batch", "mixture", "texts.num_texts", "train.steps", "train.checkpoint_minutes"),
+    *("train.optim.matrix_lr", "train.optim.lr"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,17 +36,17 @@ class Begun:
 
 
 def settle_texts(
-    recipe: Any, layers: Seq[int], checkpoint: Path, seeds: list[Seed], seeds_of: Callable[[int], list[Seed]]
+    recipe: Any, layers: Seq[int], checkpoint: Path, seeds_of: Callable[[int], list[Seed]]
 ) -> tuple[list[list[Seed]], Begun]:
     """The lots of texts that a run learns from: its first, and what later resumes added by a higher `num_texts`; and
     what to keep of the run with `write_record`.
 
-    `recipe`: a frozen dataclass with `texts.num_texts`; `layers`: of the target, that are read; `seeds`: what its texts
-    begin with; `seeds_of(n)`: the same for n texts. Raises ConfigError where there is a checkpoint of other settings or
-    texts, or of more texts.
+    `recipe`: a frozen dataclass with `texts.num_texts`; `layers`: of the target, that are read; `seeds_of(n)`: what n
+    texts begin with. Raises ConfigError where there is a checkpoint of other settings or texts, or of more texts.
     """
     settings = {name: value for name, value in flat(dataclasses.asdict(recipe)).items() if name not in EDITABLE}
     number = recipe.texts.num_texts
+    seeds = seeds_of(number)
     now = Begun(settings, list(layers), [(number, digest_of(seeds))])
     if not record_path(checkpoint).exists():
         if checkpoint.exists():
@@ -67,14 +57,17 @@ def settle_texts(
             )
         return [seeds], now
     try:
-        begun = read_record(record_path(checkpoint))
-        _check_settings(begun, now, checkpoint)
-        lots, texts = _lots(begun, number, seeds, seeds_of, checkpoint)
+        lots, texts = _go_on(now, seeds, seeds_of, checkpoint)
     except ConfigError:
         if checkpoint.exists():
             raise
         return [seeds], now  # nothing was learned yet
     return lots, dataclasses.replace(now, texts=texts)
+
+
+def digest_of(settings: object) -> str:
+    """A short name for settings, so that an edited recipe runs its stage again."""
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
 def record_path(checkpoint: Path) -> Path:
@@ -109,20 +102,19 @@ def read_record(path: Path) -> Begun:
         raise ConfigError(f"{path} cannot be read ({error!r}); train anew, with another --out") from None
 
 
-def _check_settings(begun: Begun, asked: Begun, checkpoint: Path) -> None:
-    then, now = ({**b.settings, "layers": b.layers} for b in (begun, asked))
-    changed = [f"{name} {then[name]} (now {now[name]})" for name in now if name in then and then[name] != now[name]]
+def _go_on(
+    now: Begun, seeds: list[Seed], seeds_of: Callable[[int], list[Seed]], checkpoint: Path
+) -> tuple[list[list[Seed]], list[tuple[int, str]]]:
+    """The lots of before, checked, and one more where there are more seeds now. Raises ConfigError."""
+    begun, number = read_record(record_path(checkpoint)), now.texts[0][0]
+    then, asked = ({**b.settings, "layers": b.layers} for b in (begun, now))
+    changed = [f"{n} {then[n]} (now {asked[n]})" for n in asked if n in then and then[n] != asked[n]]
     if changed:
         raise ConfigError(
             f"{checkpoint} was trained with other settings: {', '.join(changed)}; restore them to go on, or train anew "
             f"with another --out (on a resume may change: {', '.join(sorted(EDITABLE))})"
         )
 
-
-def _lots(
-    begun: Begun, number: int, seeds: list[Seed], seeds_of: Callable[[int], list[Seed]], checkpoint: Path
-) -> tuple[list[list[Seed]], list[tuple[int, str]]]:
-    """The lots of before, checked, and one more where `number` exceeds theirs."""
     last = begun.texts[-1][0]
     if number < last:
         raise ConfigError(
@@ -137,12 +129,8 @@ def _lots(
                 f"{checkpoint} was trained on texts of other prompts; give the same --prompts or --data to go on, or "
                 "train anew with another --out"
             )
-    if number == last:
-        return lots, begun.texts
     more = added(lots, seeds)
-    if not more:
-        return lots, begun.texts
-    return [*lots, more], [*begun.texts, (number, digest_of(more))]
+    return ([*lots, more], [*begun.texts, (number, digest_of(more))]) if more else (lots, begun.texts)
 
 
 def added(lots: Seq[Seq[Seed]], seeds: list[Seed]) -> list[Seed]:

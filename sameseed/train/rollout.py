@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,23 +80,18 @@ def write(
     model: LlamaForTraining,
     prompts: list[list[int]],
     tokenizer: Tokenizer,
-    *,
     new_tokens: int,
     batch: int,
     temperatures: list[float],
     seed: int,
-    advance: Callable[[int], None] = lambda done: None,
 ) -> list[Rollout]:
-    """Continue every prompt (like lengths together); `advance` hears how many are done."""
+    """Continue every prompt, `batch` of like lengths together."""
     model.eval()
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     result: dict[int, Rollout] = {}
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
-        heat = torch.tensor([temperatures[i] for i in chosen])
-        rollouts = write_batch(
-            model, [prompts[i] for i in chosen], new_tokens, token_id(tokenizer, END), heat, seed + start
-        )
+        own, heat = [prompts[i] for i in chosen], torch.tensor([temperatures[i] for i in chosen])
+        rollouts = write_batch(model, own, new_tokens, token_id(tokenizer, END), heat, seed + start)
         result |= dict(zip(chosen, rollouts, strict=True))
-        advance(len(result))
     return [result[i] for i in range(len(prompts))]

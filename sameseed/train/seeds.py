@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from sameseed.train import data as corpus
 from sameseed.train.distill import training_prompts
 from sameseed.train.recipe import load_recipe
 from sameseed.train.states import Seed
+
+KINDS = {"messages": list, "prompt": str, "text": str}  # of lines, by their key
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def recipe_seeds(path: Path, data: Path, tokenizer_file: Path, settings: TextSet
     documents = corpus.training_order(recipe, data)[: settings.num_texts - num_prompts]
     longest = settings.prompt_tokens + settings.new_tokens
     texts = [corpus.encode(tokenizer, d)[:longest] for d in documents]
-    return _mixed(prompts, texts, settings, seed)
+    return mixed(prompts, texts, settings, seed)
 
 
 def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int) -> list[Seed]:
@@ -65,7 +67,7 @@ def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: i
     """
     if not path.is_file():
         raise ConfigError(f"no prompts at {path}; give a file of JSON lines with 'prompt', 'messages' or 'text'")
-    prompts, texts = list[list[int]](), list[list[int]]()
+    prompts, texts = list[Seq[int]](), list[Seq[int]]()
     for line in read_lines(path, tokenizer):
         longest = settings.prompt_tokens + (settings.new_tokens if line.kind == "text" else 0)
         (texts if line.kind == "text" else prompts).append(line.ids[:longest])
@@ -74,27 +76,19 @@ def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: i
     num_corpus = min(len(texts), round(settings.num_texts * settings.corpus_share) if prompts else len(texts))
     wanted = settings.num_texts - num_corpus if prompts else 0
     repeated = [prompts[i % len(prompts)] for i in range(wanted)]
-    seeds = _mixed(repeated[: len(prompts)], texts[:num_corpus], settings, seed)
+    seeds = mixed(repeated[: len(prompts)], texts[:num_corpus], settings, seed)
     return seeds + [Seed(tuple(ids), settings.new_tokens, settings.temperature) for ids in repeated[len(prompts) :]]
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """A prompt on which acceptance is counted: where it belongs, and its tokens."""
+def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[Line]:
+    """Prompts to count acceptance on: JSON lines with `prompt` or `messages`, optionally `domain`.
 
-    domain: str
-    ids: tuple[int, ...]
-
-
-def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[HeldOut]:
-    """Prompts from JSON lines with `prompt` or `messages`, optionally `domain`; `new_tokens` must fit behind each.
-
-    Raises ConfigError that names the line.
+    `new_tokens` must fit behind each. Raises ConfigError that names the line.
     """
     if not path.is_file():
         raise ConfigError(f"no prompts to measure on at {path}; name a file of JSON lines, or leave it out")
-    found = list[HeldOut]()
-    for line in read_lines(path, tokenizer):
+    found = list(read_lines(path, tokenizer))
+    for line in found:
         if line.kind == "text":
             raise ConfigError(f"{line.where}: acceptance is counted behind a 'prompt' or 'messages', not in a 'text'")
         if not 1 <= len(line.ids) <= context - new_tokens:
@@ -102,7 +96,6 @@ def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) ->
                 f"{line.where} has {len(line.ids)} tokens; it needs at least one, and with the {new_tokens} that are "
                 f"written behind it at most {context - new_tokens}: the target's context is {context}"
             )
-        found.append(HeldOut(line.domain, tuple(line.ids)))
     if not found:
         raise ConfigError(f"{path} holds no prompts to measure on; give JSON lines with 'prompt' or 'messages'")
     return found
@@ -114,7 +107,7 @@ class Line:
 
     where: str
     kind: str
-    ids: list[int]
+    ids: tuple[int, ...]
     domain: str
 
 
@@ -125,31 +118,25 @@ def read_lines(path: Path, tokenizer: Tokenizer) -> Iterator[Line]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); give a file of JSON lines in UTF-8") from None
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _encode(tokenizer, line, f"{path.name} line {number}")
+        if not line.strip():
+            continue
+        where = f"{path.name} line {number}"
+        try:
+            row: Any = json.loads(line)
+            row = row if isinstance(row, dict) else {}
+            kind = next((k for k, t in KINDS.items() if isinstance(row.get(k), t) and row[k]), None)
+            if kind is not None:
+                ids = tokenizer.chat(row[kind]) if kind == "messages" else tokenizer.encode(row[kind])
+                yield Line(where, kind, tuple(ids), str(row.get("domain", "prompts")))
+                continue
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where} is no JSON ({error}); one object a line") from None
+        except RequestError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{where}: expected an object with 'prompt', 'messages' or 'text'")
 
 
-def _encode(tokenizer: Tokenizer, line: str, where: str) -> Line:
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no JSON ({error}); one object a line") from None
-    row = row if isinstance(row, dict) else {}
-    domain = str(row.get("domain", "prompts"))
-    try:
-        if isinstance(row.get("messages"), list):
-            if not all(isinstance(m, dict) for m in row["messages"]):
-                raise ConfigError(f"{where}: messages must be a list of objects with 'role' and 'content'")
-            return Line(where, "messages", tokenizer.chat(row["messages"]), domain)
-        for kind in ("prompt", "text"):
-            if isinstance(row.get(kind), str) and row[kind]:
-                return Line(where, kind, tokenizer.encode(row[kind]), domain)
-    except RequestError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    raise ConfigError(f"{where}: expected an object with 'prompt', 'messages' or 'text'")
-
-
-def _mixed(prompts: list[list[int]], texts: list[list[int]], settings: TextSettings, seed: int) -> list[Seed]:
+def mixed(prompts: Seq[Seq[int]], texts: Seq[Seq[int]], settings: TextSettings, seed: int) -> list[Seed]:
     """Prompts, most of them greedy, and texts, in a seeded order; what is too short to learn from is left out."""
     rng = random.Random(seed)
     seeds = [Seed(tuple(ids), 0) for ids in texts if len(ids) > 3]

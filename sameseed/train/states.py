@@ -7,7 +7,7 @@ from: the states are those that the head will read. (EAGLE: Li et al., 2024; EAG
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,10 @@ def new_runner(target: Llama, captures: tuple[int, ...], batch: int, longest: in
 
 
 @torch.inference_mode()
-def write_texts(
-    runner: ModelRunner, seeds: Seq[Seed], batch: int, seed: int, advance: Callable[[int], None] = lambda tokens: None
-) -> list[TextStates]:
+def write_texts(runner: ModelRunner, seeds: Seq[Seed], batch: int, seed: int) -> list[TextStates]:
     """Write every seed's text with the states of all its tokens; a place in the batch is filled as soon as it is free.
 
-    The noise of sampled texts comes from `seed`: the same call writes the same texts. `advance` hears of tokens.
+    The noise of sampled texts comes from `seed`: the same call writes the same texts. A pass has MAX_ROWS rows at most.
     """
     generator = torch.Generator().manual_seed(seed)
     queue, running = list(range(len(seeds)))[::-1], list[Sequence]()
@@ -84,8 +82,14 @@ def write_texts(
     done: dict[int, TextStates] = {}
     ends = frozenset(runner.model.config.eos_token_ids)
     while queue or running:
-        _admit(runner, seeds, queue, running, batch)
-        pending = _rows(running)
+        while queue and len(running) < batch:
+            begins = seeds[queue[-1]]
+            running.append(Sequence(queue.pop(), begins.ids, SamplingParams(), 0))
+            runner.blocks.reserve(running[-1], len(begins.ids) + begins.num_new)
+        pending, left = list[int](), max(MAX_ROWS, len(running))
+        for place, seq in enumerate(running):
+            pending.append(min(len(seq) - seq.num_cached, left - (len(running) - place - 1)))
+            left -= pending[-1]
         now = list(running)
         out = runner.forward(now, _NoNodes(), pending)
         states = runner.commit(now, pending, [[]] * len(now), out)
@@ -95,39 +99,16 @@ def write_texts(
         whole = [seq for seq, wanted in zip(now, out.wants_logits, strict=True) if wanted]
         chosen = choose([seeds[s.seq_id].temperature for s in whole], out.logits.cpu(), generator) if whole else []
         for seq, token in zip(whole, chosen, strict=True):
-            written = len(seq) - len(seeds[seq.seq_id].ids) + 1
-            if seeds[seq.seq_id].num_new:
+            begins = seeds[seq.seq_id]
+            written = len(seq) - len(begins.ids) + 1
+            if begins.num_new:
                 seq.token_ids.append(token)
-            if written >= seeds[seq.seq_id].num_new or token in ends:
+            if written >= begins.num_new or token in ends:
                 running.remove(seq)
                 runner.blocks.release(seq)
-                done[seq.seq_id] = _text(seq, seeds[seq.seq_id], kept.pop(seq.seq_id))
-        advance(sum(pending))
+                ids, rows = torch.tensor(seq.token_ids, dtype=torch.int32), torch.cat(kept.pop(seq.seq_id))
+                done[seq.seq_id] = TextStates(ids, len(begins.ids) if begins.num_new else 0, rows[: len(ids) - 1])
     return [done[i] for i in range(len(seeds))]
-
-
-def _admit(runner: ModelRunner, seeds: Seq[Seed], queue: list[int], running: list[Sequence], batch: int) -> None:
-    """Fill the batch from the queue."""
-    while queue and len(running) < batch:
-        i = queue.pop()
-        seq = Sequence(i, seeds[i].ids, SamplingParams(), 0)
-        if not runner.blocks.reserve(seq, len(seeds[i].ids) + seeds[i].num_new):
-            raise ConfigError(f"no room for {batch} texts of {len(seeds[i].ids) + seeds[i].num_new} tokens")
-        running.append(seq)
-
-
-def _rows(running: Seq[Sequence]) -> list[int]:
-    """Rows of each sequence in the next pass: MAX_ROWS in all."""
-    left, rows = max(MAX_ROWS, len(running)), []
-    for place, seq in enumerate(running):
-        rows.append(min(len(seq) - seq.num_cached, left - (len(running) - place - 1)))
-        left -= rows[-1]
-    return rows
-
-
-def _text(seq: Sequence, seed: Seed, states: list[Tensor]) -> TextStates:
-    ids = torch.tensor(seq.token_ids, dtype=torch.int32)
-    return TextStates(ids, len(seed.ids) if seed.num_new else 0, torch.cat(states)[: len(ids) - 1])
 
 
 def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator) -> list[int]:
@@ -140,21 +121,13 @@ def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator)
     return best
 
 
-def save_part(texts: Seq[TextStates], path: Path) -> None:
-    """Texts as one file: ids and states one text after another."""
-    tensors = {
-        "ids": torch.cat([t.ids for t in texts]),
-        "lengths": torch.tensor([len(t.ids) for t in texts], dtype=torch.int32),
-        "given": torch.tensor([t.num_given for t in texts], dtype=torch.int32),
-        "states": torch.cat([t.states for t in texts]),
-    }
-    save_tensors(tensors, path, {"texts": len(texts)})
-
-
 def collect(
     target: Llama, captures: Seq[int], seeds: Seq[Seed], folder: Path, *, batch: int, kv_format: str, seed: int
 ) -> Iterator[tuple[int, int]]:
-    """Write the texts of all seeds into files of `folder`; those that are there stay. Yields (texts done, tokens)."""
+    """Write the texts of all seeds into files of `folder`; those that are there stay. Yields (texts done, tokens).
+
+    A file holds PART texts: ids and states one text after another.
+    """
     layers = captured_layers(captures, target.config.num_layers)
     longest = max(len(s.ids) + s.num_new for s in seeds)
     runner = new_runner(target, layers, batch, longest, kv_format)
@@ -162,11 +135,18 @@ def collect(
         path = folder / f"{number:04}.safetensors"
         own = list(seeds[start : start + PART])
         if not path.exists():
-            save_part(write_texts(runner, own, batch, seed + number), path)
-        yield start + len(own), Texts([path]).num_tokens
+            texts = write_texts(runner, own, batch, seed + number)
+            tensors = {
+                "ids": torch.cat([t.ids for t in texts]),
+                "lengths": torch.tensor([len(t.ids) for t in texts], dtype=torch.int32),
+                "given": torch.tensor([t.num_given for t in texts], dtype=torch.int32),
+                "states": torch.cat([t.states for t in texts]),
+            }
+            save_tensors(tensors, path, {"texts": len(texts)})
+        yield start + len(own), StoredTexts([path]).num_tokens
 
 
-class Texts:
+class StoredTexts:
     """Stored texts, read when they are asked for: ids and sizes are in memory, states stay on the disk."""
 
     def __init__(self, paths: Seq[Path]) -> None:
@@ -208,20 +188,16 @@ class Texts:
         return TextStates(self.ids[i], self.num_given[i], states)
 
     def batch(self, step: int, rows: int, seed: int) -> list[TextStates]:
-        """The texts of a step: every epoch has an order of its own."""
+        """The texts of a step, of like lengths: every epoch has a seeded order of its own."""
         epoch, place = divmod(step, -(-len(self) // rows))
         if self._order is None or self._order[0] != (seed + epoch, rows):
-            self._order = (seed + epoch, rows), self.length_order(seed + epoch, rows)
+            rng = random.Random(seed + epoch)
+            order = list(range(len(self)))
+            rng.shuffle(order)
+            batches: list[list[int]] = []
+            for start in range(0, len(order), 32 * rows):  # within a pool, lengths are alike; pools are chance
+                pool = sorted(order[start : start + 32 * rows], key=lambda i: len(self.ids[i]))
+                batches += [pool[i : i + rows] for i in range(0, len(pool), rows)]
+            rng.shuffle(batches)
+            self._order = (seed + epoch, rows), batches
         return [self[i] for i in self._order[1][place]]
-
-    def length_order(self, seed: int, rows: int) -> list[list[int]]:
-        """All texts in batches of `rows`, like lengths together, in a seeded order."""
-        rng = random.Random(seed)
-        order = list(range(len(self)))
-        rng.shuffle(order)
-        batches: list[list[int]] = []
-        for start in range(0, len(order), 32 * rows):  # within a pool, lengths are alike; pools are chance
-            pool = sorted(order[start : start + 32 * rows], key=lambda i: len(self.ids[i]))
-            batches += [pool[i : i + rows] for i in range(0, len(pool), rows)]
-        rng.shuffle(batches)
-        return batches

@@ -67,17 +67,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> No
     names = {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD}
     config = {
         "add_bos_token": True,
-        "added_tokens_decoder": {
-            str(tokenizer.token_to_id(token)): {
-                "content": token,
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-                "single_word": False,
-                "special": True,
-            }
-            for token in SPECIAL
-        },
+        "added_tokens_decoder": {i: t.__getstate__() for i, t in tokenizer.get_added_tokens_decoder().items()},
         "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_positions,

@@ -55,7 +55,6 @@ class Log:
     """JSON lines, one a step, appended and flushed."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
 
     def write(self, **values: Any) -> None:
@@ -92,11 +91,12 @@ def progress_bar(quiet: bool) -> Progress:
     )
 
 
-def one_step(job: TrainJob, optimizer: MuonAdamW, step: int) -> tuple[float, float, int]:
-    """Forward, backward, clip, update. Returns (loss, gradient norm, tokens).
+def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
+    """Forward, backward, clip, update, a line in the log; returns the new progress and the rate in tokens a second.
 
     Raises SameseedError on a loss that is no number.
     """
+    started, step, rate = time.monotonic(), progress["step"], schedule(progress["step"], job.settings)
     batch = job.batch(step)
     loss = job.loss(batch)
     value = loss.detach().item()
@@ -104,9 +104,26 @@ def one_step(job: TrainJob, optimizer: MuonAdamW, step: int) -> tuple[float, flo
         raise SameseedError(f"{job.name}: the loss of step {step} is {value}; lower matrix_lr and lr, then resume")
     loss.backward()  # type: ignore[no-untyped-call]
     norm = float(torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.settings.clip))
-    optimizer.step(schedule(step, job.settings))
+    optimizer.step(rate)
     job.model.zero_grad(set_to_none=True)
-    return value, norm, job.count(batch)
+    tokens, seconds = job.count(batch), time.monotonic() - started
+    progress = {
+        "step": step + 1,
+        "tokens": progress["tokens"] + tokens,
+        "seconds": progress["seconds"] + seconds,
+        "loss": value if step == 0 else 0.95 * progress["loss"] + 0.05 * value,
+    }
+    log.write(
+        stage=job.name,
+        step=step,
+        loss=round(value, 5),
+        norm=round(norm, 4),
+        lr=round(rate, 5),
+        tokens=progress["tokens"],
+        tokens_per_s=round(tokens / seconds, 1),
+        time=round(time.time(), 1),
+    )
+    return progress, tokens / seconds
 
 
 def train(job: TrainJob, log: Log, *, quiet: bool, stop_after: int | None = None) -> dict[str, Any]:
@@ -125,7 +142,7 @@ def train(job: TrainJob, log: Log, *, quiet: bool, stop_after: int | None = None
     with progress_bar(quiet) as bar, deferred_interrupts() as interrupts:
         task = bar.add_task(job.name, total=settings.steps, completed=progress["step"], loss=progress["loss"], rate=0.0)
         while progress["step"] < last and not interrupts:
-            progress, rate = timed_step(job, optimizer, progress, log)
+            progress, rate = one_step(job, optimizer, progress, log)
             bar.update(task, completed=progress["step"], loss=progress["loss"], rate=rate)
             if time.monotonic() - saved > 60 * settings.checkpoint_minutes:
                 save_checkpoint(job.checkpoint, job.model, optimizer, progress)
@@ -134,27 +151,3 @@ def train(job: TrainJob, log: Log, *, quiet: bool, stop_after: int | None = None
     if interrupts:
         raise KeyboardInterrupt
     return progress
-
-
-def timed_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
-    """One step with its line in the log; returns the new progress and the rate in tokens a second."""
-    started, step, settings = time.monotonic(), progress["step"], job.settings
-    loss, norm, tokens = one_step(job, optimizer, step)
-    seconds = time.monotonic() - started
-    progress = {
-        "step": step + 1,
-        "tokens": progress["tokens"] + tokens,
-        "seconds": progress["seconds"] + seconds,
-        "loss": loss if step == 0 else 0.95 * progress["loss"] + 0.05 * loss,
-    }
-    log.write(
-        stage=job.name,
-        step=step,
-        loss=round(loss, 5),
-        norm=round(norm, 4),
-        lr=round(schedule(step, settings), 5),
-        tokens=progress["tokens"],
-        tokens_per_s=round(tokens / seconds, 1),
-        time=round(time.time(), 1),
-    )
-    return progress, tokens / seconds

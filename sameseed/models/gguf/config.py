@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, RopeConfig, parse_config
-from sameseed.models.gguf.header import GGUFFile, opened
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import inverse_frequencies
 
 # GGUF's architecture -> ours, and its model_type.
@@ -36,7 +37,7 @@ ENDS = (
 
 def read_gguf_config(path: Path) -> ModelConfig:
     """The ModelConfig of a GGUF file. Raises ModelLoadError that names the key."""
-    with opened(path) as file:
+    with closing(GGUFFile(path)) as file:
         return parse_config(raw_config(file), where=str(path))
 
 
@@ -85,7 +86,6 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
-    """Width of the model, heads, and dimensions of a head. Raises ModelLoadError."""
     get = partial(_number, file, arch)
     if get("expert_count", 0):
         raise ModelLoadError(f"{file.path}: mixtures of experts are not supported")

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,9 +44,6 @@ class GGUFFile(TensorFile):
     kind = "GGUF"
 
     def read_header(self) -> None:
-        self.metadata, self.tensors = self._header()
-
-    def _header(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         walk = _HeaderWalk(self)
         if walk.take(4) != MAGIC:
             raise self.unsound("it does not begin with GGUF")
@@ -60,19 +54,19 @@ class GGUFFile(TensorFile):
         num_tensors, num_keys = walk.number("<Q"), walk.number("<Q")
         if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
             raise self.unsound(f"{num_tensors} tensors and {num_keys} keys")
-        metadata: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = walk.text()
-            if key in metadata:
+            if key in self.metadata:
                 raise self.unsound(f"it has the key {key[:80]!r} twice")
-            metadata[key] = walk.value(walk.number("<I"))
+            self.metadata[key] = walk.value(walk.number("<I"))
         found: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
             name = walk.text()
             if name in found:
                 raise self.unsound(f"it has the tensor {name[:80]!r} twice")
             found[name] = self._tensor(name, walk)
-        return metadata, self._placed(found, walk.at, metadata.get("general.alignment", 32))
+        self.tensors = self._placed(found, walk.at, self.metadata.get("general.alignment", 32))
 
     def _tensor(self, name: str, walk: _HeaderWalk) -> TensorInfo:
         """With offsets still relative to the data."""
@@ -164,13 +158,3 @@ class _HeaderWalk:
         if item != _STRING or self.items > MAX_ITEMS or length * 8 > self.file.size:
             raise self.file.unsound(f"an array of {length} values of type {item} at {self.at}")
         return [self.text() for _ in range(length)]
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[GGUFFile]:
-    """The file at `path`, closed afterwards."""
-    file = GGUFFile(path)
-    try:
-        yield file
-    finally:
-        file.close()

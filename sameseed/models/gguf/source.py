@@ -7,7 +7,6 @@ decoded by the gguf package, exactly, which needs float32 (a K-quant's scale alo
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from sameseed.models.checkpoint import notice_decoded
 from sameseed.models.config import ModelConfig
 from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
+from sameseed.models.layouts.base import finite
 from sameseed.models.weights import expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor
 
@@ -71,7 +71,6 @@ class GGUFCheckpoint:
         return isinstance(name, str) and gguf_name(name) in self._file.tensors
 
     def check(self, config: ModelConfig) -> None:
-        """Names, shapes and types against the config, before any weight is read."""
         expected, tensors = expected_shapes(config), self._file.tensors
         wanted = {gguf_name(n): n for n in expected}
         missing = [n for n in wanted if n not in tensors]
@@ -112,31 +111,39 @@ class GGUFCheckpoint:
         return self._file.tensors[gguf_name(name)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor; float32 of one in blocks, since its decoded values need that."""
         return DENSE.get(self._info(name).type, torch.float32)
 
     def scheme(self, name: str) -> QuantScheme | None:
-        """How a matrix is stored, None where it is dense or in blocks that no format of ours has."""
         kept = KEPT.get(self._info(name).type)
         return None if kept is None else QuantScheme(*kept)
 
     def stored(self, name: str) -> QuantTensor:
-        """The codes of a matrix that has a `scheme`."""
-        q = self._codes(name, 0, self._info(name).shape[0])
-        heads = self._heads.get(name)
-        if heads is None:
-            return q
-        order = rotated(torch.arange(q.shape[0]), heads)
-        return replace(q, parts={p: t.index_select(0, order) for p, t in q.parts.items()})
+        info = self._info(name)
+        height, width = info.shape
+        data = self._bytes(info, 0, height)
+        scales = data[:, :2].contiguous().view(torch.float16).view(height, -1)
+        if not scales.isfinite().all():
+            raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
+        if info.type == "Q8_0":
+            codes = data[:, 2:].contiguous().view(torch.int8)
+        else:  # the first 16 codes of a block in the low halves
+            low = data[:, -16:]
+            codes = torch.cat([low & 15, low >> 4], dim=1)
+            if info.type == "Q5_0":  # fifth bits of all 32 in an int32
+                bits = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+                codes = (codes | bits.flatten(1) << 4).view(torch.int8) - 16
+        parts = {"codes": codes.reshape(height, width), "scales": scales}
+        if (heads := self._heads.get(name)) is not None:
+            order = rotated(torch.arange(height), heads)
+            parts = {p: t.index_select(0, order) for p, t in parts.items()}
+        return QuantTensor(KEPT[info.type][0], (height, width), parts)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, checked to be finite."""
         info = self._info(name)
         value = self.rows(name, 0, info.shape[0]) if len(info.shape) == 2 else self._values(name, 0, 1).view(info.shape)
         return rotated(value, self._heads[name]) if name in self._heads and len(info.shape) == 1 else value
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop-1 of a matrix, decoded, checked to be finite; fresh memory."""
         heads = self._heads.get(name)
         if heads is None:
             return self._values(name, start, stop)
@@ -151,7 +158,6 @@ class GGUFCheckpoint:
         return self._file.read(info.begin + start * width, info.begin + stop * width).view(-1, info.block[1])
 
     def _values(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of a tensor in the file's order."""
         info = self._info(name)
         data = self._bytes(info, start, stop)
         if info.type in DENSE:
@@ -161,26 +167,9 @@ class GGUFCheckpoint:
 
             with np.errstate(all="ignore"):  # numbers that are none are met below
                 value = torch.from_numpy(quants.dequantize(data.numpy(), GGMLQuantizationType[info.type]))
-        if not torch.isfinite(value.sum()) and not torch.isfinite(value).all():
+        if not finite(value):
             raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
         return value.reshape(stop - start, info.shape[-1])
-
-    def _codes(self, name: str, start: int, stop: int) -> QuantTensor:
-        """Rows of a matrix as codes and scales, in the file's order."""
-        info = self._info(name)
-        data, shape = self._bytes(info, start, stop), (stop - start, info.shape[1])
-        scales = data[:, :2].contiguous().view(torch.float16).view(shape[0], -1)
-        if not scales.isfinite().all():
-            raise ModelLoadError(f"tensor {gguf_name(name)} in {self.path} holds NaN or infinity; the file is damaged")
-        if info.type == "Q8_0":
-            codes = data[:, 2:].contiguous().view(torch.int8)
-        else:  # the first 16 codes of a block in the low halves
-            low = data[:, -16:]
-            codes = torch.cat([low & 15, low >> 4], dim=1)
-            if info.type == "Q5_0":  # fifth bits of all 32 in an int32
-                bits = (data[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-                codes = (codes | bits.flatten(1) << 4).view(torch.int8) - 16
-        return QuantTensor(KEPT[info.type][0], shape, {"codes": codes.reshape(shape), "scales": scales})
 
 
 def rotated(x: Tensor, heads: int) -> Tensor:

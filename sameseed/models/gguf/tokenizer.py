@@ -22,7 +22,7 @@ from tokenizers import (
 )
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.gguf.header import GGUFFile, opened
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.tokenizer import Tokenizer
 
 # How a text is cut before merging: expressions, each applied to the pieces of the one before.
@@ -45,23 +45,18 @@ PRE: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     "default": _DEFAULT,
 }
-NO_MERGES = frozenset(
-    {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-)  # a word that is a token is it
-BEGINS = NO_MERGES  # a text begins with bos where the file does not say
+# Of these, a word that is a token is it, and a text begins with bos where the file does not say.
+NO_MERGES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
 SPACE = "\u2581"
+SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "separator": "sep", "mask": "mask"}
 MOST_SPLITS = 10_000_000  # of all tokens into two halves: above any real vocabulary
 
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises ModelLoadError for one that cannot be rebuilt."""
-    with opened(path) as file:
-        return make_tokenizer(file)
-
-
-def make_tokenizer(file: GGUFFile) -> Tokenizer:
-    """The same of an open file."""
+    file = GGUFFile(path)
+    file.close()  # all that is needed is in the header
     meta = file.metadata
     model = meta.get("tokenizer.ggml.model")
     tokens = meta.get("tokenizer.ggml.tokens")
@@ -72,7 +67,9 @@ def make_tokenizer(file: GGUFFile) -> Tokenizer:
     if not isinstance(tokens, list) or not tokens:
         raise ModelLoadError(f"{file.path} holds no tokens; convert the model with its tokenizer")
     kinds = _array(file, "token_type", len(tokens), NORMAL)
-    names = _names(tokens)
+    # Each spelling once: of tokens alike (padding, mostly) only the first can be met in a text.
+    first: dict[str, int] = {}
+    names = [t if first.setdefault(t, i) == i else f"<duplicate of a token, {i}>" for i, t in enumerate(tokens)]
     try:
         backend = _byte_level(file, names) if model == "gpt2" else _sentencepiece(file, names, kinds)
         backend.add_tokens(
@@ -86,7 +83,11 @@ def make_tokenizer(file: GGUFFile) -> Tokenizer:
         raise
     except BaseException as error:  # the library raises plain Exception, and where it panics not even that
         raise ModelLoadError(f"{file.path}: its tokenizer cannot be rebuilt ({error})") from None
-    special = _special(file, names)
+    special = {}  # as chat templates know them
+    for key, name in SPECIAL.items():
+        token = meta.get(f"tokenizer.ggml.{key}_token_id")
+        if type(token) is int and 0 <= token < len(names):
+            special[f"{name}_token"] = names[token]
     _add_ends(file, backend, names, model)
     template = meta.get("tokenizer.chat_template")
     return Tokenizer(backend, template if isinstance(template, str) else None, special)
@@ -99,17 +100,6 @@ def _array(file: GGUFFile, key: str, length: int, default: int) -> np.ndarray[An
     if not isinstance(found, np.ndarray) or len(found) != length:
         raise ModelLoadError(f"{file.path}: tokenizer.ggml.{key} does not fit the {length} tokens")
     return found
-
-
-def _names(tokens: list[str]) -> list[str]:
-    """The tokens' spellings, each once: of those alike (padding, mostly) only the first can be met in a text."""
-    seen: set[str] = set()
-    names = []
-    for i, token in enumerate(tokens):
-        name = token if token not in seen else f"<duplicate of a token, {i}>"
-        seen.add(name)
-        names.append(name)
-    return names
 
 
 def _byte_level(file: GGUFFile, names: list[str]) -> HFTokenizer:
@@ -166,21 +156,9 @@ def _sentencepiece(file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.d
     return backend
 
 
-def _special(file: GGUFFile, names: list[str]) -> dict[str, str]:
-    """bos_token, eos_token and so on, as chat templates know them."""
-    found = {}
-    keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "separator": "sep", "mask": "mask"}
-    for key, name in keys.items():
-        token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if type(token) is int and 0 <= token < len(names):
-            found[f"{name}_token"] = names[token]
-    return found
-
-
 def _add_ends(file: GGUFFile, backend: HFTokenizer, names: list[str], model: str) -> None:
-    """What encoding puts before and behind a text."""
     meta = file.metadata
-    begins = model == "llama" or meta.get("tokenizer.ggml.pre") in BEGINS
+    begins = model == "llama" or meta.get("tokenizer.ggml.pre") in NO_MERGES
     single, special = ["$A"], []
     for key, wanted in (
         ("bos", meta.get("tokenizer.ggml.add_bos_token", begins)),

@@ -9,35 +9,27 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, keep, nibbles, stored, whole
+from sameseed.models.config import whole_number
+from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, group_size, keep, nibbles, stored
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where outputs 0..7 lie among the eight codes of an int32
 
 
-def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> AwqLayout:
-    """The layout of a `quantization_config`."""
-    version = str(config.get("version", "gemm")).lower()
-    if version != "gemm":
-        raise ModelLoadError(f"{where}: AWQ in the layout {version[:80]!r} cannot be read; the layout gemm can")
-    bits = whole(config, "bits", whole(config, "w_bit", 4, where), where)
-    if bits != 4:
-        raise ModelLoadError(f"{where}: AWQ with {bits} bits cannot be read; 4 can")
-    if config.get("zero_point", True) is False:
-        raise ModelLoadError(f"{where}: AWQ without zero points cannot be read; store it with zero_point true")
-    group = whole(config, "group_size", whole(config, "q_group_size", 128, where), where)
-    if group == 0:
-        raise ModelLoadError(f"{where}: group_size 0 is none")
-    return AwqLayout(None if group == -1 else group)
-
-
 class AwqLayout(Layout):
-    """The layout of one quantization_config."""
+    """4 bits with zero points, in AWQ's layout "gemm"."""
 
-    def __init__(self, group: int | None) -> None:
-        self.group = group
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        version = str(config.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ModelLoadError(f"{where}: AWQ in the layout {version[:80]!r} cannot be read; the layout gemm can")
+        bits = whole_number(config, where, "bits", whole_number(config, where, "w_bit", 4))
+        if bits != 4:
+            raise ModelLoadError(f"{where}: AWQ with {bits} bits cannot be read; 4 can")
+        if config.get("zero_point", True) is False:
+            raise ModelLoadError(f"{where}: AWQ without zero points cannot be read; store it with zero_point true")
+        self.group = group_size(config, whole_number(config, where, "q_group_size", 128, -1), where)
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
-        """See Layout."""
         if f"{name}.qweight" not in files:
             return None
         height, width = shape

@@ -12,24 +12,21 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.models.config import whole_number
 from sameseed.scheme import GROUPS, QuantScheme, QuantTensor, get
 
 log = logging.getLogger("sameseed.models")
 FLOATS = ("F32", "BF16", "F16")
+# Codes of 8-bit floats, less their sign, from which on they are NaN or infinity (Micikevicius et al., 2022, table 1).
+ENDS = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7C}
+LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "mxfp4": 6.0, "nf4": 1.0}  # of a code; integers have up to 256
+ROWS = 1024  # looked at together, so that the copy without signs is small
 
 
 @cache
 def say_once(text: str) -> None:
     """A notice to the user, the first time."""
     log.warning(text)
-
-
-def cache_scales_left_out(where: str) -> None:
-    """Say that a checkpoint's static scales for the KV cache are not used."""
-    say_once(
-        f"{where}: its static scales for the KV cache are left out; scales of this cache are per token and head "
-        "(--kv-format)"
-    )
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,14 @@ class Files(Protocol):
 
 
 class Layout:
-    """A quant_method with its settings."""
+    """A quant_method with its settings.
+
+    `unread`, `cache`: endings of tensors that are left out: scales of activations, of the KV cache (ours are per row).
+    """
+
+    unread: tuple[str, ...] = ()
+    cache: tuple[str, ...] = ()
+    where = ""
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         """How matrix `name` (without ".weight") of that shape is stored; None: dense. Raises ModelLoadError."""
@@ -71,16 +75,20 @@ class Layout:
 
     def spare(self, name: str, files: Files) -> bool:
         """Whether a tensor that no matrix consists of may be left unread."""
-        return False
+        if self.cache and name.endswith(self.cache):
+            say_once(
+                f"{self.where}: its static scales for the KV cache are left out; scales of this cache are per token "
+                "and head (--kv-format)"
+            )
+        return name.endswith((*self.unread, *self.cache))
 
 
-def whole(config: Mapping[str, Any], name: str, default: int, where: str) -> int:
-    """A whole number of a quantization_config. Raises ModelLoadError."""
-    value = config.get(name)
-    value = default if value is None else value
-    if type(value) is not int or not -1 <= value < 2**31:
-        raise ModelLoadError(f"{where}: {name} must be a whole number, got {str(value)[:80]}")
-    return value
+def group_size(config: Mapping[str, Any], default: int, where: str) -> int | None:
+    """The values that share a scale, None: a row. Raises ModelLoadError."""
+    group = whole_number(config, where, "group_size", default, -1)
+    if group == 0:
+        raise ModelLoadError(f"{where}: group_size 0 is none")
+    return None if group == -1 else group
 
 
 def two_sizes(value: object, where: str) -> tuple[int, int]:
@@ -163,6 +171,16 @@ def by_group(codes: Tensor, scales: Tensor, zeros: Tensor | float, index: Tensor
     return (codes.float() - offset).mul_(scales.float().index_select(1, index))
 
 
+def column_groups(name: str, files: Files, size: int, count: int) -> Tensor | None:
+    """Each column's group by tensor `name`, None where they lie in order. Raises ModelLoadError for one beyond."""
+    index = files.raw(name)
+    if index.equal(torch.arange(len(index), dtype=index.dtype) // size):
+        return None
+    if index.min() < 0 or index.max() >= count:
+        raise ModelLoadError(f"tensor {name} names groups outside 0..{count - 1}; the file is damaged")
+    return index
+
+
 def listed(value: object, where: str) -> list[str]:
     """A list of names, or nothing. Raises ModelLoadError."""
     if value is None:
@@ -170,3 +188,18 @@ def listed(value: object, where: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise ModelLoadError(f"{where} must be a list of names, got {str(value)[:80]}")
     return value
+
+
+def finite(value: QuantTensor | Tensor) -> bool:
+    """Whether a matrix [O, K], or what its codes mean by their scales, is finite everywhere in float32."""
+    if isinstance(value, Tensor):
+        # The sum is the fast check; it may also overflow.
+        return bool(value.sum().isfinite()) or bool(value.isfinite().all())
+    scales, end = value.parts.get("scales"), ENDS.get(value.format)
+    if scales is not None and scales.is_floating_point():
+        bound = scales.abs().amax().double() * LARGEST.get(value.format, 256.0)  # NaN, where any scale is
+        if not bound <= torch.finfo(torch.float32).max:
+            return False
+    if end is None:
+        return True
+    return all(bool(((rows & 0x7F) < end).all()) for rows in torch.split(value.parts["codes"], ROWS))

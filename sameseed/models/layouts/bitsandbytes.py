@@ -20,16 +20,13 @@ MAX_STATE = 1 << 16  # bytes
 BLOCK = 64  # of the format nf4
 
 
-def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> BitsAndBytes:
-    """The layout of a `quantization_config`."""
-    return BitsAndBytes()
-
-
 class BitsAndBytes(Layout):
     """Which matrices are quantized, and how, is told by the tensors beside them."""
 
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        pass
+
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
-        """See Layout."""
         weight = f"{name}.weight"
         if weight not in files or files.kind(weight)[0] in FLOATS:
             return None

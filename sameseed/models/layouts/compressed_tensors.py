@@ -11,24 +11,21 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
+from sameseed.models.config import whole_number
 from sameseed.models.layouts.base import (
     FLOATS,
     Files,
     Layout,
     StoredMatrix,
-    cache_scales_left_out,
+    column_groups,
     keep,
     listed,
     stored,
     two_sizes,
     unpacked,
-    whole,
 )
 from sameseed.models.layouts.patterns import fits
 from sameseed.models.layouts.scaled import float8, mxfp4
-
-SPARE = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_global_scale")
-CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
 
 
 @dataclass(frozen=True)
@@ -46,30 +43,13 @@ class Group:
     activations: str | None
 
 
-def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> CompressedTensors:
-    """The layout of a `quantization_config`."""
-    sparsity = config.get("sparsity_config")
-    if isinstance(sparsity, dict) and sparsity.get("format", "dense") not in ("dense", None):
-        raise ModelLoadError(f"{where}: sparse checkpoints ({sparsity['format']}) cannot be read; use the dense one")
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise ModelLoadError(
-            f"{where}: quantization_config has no config_groups; was it written by compressed-tensors?"
-        )
-    found = [_group(value, config, f"{where}: config_groups {name}") for name, value in groups.items()]
-    ignore = listed(config.get("ignore"), f"{where}: ignore")
-    for target in [*ignore, *(t for g in found for t in g.targets)]:
-        fits(target, "")  # an unsound expression should not wait for the first name
-    return CompressedTensors(found, ignore, where)
-
-
 def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
     weights = value.get("weights") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(weights, dict):
         raise ModelLoadError(f"{where} says nothing of weights; such checkpoints cannot be read")
     layout = value.get("format") or config.get("format")
     kind, strategy = str(weights.get("type", "int")), weights.get("strategy")
-    bits, size = whole(weights, "num_bits", 8, where), whole(weights, "group_size", -1, where)
+    bits, size = whole_number(weights, where, "num_bits", 8), whole_number(weights, where, "group_size", -1, -1)
     block = weights.get("block_structure")
     if strategy is None and block is not None:
         strategy = "block"
@@ -94,26 +74,36 @@ def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
         )
     targets = tuple(listed(value.get("targets"), f"{where}: targets"))
     symmetric = weights.get("symmetric", True) is not False
-    activations = _activations(value, kind)
+    inputs, activations = value.get("input_activations"), None
+    if isinstance(inputs, dict) and inputs.get("num_bits") == 8 and inputs.get("type", "int") == kind:
+        # What kernels do: 8 bits, dynamic, by token. Others run on float activations.
+        dynamic = inputs.get("dynamic") in (True, "local") and inputs.get("strategy") in ("token", "group", None)
+        activations = {"int": "int8", "float": "fp8"}[kind] if dynamic else None
     return Group(targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, sizes, activations)
 
 
-def _activations(group: Mapping[str, Any], kind: str) -> str | None:
-    """What of `input_activations` our kernels do: 8 bits, dynamic, by token. Others run on float activations."""
-    inputs = group.get("input_activations")
-    if not isinstance(inputs, dict) or inputs.get("num_bits") != 8 or inputs.get("type", "int") != kind:
-        return None
-    dynamic = inputs.get("dynamic") in (True, "local") and inputs.get("strategy") in ("token", "group", None)
-    return {"int": "int8", "float": "fp8"}[kind] if dynamic else None
-
-
 class CompressedTensors(Layout):
-    """The layout of one quantization_config."""
+    """Groups of settings, and which modules each is for."""
 
-    def __init__(self, groups: list[Group], ignore: list[str], where: str) -> None:
-        self.groups = groups
-        self.ignore = ignore
+    unread = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_global_scale")
+    cache = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        sparsity = config.get("sparsity_config")
+        if isinstance(sparsity, dict) and sparsity.get("format", "dense") not in ("dense", None):
+            raise ModelLoadError(
+                f"{where}: sparse checkpoints ({sparsity['format']}) cannot be read; use the dense one"
+            )
+        groups = config.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise ModelLoadError(
+                f"{where}: quantization_config has no config_groups; was it written by compressed-tensors?"
+            )
         self.where = where
+        self.groups = [_group(value, config, f"{where}: config_groups {name}") for name, value in groups.items()]
+        self.ignore = listed(config.get("ignore"), f"{where}: ignore")
+        for target in [*self.ignore, *(t for g in self.groups for t in g.targets)]:
+            fits(target, "")  # an unsound expression should not wait for the first name
 
     def _group(self, name: str) -> Group | None:
         kind = "Embedding" if name.endswith("embed_tokens") else "Linear"
@@ -127,7 +117,6 @@ class CompressedTensors(Layout):
         return None
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
-        """See Layout."""
         group = self._group(name)
         weight = f"{name}.weight"
         if group is None or (weight in files and files.kind(weight)[0] in FLOATS):
@@ -137,12 +126,6 @@ class CompressedTensors(Layout):
         if group.kind == "float":
             return float8(name, shape, files, group.block, f"{name}.weight_scale", group.activations)
         return self._integers(name, shape, files, group)
-
-    def spare(self, name: str, files: Files) -> bool:
-        """Static scales of activations and of the cache: ours are per row (of a token, of a head), so none is read."""
-        if name.endswith(CACHE):
-            cache_scales_left_out(self.where)
-        return name.endswith((*SPARE, *CACHE))
 
     def _integers(self, name: str, shape: tuple[int, int], files: Files, g: Group) -> StoredMatrix:
         height, width = shape
@@ -166,9 +149,11 @@ class CompressedTensors(Layout):
                 files.expect(zeros, ["I8"], *scales)
         tensors += [zeros] if zeros in files else []
         index = f"{name}.weight_g_idx"
+        order = None
         if index in files:
             tensors.append(files.expect(index, ["I32", "I64"], (width,)))
-        order = _order(files.raw(index), size, width, count, name) if index in files else None
+            unset = bool((files.raw(index) == -1).all())
+            order = None if unset else column_groups(index, files, size or width, count)
         kept = None
         if order is None and (g.symmetric or g.bits == 4):
             kept = keep("int4" if g.bits == 4 else "int8", width, size, g.symmetric, g.activations)
@@ -200,12 +185,3 @@ def _codes(
     if g.bits == 8 and g.symmetric:  # stored with 128 added
         return (codes ^ 128).view(torch.int8), scales, 0.0
     return codes.contiguous(), scales, zeros
-
-
-def _order(index: Tensor, size: int | None, width: int, count: int, name: str) -> Tensor | None:
-    """Each column's group, None where they lie in order. Raises ModelLoadError for a group that is none."""
-    if (index == -1).all() or index.equal(torch.arange(width, dtype=index.dtype) // (size or width)):
-        return None
-    if index.min() < 0 or index.max() >= count:
-        raise ModelLoadError(f"tensor {name}.weight_g_idx names groups outside 0..{count - 1}; the file is damaged")
-    return index

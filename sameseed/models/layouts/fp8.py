@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, cache_scales_left_out, listed, two_sizes
+from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, listed, two_sizes
 from sameseed.models.layouts.patterns import covers
 from sameseed.models.layouts.scaled import float8
 
 
-def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Fp8:
-    """The layout of a `quantization_config`."""
-    block = config.get("weight_block_size")
-    skip = [k for n in ("modules_to_not_convert", "ignored_layers") for k in listed(config.get(n), f"{where}: {n}")]
-    return Fp8(None if block is None else two_sizes(block, f"{where}: weight_block_size"), skip, where)
-
-
 class Fp8(Layout):
-    """The layout of one quantization_config."""
+    """8-bit floats with one scale a tensor, for rows, or for blocks."""
 
-    def __init__(self, block: tuple[int, int] | None, skip: list[str], where: str) -> None:
-        self.block = block
-        self.skip = skip
+    unread = (".input_scale", ".activation_scale", ".input_scale_ub")
+    cache = (".k_scale", ".v_scale")
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        block = config.get("weight_block_size")
+        self.block = None if block is None else two_sizes(block, f"{where}: weight_block_size")
+        lists = [listed(config.get(n), f"{where}: {n}") for n in ("modules_to_not_convert", "ignored_layers")]
+        self.skip = [name for names in lists for name in names]
         self.where = where
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
-        """See Layout."""
         weight = f"{name}.weight"
         dense = any(covers(s, name) for s in self.skip) or weight not in files or name.endswith("embed_tokens")
         if dense or files.kind(weight)[0] in FLOATS:
@@ -34,10 +31,3 @@ class Fp8(Layout):
         # The "inverse" multiplies as any scale: it is that of the quantization.
         inverse = f"{weight}_scale_inv"
         return float8(name, shape, files, self.block, inverse if inverse in files or self.block else f"{weight}_scale")
-
-    def spare(self, name: str, files: Files) -> bool:
-        """Scales of activations, and of the cache: ours are per row."""
-        if name.endswith((".k_scale", ".v_scale")):
-            cache_scales_left_out(self.where)
-            return True
-        return name.endswith((".input_scale", ".activation_scale", ".input_scale_ub"))

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, keep, say_once, stored, unpacked, whole
+from sameseed.models.config import whole_number
+from sameseed.models.layouts.base import (
+    FLOATS,
+    Files,
+    Layout,
+    StoredMatrix,
+    column_groups,
+    group_size,
+    keep,
+    say_once,
+    stored,
+    unpacked,
+)
 from sameseed.models.layouts.patterns import fits
 
 
@@ -25,49 +36,39 @@ class GptqSettings:
     plus: int
 
 
-def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> GptqLayout:
-    """The layout of a `quantization_config`."""
-    version = config.get("checkpoint_format") or "gptq"
-    if version not in ("gptq", "gptq_v2"):
-        raise ModelLoadError(
-            f"{where}: GPTQ checkpoints in the format {str(version)[:80]!r} cannot be read; gptq and gptq_v2 can"
-        )
-    settings = _settings(config, GptqSettings(0, None, True, 1 if version == "gptq" else 0), where)
-    overrides: list[tuple[str, GptqSettings | None]] = []
-    dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, dict):
-        raise ModelLoadError(f"{where}: dynamic must be an object, got {str(dynamic)[:80]}")
-    for pattern, changes in dynamic.items():
-        text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
-        fits(f"re:{text}", "")
-        changed = None if pattern.startswith("-:") else _settings(changes, settings, f"{where}: dynamic {pattern}")
-        overrides.append((text, changed))
-    return GptqLayout(settings, overrides, where)
-
-
 def _settings(config: object, default: GptqSettings, where: str) -> GptqSettings:
     if not isinstance(config, dict):
         raise ModelLoadError(f"{where} must be an object, got {str(config)[:80]}")
-    bits = whole(config, "bits", default.bits or 4, where)
+    bits = whole_number(config, where, "bits", default.bits or 4)
     if bits not in (4, 8):
         raise ModelLoadError(f"{where}: GPTQ with {bits} bits cannot be read; 4 and 8 can")
-    group = whole(config, "group_size", default.group or -1, where)
-    if group == 0:
-        raise ModelLoadError(f"{where}: group_size 0 is none")
-    symmetric = bool(config.get("sym", default.symmetric))
-    return replace(default, bits=bits, group=None if group == -1 else group, symmetric=symmetric)
+    group = group_size(config, default.group or -1, where)
+    return replace(default, bits=bits, group=group, symmetric=bool(config.get("sym", default.symmetric)))
 
 
 class GptqLayout(Layout):
-    """The layout of one quantization_config."""
+    """Settings for all matrices, and of `dynamic` by expression: changed ones, or None for what stays dense."""
 
-    def __init__(self, settings: GptqSettings, overrides: list[tuple[str, GptqSettings | None]], where: str) -> None:
-        self.settings = settings
-        self.overrides = overrides
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        version = config.get("checkpoint_format") or "gptq"
+        if version not in ("gptq", "gptq_v2"):
+            raise ModelLoadError(
+                f"{where}: GPTQ checkpoints in the format {str(version)[:80]!r} cannot be read; gptq and gptq_v2 can"
+            )
         self.where = where
+        self.settings = _settings(config, GptqSettings(0, None, True, 1 if version == "gptq" else 0), where)
+        self.overrides: list[tuple[str, GptqSettings | None]] = []
+        dynamic = config.get("dynamic") or {}
+        if not isinstance(dynamic, dict):
+            raise ModelLoadError(f"{where}: dynamic must be an object, got {str(dynamic)[:80]}")
+        for pattern, changes in dynamic.items():
+            text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
+            fits(f"re:{text}", "")
+            left_out = pattern.startswith("-:")
+            changed = None if left_out else _settings(changes, self.settings, f"{where}: dynamic {pattern}")
+            self.overrides.append((text, changed))
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
-        """See Layout."""
         if f"{name}.qweight" not in files:
             return None  # dense, or missing, which is then said of its weight
         changes = (changed for pattern, changed in self.overrides if fits(f"re:{pattern}", name))
@@ -85,32 +86,25 @@ class GptqLayout(Layout):
             files.expect(f"{name}.scales", FLOATS, (count, height)),
         ]
         index = f"{name}.g_idx"
-        order = torch.arange(width, dtype=torch.int32) // size
-        permuted = False
+        order = None
         if index in files:
             tensors.append(files.expect(index, ["I32", "I64"], (width,)))
-            found = files.raw(index)
-            if found.min() < 0 or found.max() >= count:
-                raise ModelLoadError(f"tensor {index} names groups outside 0..{count - 1}; the file is damaged")
-            permuted = not found.equal(order.to(found.dtype))
-            order = found if permuted else order
-        native = "int4" if s.bits == 4 else "int8"
-        kept = None if permuted or (s.bits == 8 and not s.symmetric) else keep(native, width, s.group, s.symmetric)
-        why = "GPTQ with act-order, whose groups are permuted"
-        return stored(
-            tensors,
-            kept,
-            partial(self._parts, name, files, s),
-            order,
-            why if permuted else f"GPTQ, {s.bits} bits in groups of {size}",
-        )
+            order = column_groups(index, files, size, count)
+        kept = None
+        if order is None and (s.symmetric or s.bits == 4):
+            kept = keep("int4" if s.bits == 4 else "int8", width, s.group, s.symmetric)
 
-    def _parts(self, name: str, files: Files, s: GptqSettings) -> tuple[Tensor, Tensor, Tensor | float]:
-        codes = unpacked(files.raw(f"{name}.qweight").T, s.bits)
-        scales, zeros = files.raw(f"{name}.scales").T.contiguous(), self._zeros(name, files.raw(f"{name}.qzeros"), s)
-        if not s.symmetric:
-            return codes, scales, zeros
-        return (codes, scales, 8.0) if s.bits == 4 else ((codes ^ 128).view(torch.int8), scales, 0.0)
+        def parts() -> tuple[Tensor, Tensor, Tensor | float]:
+            codes, scales = unpacked(files.raw(f"{name}.qweight").T, s.bits), files.raw(f"{name}.scales").T.contiguous()
+            zeros = self._zeros(name, files.raw(f"{name}.qzeros"), s)
+            if not s.symmetric:
+                return codes, scales, zeros
+            return (codes, scales, 8.0) if s.bits == 4 else ((codes ^ 128).view(torch.int8), scales, 0.0)
+
+        if order is not None:
+            return stored(tensors, kept, parts, order, "GPTQ with act-order, whose groups are permuted")
+        order = torch.arange(width) // size
+        return stored(tensors, kept, parts, order, f"GPTQ, {s.bits} bits in groups of {size}")
 
     def _zeros(self, name: str, packed: Tensor, s: GptqSettings) -> Tensor:
         """Zero points uint8 [O, n] of qzeros int32 [n, O bits / 32]. Raises ModelLoadError where sym contradicts."""

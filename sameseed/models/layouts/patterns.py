@@ -17,10 +17,8 @@ MOST = 99  # of a count: a{99}
 FEW = 4  # times a part may come that itself repeats or branches: beyond, matching is exponential
 TIMES = 1000  # of a part in all, counting what it lies in; without bound counts as MOST
 WAYS = 23  # bits: the logarithm of the ways to match that may be tried
-FREE, DIGITS = (
-    4.5,
-    2,
-)  # bits of a part that repeats without bound: names have tens of characters, but few digits in a row
+# Bits of a part that repeats without bound: names have tens of characters, but few digits in a row.
+FREE, DIGITS = 4.5, 2
 _PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
@@ -47,7 +45,14 @@ def _bits(parsed: Iterable[tuple[Any, Any]], times: int) -> float:
         name = str(kind)
         if name in _REPEATS:
             low, high, body = value
-            total += _repeat(low, high, body, times)
+            unbounded, exact = high == _PARSER.MAXREPEAT, low == high
+            most = MOST if unbounded else int(high)
+            if most > MOST or low > MOST or times * most > TIMES or (times > FEW and not exact):
+                return math.inf
+            classes = [[str(x) for _, x in inner] for part, inner in body if str(part) == "IN"]
+            free = DIGITS if classes == [["CATEGORY_DIGIT"]] else FREE
+            total += times * (0.0 if exact else free if unbounded else math.log2(high - low + 1))
+            total += _bits(body, times * max(most, 1))
         elif name == "BRANCH":
             alternatives = [_bits(a, times) for a in value[1]]
             total += math.inf if times > FEW else times * math.log2(sum(2.0 ** min(b, 2 * WAYS) for b in alternatives))
@@ -58,20 +63,6 @@ def _bits(parsed: Iterable[tuple[Any, Any]], times: int) -> float:
         elif name == "ATOMIC_GROUP":
             total += _bits(value, times)
     return total
-
-
-def _repeat(low: int, high: int, body: Any, times: int) -> float:
-    unbounded = high == _PARSER.MAXREPEAT
-    most = MOST if unbounded else int(high)
-    exact = low == high
-    if most > MOST or low > MOST or times * most > TIMES or (times > FEW and not exact):
-        return math.inf
-    ways = 0.0 if exact else (DIGITS if _digits(body) else FREE) if unbounded else math.log2(high - low + 1)
-    return times * ways + _bits(body, times * max(most, 1))
-
-
-def _digits(body: Any) -> bool:
-    return [(str(k), [str(x) for _, x in v]) for k, v in body if str(k) == "IN"] == [("IN", ["CATEGORY_DIGIT"])]
 
 
 def fits(target: str, name: str, kind: str = "Linear") -> bool:

@@ -30,28 +30,21 @@ TYPES = {
 }  # fmt: skip
 
 
-def make(config: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> Own:
-    """The layout of a `quantization_config`."""
-    modules = config.get("modules")
-    if config.get("version") != VERSION or not isinstance(modules, dict):
-        raise ModelLoadError(f"{where}: this sameseed reads version {VERSION} of its own layout; update it")
-    schemes = {}
-    for name, text in modules.items():
-        try:
-            schemes[name] = QuantScheme.parse(str(text))
-        except (ConfigError, RegistryError) as error:
-            raise ModelLoadError(f"{where}: module {name[:80]!r}: {error}") from None
-    return Own(schemes)
-
-
 class Own(Layout):
-    """The layout of one quantization_config."""
+    """Schemes by module."""
 
-    def __init__(self, schemes: Mapping[str, QuantScheme]) -> None:
-        self.schemes = schemes
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        modules = config.get("modules")
+        if config.get("version") != VERSION or not isinstance(modules, dict):
+            raise ModelLoadError(f"{where}: this sameseed reads version {VERSION} of its own layout; update it")
+        self.schemes = {}
+        for name, text in modules.items():
+            try:
+                self.schemes[name] = QuantScheme.parse(str(text))
+            except (ConfigError, RegistryError) as error:
+                raise ModelLoadError(f"{where}: module {name[:80]!r}: {error}") from None
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
-        """See Layout."""
         scheme = self.schemes.get(name)
         if scheme is None or scheme.weights == "auto":
             return None

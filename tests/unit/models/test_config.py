@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -204,8 +203,16 @@ def test_other_kinds_of_model_are_refused_by_their_flag():
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [(None, "missing"), ("{", "JSON"), ("[1]", "object"), ("null", "object"), (b"\xff\xfe\x00", "JSON"), ("", "JSON")],
-    ids=repr,
+    [
+        (None, "missing"),
+        ("{", "JSON"),
+        ("[1]", "object"),
+        ("null", "object"),
+        (b"\xff\xfe\x00", "JSON"),
+        ("", "JSON"),
+        ("[" * 100_000, "JSON"),
+    ],
+    ids=lambda t: repr(t)[:20],
 )
 def test_files_that_are_no_config(text, word, tmp_path):
     path = tmp_path / "config.json"
@@ -219,12 +226,6 @@ def test_files_that_are_no_config(text, word, tmp_path):
 def test_a_folder_in_the_place_of_config_json(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ModelLoadError, match=r"config\.json"):
-        read_config(tmp_path)
-
-
-def test_deeply_nested_json_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ModelLoadError, match="JSON"):
         read_config(tmp_path)
 
 
@@ -268,13 +269,6 @@ def test_positions_far_out_keep_their_angle():
     inverse = rope.theta ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     exact = torch.cat([(100_000 * inverse).cos(), (100_000 * inverse).sin()])
     assert (table - exact).abs().max() < 0.02
-
-
-def test_paths_appear_in_messages(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(changed(hidden_size=0)))
-    with pytest.raises(ModelLoadError, match="hidden_size") as caught:
-        read_config(tmp_path)
-    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 def test_end_tokens_that_the_model_has_not_are_left_out(tmp_path, caplog):

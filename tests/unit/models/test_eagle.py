@@ -138,7 +138,7 @@ def test_replayed_passes_have_the_bits_of_direct_ones(folder: Path, tmp_path: Pa
             wanted = head._forward(head.ops, batch, direct, (int(captured), window), x)
         found = head.forward(x, batch, replayed, window or None, captured=captured)
         assert all(map(torch.equal, found, wanted))
-        assert direct.layer(0).k.equal(replayed.layer(0).k)
+        assert direct.layers[0].k.equal(replayed.layers[0].k)
         plan = head._run.recorded(1, replayed, (int(captured), window), [x.shape[1]])  # type: ignore[attr-defined]
         assert plan is not None, "nothing of it runs op by op"
 

@@ -105,14 +105,6 @@ def test_llama3_scaling_is_found_again_in_its_factors(tmp_path):
     assert torch.allclose(inverse_frequencies(rope, 64) * torch.linspace(1, 3, 32), plain)
 
 
-def test_linear_rope_scaling(tmp_path):
-    raw = VARIANTS["llama-linear"].raw
-    tensors = random_tensors(parse_config(raw))
-    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-    path = write_gguf(tmp_path / "model.gguf", raw, tensors, keys=keys)
-    assert read_config(path).rope == parse_config(raw).rope
-
-
 @pytest.mark.parametrize(
     ("keys", "factor"),
     [
@@ -120,6 +112,7 @@ def test_linear_rope_scaling(tmp_path):
         ({"rope.scale_linear": 2.0}, 2.0),
         ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, 4.0),
         ({"rope.scaling.type": "linear"}, 1.0),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
         ({"rope.scaling.type": "none", "rope.scale_linear": 2.0}, 1.0),
         ({}, 1.0),
     ],

@@ -466,7 +466,7 @@ def test_our_own_layout_encodes_nothing_wide(monkeypatch):
     encode, widths = QuantScheme.encode, []
     monkeypatch.setattr(QuantScheme, "encode", lambda s, w: (widths.append(w.shape[1]), encode(s, w))[1])
     schemes = {n: QuantScheme.parse(n) for n in ("qoq", "nf4", "w8a16")}
-    layout, none = own.Own(schemes), SimpleNamespace(expect=lambda n, *_: n)
+    layout, none = own.Own(own.config_of(schemes), ""), SimpleNamespace(expect=lambda n, *_: n)
     for name in schemes:
         layout.find(name, (1 << 20, own.WIDEST), none)
         layout.find(name, (1 << 20, own.WIDEST - 128), none)

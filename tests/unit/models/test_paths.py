@@ -81,13 +81,6 @@ def check_draft(model, token_ids, draft_tokens, parents, kv_format="fp32", block
 
 @every_backend
 @every_variant
-def test_a_chain_equals_the_plain_sequence(name, backend):
-    token_ids = prompt(VARIANTS[name].length)
-    check_draft(tiny_model(backend, name), token_ids, prompt(6, seed=5), list(range(-1, 5)))
-
-
-@every_backend
-@every_variant
 def test_a_tree_equals_each_path_alone(name, backend):
     #    0        1      siblings at each level, a leaf before its cousin's child, nodes out of depth order
     #  2   3      5
@@ -165,10 +158,3 @@ def test_captured_hidden_states_lead_to_the_logits(backend):
     final = model.ops.rms_norm(kept[:, width:], model.weights.norm, model.config.rms_eps)
     logits = model.ops.product(plain_rows(final), model.weights.lm_head)
     assert logits.equal(all_logits(model, [*seq.token_ids, 5, 6]))
-
-
-def test_only_pending_tokens_leave_no_logits():
-    model = tiny_model("reference")
-    runner, seq = make_runner(model), make_sequence(prompt(9))
-    assert feed(runner, seq, 4).shape == (0, VOCAB)
-    assert feed(runner, seq, 5).shape == (1, VOCAB)

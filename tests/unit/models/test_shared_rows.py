@@ -41,20 +41,6 @@ def test_a_loaded_matrix_is_the_one_encoded_alone(name, backend, monkeypatch: py
         assert values(chosen, stack).equal(torch.cat([scheme.get(q.format).decode(q) for q in wanted]))
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_backends_agree(name):
-    config = parse_config(RAW)
-    source = Stored(random_tensors(config), {})
-    logits = []
-    for backend in backends():
-        chosen = ops.resolve(backend)
-        model = Llama(config, read_weights(config, source, QuantScheme.parse(name), chosen), chosen)
-        logits.append(all_logits(model, prompt(9)))
-    for other in logits[1:]:
-        # Rounded rows may fall on either side of a tie where their last bits differ.
-        assert (other - logits[0]).norm() <= (0.02 if "a8" in name else 1e-4) * logits[0].norm()
-
-
 @pytest.mark.parametrize("backend", backends())
 def test_a_choice_is_made_for_each_matrix(backend):
     """One matrix of a stack has a wide range: it takes e5m2, its neighbours e4m3, and the products are joined."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
-from fixtures_quantize import randn
+from fixtures_ops import randn
 
 from sameseed.errors import ConfigError
-from sameseed.quantize._budget import STEPS, Sensitivity, as_dicts, assign, from_dicts, recommend
-from sameseed.quantize._hadamard import rotate_columns, rotate_rows, spread
+from sameseed.quantize._budget import STEPS, Sensitivity, assign, recommend
+from sameseed.quantize.rotate import rotate_columns, rotate_rows, spread
 
 CANDIDATES = [("w4a16-g128", 4.125), ("w4a16-g32", 4.5), ("w8a16", 8.1), ("bf16", 16.0)]
 
@@ -52,14 +53,21 @@ def test_too_small_a_budget() -> None:
         assign(units(0), 4.0)
 
 
-def test_json_and_advice() -> None:
+def test_advice() -> None:
     rows = units(1)
-    assert from_dicts(as_dicts(rows)) == rows
     worst = Sensitivity("bad", ("bad.q",), "w4a16-g128", 4.125, 10, 50.0)
     modules = [{"module": "bad.q", "scheme": "w4a16-g128", "relative": 0.1, "num_weights": 10}]
     modules += [{"module": r.modules[0], "scheme": r.scheme} for r in rows if r.scheme == "w4a16-g128"]
-    advice = recommend({"sensitivity": as_dicts([*rows, worst]), "modules": modules})
+    advice = recommend({"sensitivity": [asdict(r) for r in (*rows, worst)], "modules": modules})
     assert advice[0].modules == ("bad.q",) and "of the loss in" in advice[0].reason
+
+
+def test_advice_by_errors_names_what_stands_out() -> None:
+    modules = [{"module": f"m{i}", "scheme": "w4a16", "relative": 0.1, "num_weights": 100} for i in range(9)]
+    modules.append({"module": "bad", "scheme": "w4a16", "relative": 0.4, "num_weights": 100})
+    (advice,) = recommend({"modules": modules, "sensitivity": None})
+    assert advice.modules == ("bad",) and advice.of_weights == pytest.approx(0.1)
+    assert recommend({"modules": modules[:-1], "sensitivity": None}) == []
 
 
 @pytest.mark.parametrize("size", [1, 2, 12, 20, 48, 96, 128, 3 * 64, 7 * 32])

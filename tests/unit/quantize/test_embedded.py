@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures_models import need
+import torch.nn.functional as F
+from fixtures_models import all_logits, need
 
-from sameseed.models.loader import resolve_model
+from sameseed import ops
+from sameseed.models.loader import load_model, resolve_model
 from sameseed.quantize._calibrate import read_calibration
-from sameseed.quantize._losses import token_losses
 from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.tokenizer import Tokenizer
 
@@ -24,6 +25,13 @@ pytestmark = pytest.mark.slow
 def held_out() -> torch.Tensor:
     need(ASSETS / "target" / "model.safetensors")
     return read_calibration(ASSETS / "prompts.jsonl", Tokenizer.from_folder(ASSETS / "target"), 99, 128, seed=0).rows
+
+
+def token_losses(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihoods in nats of every token of ids [B, S] but each row's first."""
+    model = load_model(folder, ops.resolve())
+    losses = [F.cross_entropy(all_logits(model, row.tolist())[:-1], row[1:], reduction="none") for row in ids]
+    return torch.cat(losses).double()
 
 
 @cache

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from fixtures_quantize import correlated, randn, stats_of
+from fixtures_formats import as_stored, read_weight, write_weight
+from fixtures_ops import randn
+from fixtures_quantize import correlated, stats_of
 from torch import Tensor
 
-from sameseed import scheme as formats
 from sameseed.errors import ConfigError
 from sameseed.quantize import Stats, decoded, parse_method
 from sameseed.quantize._grid import CodeGrid, clip
-from sameseed.quantize.gptq import inverse_factor
 from sameseed.scheme import QuantScheme
 
 pytestmark = pytest.mark.bits
@@ -62,13 +64,13 @@ def test_blocks_do_not_matter(scheme: str, act_order: bool) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8-b128", "nf4-dq"])
-def test_rows_that_share_something_are_kept_together(scheme: str) -> None:
+def test_rows_that_share_something_are_kept_together(scheme: str, tmp_path: Path) -> None:
     # Inputs nearly alike: about half the rows gain nothing.
     weight, stats = randn(256, 2 * K, seed=3), stats_of(randn(4000, 2 * K, seed=9))
     chosen = QuantScheme.parse(scheme)
     q, plain = parse_method("gptq", {}).quantize(weight, chosen, stats), chosen.encode(weight)
-    fmt = formats.get(q.format)
-    read = fmt.from_checkpoint("name", fmt.checkpoint("name", q))
+    write_weight(tmp_path, *as_stored(q, chosen))
+    read = read_weight(tmp_path, q.shape)
     assert decoded(read).equal(decoded(q))
     found, rounded = (stats.error(weight, decoded(x)) for x in (q, plain))
     size = chosen.rows_together or len(weight)
@@ -90,14 +92,6 @@ def test_clipping_lessens_the_error_of_a_lone_outlier() -> None:
     encode = QuantScheme.parse("w4a16-g32").encode
     plain, cut = encode(weight), encode(clip(weight, encode, stats.hessian))
     assert stats.error(weight, decoded(cut)).sum() < 0.8 * stats.error(weight, decoded(plain)).sum()
-
-
-def test_the_factor_inverts_the_hessian() -> None:
-    hessian = stats_of(correlated(500, 32)).hessian
-    factor = inverse_factor(hessian, 0.01)
-    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(32)
-    assert torch.allclose(factor.T @ factor @ damped, torch.eye(32), atol=1e-3)
-    assert factor.triu().equal(factor)
 
 
 def test_inputs_that_never_vary_are_survived() -> None:

@@ -15,21 +15,21 @@ WIDTH, PLANTED = 128, 17
 SETTINGS = {"hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
 
 
-def planted(compensated: bool, size: float = 100.0) -> tuple[ModelConfig, Stored]:
-    """A layer whose norms blow one channel up by `size`; compensated: what reads it has weights so much smaller."""
+def planted(compensated: bool) -> tuple[ModelConfig, Stored]:
+    """A layer whose norms blow one channel up; compensated: what reads it has weights so much smaller."""
     config, source = source_of("llama2", **SETTINGS, num_key_value_heads=8)
     for norm, stage in ((INPUT_NORM, "qkv"), (POST_NORM, "gate_up")):
-        source.tensors[f"model.layers.0.{norm}.weight"][PLANTED] *= size
+        source.tensors[f"model.layers.0.{norm}.weight"][PLANTED] *= 100
         if compensated:
             for name in STAGES[stage]:
-                source.tensors[f"model.layers.0.{name}.weight"][:, PLANTED] /= size
+                source.tensors[f"model.layers.0.{name}.weight"][:, PLANTED] /= 100
     return config, source
 
 
 @cache
-def output_error(method: str, scheme: str, compensated: bool, size: float = 100.0) -> float:
+def output_error(method: str, scheme: str, compensated: bool) -> float:
     """Relative error of what leaves q, k and gate, over the layer's own inputs."""
-    config, source = planted(compensated, size)
+    config, source = planted(compensated)
     ids = tokens(config, rows=8, length=32)
     walk, plain = walk_of(config, source, method, scheme, ids), walk_of(config, source, "rtn", "fp32", ids)
     assert walk.hidden is not None and plain.hidden is not None
@@ -67,9 +67,3 @@ FACTORS = [
 def test_an_outlier_method_beats_rounding(method: str, scheme: str, compensated: bool, factor: float) -> None:
     plain, found = output_error("rtn", scheme, compensated), output_error(method, scheme, compensated)
     assert found * factor < plain, f"{method} {found:.4f}, rtn {plain:.4f}: {plain / found:.2f} times"
-
-
-def test_the_planted_channel_is_what_hurts() -> None:
-    _, source = planted(True)
-    assert source.tensors["model.layers.0.input_layernorm.weight"].abs().argmax() == PLANTED
-    assert output_error("rtn", "w8a8", True) > 10 * output_error("rtn", "w8a8", True, size=1.0)

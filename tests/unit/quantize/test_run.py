@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import read_config
 from sameseed.models.loader import load_model
 from sameseed.quantize import _run as quantizing, _work
-from sameseed.quantize._budget import recommend
 from sameseed.quantize._run import FILE, Progress, QuantizePlan, quantize
 
 
@@ -51,16 +49,15 @@ def same(a: Path, b: Path) -> bool:
     return first.keys() == second.keys() and all(first[n].equal(second[n]) for n in first)
 
 
-class Stop(KeyboardInterrupt):
-    pass
+def interrupted(plan: QuantizePlan) -> None:
+    """A run that stops after its first layer."""
 
-
-def stop_after(layers: int, stage: str = "layers") -> Callable[[Progress], None]:
     def report(p: Progress) -> None:
-        if p.stage == stage and p.done == layers:
-            raise Stop
+        if p.stage == "layers":
+            raise KeyboardInterrupt
 
-    return report
+    with pytest.raises(KeyboardInterrupt):
+        quantize(plan, report)
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "smooth", "rotate", "rotate+gptq", "smooth+gptq", "awq+gptq"])
@@ -137,12 +134,14 @@ def test_tied_embeddings(plan: QuantizePlan, tmp_path: Path, method: str) -> Non
         assert model.weights.lm_head.format == expected
 
 
-@pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
-def test_a_resumed_run_gives_the_same_bits(plan: QuantizePlan, method: str) -> None:
-    plan = replace(plan, method=method, scheme="w4a8-g32,lm_head=w8a8")
+BUDGET = {"budget": 7.0, "candidates": ("w4a16-g32", "w8a16"), "samples": 8}
+
+
+@pytest.mark.parametrize("change", [{}, {"method": "rotate+awq"}, BUDGET], ids=str)
+def test_a_resumed_run_gives_the_same_bits(plan: QuantizePlan, change: dict[str, object]) -> None:
+    plan = replace(plan, **{"scheme": "w4a8-g32,lm_head=w8a8", **change})
     whole = quantize(replace(plan, out=plan.out.with_name("whole")))
-    with pytest.raises(Stop):
-        quantize(plan, stop_after(1))
+    interrupted(plan)
     assert not plan.out.exists(), "nothing half stands under the final name"
     with pytest.raises(ConfigError, match="--resume goes on"):
         quantize(plan)
@@ -152,8 +151,7 @@ def test_a_resumed_run_gives_the_same_bits(plan: QuantizePlan, method: str) -> N
 
 
 def test_a_finished_layer_is_not_computed_again(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Stop):
-        quantize(plan, stop_after(1))
+    interrupted(plan)
     computed: list[int] = []
     layer = quantizing.Walk.layer
     monkeypatch.setattr(quantizing.Walk, "layer", lambda walk, i: computed.append(i) or layer(walk, i))
@@ -166,24 +164,21 @@ def test_a_finished_layer_is_not_computed_again(plan: QuantizePlan, monkeypatch:
     [{"scheme": "w8a8"}, {"method": "awq"}, {"seed": 1}, {"samples": 5}, {"length": 16}, {"options": {"clip": False}}],
 )
 def test_resuming_with_other_options_is_refused(plan: QuantizePlan, change: dict[str, object]) -> None:
-    with pytest.raises(Stop):
-        quantize(plan, stop_after(1))
+    interrupted(plan)
     with pytest.raises(ConfigError, match=r"was begun with .*--overwrite"):
         quantize(replace(plan, resume=True, **change))
     quantize(replace(plan, overwrite=True, **change))  # begins anew
 
 
 def test_resuming_with_another_model_is_refused(plan: QuantizePlan, tmp_path: Path) -> None:
-    with pytest.raises(Stop):
-        quantize(plan, stop_after(1))
+    interrupted(plan)
     write_model(tmp_path / "other", seed=9, **SMALL)
     with pytest.raises(ConfigError, match="was begun with model"):
         quantize(replace(plan, model=str(tmp_path / "other"), resume=True))
 
 
 def test_a_damaged_layer_file_is_named(plan: QuantizePlan) -> None:
-    with pytest.raises(Stop):
-        quantize(plan, stop_after(1))
+    interrupted(plan)
     file = plan.out.with_name("out.partial") / "layer-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(ConfigError, match=r"layer-00000\.safetensors is damaged"):
@@ -310,28 +305,11 @@ def test_a_budget_that_cannot_be_kept(
 
 @pytest.mark.parametrize("name", ["__version__", "HELD_OUT"])
 def test_what_a_run_was_begun_with_is_compared(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    plan = replace(plan, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=4)
-    with pytest.raises(Stop):
-        quantize(plan, stop_after(1))
+    plan = replace(plan, **{**BUDGET, "samples": 4})
+    interrupted(plan)
     monkeypatch.setattr(quantizing, name, {"__version__": "0.0.0", "HELD_OUT": 2}[name])
     with pytest.raises(ConfigError, match="was begun with"):
         quantize(replace(plan, resume=True))
-
-
-def test_an_interrupted_budget_goes_on(plan: QuantizePlan) -> None:
-    plan = replace(plan, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=8)
-    whole = quantize(replace(plan, out=plan.out.with_name("whole")))
-    with pytest.raises(Stop):
-        quantize(plan, stop_after(1))
-    assert same(whole.folder, quantize(replace(plan, resume=True)).folder)
-
-
-def test_a_recommendation_names_what_stands_out() -> None:
-    modules = [{"module": f"m{i}", "scheme": "w4a16", "relative": 0.1, "num_weights": 100} for i in range(9)]
-    modules.append({"module": "bad", "scheme": "w4a16", "relative": 0.4, "num_weights": 100})
-    (advice,) = recommend({"modules": modules, "sensitivity": None})
-    assert advice.modules == ("bad",) and advice.of_weights == pytest.approx(0.1)
-    assert recommend({"modules": modules[:-1], "sensitivity": None}) == []
 
 
 # --- what is refused ---

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,25 +18,20 @@ from sameseed.train import measure, run, trainer
 from sameseed.train.checkpoint import read_tensors
 from sameseed.train.draft import DraftRecipe, run_draft
 from sameseed.train.head import run_head
-from sameseed.train.head_recipe import HeadRecipe
-from sameseed.train.own import Machine, Sources
+from sameseed.train.head_recipe import HeadRecipe, LossSettings, SizeSettings
+from sameseed.train.own import Sources
 from sameseed.train.recipe import TrainSettings
 from sameseed.train.seeds import TextSettings
 
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The pretended device, which is as good as any."""
+    """The pretended device, which is as good as any; no backend knows its name."""
+    plain = ops.resolve("reference")
+    monkeypatch.setattr(ops, "resolve", lambda *args: plain)
     monkeypatch.setattr(devices, "check", lambda name: None)
     with pretended_device() as name:
         yield name
-
-
-@pytest.fixture
-def reference_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No backend knows the pretended device's name."""
-    plain = ops.resolve("reference")
-    monkeypatch.setattr(ops, "resolve", lambda *args: plain)
 
 
 def test_a_pair_is_trained_there(
@@ -55,7 +50,7 @@ def test_a_pair_is_trained_there(
     seen: list[bool] = []
     step = trainer.one_step
 
-    def watched(job: trainer.TrainJob, *more: object) -> tuple[float, float, int]:
+    def watched(job: trainer.TrainJob, *more: object) -> object:
         seen.append(all(isinstance(p.data, Elsewhere) for p in job.model.parameters()))
         return step(job, *more)  # type: ignore[arg-type]
 
@@ -71,42 +66,26 @@ def test_a_pair_is_trained_there(
     assert perplexity[1] == pytest.approx(perplexity[0], rel=1e-2)
 
 
-SMALL = {"texts": TextSettings(num_texts=2, new_tokens=3, prompt_tokens=8), "batch": 2}
-
-
-@pytest.fixture
-def sources(tmp_path: Path) -> Sources:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"the sum of all parts {i}"}) + "\n" for i in range(4)))
-    return Sources(prompts)
-
-
-def test_a_head_is_trained_there(
-    pair_folders: tuple[Path, Path], sources: Sources, tmp_path: Path, away: str, reference_there: None
+@pytest.mark.parametrize("kind", ["head", "draft"])
+def test_a_head_and_a_draft_are_trained_there(
+    pair_folders: tuple[Path, Path], tmp_path: Path, away: str, kind: str
 ) -> None:
     """As `train head --device`: texts and states of a target there, the head's own vocabulary, the exported file."""
-    recipe = HeadRecipe(target=str(pair_folders[0]), train=TrainSettings(2, rows=1, warmup=1), **SMALL)
-    recipe = replace(
-        recipe, layers=(1, 2, 2), size=replace(recipe.size, draft_vocab_size=64), loss=replace(recipe.loss, unroll=2)
-    )
-    heads = [
-        run_head(recipe, sources, tmp_path / name, Machine("reference", device), quiet=True).head
-        for name, device in (("here", "cpu"), ("there", away))
-    ]
-    one, other = (load_file(head / "model.safetensors") for head in heads)
-    assert one.keys() == other.keys() and one["d2t"].equal(other["d2t"])
-    assert all(torch.allclose(one[n].float(), other[n].float(), atol=2e-2) for n in one)
-
-
-def test_a_draft_is_trained_there(
-    pair_folders: tuple[Path, Path], sources: Sources, tmp_path: Path, away: str, reference_there: None
-) -> None:
-    recipe = DraftRecipe(target=str(pair_folders[0]), train=TrainSettings(2, rows=1, warmup=1), **SMALL)
-    drafts = [
-        run_draft(recipe, sources, tmp_path / name, Machine("reference", device), quiet=True).draft
-        for name, device in (("here", "cpu"), ("there", away))
-    ]
-    one, other = (load_file(draft / "model.safetensors") for draft in drafts)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the sum of all parts {i}"}) + "\n" for i in range(4)))
+    shared: dict[str, Any] = {"target": str(pair_folders[0]), "train": TrainSettings(2, rows=1, warmup=1), "batch": 2}
+    shared |= {"texts": TextSettings(num_texts=2, new_tokens=3, prompt_tokens=8)}
+    own = {"layers": (1, 2, 2), "size": SizeSettings(draft_vocab_size=64), "loss": LossSettings(unroll=2)}
+    found = []
+    for name, device in (("here", "cpu"), ("there", away)):
+        how: dict[str, Any] = {"backend": "reference", "device": device, "quiet": True}
+        if kind == "head":
+            done = run_head(HeadRecipe(**shared, **own), Sources(prompts), tmp_path / name, **how)
+        else:
+            done = run_draft(DraftRecipe(**shared), Sources(prompts), tmp_path / name, **how)
+        found.append(load_file(done.folder / "model.safetensors"))
+    one, other = found
+    assert one.keys() == other.keys() and (kind == "draft" or one["d2t"].equal(other["d2t"]))
     assert all(torch.allclose(one[n].float(), other[n].float(), atol=2e-2) for n in one)
 
 

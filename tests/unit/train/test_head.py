@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from sameseed import ops
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import build_engine
-from sameseed.errors import ConfigError, VocabularyError
+from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_config import expected_tensors, read_head_config
 from sameseed.models.eagle_loader import load_head
@@ -26,12 +26,12 @@ from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
 from sameseed.train import head_measure, states
-from sameseed.train.head import HeadResult, Sources, run_head
-from sameseed.train.head_export import export_head
-from sameseed.train.head_job import LossSettings, dense
-from sameseed.train.head_model import GuessRows, HeadForTraining, HeadShape
-from sameseed.train.head_recipe import HeadRecipe, SizeSettings
+from sameseed.train.head import run_head
+from sameseed.train.head_job import dense, export_head
+from sameseed.train.head_model import GuessRows, HeadForTraining
+from sameseed.train.head_recipe import HeadRecipe, LossSettings, SizeSettings, head_config
 from sameseed.train.optim import OptimSettings
+from sameseed.train.own import Sources, Trained
 from sameseed.train.recipe import TrainSettings
 from sameseed.train.seeds import TextSettings, held_out
 
@@ -46,29 +46,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Llama:
     return load_model(folder, ops.resolve())
 
 
-def shape_for(target: Llama, **changes: int) -> HeadShape:
-    c = target.config
-    shape = HeadShape(
-        vocab_size=c.vocab_size,
-        draft_vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        target_hidden=c.hidden_size,
-        num_captures=3,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        intermediate_size=c.intermediate_size,
-        rms_eps=c.rms_eps,
-        rope=c.rope,
-        max_positions=c.max_model_len,
-    )
-    return replace(shape, **changes)
-
-
 @pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 120}, {"num_kv_heads": 4, "intermediate_size": 72}])
 def test_guesses_like_the_inference_head(target: Llama, tmp_path: Path, changes: dict[str, int]) -> None:
     """From every row of a text, each step along its own tokens: HeadRunner's logits for that chain."""
-    head = HeadForTraining(shape_for(target, **changes), 3)
+    config = head_config(HeadRecipe(layers=AUX, size=SizeSettings(**changes)), target.config)
+    head = HeadForTraining(config, 3)
     with torch.no_grad():
         for parameter in head.parameters():  # chance enough that every weight matters
             parameter.mul_(8.0 if parameter.ndim == 2 else 1.0).add_(0.1 * torch.randn_like(parameter))
@@ -76,7 +58,7 @@ def test_guesses_like_the_inference_head(target: Llama, tmp_path: Path, changes:
     own = (
         torch.randperm(MODEL_VOCAB, generator=generator)[:120].sort().values if "draft_vocab_size" in changes else None
     )
-    export_head(head, AUX, own, tmp_path / "head", "float32")
+    export_head(head, own, tmp_path / "head", "float32")
     loaded = load_head(tmp_path / "head", target, target.ops)
     lengths = [12, 9]
     tokens = torch.randint(1, MODEL_VOCAB, (2, 12), generator=generator)
@@ -150,8 +132,15 @@ def recipe_for(folder: Path, **changes: Any) -> HeadRecipe:
     return replace(recipe, **changes)
 
 
-def run(folder: Path, out: Path, recipe: HeadRecipe | None = None, **how: Any) -> HeadResult:
-    sources = Sources(folder / "prompts.jsonl", measure=folder / "held.jsonl")
+def run(
+    folder: Path,
+    out: Path,
+    recipe: HeadRecipe | None = None,
+    prompts: Path | None = None,
+    measure: Path | None = None,
+    **how: Any,
+) -> Trained:
+    sources = Sources(prompts or folder / "prompts.jsonl", measure=measure or folder / "held.jsonl")
     return run_head(recipe or recipe_for(folder), sources, out, quiet=True, **how)
 
 
@@ -239,7 +228,7 @@ def test_layout_is_the_published_one(folder: Path, tmp_path: Path) -> None:
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(AUX)
     assert raw["max_position_embeddings"] == 256
-    texts = states.Texts(sorted((tmp_path / "out" / "texts").rglob("*.safetensors")))
+    texts = states.StoredTexts(sorted((tmp_path / "out" / "texts").rglob("*.safetensors")))
     written = torch.cat([i[g:] for i, g in zip(texts.ids, texts.num_given)])
     counts = torch.bincount(written, minlength=MODEL_VOCAB)
     left_out = torch.ones(MODEL_VOCAB, dtype=torch.bool).index_fill(0, ids, False)
@@ -251,7 +240,7 @@ def test_a_quantized_target_teaches(folder: Path, tmp_path: Path) -> None:
     recipe = recipe_for(folder, format="int8")
     done = run(folder, tmp_path / "low", recipe, stop_after=1)
     run(folder, tmp_path / "full", stop_after=0)
-    low, full = (states.Texts(sorted((tmp_path / n / "texts").rglob("*"))[-1:]) for n in ("low", "full"))
+    low, full = (states.StoredTexts(sorted((tmp_path / n / "texts").rglob("*"))[-1:]) for n in ("low", "full"))
     assert not torch.equal(low[0].states[:4], full[0].states[:4])
     assert done.results["acceptance"]["all"]["tokens"] > 0
 
@@ -273,48 +262,47 @@ def test_bad_recipes_are_refused(folder: Path, tmp_path: Path, change: dict[str,
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_sources_are_refused(folder: Path, tmp_path: Path) -> None:
-    def attempt(**which: Path) -> None:
-        run_head(recipe_for(folder), Sources(**which), tmp_path / "out", quiet=True)
-
-    with pytest.raises(ConfigError, match="--prompts FILE"):
-        attempt()
-    with pytest.raises(ConfigError, match="no prompts at"):
-        attempt(prompts=tmp_path / "none.jsonl")
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
-    with pytest.raises(ConfigError, match=r"bad\.jsonl line 2"):
-        attempt(prompts=tmp_path / "bad.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="holds no prompts"):
-        attempt(prompts=tmp_path / "empty.jsonl")
-    with pytest.raises(ConfigError, match="to measure on"):
-        attempt(prompts=folder / "prompts.jsonl", measure=tmp_path / "none.jsonl")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("kept")
-    with pytest.raises(ConfigError, match="--resume"):
-        attempt(prompts=folder / "prompts.jsonl")
+GOOD = '{"prompt": "the sum of"}\n'
 
 
-def test_prompts_to_measure_on_are_read_before_anything_is_spent(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("prompts", None, "no prompts at"),
+        ("prompts", GOOD + '{"question": "b"}', r"prompts\.jsonl line 2"),
+        ("prompts", "\n", "holds no prompts"),
+        ("measure", None, "to measure on"),
+        ("measure", GOOD + '{"prompt": "a"', "line 2 is no JSON"),
+        ("measure", "\n \n", "holds no prompts to measure on"),
+        ("measure", GOOD + '{"text": "a b c"}', "line 2: .*'prompt' or 'messages'"),
+        (
+            "measure",
+            GOOD + json.dumps({"prompt": "the list is empty " * 80}),
+            f"line 2 has .* at most {256 - NEW_TOKENS}",
+        ),
+        ("measure", GOOD + '{"messages": [{"role": "user"}]}', "line 2: .*'content'"),
+        ("measure", GOOD + '{"messages": ["hello"]}', "line 2: .*'content'"),
+        ("measure", "\udcff", "UTF-8"),
+    ],
+)
+def test_prompts_are_read_before_anything_is_spent(
+    folder: Path, tmp_path: Path, name: str, content: str | None, words: str
+) -> None:
     """Each bad file is refused with its line and the remedy, and nothing is written."""
-    good = '{"prompt": "the sum of"}\n'
-    bad = {
-        good + '{"prompt": "a"': "line 2 is no JSON",
-        "\n \n": "holds no prompts to measure on",
-        good + '{"text": "a b c"}': "line 2: .*'prompt' or 'messages'",
-        good + json.dumps({"prompt": "the list is empty " * 80}): f"line 2 has .* at most {256 - NEW_TOKENS}",
-        good + '{"messages": [{"role": "user"}]}': "line 2: .*'content'",
-        good + '{"messages": ["hello"]}': "line 2: messages",
-    }
-    for content, words in bad.items():
-        (tmp_path / "held.jsonl").write_text(content)
-        sources = Sources(folder / "prompts.jsonl", measure=tmp_path / "held.jsonl")
-        with pytest.raises(ConfigError, match=words):
-            run_head(recipe_for(folder), sources, tmp_path / "out", quiet=True)
-    (tmp_path / "held.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="UTF-8"):
-        run_head(recipe_for(folder), sources, tmp_path / "out", quiet=True)
+    path = tmp_path / f"{name}.jsonl"
+    if content is not None:
+        path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=words):
+        run(folder, tmp_path / "out", **{name: path})
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_there_is_not_written_over_and_prompts_are_needed(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--prompts FILE"):
+        run_head(recipe_for(folder), Sources(), tmp_path, quiet=True)
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(ConfigError, match="--resume"):
+        run(folder, tmp_path)
 
 
 def test_measures_in_the_cache_that_the_recipe_names(
@@ -322,18 +310,6 @@ def test_measures_in_the_cache_that_the_recipe_names(
 ) -> None:
     formats = []
     real = head_measure.new_runner
-
-    def noted(target: Llama, captures: tuple[int, ...], batch: int, longest: int, kv_format: str) -> Any:
-        formats.append(kv_format)
-        return real(target, captures, batch, longest, kv_format)
-
-    monkeypatch.setattr(head_measure, "new_runner", noted)
+    monkeypatch.setattr(head_measure, "new_runner", lambda *args: formats.append(args[-1]) or real(*args))
     run(folder, tmp_path / "out", recipe_for(folder, kv_format="int8"), stop_after=0)
     assert formats == ["int8"]
-
-
-def test_a_head_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "out", stop_after=0)
-    write_model(tmp_path / "other", vocab_size=312, num_hidden_layers=3)
-    with pytest.raises(VocabularyError, match="trained for this target"):
-        load_head(tmp_path / "out" / "head", load_model(tmp_path / "other", ops.resolve()), ops.resolve())

@@ -40,7 +40,7 @@ def loud_model() -> LlamaForTraining:
 def test_logits_equal_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = loud_model()
-    export_model(model, tmp_path, {"begin_id": 1, "end_id": 2, "pad_id": 0})
+    export_model(model, tmp_path, 1, (2,), 0)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float32)
     ids = torch.randint(0, SHAPE.vocab_size, (2, 90), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

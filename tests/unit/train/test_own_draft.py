@@ -46,12 +46,12 @@ def test_a_draft_learns_and_runs(folder: Path, tmp_path: Path) -> None:
     losses = [row["loss"] for row in rows if row["stage"] == "draft"]
     assert len(losses) == 40
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    config, target = read_config(done.draft), read_config(folder / "target")
+    config, target = read_config(done.folder), read_config(folder / "target")
     assert (config.num_layers, config.hidden_size, config.num_heads) == (1, 16, 2)
     assert (config.vocab_size, config.eos_token_ids) == (target.vocab_size, target.eos_token_ids)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     plain = LLM(str(folder / "target")).generate(["the sum of"], params)[0]
-    drafted = LLM(str(folder / "target"), draft=str(done.draft)).generate(["the sum of"], params)[0]
+    drafted = LLM(str(folder / "target"), draft=str(done.folder), policy="fixed").generate(["the sum of"], params)[0]
     assert drafted.token_ids == plain.token_ids
     assert drafted.metrics.spec.num_draft_tokens > 0
 

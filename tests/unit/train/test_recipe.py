@@ -57,14 +57,10 @@ def test_missing_recipe(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.toml")
 
 
-def test_missing_data_folder(recipe_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacking", ["", "talk.jsonl.gz", "valid.jsonl.gz"])
+def test_lack_of_data_leaves_nothing(recipe_path: Path, data: Path, tmp_path: Path, lacking: str) -> None:
+    """So that the same command may be given again, without --resume."""
+    (data / lacking).rename(tmp_path / "elsewhere")
     with pytest.raises(SameseedError, match="--data"):
-        run(recipe_path, data=tmp_path / "nowhere", out=tmp_path / "out", quiet=True)
-
-
-def test_used_output_folder_needs_resume(recipe_path: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "something").write_text("old", encoding="utf-8")
-    with pytest.raises(SameseedError, match="--resume"):
-        run(recipe_path, data=data, out=out, quiet=True)
+        run(recipe_path, data=data, out=tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()

@@ -16,16 +16,15 @@ from safetensors.torch import load_file
 from sameseed.errors import ConfigError
 from sameseed.train import states
 from sameseed.train.draft import DraftRecipe, DraftSize, run_draft
-from sameseed.train.head import Sources, run_head
-from sameseed.train.head_job import LossSettings
-from sameseed.train.head_recipe import HeadRecipe, SizeSettings
+from sameseed.train.head import run_head
+from sameseed.train.head_recipe import HeadRecipe, LossSettings, SizeSettings
 from sameseed.train.optim import OptimSettings
-from sameseed.train.own import load_own_recipe
+from sameseed.train.own import Sources, load_own_recipe
 from sameseed.train.own_card import note
 from sameseed.train.recipe import TrainSettings
 from sameseed.train.resume import added
 from sameseed.train.seeds import TextSettings
-from sameseed.train.states import Seed, Texts
+from sameseed.train.states import Seed, StoredTexts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -55,7 +54,7 @@ def head_recipe(folder: Path, **changes: Any) -> HeadRecipe:
 def train_head(folder: Path, out: Path, prompts: str = "prompts", stop: int | None = 2, **changes: Any) -> Path:
     sources = Sources(folder / f"{prompts}.jsonl")
     done = run_head(head_recipe(folder, **changes), sources, out, quiet=True, resume=out.exists(), stop_after=stop)
-    return done.head
+    return done.folder
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -145,8 +144,8 @@ def test_texts_may_become_more(folder: Path, begun: Path, monkeypatch: pytest.Mo
     assert asked == [(12, 2), (5, 3)]  # each file's noise is its own
     assert all(path.read_bytes() == old for path, old in before.items())
     assert torch.equal(load_file(str(begun / "head" / "model.safetensors"))["d2t"], tokens)
-    lots = sorted((begun / "texts").iterdir(), key=lambda p: len(Texts(sorted(p.iterdir()))))
-    assert [len(Texts(sorted(p.iterdir()))) for p in lots] == [5, 8, 12]
+    lots = sorted((begun / "texts").iterdir(), key=lambda p: len(StoredTexts(sorted(p.iterdir()))))
+    assert [len(StoredTexts(sorted(p.iterdir()))) for p in lots] == [5, 8, 12]
 
 
 def test_without_a_checkpoint_a_run_begins_anew(folder: Path, begun: Path) -> None:
@@ -172,24 +171,15 @@ def test_a_draft_is_refused_alike(folder: Path, tmp_path: Path) -> None:
         texts=TextSettings(num_texts=8, prompt_tokens=32, new_tokens=12),
         train=TrainSettings(2, rows=4, row_tokens=64, warmup=1),
     )
-
-    def train_draft(recipe: DraftRecipe, prompts: str = "prompts") -> int:
-        sources = Sources(folder / f"{prompts}.jsonl")
-        done = run_draft(recipe, sources, tmp_path / "out", quiet=True, resume=(tmp_path / "out").exists())
-        return int(done.results["training"]["step"])
-
-    assert train_draft(recipe) == 2
-    for changed, prompts, words in (
-        (replace(recipe, argmax_weight=0.1), "prompts", "argmax_weight 0.5"),
-        (replace(recipe, format="int8"), "prompts", "format auto"),
-        (recipe, "others", "other prompts"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            train_draft(changed, prompts)
+    sources = Sources(folder / "prompts.jsonl")
+    run_draft(recipe, sources, tmp_path / "out", quiet=True)
+    with pytest.raises(ConfigError, match=r"argmax_weight 0\.5"):
+        run_draft(replace(recipe, argmax_weight=0.1), sources, tmp_path / "out", quiet=True, resume=True)
     longer = replace(recipe, train=replace(recipe.train, steps=4), texts=replace(recipe.texts, num_texts=10))
-    assert train_draft(longer) == 4
+    done = run_draft(longer, sources, tmp_path / "out", quiet=True, resume=True)
+    assert done.results["training"]["step"] == 4
     with pytest.raises(ConfigError, match="sameseed bench"):
-        run_draft(recipe, Sources(folder / "prompts.jsonl", measure=folder / "prompts.jsonl"), tmp_path / "new")
+        run_draft(recipe, replace(sources, measure=sources.prompts), tmp_path / "new")
 
 
 def test_the_embedded_heads_papers_agree() -> None:

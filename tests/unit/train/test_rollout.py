@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from sameseed.train.data import Document
-from sameseed.train.evaluate import acceptance
+from sameseed.train.measure import acceptance
 from sameseed.train.model import LlamaForTraining, ModelShape
 from sameseed.train.rollout import Rollout, prompt_of, write_batch
 from sameseed.train.tokenizer import ASSISTANT, BEGIN
@@ -80,8 +80,8 @@ def test_acceptance_equals_real_rounds(k: int) -> None:
         rollouts = write_batch(model, [[1, i] for i in range(3, 15)], 30, END, torch.zeros(12), seed=0)
         counts = [count_rounds(draft, r, k) for r in rollouts]
     found = acceptance(draft, rollouts, k)
-    assert (found.drafted, found.accepted) == (sum(d for d, _ in counts), sum(a for _, a in counts))
-    assert 0.05 < found.rate < 0.95, "both outcomes occur, or this test shows less than it means to"
+    assert (found["drafted"], found["accepted"]) == (sum(d for d, _ in counts), sum(a for _, a in counts))
+    assert 0.05 < found["rate"] < 0.95, "both outcomes occur, or this test shows less than it means to"
 
 
 def test_prompts_end_where_the_answer_begins(tokenizer: Tokenizer) -> None:

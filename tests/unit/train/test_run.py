@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sameseed.cli import main
 from sameseed.train import pipeline, run
 from sameseed.train.checkpoint import read_tensors
 from sameseed.train.data import encode
@@ -16,20 +17,25 @@ from sameseed.train.recipe import load_recipe
 from sameseed.train.trainer import Log, TrainJob, train as real_train
 
 
-def test_toy_recipe_end_to_end(recipe_path: Path, data: Path, tmp_path: Path) -> None:
+def test_toy_recipe_end_to_end(
+    recipe_path: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    result = run(recipe_path, data=data, out=out, quiet=True)
-    for folder in (result.target, result.draft):
+    assert main(["train", str(recipe_path), "--data", str(data), "--out", str(out), "--json"]) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    assert said.err == ""
+    for folder in (Path(result["target"]), Path(result["draft"])):
         for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"):
             assert (folder / name).stat().st_size > 0
         assert all(t.dtype == torch.bfloat16 for t in read_tensors(folder / "model.safetensors")[0].values())
-    assert result.loss_plot.stat().st_size > 1000
-    assert set(result.results["perplexity"]["target"]) == {"sums", "talk", "prose"}
-    assert 0 <= result.results["acceptance"]["all"]["rate"] <= 1
-    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == result.results
+    assert Path(result["loss_plot"]).stat().st_size > 1000
+    assert set(result["results"]["perplexity"]["target"]) == {"sums", "talk", "prose"}
+    assert 0 <= result["results"]["acceptance"]["all"]["rate"] <= 1
+    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == result["results"]
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in lines if row["stage"] == "target"] == list(range(12))
-    card = (result.target / "README.md").read_text(encoding="utf-8")
+    card = (out / "target" / "README.md").read_text(encoding="utf-8")
     assert "made up" in card and "12 steps" in card
 
 
@@ -47,9 +53,14 @@ def test_finished_stages_are_skipped(
 
 
 def test_interrupted_run_equals_a_whole_one(
-    recipe_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe_path: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run(recipe_path, data=data, out=tmp_path / "whole", quiet=True)
+    argv = ["train", str(recipe_path), "--data", str(data), "--out", str(tmp_path / "parts")]
 
     def interrupted(job: TrainJob, log: Log, *, quiet: bool) -> None:
         real_train(job, log, quiet=quiet, stop_after=5)
@@ -57,9 +68,11 @@ def test_interrupted_run_equals_a_whole_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "train", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(recipe_path, data=data, out=tmp_path / "parts", quiet=True)
-    run(recipe_path, data=data, out=tmp_path / "parts", resume=True, quiet=True)
+        assert main(argv) == 130
+    assert "--resume goes on" in capsys.readouterr().err
+    assert main(argv) == 2 and "add --resume" in capsys.readouterr().err
+    assert main([*argv, "--resume"]) == 0
+    assert str(tmp_path / "parts" / "draft") in capsys.readouterr().out
     for model in ("target", "draft"):
         whole, parts = (read_tensors(tmp_path / d / model / "model.safetensors")[0] for d in ("whole", "parts"))
         assert all(torch.equal(whole[n], parts[n]) for n in whole)
@@ -77,7 +90,6 @@ def test_prompts_for_the_draft_come_from_training_data_only(recipe_path: Path, d
 def test_draft_batches_mix_corpus_and_rollouts(recipe_path: Path) -> None:
     recipe = load_recipe(recipe_path)  # a quarter of 4 rows is corpus
     rows, rollouts = torch.zeros(7, 65, dtype=torch.int32), torch.full((5, 65), PROMPT_BIT + 1, dtype=torch.int32)
-    batch = draft_batch(recipe, rollouts, rows)
     for step in range(6):
-        marked = (batch(step) >= PROMPT_BIT).all(dim=1)
+        marked = (draft_batch(recipe, rollouts, rows, step) >= PROMPT_BIT).all(dim=1)
         assert marked.shape == (4,) and int(marked.sum()) == 3

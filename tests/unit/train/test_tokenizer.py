@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
 from sameseed.errors import SameseedError
-from sameseed.train.prompts import encode_prompt
+from sameseed.train.measure import encode_prompt
 from sameseed.train.tokenizer import BEGIN, SPECIAL, save_tokenizer, token_id, train_tokenizer
 
 
@@ -33,13 +33,8 @@ def test_round_trip_of_hard_text(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
 
 
-def test_digits_stand_alone(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("12345", add_special_tokens=False).tokens
-    assert tokens == list("12345")
-
-
-def test_plain_encoding_opens_with_the_begin_token(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("x").ids[0] == tokenizer.token_to_id(BEGIN)
+def test_plain_encoding_opens_with_the_begin_token_and_digits_stand_alone(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("12345").tokens == [BEGIN, *"12345"]
 
 
 def test_chat_template_agrees_with_training(tokenizer: Tokenizer, tmp_path: Path) -> None:
