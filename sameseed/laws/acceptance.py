@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import Tensor
 
-from sameseed.laws.check import WARNING, Check, Effort, Found
+from sameseed.laws.check import WARNING, Effort, Found, check
 from sameseed.laws.subject import Subject
 
 LEAST_RATE = 0.01  # of first guesses that are right: below this, drafting is broken or pointless
@@ -24,10 +24,14 @@ CAUSES = (
 )
 
 
+@check(
+    "A1",
+    "zero-acceptance alarm",
+    f"0 mismatches; at least {LEAST_RATE:.0%} of first guesses right, {DEVIATIONS:g} deviations above chance",
+)
 def alarm(subject: Subject, effort: Effort) -> Found:
-    """First guesses of the configured draft that were right, against chance: the same guesses at any other place.
-
-    Verification is exact, so those accepted are those that were right: anything else is a failure, not a warning.
+    """The first guesses that were right are those that were accepted (else a failure), and the draft guesses better
+    than chance (else a warning: a useless draft costs time, never a token).
     """
     g = subject.guesses
     rate = g.hits / g.num if g.num else 0.0
@@ -82,8 +86,9 @@ def weights_digest(subject: Subject) -> str:
     return found.hexdigest()[:16]
 
 
+@check("L10", "the quantized target is the target", "0 changed digests")
 def own_target(subject: Subject, effort: Effort) -> Found:
-    """The quantized target is the target: the same weights, before and after, behind plain and speculative texts."""
+    """Plain and speculative texts come from one set of weights in one format, which speculation did not change."""
     matrices = subject.target.weights.matrices
     formats = sorted({m.format + ("" if m.activations is None else f" with {m.activations}") for m in matrices})
     tensors = sum(1 for _ in stored_tensors(subject.target.weights))
@@ -100,22 +105,3 @@ def own_target(subject: Subject, effort: Effort) -> Found:
         "these weights alone, not to those of a checkpoint in more bits"
     )
     return found
-
-
-ALARM = Check(
-    "A1",
-    "zero-acceptance alarm",
-    "The first guesses that were right are those that were accepted (else a failure), and the draft guesses better "
-    "than chance (else a warning: a useless draft costs time, never a token).",
-    f"0 mismatches; at least {LEAST_RATE:.0%} of first guesses right, {DEVIATIONS:g} deviations above chance",
-    {},
-    alarm,
-)
-OWN_TARGET = Check(
-    "L10",
-    "the quantized target is the target",
-    "Plain and speculative texts come from one set of weights in one format, which speculation did not change.",
-    "0 changed digests",
-    {},
-    own_target,
-)

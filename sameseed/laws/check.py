@@ -90,6 +90,17 @@ class Check:
     on_host: bool = False  # arithmetic of the CPU alone, wherever models are
 
 
+def check(
+    id: str, name: str, threshold: str, on_host: bool = False, **full: int
+) -> Callable[[Callable[[Subject, Effort], Found]], Check]:
+    """Make a Check of the function below, whose docstring says what a pass proves."""
+
+    def made(run: Callable[[Subject, Effort], Found]) -> Check:
+        return Check(id, name, " ".join((run.__doc__ or "").split()), threshold, full, run, on_host)
+
+    return made
+
+
 @dataclass(frozen=True)
 class Result:
     """A check that was run."""
@@ -103,7 +114,6 @@ class Result:
         return self.found.verdict
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         c, f = self.check, self.found
         return {
             "id": c.id,

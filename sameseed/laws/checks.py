@@ -10,16 +10,23 @@ from sameseed.laws.check import Check
 
 # Acceptance is counted while texts are compared; leaks of all engines come last.
 CHECKS: tuple[Check, ...] = (
-    *kernels.CHECKS,
-    *closeness.CHECKS,
-    *logits.CHECKS,
-    *texts.CHECKS,
-    *oracle.CHECKS,
-    *sampled.CHECKS,
-    *law.CHECKS,
-    acceptance.OWN_TARGET,
-    acceptance.ALARM,
-    sampled.LEAKS,
+    kernels.row_invariance,
+    kernels.attention,
+    closeness.backend_is_reference,
+    logits.logits,
+    logits.cache_rows,
+    texts.greedy,
+    texts.near_ties,
+    oracle.texts,
+    sampled.seeded,
+    sampled.logprobs,
+    sampled.stops,
+    law.texts,
+    law.sampler,
+    law.noise,
+    acceptance.own_target,
+    acceptance.alarm,
+    sampled.leaks,
 )
 
 

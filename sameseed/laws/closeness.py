@@ -11,17 +11,8 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.laws import textbook
-from sameseed.laws.check import Check, Effort, Found
-from sameseed.laws.kernels import (
-    Stored,
-    differing,
-    kv_name,
-    own_weights,
-    place_of,
-    randn,
-    random_weights,
-    threads_kept,
-)
+from sameseed.laws.check import Effort, Found, check
+from sameseed.laws.kernels import Stored, differing, own_weights, randn, random_weights, threads_kept
 from sameseed.laws.subject import Subject
 from sameseed.laws.textbook import Floats, array
 from sameseed.models.llama import Llama
@@ -33,22 +24,29 @@ LENGTHS = (1, 70, 300)  # of the sequences that attention reads
 SMALL = 10  # of a norm's, gate's or rotation's values, in the same units as sums
 
 
+@check(
+    "B1",
+    "the backend is the reference",
+    "0 values outside the tolerance, 0 differing values of fused ops",
+    products=2_000,
+)
 def backend_is_reference(subject: Subject, effort: Effort) -> Found:
-    """Products with the models' own weights and with random ones, norms, gates, rotations, attention."""
+    """Products, norms, gates, rotations and attention are plain NumPy's within the stated tolerance (over the sum of
+    |x w|: the order of float32 sums, and what the backend rounds of a row); fused ops have the bits of their parts.
+    """
     found = Found(
         {"products": 0, "values": 0}, {"most_of_tolerance": 0.0, "too_far": 0, "differing_values_of_fused_ops": 0}
     )
     model, rng = subject.target, random.Random(subject.seed)
     with threads_kept():
         for name, ops, w in own_weights(subject):
-            _product(found, name, ops, w)
-            _fused(found, name, ops, w)
-        grid = random_weights(model.ops, subject.config.format, rng, subject.device)
+            _product(found, name, ops, w, subject.device)
+            _fused(found, name, ops, w, subject.device)
         wanted = effort.of(2_000, 60)
-        for name, w in grid:
+        for name, w in random_weights(subject, rng):
             if found.sizes["products"] >= wanted:
                 break
-            _product(found, f"random {name}", model.ops, w)
+            _product(found, f"random {name}", model.ops, w, subject.device)
         for name, got, expected, bound in (*_rowwise(model), *_attention(subject)):
             _judge(found, name, got, expected, bound)
     found.notes.append(f"backend {model.ops.name} on {subject.device}, against the textbook in float64")
@@ -67,17 +65,17 @@ def _judge(found: Found, where: str, got: Tensor, expected: Floats, bound: Float
         found.add(where, "each within its tolerance of the textbook", f"{bad} of {share.size}, {worst:.3g} times it")
 
 
-def _product(found: Found, name: str, ops: Ops, w: QuantTensor) -> None:
-    x, plain = randn(ROWS, w.shape[1], seed=w.shape[1], device=place_of(w)), ops.unpack(w)
+def _product(found: Found, name: str, ops: Ops, w: QuantTensor, device: str) -> None:
+    x, plain = randn(ROWS, w.shape[1], seed=w.shape[1], device=device), ops.unpack(w)
     size = np.abs(array(x)) @ np.abs(array(scheme.get(plain.format).decode(plain))).T  # [T, O]
     found.sizes["products"] += 1
     bound = ops.rounding(w) * (size + 1e-30)
     _judge(found, f"{name} linear", ops.product(plain_rows(x), w), textbook.product(array(x), plain), bound)
 
 
-def _fused(found: Found, name: str, ops: Ops, w: QuantTensor) -> None:
+def _fused(found: Found, name: str, ops: Ops, w: QuantTensor, device: str) -> None:
     """Fused ops are compositions of the others: they may round nothing that these do not."""
-    width, device = w.shape[1], place_of(w)
+    width = w.shape[1]
     x, gates = (randn(ROWS, n * width, seed=n, device=device) for n in (1, 2))
     norm = torch.linspace(0.5, 1.5, width).to(device)
     parts = {
@@ -108,7 +106,7 @@ def _rowwise(model: Llama) -> Iterator[tuple[str, Tensor, Floats, float]]:
 
 
 def _attention(subject: Subject) -> Iterator[tuple[str, Tensor, Floats, float]]:
-    model, name = subject.target, kv_name(subject)
+    model, name = subject.target, subject.kv_format
     c = model.config
     for length in LENGTHS:
         kv = randn(2, length, c.num_kv_heads, c.head_dim, seed=length, device=subject.device)
@@ -120,17 +118,3 @@ def _attention(subject: Subject) -> Iterator[tuple[str, Tensor, Floats, float]]:
         expected = textbook.attention(array(q[start:]), k, v, c.head_dim**-0.5, start).reshape(length - start, -1)
         bound = model.ops.kv_rounding(name) * float(kv[1].abs().max())
         yield f"attention over {length} keys, cache in {name}", got, expected, bound
-
-
-CHECKS = (
-    Check(
-        "B1",
-        "the backend is the reference",
-        "Products, norms, gates, rotations and attention are plain NumPy's within the stated tolerance (over the sum "
-        "of |x w|: the order of float32 sums, and what the backend rounds of a row); fused ops have the bits of their "
-        "parts.",
-        "0 values outside the tolerance, 0 differing values of fused ops",
-        {"products": 2_000},
-        backend_is_reference,
-    ),
-)

@@ -14,7 +14,7 @@ from sameseed import ops as backends, registry
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import SameseedError
 from sameseed.kvcache.cache import KVCache
-from sameseed.laws.check import EFFORTS, Check, Effort, Found
+from sameseed.laws.check import EFFORTS, Effort, Found, check
 from sameseed.laws.subject import Subject
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
@@ -37,7 +37,6 @@ class Product:
     name: str
     width: int
     call: Callable[[Tensor], Tensor]
-    device: str = "cpu"  # where x is
 
 
 def differing(a: Tensor, b: Tensor) -> int:
@@ -53,27 +52,20 @@ def randn(*shape: int, seed: int, device: str) -> Tensor:
 @contextmanager
 def threads_kept() -> Iterator[None]:
     """Put the numbers of threads back afterwards: PyTorch's and the native kernels'."""
-    torch_threads = torch.get_num_threads()
-    native = registry.load("ops", "cpu") if "cpu" in registry.names("ops") else None
-    if native is not None and native.unavailable() is not None:
-        native = None
-    if native is not None:
-        from sameseed import _native
-
-        native_threads = _native.num_threads()
+    native, of_torch = backends.num_threads(), torch.get_num_threads()
     try:
         yield
     finally:
-        torch.set_num_threads(torch_threads)
-        if native is not None:
-            native.set_num_threads(native_threads)
+        backends.set_num_threads(native)
+        torch.set_num_threads(of_torch)
 
 
+@check("L1", "row invariance of products", "0 differing values", products=20_000)
 def row_invariance(subject: Subject, effort: Effort) -> Found:
-    """The model's own matrices and a grid of random ones: passes of 1..128 rows against each row alone.
-
-    From normal effort on, each product of the model's own sees a pass of every size.
+    """The bits of a row's product, norm and activation depend on nothing but the row: not on the rows of the pass
+    (1 to 128), its place among them, or the number of threads (1 to 8).
     """
+    # From normal effort on, each product of the model's own sees a pass of every size.
     wanted = effort.of(20_000, 400)
     # Each weight gets a share of the passes that leaves room for many weights.
     share, every = max(PASSES, wanted // 200), effort.share >= EFFORTS["normal"]
@@ -82,12 +74,12 @@ def row_invariance(subject: Subject, effort: Effort) -> Found:
     names: set[str] = set()
     sizes: set[int] = set()
     with threads_kept():
-        grid = _grid(subject.target.ops, subject.config.format, rng, subject.device)
-        for own, products in ((True, _own(subject)), (False, grid)):
+        for own, products in ((True, _own(subject)), (False, _grid(subject, rng))):
             for product in products:
                 if found.sizes["products"] >= wanted and not (own and every):
                     break
-                sizes |= _compare(product, max(len(SIZES), share) if own and every else share, rng, found)
+                passes = max(len(SIZES), share) if own and every else share
+                sizes |= _compare(product, passes, rng, found, subject.device)
                 found.sizes["weights"] += 1
                 names.add(product.name)
     found.sizes["row_counts"] = len(sizes)
@@ -101,12 +93,12 @@ def row_invariance(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-def _compare(product: Product, passes: int, rng: random.Random, found: Found) -> set[int]:
+def _compare(product: Product, passes: int, rng: random.Random, found: Found, device: str) -> set[int]:
     """Passes of sizes in turn, random places and threads, of one op; the truth is each row alone, on one thread.
 
     Returns the sizes that were tried.
     """
-    x = randn(NUM_ROWS, product.width, seed=product.width, device=product.device)
+    x = randn(NUM_ROWS, product.width, seed=product.width, device=device)
     x[NUM_ROWS // 16] *= 100.0  # an outlier: a scale that rows shared would show
     backends.set_num_threads(1)
     rows = [product.call(x[i : i + 1].clone()) for i in range(NUM_ROWS)]
@@ -116,7 +108,7 @@ def _compare(product: Product, passes: int, rng: random.Random, found: Found) ->
     tried = set()
     for n in range(passes):
         size = SIZES[STRIDE * (start + n) % len(SIZES)]
-        picked = torch.tensor(rng.sample(range(NUM_ROWS), size), device=product.device)
+        picked = torch.tensor(rng.sample(range(NUM_ROWS), size), device=device)
         threads = rng.choice(THREADS)
         backends.set_num_threads(threads)
         count = differing(product.call(x[picked].clone()), alone[picked])
@@ -129,10 +121,21 @@ def _compare(product: Product, passes: int, rng: random.Random, found: Found) ->
 
 
 def _own(subject: Subject) -> Iterator[Product]:
-    """The ops of the models at hand: one of each shape and format."""
+    """The ops of the models at hand: one of each shape and format, in each way in which a weight is multiplied."""
     for name, ops, w in own_weights(subject):
-        yield from _ops_of(name, ops, w)
-    yield from _rowwise(subject.target)
+        yield from _products(name, ops, w, subject.device)
+    ops, c = subject.target.ops, subject.target.config
+    norm = torch.linspace(0.5, 1.5, c.hidden_size).to(subject.device)
+    yield Product("rms_norm", c.hidden_size, lambda x: ops.rms_norm(x, norm, c.rms_eps))
+    yield Product("silu_mul", 2 * c.intermediate_size, ops.silu_mul)
+
+
+def _products(name: str, ops: Ops, w: QuantTensor, device: str) -> Iterator[Product]:
+    width = w.shape[1]
+    norm = torch.linspace(0.5, 1.5, width).to(device)
+    yield Product(f"{name} linear", width, lambda x: ops.product(plain_rows(x), w))
+    yield Product(f"{name} norm_linear", width, lambda x: ops.product(normed_rows(x, norm, 1e-5), w))
+    yield Product(f"{name} silu_linear", 2 * width, lambda x: ops.product(gated_rows(x), w))
 
 
 def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
@@ -158,51 +161,31 @@ def own_weights(subject: Subject) -> Iterator[tuple[str, Ops, QuantTensor]]:
                 yield f"{name} {w.format}", ops, w
 
 
-def _ops_of(name: str, ops: Ops, w: QuantTensor) -> Iterator[Product]:
-    """The ways in which a weight is multiplied."""
-    width, device = w.shape[1], place_of(w)
-    norm = torch.linspace(0.5, 1.5, width).to(device)
-    yield Product(f"{name} linear", width, lambda x: ops.product(plain_rows(x), w), device)
-    yield Product(f"{name} norm_linear", width, lambda x: ops.product(normed_rows(x, norm, 1e-5), w), device)
-    yield Product(f"{name} silu_linear", 2 * width, lambda x: ops.product(gated_rows(x), w), device)
-
-
-def place_of(w: QuantTensor) -> str:
-    """The device that a weight is on."""
-    return str(next(iter(w.parts.values())).device)
-
-
-def _rowwise(model: Llama) -> Iterator[Product]:
-    ops, c, device = model.ops, model.config, str(model.device)
-    norm = torch.linspace(0.5, 1.5, c.hidden_size).to(device)
-    yield Product("rms_norm", c.hidden_size, lambda x: ops.rms_norm(x, norm, c.rms_eps), device)
-    yield Product("silu_mul", 2 * c.intermediate_size, ops.silu_mul, device)
-
-
-def random_weights(ops: Ops, own: str, rng: random.Random, device: str) -> Iterator[tuple[str, QuantTensor]]:
+def random_weights(subject: Subject, rng: random.Random) -> Iterator[tuple[str, QuantTensor]]:
     """Random weights by the name of their scheme: the configured one at every width, then every other one."""
-    names = [own, *(n for n in PRESETS if n != own), *(n for n in registry.names("formats") if n != own)]
-    for name in names:
-        widths = list(WIDTHS)
-        rng.shuffle(widths)
-        for width in widths:
-            weight = randn(rng.choice(OUTPUTS), width, seed=width, device=device)
+    own, ops = subject.config.format, subject.target.ops
+    for name in dict.fromkeys((own, *PRESETS, *registry.names("formats"))):
+        for width in rng.sample(WIDTHS, len(WIDTHS)):
+            weight = randn(rng.choice(OUTPUTS), width, seed=width, device=subject.device)
             try:
                 yield name, ops.encode(weight * width**-0.5, QuantScheme.parse(name))
             except SameseedError:  # no format of weights, or its groups do not divide this width
                 continue
 
 
-def _grid(ops: Ops, own: str, rng: random.Random, device: str) -> Iterator[Product]:
-    for name, w in random_weights(ops, own, rng, device):
-        yield Product(f"random {name} linear", w.shape[1], lambda x, w=w: ops.product(plain_rows(x), w), device)  # type: ignore[misc]
+def _grid(subject: Subject, rng: random.Random) -> Iterator[Product]:
+    for name, w in random_weights(subject, rng):
+        yield next(_products(f"random {name}", subject.target.ops, w, subject.device))
 
 
+@check("L1a", "row invariance of attention", "0 differing values", passes=4_000)
 def attention(subject: Subject, effort: Effort) -> Found:
-    """Attention of a row, alone against in company: passes of many rows, other sequences, blocks anywhere, threads."""
+    """A query's result is the same alone and in passes of up to 64 rows, beside other sequences, wherever the cache's
+    blocks lie, on any number of threads.
+    """
     wanted = effort.of(4_000, 60)
     model, rng = subject.target, random.Random(subject.seed)
-    c, name = model.config, kv_name(subject)
+    c, name = model.config, subject.kv_format
     found = Found({"passes": 0, "rows": 0}, {"differing_values": 0}, notes=[f"cache in {name}"])
     with threads_kept():
         turns = 0
@@ -234,11 +217,6 @@ def attention(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-def kv_name(subject: Subject) -> str:
-    """Format of the cache that engines of the subject have."""
-    return subject.plain(seqs=1).runner.cache.format
-
-
 class Stored:
     """Keys and values [2, S, Hk, D] of a sequence in a cache of one layer."""
 
@@ -261,25 +239,3 @@ class Stored:
         ops = ops or self.model.ops
         out = ops.attention(rows, self.cache.layers[0], batch, self.model.config.head_dim**-0.5, None)
         return out[mates:].reshape(size, -1).clone()
-
-
-CHECKS = (
-    Check(
-        "L1",
-        "row invariance of products",
-        "The bits of a row's product, norm and activation depend on nothing but the row: not on the rows of the pass "
-        "(1 to 128), its place among them, or the number of threads (1 to 8).",
-        "0 differing values",
-        {"products": 20_000},
-        row_invariance,
-    ),
-    Check(
-        "L1a",
-        "row invariance of attention",
-        "A query's result is the same alone and in passes of up to 64 rows, beside other sequences, wherever the "
-        "cache's blocks lie, on any number of threads.",
-        "0 differing values",
-        {"passes": 4_000},
-        attention,
-    ),
-)

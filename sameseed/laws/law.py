@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
-from sameseed.laws.check import Check, Effort, Found
+from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.statistics import ALPHA, Cell, Fit, g_test, marginal, normal_tail, target_law
 from sameseed.laws.subject import Subject, Tokens
 from sameseed.laws.textbook import adjusted, probabilities
@@ -37,6 +37,7 @@ LAWS = {
 PLACES = ((0, 1, 2), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))  # the joint law, each marginal, each pair
 DEVIATIONS = 5.0
 LAGS = range(1, 9)
+_LAW = f"every p-value of the G-test above {ALPHA:g}, total variation below 1.25 of its expectation, 0 impossible"
 
 
 def exact_law(
@@ -58,8 +59,11 @@ def exact_law(
     return law
 
 
+@check("L5", "the law of whole texts", _LAW, sequences=4_000_000)
 def texts(subject: Subject, effort: Effort) -> Found:
-    """L5: three-token texts of a toy target in the same formats, through the real engine, by the configured draft."""
+    """Texts of three tokens, drafted and verified by the real engine in batches, follow the target's exact
+    distribution: jointly, each place, each pair of places, under temperature, top-k, top-p, min-p, penalties.
+    """
     wanted = effort.of(4_000_000, 2_400)
     spec = subject.config.spec
     headed = needs_head(spec)
@@ -67,7 +71,7 @@ def texts(subject: Subject, effort: Effort) -> Found:
     other: list[str] = []
     loaded = toy_loaded(subject.loaded.tokenizer, VOCAB, config, subject.target.ops, notes=other)
     toy = Subject(loaded, [PROMPT], SamplingParams(), max_tokens=LENGTH + 2, batch=64)
-    kv = toy.plain(seqs=1).runner.cache.format
+    kv = toy.kv_format
     drafts = ("trees",) if headed else ("the draft", "trees")
     arms = list(itertools.product(LAWS.items(), drafts))
     share = -(-wanted // len(arms))
@@ -116,20 +120,9 @@ def _judge(found: Found, where: str, counts: dict[Cell, float], law: dict[Cell, 
         )
 
 
-def _rows() -> dict[str, NDArray[np.float32]]:
-    """Logits to sample from: dense, peaked, with ties, hardly a choice, two tokens."""
-    rng = np.random.default_rng(7)
-    return {
-        "dense": rng.normal(0, 0.5, 32).astype(np.float32),
-        "peaked": rng.normal(0, 2.5, 32).astype(np.float32),
-        "ties": np.repeat(rng.normal(0, 1, 4), 3).astype(np.float32),
-        "two tokens": np.array([0.3, -0.4], np.float32),
-        "one favourite": np.array([6.0, 0.0, 0.5, -1.0, 1.0], np.float32),
-    }
-
-
+@check("L5s", "the law of the sampler", _LAW, on_host=True, draws=4_000_000)
 def sampler(subject: Subject, effort: Effort) -> Found:
-    """L5: `choose` itself, over seeds and positions, against the textbook's distribution."""
+    """The sampler's choice over seeds and positions follows the processed distribution."""
     kinds: dict[str, SamplingParams] = {
         "temperature 0.7": SamplingParams(temperature=0.7),
         "temperature 1.5": SamplingParams(temperature=1.5),
@@ -138,7 +131,15 @@ def sampler(subject: Subject, effort: Effort) -> Found:
         "min-p": SamplingParams(temperature=1.0, min_p=0.1),
         "all": SamplingParams(temperature=1.3, top_k=8, top_p=0.9, min_p=0.02),
     }
-    arms = list(itertools.product(_rows().items(), kinds.items()))
+    rng = np.random.default_rng(7)
+    rows = {
+        "dense": rng.normal(0, 0.5, 32).astype(np.float32),
+        "peaked": rng.normal(0, 2.5, 32).astype(np.float32),
+        "ties": np.repeat(rng.normal(0, 1, 4), 3).astype(np.float32),
+        "two tokens": np.array([0.3, -0.4], np.float32),
+        "one favourite": np.array([6.0, 0.0, 0.5, -1.0, 1.0], np.float32),
+    }
+    arms = list(itertools.product(rows.items(), kinds.items()))
     share = -(-effort.of(4_000_000, 24_000) // len(arms))
     found = Found({"draws": 0, "tests": 0}, {"least_p_value": 1.0, "most_variation_of_limit": 0.0, "impossible": 0})
     for (row_name, row), (name, params) in arms:
@@ -153,8 +154,15 @@ def sampler(subject: Subject, effort: Effort) -> Found:
     return found
 
 
+@check(
+    "L7",
+    "independent noise",
+    f"|r| < {DEVIATIONS:g} / sqrt(n) at lags 1 to 8; p above {ALPHA:g} of a 16 x 16 G-test of pairs",
+    on_host=True,
+    uniforms=10_000_000,
+)
 def noise(subject: Subject, effort: Effort) -> Found:
-    """L7: the uniforms under the noise along tokens, positions and seeds: uncorrelated, and independent in pairs."""
+    """The noise of different tokens, positions and requests is uncorrelated and pairwise independent."""
     wanted = effort.of(10_000_000, 60_000)
     tokens = np.arange(64)
     seeds = 24
@@ -170,7 +178,8 @@ def noise(subject: Subject, effort: Effort) -> Found:
     _judge_pairs(found, "one by one", uniform.ravel(), None)
     for axis, name in enumerate(("seeds", "positions", "tokens")):
         for lag in LAGS:
-            here, there = (np.take(uniform, r, axis) for r in _shifted(uniform.shape[axis], lag))
+            length = uniform.shape[axis]
+            here, there = (np.take(uniform, r, axis) for r in (range(length - lag), range(lag, length)))
             r = float(np.corrcoef(here.ravel(), there.ravel())[0, 1])
             deviations = abs(r) * math.sqrt(here.size)
             found.statistic["most_deviations"] = max(found.statistic["most_deviations"], round(deviations, 2))
@@ -181,10 +190,6 @@ def noise(subject: Subject, effort: Effort) -> Found:
     found.false_alarm = 25 * ALPHA + 24 * normal_tail(DEVIATIONS)
     found.notes.append("one draw serves a draft and its check (coupled sampling): there is no separate residual draw")
     return found
-
-
-def _shifted(length: int, lag: int) -> tuple[range, range]:
-    return range(length - lag), range(lag, length)
 
 
 def _judge_pairs(found: Found, name: str, a: NDArray[np.float64], b: NDArray[np.float64] | None) -> None:
@@ -198,35 +203,3 @@ def _judge_pairs(found: Found, name: str, a: NDArray[np.float64], b: NDArray[np.
     found.sizes["tests"] += 1
     if p <= ALPHA:
         found.add(name, f"p > {ALPHA:g}", f"p = {p:.2g}")
-
-
-_LAW = f"every p-value of the G-test above {ALPHA:g}, total variation below 1.25 of its expectation, 0 impossible"
-CHECKS = (
-    Check(
-        "L5",
-        "the law of whole texts",
-        "Texts of three tokens, drafted and verified by the real engine in batches, follow the target's exact "
-        "distribution: jointly, each place, each pair of places, under temperature, top-k, top-p, min-p, penalties.",
-        _LAW,
-        {"sequences": 4_000_000},
-        texts,
-    ),
-    Check(
-        "L5s",
-        "the law of the sampler",
-        "The sampler's choice over seeds and positions follows the processed distribution.",
-        _LAW,
-        {"draws": 4_000_000},
-        sampler,
-        on_host=True,
-    ),
-    Check(
-        "L7",
-        "independent noise",
-        "The noise of different tokens, positions and requests is uncorrelated and pairwise independent.",
-        f"|r| < {DEVIATIONS:g} / sqrt(n) at lags 1 to 8; p above {ALPHA:g} of a 16 x 16 G-test of pairs",
-        {"uniforms": 10_000_000},
-        noise,
-        on_host=True,
-    ),
-)

@@ -11,16 +11,21 @@ from torch import Tensor
 
 from sameseed import ops as backends
 from sameseed.batch import Rows, build_batch
-from sameseed.engine.engine import Engine
 from sameseed.kvcache.cache import KVCache
-from sameseed.laws.check import Check, Effort, Found
+from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.kernels import differing, threads_kept
 from sameseed.laws.subject import Subject, Tokens
 from sameseed.models.runner import ModelRunner
-from sameseed.request import Request, SamplingParams, Sequence
+from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
 
 Way = Callable[["_Paths", random.Random], Tensor]
+
+
+def _fresh_runner(subject: Subject, num_blocks: int, block_size: int) -> ModelRunner:
+    c, kv, device = subject.target.config, subject.kv_format, subject.device
+    cache = KVCache(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, kv, device)
+    return ModelRunner(subject.target, cache)
 
 
 class _Paths:
@@ -31,14 +36,8 @@ class _Paths:
 
     def runner(self, block: int = 16, seqs: int = 1) -> tuple[ModelRunner, Sequence]:
         """A fresh cache with room for `seqs` such sequences, and the sequence with nothing cached."""
-        engine = self.subject.plain(seqs=1)
-        c = self.subject.target.config
         count = -(-(len(self.tokens) + 66) // block) * seqs + 1
-        kv, device = engine.runner.cache.format, self.subject.device
-        cache = KVCache(c.num_layers, count, block, c.num_kv_heads, c.head_dim, kv, device)
-        runner = ModelRunner(self.subject.target, cache)
-        seq = Sequence(0, self.tokens, SamplingParams(), 0)
-        return runner, seq
+        return _fresh_runner(self.subject, count, block), Sequence(0, self.tokens, SamplingParams(), 0)
 
     def chunks(self, sizes: Seq[int], runner: ModelRunner, seq: Sequence, mates: Seq[Tokens] = ()) -> Tensor:
         """Pending tokens in chunks of these sizes, the last one repeated; `mates` are prefilled in the same passes."""
@@ -156,8 +155,12 @@ WAYS: dict[str, Way] = {
 }
 
 
+@check("L2", "logits whichever way", "0 differing values", prompts=200, positions=25_600)
 def logits(subject: Subject, effort: Effort) -> Found:
-    """L2: each way's logits against those of token by token."""
+    """The logits of a position are the same bits computed token by token, in one prefill, in chunks of 2 to 17, as
+    drafted chains and trees, among 16 other sequences, after preemption, after another's prefix, in other blocks, on
+    more threads.
+    """
     count, length = effort.of(200, 2), min(128, effort.of(128 * 20, 24))
     found = Found({"prompts": 0, "positions": 0, "ways": len(WAYS)}, {"differing_values": 0, "compared_rows": 0})
     rng = random.Random(subject.seed)
@@ -184,41 +187,35 @@ def logits(subject: Subject, effort: Effort) -> Found:
     return found
 
 
+@check("C1", "commit equals a fresh prefill", "0 differing bytes", jobs=100)
 def cache_rows(subject: Subject, effort: Effort) -> Found:
-    """After rounds of speculation the cache holds what a fresh prefill of the same tokens would store."""
+    """After rounds of accepted and rejected guesses the cache holds, byte for byte, what a fresh prefill of the same
+    tokens stores: a rejected guess leaves no trace.
+    """
     count = effort.of(100, 3)
     found = Found({"sequences": 0, "rows": 0}, {"differing_bytes": 0})
     params = replace(subject.params, max_tokens=min(24, subject.max_tokens), ignore_eos=True)
     jobs = subject.jobs(count, params)
-    texts = [c.token_ids for c in subject.run(subject.plain(), jobs)]
+    plain = subject.run(subject.plain(), jobs)
     for name in ("trees", "draft"):
-        drafter = subject.trees(jobs, texts, seed=3) if name == "trees" else None
-        engine = subject.engine(drafter=drafter, seqs=4)
-        for start in range(0, len(jobs), 4):
-            _watch_rows(subject, engine, jobs[start : start + 4], name, found)
+        engine = subject.engine(drafter=subject.trees(jobs, plain, seed=3) if name == "trees" else None, seqs=4)
+        for job in jobs:
+            engine.add(job)
+        steps = 0
+        while engine.has_work and steps < 1000 * count:
+            engine.step()
+            steps += 1
+            for seq in engine.scheduler.running if steps % 4 == 3 else ():
+                if seq.num_output > 1 and seq.num_cached:
+                    mine, fresh = _rows(engine.runner, seq), _prefilled(subject, engine.runner, seq)
+                    bad = int((mine != fresh).sum())
+                    found.sizes["sequences"] += 1
+                    found.sizes["rows"] += seq.num_cached
+                    found.statistic["differing_bytes"] += bad
+                    if bad:
+                        place = int((mine != fresh).any(dim=0).nonzero()[0])
+                        found.add(f"{name}: {seq.num_cached} rows", "a fresh prefill's bytes", f"row {place} differs")
     return found
-
-
-def _watch_rows(subject: Subject, engine: Engine, jobs: Seq[Request], name: str, found: Found) -> None:
-    for job in jobs:
-        engine.add(job)
-    steps = 0
-    while engine.has_work and steps < 1000:
-        engine.step()
-        steps += 1
-        if steps % 4 != 3:
-            continue
-        for seq in engine.scheduler.running:
-            if seq.num_output > 1 and seq.num_cached:
-                mine = _rows(engine.runner, seq)
-                fresh = _prefilled(subject, engine.runner, seq)
-                bad = int((mine != fresh).sum())
-                found.sizes["sequences"] += 1
-                found.sizes["rows"] += seq.num_cached
-                found.statistic["differing_bytes"] += bad
-                if bad:
-                    place = int((mine != fresh).any(dim=0).nonzero()[0])
-                    found.add(f"{name}: {seq.num_cached} rows", "a fresh prefill's bytes", f"row {place} differs")
 
 
 def _rows(runner: ModelRunner, seq: Sequence) -> Tensor:
@@ -237,36 +234,10 @@ def _rows(runner: ModelRunner, seq: Sequence) -> Tensor:
 
 
 def _prefilled(subject: Subject, like: ModelRunner, seq: Sequence) -> Tensor:
-    c = subject.target.config
     size = like.cache.block_size
-    blocks = -(-seq.num_cached // size)
-    cache = KVCache(c.num_layers, blocks, size, c.num_kv_heads, c.head_dim, like.cache.format, subject.device)
-    runner = ModelRunner(subject.target, cache)
+    runner = _fresh_runner(subject, -(-seq.num_cached // size), size)
     fresh = Sequence(0, seq.token_ids[: seq.num_cached], seq.params, 0)
     runner.blocks.reserve(fresh, len(fresh))
     out = runner.forward([fresh], Draft.empty(1), [len(fresh)])
     runner.commit([fresh], [len(fresh)], [[]], out)
     return _rows(runner, fresh)
-
-
-CHECKS = (
-    Check(
-        "L2",
-        "logits whichever way",
-        "The logits of a position are the same bits computed token by token, in one prefill, in chunks of 2 to 17, as "
-        "drafted chains and trees, among 16 other sequences, after preemption, after another's prefix, in other "
-        "blocks, on more threads.",
-        "0 differing values",
-        {"prompts": 200, "positions": 25_600},
-        logits,
-    ),
-    Check(
-        "C1",
-        "commit equals a fresh prefill",
-        "After rounds of accepted and rejected guesses the cache holds, byte for byte, what a fresh prefill of the "
-        "same tokens stores: a rejected guess leaves no trace.",
-        "0 differing bytes",
-        {"jobs": 100},
-        cache_rows,
-    ),
-)

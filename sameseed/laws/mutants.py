@@ -244,8 +244,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention scales elsewhere for several rows",
         reference.attention,
-        "_attend(q[t].clone(), k, v, scale)",
-        "_attend(q[t] * 0.3, k, v, scale / 0.3) if len(q) > 1 else _attend(q[t].clone(), k, v, scale)",
+        "torch.bmm(grouped, k.permute(1, 2, 0)) * scale",
+        "torch.bmm(grouped * 0.3, k.permute(1, 2, 0)) * (scale / 0.3)"
+        " if len(q) > 1 else torch.bmm(grouped, k.permute(1, 2, 0)) * scale",
         ("L1a",),
         REFERENCE,
     ),
@@ -309,8 +310,7 @@ def toy_subject(
     rng = random.Random(5)
     prompts = [tuple(rng.randrange(3, VOCAB) for _ in range(n)) for n in (3, 5, 8, 6)]
     params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=16, ignore_eos=True)
-    ops = Ops(reference) if backend == "reference" else None
-    loaded = toy_loaded(tokenizer, VOCAB, config, ops, noise=NOISE)
+    loaded = toy_loaded(tokenizer, VOCAB, config, Ops(reference) if backend == "reference" else None, NOISE)
     return Subject(loaded, prompts, params, max_tokens=16, batch=4)
 
 
@@ -322,7 +322,6 @@ class Baseline:
     """
 
     tokenizer: Tokenizer
-    effort: Effort = EFFORT
     base: dict[str, Any] = field(default_factory=dict)
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
 
@@ -340,8 +339,8 @@ class Baseline:
         checks = {c.id: c for c in CHECKS}
         if name in ("A1", "C2"):  # these judge what other checks left behind; A1 wants guesses enough
             more = 10 if name == "A1" else 1
-            run_check(checks["L3"], subject, replace(self.effort, least=self.effort.least * more))
-        return run_check(checks[name], subject, self.effort)
+            run_check(checks["L3"], subject, replace(EFFORT, least=EFFORT.least * more))
+        return run_check(checks[name], subject, EFFORT)
 
 
 def try_mutant(mutant: Mutant, baseline: Baseline) -> Trial:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from sameseed.laws import textbook
-from sameseed.laws.check import Check, Effort, Found
-from sameseed.laws.kernels import kv_name
+from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.sampled import sampling_settings
 from sameseed.laws.subject import Subject
 from sameseed.request import Completion, Request, SamplingParams
@@ -19,8 +18,16 @@ HALF = "\ufffd"  # a character of which tokens are still missing
 STOPPED = 3  # characters before a stop string begins
 
 
+@check(
+    "T1",
+    "texts of the textbook",
+    "0 tokens further from the textbook's choice than the tolerance, 0 wrong ends",
+    texts=60_000,
+)
 def texts(subject: Subject, effort: Effort) -> Found:
-    """Each way to sample, and a cold one: plain; and with a stop string by the draft and by trees."""
+    """Plain and speculative texts, greedy and sampled, are those of a decoder in plain NumPy that has no cache, no
+    batch and no draft, and end where it says; what is too near to call for sums in float32 is counted.
+    """
     count, length = max(2, effort.of(2_000, 2)), min(16, subject.max_tokens)
     bare = SamplingParams(max_tokens=length, ignore_eos=True)
     chosen = sampling_settings(subject.params) | {"greedy": bare, "cold": replace(bare, temperature=COLD, top_p=0.9)}
@@ -31,9 +38,8 @@ def texts(subject: Subject, effort: Effort) -> Found:
         stops = [c.text[STOPPED : STOPPED + 3] for c in plain]
         stops = ["" if HALF in s else s for s in stops]
         ended = [replace(job, params=replace(job.params, stop=(s,) if s else ())) for job, s in zip(jobs, stops)]
-        trees = subject.trees(jobs, [c.token_ids for c in plain], turn)
         written += [(f"{name}, plain", *each) for each in zip(jobs, plain, strict=True)]
-        for way, engine in (("draft", subject.engine()), ("trees", subject.engine(drafter=trees, nodes=64))):
+        for way, engine in subject.guessing(jobs, plain, turn, nodes=64):
             written += [(f"{name}, {way}", *each) for each in zip(ended, subject.run(engine, ended), strict=True)]
     return judge(subject, written)
 
@@ -43,7 +49,7 @@ def judge(subject: Subject, written: Seq[tuple[str, Request, Completion]]) -> Fo
 
     `written`: how each was made, what was asked for, and what came of it.
     """
-    model, kv, decode = subject.target, kv_name(subject), subject.loaded.tokenizer.decode
+    model, kv, decode = subject.target, subject.kv_format, subject.loaded.tokenizer.decode
     eos, share = model.config.eos_token_ids, textbook.tolerance(model, kv)
     found = Found({"tokens": 0, "texts": len(written)}, {"near_ties": 0, "differing_tokens": 0, "wrong_ends": 0})
     found.notes.append(f"up to {share:g} of the largest logit from the textbook's choice is a near tie")
@@ -68,16 +74,3 @@ def judge(subject: Subject, written: Seq[tuple[str, Request, Completion]]) -> Fo
             found.statistic["wrong_ends"] += 1
             found.add(f"{where} (seed {job.seed}): {len(tokens)} tokens", f"an end after {end}", c.text)
     return found
-
-
-CHECKS = (
-    Check(
-        "T1",
-        "texts of the textbook",
-        "Plain and speculative texts, greedy and sampled, are those of a decoder in plain NumPy that has no cache, no "
-        "batch and no draft, and end where it says; what is too near to call for sums in float32 is counted.",
-        "0 tokens further from the textbook's choice than the tolerance, 0 wrong ends",
-        {"texts": 60_000},
-        texts,
-    ),
-)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from sameseed.laws.check import SKIPPED, WARNING, Check, Effort, Finding, Found
+from sameseed.laws.check import SKIPPED, WARNING, Effort, Finding, Found, check
 from sameseed.laws.subject import Subject, Tokens
 from sameseed.laws.texts import SAME_TEXTS, compare
 from sameseed.request import Completion, Delta, Request, SamplingParams
@@ -30,8 +30,11 @@ def sampling_settings(own: SamplingParams) -> dict[str, SamplingParams]:
     }
 
 
+@check("L6", "seeded sampling", SAME_TEXTS + "; pieces of a stream join to the text", requests=16_000, settings=8)
 def seeded(subject: Subject, effort: Effort) -> Found:
-    """L6: seeded requests alone, batched, in other orders, after preemption, streamed; against plain decoding alone."""
+    """A seeded request writes the same text as plain decoding does alone: in any batch and order, after preemption,
+    in small chunks, streamed or not; seeds of other requests do not matter.
+    """
     count = max(4, effort.of(2_000, 4))
     found = Found({"requests": 0, "settings": 0, "texts": 0, "tokens": 0}, {"differing_texts": 0, "preemptions": 0})
     for turn, (name, setting) in enumerate(sampling_settings(subject.params).items()):
@@ -50,42 +53,37 @@ def seeded(subject: Subject, effort: Effort) -> Found:
 
 def _seeded(subject: Subject, found: Found, name: str, jobs: list[Request], turn: int) -> None:
     plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
-    texts = [c.token_ids for c in plain]
     found.sizes["requests"] += len(jobs)
 
-    def check(way: str, got: Seq[Completion]) -> None:
+    def compared(way: str, got: Seq[Completion]) -> None:
         found.sizes["texts"] += len(got)
         found.sizes["tokens"] += sum(len(c.token_ids) for c in got)
         compare(subject, found, f"{name}, {way}", jobs, plain, got)
 
     engine = subject.engine()
-    subject.watch(engine, jobs, texts)
+    subject.watch(engine, jobs, plain)
     deltas: list[Delta] = []
-    check("batched", subject.run(engine, jobs, deltas=deltas))
-    _streamed(found, name, jobs, plain, deltas)
+    compared("batched", subject.run(engine, jobs, deltas=deltas))
+    for i, (job, c) in enumerate(zip(jobs, plain, strict=True)):  # the pieces of a stream are the text
+        mine = [d for d in deltas if d.request_id == job.request_id]
+        text, tokens = "".join(d.text for d in mine), tuple(t for d in mine for t in d.token_ids)
+        if (text, tokens) != (c.text, c.token_ids):
+            found.statistic["differing_texts"] += 1
+            found.add(f"{name}, streamed, prompt {i}", c.text, text)
     if turn % 2:
-        check("in reverse order", subject.run(engine, jobs[::-1])[::-1])
+        compared("in reverse order", subject.run(engine, jobs[::-1])[::-1])
     if turn % 3 == 0:
-        check("alone", subject.run(subject.engine(seqs=1), jobs, alone=True))
+        compared("alone", subject.run(subject.engine(seqs=1), jobs, alone=True))
     longest = max(len(job.prompt_token_ids) for job in jobs) + jobs[0].params.max_tokens
-    drafter = subject.trees(jobs, texts, turn) if turn % 2 else None
+    drafter = subject.trees(jobs, plain, turn) if turn % 2 else None
     tight = subject.engine(drafter=drafter, block=4, rows=40, seqs=4, tokens=longest + longest // 4 + 12)
-    check("short of blocks" + (", trees" if drafter else ""), subject.run(tight, jobs))
+    compared("short of blocks" + (", trees" if drafter else ""), subject.run(tight, jobs))
     found.statistic["preemptions"] += tight.scheduler.num_preemptions
 
 
-def _streamed(found: Found, name: str, jobs: Seq[Request], plain: Seq[Completion], deltas: Seq[Delta]) -> None:
-    """The pieces of a stream are the text."""
-    for i in range(len(jobs)):
-        mine = [d for d in deltas if d.request_id == jobs[i].request_id]
-        text, tokens = "".join(d.text for d in mine), tuple(t for d in mine for t in d.token_ids)
-        if (text, tokens) != (plain[i].text, plain[i].token_ids):
-            found.statistic["differing_texts"] += 1
-            found.add(f"{name}, streamed, prompt {i}", plain[i].text, text)
-
-
+@check("L9", "log-probabilities", "0 differing texts, log-probabilities included", tokens=10_000)
 def logprobs(subject: Subject, effort: Effort) -> Found:
-    """L9: log-probabilities, with penalties too, bit for bit."""
+    """Reported log-probabilities are the same bits with and without speculation, with penalties too."""
     wanted = effort.of(10_000, 150)
     found = Found({"tokens": 0}, {"differing_texts": 0})
     chosen = sampling_settings(subject.params)
@@ -94,8 +92,7 @@ def logprobs(subject: Subject, effort: Effort) -> Found:
         params = replace(chosen[names[turn % len(names)]], max_tokens=min(24, subject.max_tokens), logprobs=5)
         jobs = subject.jobs(4, replace(params, ignore_eos=True), turn * 4)
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
-        trees = subject.trees(jobs, [c.token_ids for c in plain], turn)
-        for way, engine in (("the draft", subject.engine()), ("trees", subject.engine(drafter=trees))):
+        for way, engine in subject.guessing(jobs, plain, turn):
             got = subject.run(engine, jobs)
             found.sizes["tokens"] += sum(len(c.logprobs or ()) for c in got)
             compare(subject, found, f"{names[turn % len(names)]}, {way}", jobs, plain, got)
@@ -103,8 +100,9 @@ def logprobs(subject: Subject, effort: Effort) -> Found:
     return found
 
 
+@check("S1", "stops", SAME_TEXTS + "; no token beyond the end", requests=2_000)
 def stops(subject: Subject, effort: Effort) -> Found:
-    """Ends inside an accepted path: stop strings, stop tokens, lengths; where plain decoding ends, so does this."""
+    """A stop string, a stop token or the length ends the text at the same place, also inside an accepted path."""
     count = max(6, effort.of(2_000, 12))
     found = Found({"requests": 0, "stopped": 0}, {"differing_texts": 0, "tokens_beyond_the_end": 0})
     rng = random.Random(subject.seed)
@@ -116,9 +114,7 @@ def stops(subject: Subject, effort: Effort) -> Found:
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
         found.sizes["requests"] += len(jobs)
         found.sizes["stopped"] += sum(c.finish_reason.value == "stop" for c in plain)
-        # The script knows the text beyond the end: drafts run over it.
-        trees = subject.trees(jobs, [c.token_ids for c in long], start)
-        for name, engine in (("the draft", subject.engine()), ("trees", subject.engine(drafter=trees))):
+        for name, engine in subject.guessing(jobs, long, start):  # trees know the text beyond the end, and run over it
             got = subject.run(engine, jobs)
             compare(subject, found, name, jobs, plain, got)
             for job, c in zip(jobs, got, strict=True):
@@ -142,48 +138,12 @@ def _stopping(job: Request, long: Completion, rng: random.Random, turn: int) -> 
     return replace(job, params=replace(params, max_tokens=rng.randint(1, params.max_tokens), min_tokens=0))
 
 
+@check("C2", "nothing leaks", "0 leaks")
 def leaks(subject: Subject, effort: Effort) -> Found:
-    """What is left in the caches of all engines of this certificate."""
+    """When the last request has left, every block of the cache is free."""
     found = Found({"times_emptied": subject.num_emptied}, {"leaks": len(subject.leaks)})
     if not subject.num_emptied:
         found.status = SKIPPED
         found.notes.append("no engine ran a request in the checks before this one: nothing to look at")
     found.findings = [Finding(text, "every block free when the last request has left") for text in subject.leaks]
     return found
-
-
-CHECKS = (
-    Check(
-        "L6",
-        "seeded sampling",
-        "A seeded request writes the same text as plain decoding does alone: in any batch and order, after "
-        "preemption, in small chunks, streamed or not; seeds of other requests do not matter.",
-        SAME_TEXTS + "; pieces of a stream join to the text",
-        {"requests": 16_000, "settings": 8},
-        seeded,
-    ),
-    Check(
-        "L9",
-        "log-probabilities",
-        "Reported log-probabilities are the same bits with and without speculation, with penalties too.",
-        "0 differing texts, log-probabilities included",
-        {"tokens": 10_000},
-        logprobs,
-    ),
-    Check(
-        "S1",
-        "stops",
-        "A stop string, a stop token or the length ends the text at the same place, also inside an accepted path.",
-        SAME_TEXTS + "; no token beyond the end",
-        {"requests": 2_000},
-        stops,
-    ),
-)
-LEAKS = Check(
-    "C2",
-    "nothing leaks",
-    "When the last request has left, every block of the cache is free.",
-    "0 leaks",
-    {},
-    leaks,
-)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from sameseed.config import EngineConfig, SpecConfig
@@ -57,6 +57,11 @@ class Subject:
         """The longest text in tokens."""
         return self.config.max_model_len or self.target.max_model_len
 
+    @property
+    def kv_format(self) -> str:
+        """Format of the cache that engines have."""
+        return self.plain(seqs=1).runner.cache.format
+
     def jobs(self, count: int, params: SamplingParams, start: int = 0) -> list[Request]:
         """`count` jobs: prompts in turn, from the second turn on cut shorter; seeds of their own."""
         made = []
@@ -106,9 +111,16 @@ class Subject:
         engine = assemble(config, self.loaded.tokenizer, count, self.loaded.target, drafts)
         return engine if drafter is None else trial.draft_with(engine, drafter, nodes)
 
-    def trees(self, jobs: Seq[Request], texts: Seq[Tokens], seed: int = 0) -> TreeDrafter:
+    def trees(self, jobs: Seq[Request], written: Seq[Completion], seed: int = 0) -> TreeDrafter:
         """A drafter of trees that hold the known texts."""
-        return TreeDrafter(_answers(jobs, texts), self.vocab_size, seed)
+        return TreeDrafter(_answers(jobs, written), self.vocab_size, seed)
+
+    def guessing(
+        self, jobs: Seq[Request], written: Seq[Completion], seed: int, nodes: int = 24
+    ) -> Iterator[tuple[str, Engine]]:
+        """An engine that drafts as configured, then one with trees that hold the known texts."""
+        yield "the draft", self.engine()
+        yield "trees", self.engine(drafter=self.trees(jobs, written, seed), nodes=nodes)
 
     def run(
         self, engine: Engine, jobs: Seq[Request], alone: bool = False, deltas: list[Delta] | None = None
@@ -122,23 +134,18 @@ class Subject:
         engine.metrics = SpecMetrics()
         return done
 
-    def watch(self, engine: Engine, jobs: Seq[Request], texts: Seq[Tokens]) -> None:
+    def watch(self, engine: Engine, jobs: Seq[Request], written: Seq[Completion]) -> None:
         """Have the engine's first guesses, and which are accepted, counted against the texts that it should write."""
-        every = [t for text in texts for t in text]
+        every = [t for c in written for t in c.token_ids]
         share = {t: every.count(t) / len(every) for t in set(every)}
-        engine.runner = Watched(engine.runner, _answers(jobs, texts), share, self.guesses)
+        engine.runner = Watched(engine.runner, _answers(jobs, written), share, self.guesses)
 
 
-def _answers(jobs: Seq[Request], texts: Seq[Tokens]) -> Answers:
-    return knowing([job.prompt_token_ids for job in jobs], texts, [job.seed for job in jobs])
+def _answers(jobs: Seq[Request], written: Seq[Completion]) -> Answers:
+    return knowing([j.prompt_token_ids for j in jobs], [c.token_ids for c in written], [j.seed for j in jobs])
 
 
 def storeless(spec: SpecConfig) -> SpecConfig:
     """The same levels without files that they would write what they have seen into: those are the user's."""
     options = {key: value for key, value in spec.options.items() if key != "store"}
     return replace(spec, options=options, below=tuple(storeless(level) for level in spec.below))
-
-
-def first_difference(a: Seq[int], b: Seq[int]) -> int:
-    """The first place at which two texts differ."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -35,21 +35,15 @@ def array(x: Tensor) -> Floats:
 
 def product(x: Floats, w: QuantTensor) -> Floats:
     """x [T, K] times w [O, K] transposed, in the weight's format; rows are rounded first where it says so."""
-    if w.activations == "int8":
-        x = _int8_rows(x, w.group)
+    if w.activations == "int8":  # each group of a row as codes times absmax / 127; in float32, as the format defines it
+        parts = x.astype(np.float32).reshape(len(x), -1, w.group)
+        largest = np.abs(parts).max(-1, keepdims=True)
+        factor = np.float32(127) / np.maximum(largest, np.float32(scheme.SMALLEST))
+        codes = np.where(largest >= scheme.SMALLEST, np.rint(parts * factor), 0.0)
+        x = (codes.astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
     elif w.activations == "fp8":
         x = array(scheme.round_rows(torch.from_numpy(x).float(), w.group))
     return x @ array(scheme.get(w.format).decode(w)).T
-
-
-def _int8_rows(x: Floats, group: int) -> Floats:
-    """Each group of a row as int8 codes times absmax / 127; in float32, as the format defines its codes."""
-    parts = x.astype(np.float32).reshape(len(x), -1, group)
-    largest = np.abs(parts).max(-1, keepdims=True)
-    factor = np.float32(127) / np.maximum(largest, np.float32(scheme.SMALLEST))
-    codes = np.where(largest >= scheme.SMALLEST, np.rint(parts * factor), 0.0)
-    rows: Floats = codes.astype(np.float64) * (largest / np.float32(127))
-    return rows.reshape(x.shape)
 
 
 def rms_norm(x: Floats, weight: Tensor, eps: float) -> Floats:

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence as Seq
 from dataclasses import replace
 
 from sameseed.engine.engine import Engine
-from sameseed.laws.check import WARNING, Check, Effort, Found
-from sameseed.laws.subject import Subject, first_difference
+from sameseed.laws.check import WARNING, Effort, Found, check
+from sameseed.laws.subject import Subject
 from sameseed.laws.trial import differing, outcome
 from sameseed.request import Completion, Request, SamplingParams
 
 SHOWN = 12  # tokens on either side of the first difference that a report quotes
 NEAR = 1e-4  # margin between the two best logits that makes a near tie
 GREEDY = SamplingParams(temperature=0.0)
+SAME_TEXTS = "0 differing texts (tokens, text, reason of the end, seed)"
 
 
 def compare(
@@ -24,7 +25,8 @@ def compare(
     for i in differing(plain, got):
         job, a, b = jobs[i], plain[i], got[i]
         found.statistic["differing_texts"] = found.statistic.get("differing_texts", 0) + 1
-        at = first_difference(a.token_ids, b.token_ids)
+        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
+        at = next((n for n, (x, y) in pairs if x != y), min(len(a.token_ids), len(b.token_ids)))
         if a.token_ids != b.token_ids:
             what = f"{where}, prompt {i} (seed {job.seed}): token {at}"
         else:
@@ -49,27 +51,27 @@ def settings(
     Of draft lengths 1 to 8 each turn has one, all of them after eight turns, the longest first.
     Each with whether the jobs run one after the other.
     """
-    texts = [c.token_ids for c in plain]
-    config = subject.config.spec
     engine = subject.engine()
-    subject.watch(engine, jobs, texts)
+    subject.watch(engine, jobs, plain)
     yield "the draft, batched", engine, False
     k = 1 + (7 + 3 * turn) % 8
-    yield f"the draft, k = {k}", subject.engine(replace(config, num_draft_tokens=k)), False
+    yield f"the draft, k = {k}", subject.engine(replace(subject.config.spec, num_draft_tokens=k)), False
     way = turn % 3
     if way == 0:
         yield "the draft, alone", subject.engine(seqs=1), True
     elif way == 1:
-        block, rows = (4, 16, 32)[turn % 3], 24
-        yield f"the draft, chunks of {rows} rows", subject.engine(block=block, rows=rows), False
-    trees = subject.trees(jobs, texts, seed=turn)
-    yield "trees, batched", subject.engine(drafter=trees, nodes=64), False
+        yield "the draft, chunks of 24 rows", subject.engine(block=16, rows=24), False
+    yield "trees, batched", subject.engine(drafter=subject.trees(jobs, plain, turn), nodes=64), False
     if way == 2:
-        yield "trees, alone", subject.engine(drafter=subject.trees(jobs, texts, turn)), True
+        yield "trees, alone", subject.engine(drafter=subject.trees(jobs, plain, turn)), True
 
 
+@check("L3", "greedy texts", SAME_TEXTS, tokens=1_000_000)
 def greedy(subject: Subject, effort: Effort) -> Found:
-    """L3: greedy texts, token by token."""
+    """Greedy decoding writes the same tokens with and without speculation: the configured draft and adversarial
+    trees, batched and, as far as the effort reaches, alone, in other chunks and draft lengths (the notes name the
+    ways that ran).
+    """
     wanted = effort.of(1_000_000, 400)
     found = Found({"tokens": 0, "texts": 0}, {"differing_texts": 0})
     own = subject.params
@@ -94,8 +96,9 @@ def greedy(subject: Subject, effort: Effort) -> Found:
     return found
 
 
+@check("L3t", "near ties", SAME_TEXTS + "; at least the stated number of near ties", near_ties=1_000)
 def near_ties(subject: Subject, effort: Effort) -> Found:
-    """L3: a bias brings the second best token of one position to within 1e-4 of the best; nothing may tip over."""
+    """Where a bias brings the two best tokens to within 1e-4 of each other, speculation still picks the same one."""
     wanted = effort.of(1_000, 4)
     found = Found({"near_ties": 0, "texts": 0}, {"differing_texts": 0, "smallest_margin": 1.0})
     params = replace(GREEDY, max_tokens=min(8, subject.max_tokens), ignore_eos=True, logprobs=2)
@@ -115,11 +118,7 @@ def near_ties(subject: Subject, effort: Effort) -> Found:
             margins = [t.top[0][1] - t.top[1][1] for t in c.logprobs or () if len(t.top) > 1]
             found.sizes["near_ties"] += sum(m < NEAR for m in margins)
             found.statistic["smallest_margin"] = min([found.statistic["smallest_margin"], *margins])
-        texts = [c.token_ids for c in plain]
-        for name, engine in (
-            ("the draft", subject.engine()),
-            ("trees", subject.engine(drafter=subject.trees(jobs, texts, start))),
-        ):
+        for name, engine in subject.guessing(jobs, plain, start):
             got = subject.run(engine, jobs)
             found.sizes["texts"] += len(got)
             compare(subject, found, name, jobs, plain, got)
@@ -128,26 +127,3 @@ def near_ties(subject: Subject, effort: Effort) -> Found:
         found.status = WARNING
         found.notes.append("too few near ties came about")
     return found
-
-
-SAME_TEXTS = "0 differing texts (tokens, text, reason of the end, seed)"
-CHECKS = (
-    Check(
-        "L3",
-        "greedy texts",
-        "Greedy decoding writes the same tokens with and without speculation: the configured draft and adversarial "
-        "trees, batched and, as far as the effort reaches, alone, in other chunks and draft lengths (the notes name "
-        "the ways that ran).",
-        SAME_TEXTS,
-        {"tokens": 1_000_000},
-        greedy,
-    ),
-    Check(
-        "L3t",
-        "near ties",
-        "Where the two best tokens are within 1e-4 of each other, speculation still picks the same one.",
-        SAME_TEXTS + "; at least the stated number of near ties",
-        {"near_ties": 1_000},
-        near_ties,
-    ),
-)

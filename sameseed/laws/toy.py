@@ -25,26 +25,33 @@ DRAFT_NOISE = 0.5  # share of other weights in the toy draft: it is right often,
 class ToyCheckpoint(RandomCheckpoint):
     """Random weights with some of another set mixed in; the head is larger, so that texts have favourites."""
 
-    def __init__(self, config: ModelConfig, seed: int, noise: float = 0.0, gain: float = 2.0) -> None:
-        super().__init__(config, seed, torch.float32)
-        self._other = RandomCheckpoint(config, seed + 1000, torch.float32)
-        self._mix, self._gain = noise, gain
+    def __init__(self, config: ModelConfig, noise: float = 0.0) -> None:
+        super().__init__(config, 0, torch.float32)
+        self._other = RandomCheckpoint(config, 1000, torch.float32)
+        self._noise_share = noise
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         own, other = super().rows(name, start, stop), self._other.rows(name, start, stop)
-        mixed: Tensor = (own + self._mix * other) / (1 + self._mix**2) ** 0.5
-        return mixed * self._gain if name == "lm_head.weight" else mixed
+        mixed: Tensor = (own + self._noise_share * other) / (1 + self._noise_share**2) ** 0.5
+        return mixed * 2.0 if name == "lm_head.weight" else mixed
 
 
-def toy_config(vocab_size: int, layers: int = 2) -> ModelConfig:
-    """A Llama of two narrow layers."""
-    return parse_config(
+def toy_model(
+    ops: Ops,
+    vocab_size: int,
+    quant: str = "auto",
+    noise: float = 0.0,
+    notes: list[str] | None = None,
+    device: str = "cpu",
+) -> Llama:
+    """A Llama of two narrow layers stored in a format; in fp32, as `notes` then say, where that takes none so small."""
+    config = parse_config(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": vocab_size,
             "hidden_size": 64,
             "intermediate_size": 64,
-            "num_hidden_layers": layers,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,
@@ -53,20 +60,7 @@ def toy_config(vocab_size: int, layers: int = 2) -> ModelConfig:
             "eos_token_id": 0,
         }
     )
-
-
-def toy_model(
-    ops: Ops,
-    vocab_size: int,
-    quant: str = "auto",
-    seed: int = 0,
-    noise: float = 0.0,
-    notes: list[str] | None = None,
-    device: str = "cpu",
-) -> Llama:
-    """A toy stored in a format; in fp32 where the format does not take matrices so small, which `notes` then say."""
-    config = toy_config(vocab_size)
-    source = ToyCheckpoint(config, seed, noise)
+    source = ToyCheckpoint(config, noise)
     try:
         weights = read_weights(config, source, QuantScheme.parse(quant), ops, device)
     except SameseedError:
@@ -81,7 +75,6 @@ def toy_loaded(
     vocab_size: int,
     config: EngineConfig,
     ops: Ops | None = None,
-    seed: int = 0,
     noise: float = DRAFT_NOISE,
     notes: list[str] | None = None,
 ) -> Loaded:
@@ -90,12 +83,21 @@ def toy_loaded(
     `noise`: share of other weights in a draft model. `notes` get what could not be had in the format asked for.
     """
     ops = ops or backends.resolve(config.backend, config.device)
-    spec = toy_spec(config.spec)
-    device = config.device
-    target = toy_model(ops, vocab_size, config.format, seed, notes=notes, device=device)
-    cache = CacheConfig(config.cache.block_size, None, config.cache.format)
+
+    def drafts(spec: SpecConfig) -> list[Llama]:
+        owns = "" if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER.owns
+        own = []
+        if owns == "target":
+            quant = SELF_FORMAT if spec.format == "auto" else spec.format
+            own = [toy_model(ops, vocab_size, quant, 0.0, notes, config.device)]
+        elif owns:
+            own = [toy_model(ops, vocab_size, spec.format, noise, notes, config.device)]
+        return own + [m for level in spec.below for m in drafts(level)]
+
+    spec, cache = toy_spec(config.spec), CacheConfig(config.cache.block_size, None, config.cache.format)
+    target = toy_model(ops, vocab_size, config.format, 0.0, notes, config.device)
     toy = replace(config, spec=spec, cache=cache, max_model_len=None)
-    return Loaded(toy, tokenizer, 0, target, tuple(_models(spec, ops, vocab_size, seed, noise, notes, device)))
+    return Loaded(toy, tokenizer, 0, target, tuple(drafts(spec)))
 
 
 def toy_spec(spec: SpecConfig) -> SpecConfig:
@@ -108,19 +110,3 @@ def needs_head(spec: SpecConfig) -> bool:
     """Does a level draft with a head? There is no toy of one."""
     own = spec.method != "none" and registry.load("drafters", spec.method).DRAFTER.owns == "head"
     return own or any(needs_head(b) for b in spec.below)
-
-
-def _models(
-    spec: SpecConfig, ops: Ops, vocab_size: int, seed: int, noise: float, notes: list[str] | None, device: str
-) -> list[Llama]:
-    if spec.method == "none":
-        return []
-    drafter = registry.load("drafters", spec.method).DRAFTER
-    own: list[Llama] = []
-    if drafter.owns:
-        if drafter.owns == "target":
-            quant = SELF_FORMAT if spec.format == "auto" else spec.format
-            own = [toy_model(ops, vocab_size, quant, seed, notes=notes, device=device)]
-        else:
-            own = [toy_model(ops, vocab_size, spec.format, seed, noise, notes, device)]
-    return own + [m for b in spec.below for m in _models(b, ops, vocab_size, seed, noise, notes, device)]

@@ -55,10 +55,6 @@ class Certificate:
         done = {r.check.id for r in self.results}
         return [c.id for c in CHECKS if c.id not in done]
 
-    def device_of(self, check: Check) -> object:
-        """Where a check was run."""
-        return "cpu" if check.on_host else self.config["device"]
-
     @property
     def passed(self) -> bool:
         """Did nothing fail? Warnings speak of speed, or of what could not be tried."""
@@ -86,7 +82,9 @@ class Certificate:
             "false_alarm": float(sum(r.found.false_alarm for r in self.results)),
             "seconds": round(self.seconds, 2),
             "acceptance": self.acceptance,
-            "checks": [{**r.as_dict(), "device": self.device_of(r.check)} for r in self.results],
+            "checks": [
+                {**r.as_dict(), "device": "cpu" if r.check.on_host else self.config["device"]} for r in self.results
+            ],
             "left_out": self.left_out,
             "mutants": self.mutants,
         }
@@ -151,7 +149,6 @@ def certify(
 def _config(subject: Subject, asked: Asked) -> dict[str, object]:
     """The configuration as it was resolved."""
     c, spec, params = subject.config, storeless(subject.config.spec), subject.params
-    runner = subject.plain(seqs=1).runner
     return {
         "label": f"{draft_text(spec)} k={spec.num_draft_tokens}",
         "model": record.model_name(asked.model),
@@ -159,7 +156,7 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "num_parameters": subject.target.config.num_parameters,
         **record.speculation(spec),
         "format": subject.target.weights.embedding.format if c.format == "auto" else c.format,
-        "kv_format": runner.cache.format,
+        "kv_format": subject.kv_format,
         "backend": subject.target.ops.name,
         "row_invariant": subject.target.ops.row_invariant,
         "device": c.device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,11 +61,11 @@ class Outcome:
         return "impossible" if self.record is None else str(self.record["verdict"])
 
 
-def cells(drafts: Seq[tuple[str, SpecConfig]], formats: Seq[str] = FORMATS) -> list[Cell]:
+def cells(drafts: Mapping[str, SpecConfig], formats: Seq[str] = FORMATS) -> list[Cell]:
     """Every draft in every format; cache formats and batch sizes in turn, so that each meets every draft and format."""
     made = []
     for i, weights in enumerate(formats):
-        for j, (name, spec) in enumerate(drafts):
+        for j, (name, spec) in enumerate(drafts.items()):
             kv, batch = KV_FORMATS[(i + j) % len(KV_FORMATS)], BATCHES[(i + 2 * j) % len(BATCHES)]
             made.append(Cell(spec, name, weights, kv, batch, j == 0))
     return made
@@ -76,23 +76,18 @@ def run(
     asked: suite.Asked,
     config: EngineConfig,
     params: SamplingParams,
-    tick: Callable[[Cell, int, int], None] = lambda cell, done, total: None,
+    tick: suite.Tick = lambda name, done, total: None,
 ) -> Iterator[Outcome]:
     """The cells' certificates, one after the other; one that cannot be set up (no memory, groups) is told, not raised.
 
     `config`: backend, device and limits of all. `asked.effort` is that of whole cells; the others look at less.
     """
     for i, cell in enumerate(every):
-        tick(cell, i, len(every))
-        own = replace(
-            config,
-            format=cell.format,
-            spec=cell.draft,
-            cache=CacheConfig(config.cache.block_size, None, cell.kv_format),
-        )
+        tick(f"{cell.name}, {cell.format}, {cell.kv_format}, batch {cell.batch}", i, len(every))
+        cache = CacheConfig(config.cache.block_size, None, cell.kv_format)
         effort = asked.effort if cell.whole else Effort(asked.effort.share, LEAST)
-        wanted = replace(asked, batch=cell.batch, effort=effort)
-        yield _outcome(cell, wanted, own, params)
+        own = replace(config, format=cell.format, spec=cell.draft, cache=cache)
+        yield _outcome(cell, replace(asked, batch=cell.batch, effort=effort), own, params)
         # Models and caches of one cell are gone before the next one's are loaded: a GPU has room for one.
         gc.collect()
         if torch.cuda.is_available():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from html import escape
 from typing import Any
+
+from jinja2 import DictLoader, Environment
 
 from sameseed.laws.check import IN_PART, PASSED
 from sameseed.laws.statistics import bound_text
@@ -40,119 +41,107 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; padding: 
   table.checks td { display: block; border: 0; padding: .1rem .6rem; }
   table.checks td[data-head]::before { content: attr(data-head) ": "; color: var(--soft); } }
 """
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>{{ style | safe }}</style>
+</head>
+<body>
+<div class="verdict {{ tone }}"><h1>{{ head }}</h1>{% block about %}{% endblock %}</div>
+{% block body %}{% endblock %}
+</body>
+</html>
+"""
+ONE = """{% extends "page" %}
+{% macro mark(status, text) %}<span class="mark {{ status }}">{{ text }}</span>{% endmacro %}
+{% macro pairs(values) %}
+<table><tbody>
+{% for name, value in values.items() %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
+{% endfor %}</tbody></table>
+{% endmacro %}
+{% block about %}
+<p><strong>{{ c.label }}</strong> on {{ c.model }}, weights {{ c.format }}, cache {{ c.kv_format }}, backend
+{{- " " ~ c.backend }}, device {{ c.device }}{% if c.device_name %} ({{ c.device_name }}){% endif %}</p>
+<p>{{ counts }}; effort {{ "%g" % r.effort }} of the full sizes, {{ "{:,.0f}".format(r.seconds) }} s. A right engine
+fails this certificate with a probability
+{{ "below " ~ bound(r.false_alarm) if r.false_alarm else "of 0: bits were compared" }}.</p>
+<p class=soft>{{ "{:,} of {:,}".format(r.acceptance.num_accepted_tokens, r.acceptance.num_draft_tokens) }} drafted
+tokens were accepted, {{ "{:,}".format(r.acceptance.num_rollbacks) }} rounds rolled back.</p>
+{% if r.left_out %}<p><strong>Left out: {{ r.left_out | join(", ") }}.</strong></p>{% endif %}
+{% endblock %}
+{% block body %}
+<h2>Checks</h2>
+<table class="checks"><thead><tr><th></th><th>check</th><th>looked at</th><th>full size</th><th>threshold</th>
+<th>found</th><th>s</th></tr></thead><tbody>
+{% for check in r.checks %}
+<tr><td>{{ mark(check.status, check.status) }}</td><td>{{ check.id }} {{ check.name }}</td>
+<td class=n data-head="looked at">{{ sizes(check.sizes) }}</td>
+<td class=n data-head="full size">{{ sizes(check.full_sizes) }}</td>
+<td data-head="threshold">{{ check.threshold }}</td><td class=n data-head="found">{{ statistic(check.statistic) }}</td>
+<td class=n data-head="seconds">{{ "%.1f" % check.seconds }}</td></tr>
+{% endfor %}
+</tbody></table>
+<h2>Details</h2>
+{% for check in r.checks %}
+<details{% if check.status in ("failed", "warning") %} open{% endif %}>
+<summary>{{ mark(check.status, check.status) }} {{ check.id }} {{ check.name }}</summary>
+<dl><dt>a pass means</dt><dd>{{ check.proves }}</dd>
+{% if "device" in check %}<dt>ran on</dt><dd>{{ check.device }}</dd>{% endif %}
+{% for note in check.notes %}<dt>note</dt><dd>{{ note }}</dd>{% endfor %}
+{% if check.false_alarm %}<dt>probability of a false alarm</dt><dd>below {{ bound(check.false_alarm) }}</dd>{% endif %}
+{% for f in check.findings %}
+<dt>{{ f.where }}</dt><dd>expected<pre>{{ f.expected }}</pre>found<pre>{{ f.found }}</pre></dd>
+{% endfor %}
+</dl></details>
+{% endfor %}
+{% if r.mutants is not none %}
+<h2>Mutants</h2>
+<p>{{ r.mutants.caught }} of {{ r.mutants.total }} wrong versions of the code, put in the place of the right one, were
+rejected by a check.</p>
+<table><tbody>
+{% for t in r.mutants.trials %}
+<tr><td>{{ t.name }}</td><td>
+{{- mark("passed", "rejected by " ~ t.caught_by) if t.caught_by else mark("failed", "not noticed") -}}
+</td><td>{{ t.said }}</td></tr>
+{% endfor %}
+</tbody></table>
+{% endif %}
+<h2>Configuration</h2>
+{{ pairs(c) }}
+<h2>Machine</h2>
+{{ pairs(dict(r.machine, commit=r.commit, time=r.time)) }}
+{% endblock %}
+"""
+EVERY = """{% extends "page" %}
+{% block about %}<p>{{ outcomes | length }} configurations: {% if c %}{{ c.model }}, backend {{ c.backend }},
+device {{ c.device }}{% if c.device_name %} ({{ c.device_name }}){% endif %}; {{ r.time }}, commit {{ r.commit }};
+{{ "{:,.0f}".format(seconds) }} s{% endif %}</p>{% endblock %}
+{% block body %}
+<table class="checks"><thead><tr><th></th><th>draft</th><th>weights</th><th>cache</th><th>batch</th><th>checks</th>
+<th>found</th><th>s</th></tr></thead><tbody>
+{% for o in outcomes %}
+<tr><td><span class="mark {{ tones.get(o.verdict, "failed") }}">{{ o.verdict }}</span></td>
+<td data-head="draft">{{ o.cell.name }}</td><td data-head="weights">{{ o.cell.format }}</td>
+<td data-head="cache">{{ o.cell.kv_format }}</td><td data-head="batch">{{ o.cell.batch }}</td>
+<td data-head="checks">{% for check in (o.record or {}).checks %}{{ ", " if not loop.first }}{{ check.id }}
+{%- if check.status != "passed" %} ({{ check.status }}){% endif %}{% endfor %}</td>
+<td data-head="found">{{ o.failure }}
+{%- for check in (o.record or {}).checks if check.status == "failed" %}
+{{- "; " if not loop.first }}{{ check.id }}: {{ statistic(check.statistic) }}
+{%- for f in check.findings %} | {{ f.where }}{% endfor %}{% endfor %}</td>
+<td class=n>{% if o.record %}{{ "%.0f" % o.record.seconds }}{% endif %}</td></tr>
+{% endfor %}
+</tbody></table>
+{% endblock %}
+"""
 TONES = {"passed": "passed", "these checks passed": "passed", "impossible": "warning"}
 HEADLINES = {  # of a verdict, with its colour
     PASSED: ("Speculation changed nothing", "passed"),
     IN_PART: ("These checks passed; others were left out", "warning"),
 }
-
-
-def render(record: Mapping[str, Any]) -> str:
-    """The page of a record (schema `sameseed.certificate/1`)."""
-    label = escape(str(record["config"]["label"]))
-    parts = [
-        _verdict(record, label),
-        "<h2>Checks</h2>",
-        _table(record["checks"]),
-        "<h2>Details</h2>",
-        *(_details(check) for check in record["checks"]),
-        _mutants(record["mutants"]),
-        "<h2>Configuration</h2>",
-        _pairs(record["config"]),
-        "<h2>Machine</h2>",
-        _pairs({**record["machine"], "commit": record["commit"], "time": record["time"]}),
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Certificate: {label}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</body>\n</html>\n"
-    )
-
-
-def _verdict(record: Mapping[str, Any], label: str) -> str:
-    status = [check["status"] for check in record["checks"]]
-    counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", "skipped") if s in status)
-    head, tone = HEADLINES.get(record["verdict"], ("Not lossless, or not provable", "failed"))
-    config, accepted = record["config"], record["acceptance"]
-    target = (
-        f"{config['model']}, weights {config['format']}, cache {config['kv_format']}, "
-        f"backend {config['backend']}, device {config['device']}"
-    )
-    if config.get("device_name"):
-        target += f" ({config['device_name']})"
-    alarm = record["false_alarm"]
-    chance = f"below {bound_text(alarm)}" if alarm else "of 0: bits were compared"
-    rows = [
-        f"<h1>{head}</h1>",
-        f"<p><strong>{label}</strong> on {escape(target)}</p>",
-        f"<p>{counts}; effort {record['effort']:g} of the full sizes, {record['seconds']:,.0f} s. "
-        f"A right engine fails this certificate with a probability {chance}.</p>",
-        f"<p class=soft>{accepted['num_accepted_tokens']:,} of {accepted['num_draft_tokens']:,} drafted tokens were "
-        f"accepted, {accepted['num_rollbacks']:,} rounds rolled back.</p>",
-    ]
-    if record["left_out"]:
-        rows.append(f"<p><strong>Left out: {escape(', '.join(record['left_out']))}.</strong></p>")
-    return f'<div class="verdict {tone}">{"".join(rows)}</div>'
-
-
-def _table(checks: list[Mapping[str, Any]]) -> str:
-    head = "".join(f"<th>{h}</th>" for h in ("", "check", "looked at", "full size", "threshold", "found", "s"))
-    rows = []
-    for c in checks:
-        cells = [
-            f'<td><span class="mark {c["status"]}">{c["status"]}</span></td>',
-            f"<td>{escape(c['id'])} {escape(c['name'])}</td>",
-            *(
-                f'<td class=n data-head="{name}">{escape(sizes_text(c[key]))}</td>'
-                for name, key in (("looked at", "sizes"), ("full size", "full_sizes"))
-            ),
-            f'<td data-head="threshold">{escape(c["threshold"])}</td>',
-            f'<td class=n data-head="found">{escape(statistic_text(c["statistic"]))}</td>',
-            f'<td class=n data-head="seconds">{c["seconds"]:.1f}</td>',
-        ]
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<table class="checks"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-
-
-def _details(check: Mapping[str, Any]) -> str:
-    opened = " open" if check["status"] in ("failed", "warning") else ""
-    body = [f"<dt>a pass means</dt><dd>{escape(check['proves'])}</dd>"]
-    if "device" in check:
-        body.append(f"<dt>ran on</dt><dd>{escape(str(check['device']))}</dd>")
-    body += [f"<dt>note</dt><dd>{escape(note)}</dd>" for note in check["notes"]]
-    if check["false_alarm"]:
-        body.append(f"<dt>probability of a false alarm</dt><dd>below {bound_text(check['false_alarm'])}</dd>")
-    for f in check["findings"]:
-        body.append(
-            f"<dt>{escape(f['where'])}</dt><dd>expected<pre>{escape(f['expected'])}</pre>"
-            f"found<pre>{escape(f['found'])}</pre></dd>"
-        )
-    mark = f'<span class="mark {check["status"]}">{check["status"]}</span>'
-    title = f"{escape(check['id'])} {escape(check['name'])}"
-    return f"<details{opened}><summary>{mark} {title}</summary><dl>{''.join(body)}</dl></details>"
-
-
-def _mutants(found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return ""
-    rows = []
-    for t in found["trials"]:
-        status, by = ("passed", f"rejected by {t['caught_by']}") if t["caught_by"] else ("failed", "not noticed")
-        rows.append(
-            f'<tr><td>{escape(t["name"])}</td><td><span class="mark {status}">{by}</span></td>'
-            f"<td>{escape(t['said'])}</td></tr>"
-        )
-    return (
-        f"<h2>Mutants</h2><p>{found['caught']} of {found['total']} wrong versions of the code, put in the place of the "
-        f"right one, were rejected by a check.</p><table><tbody>{''.join(rows)}</tbody></table>"
-    )
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    rows = "".join(f"<tr><td>{escape(k)}</td><td>{escape(str(v))}</td></tr>" for k, v in values.items())
-    return f"<table><tbody>{rows}</tbody></table>"
 
 
 def sizes_text(values: Mapping[str, float]) -> str:
@@ -169,43 +158,31 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
+_TEMPLATES = Environment(
+    loader=DictLoader({"page": PAGE, "one": ONE, "every": EVERY}),
+    autoescape=True,
+    trim_blocks=True,
+    keep_trailing_newline=True,
+)
+_TEMPLATES.globals.update(style=STYLE, tones=TONES, sizes=sizes_text, statistic=statistic_text, bound=bound_text)
+
+
+def _page(template: str, verdict: str, **values: object) -> str:
+    head, tone = HEADLINES.get(verdict, ("Not lossless, or not provable", "failed"))
+    return _TEMPLATES.get_template(template).render(head=head, tone=tone, **values)
+
+
+def render(record: Mapping[str, Any]) -> str:
+    """The page of a record (schema `sameseed.certificate/1`)."""
+    status = [check["status"] for check in record["checks"]]
+    counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", "skipped") if s in status)
+    config = record["config"]
+    return _page("one", record["verdict"], title=f"Certificate: {config['label']}", r=record, c=config, counts=counts)
+
+
 def render_every(outcomes: Seq[Outcome], verdict: str) -> str:
     """The page of all outcomes."""
-    head, tone = HEADLINES.get(verdict, ("Not lossless, or not provable", "failed"))
-    found = [o.record for o in outcomes if o.record is not None]
-    about = ""
-    if found:
-        config = found[0]["config"]
-        name = f" ({config['device_name']})" if config.get("device_name") else ""
-        about = f"{config['model']}, backend {config['backend']}, device {config['device']}{name}; " + (
-            f"{found[0]['time']}, commit {found[0]['commit']}; {sum(r['seconds'] for r in found):,.0f} s"
-        )
-    heads = "".join(f"<th>{h}</th>" for h in ("", "draft", "weights", "cache", "batch", "checks", "found", "s"))
-    rows = "\n".join(_row(o) for o in outcomes)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Certificates: {len(outcomes)} configurations</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f'<div class="verdict {tone}"><h1>{head}</h1><p>{len(outcomes)} configurations: {escape(about)}</p></div>\n'
-        f'<table class="checks"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>\n</body>\n</html>\n'
-    )
-
-
-def _row(o: Outcome) -> str:
-    cell, tone = o.cell, TONES.get(o.verdict, "failed")
-    checks, said, seconds = "", escape(o.failure), ""
-    if o.record is not None:
-        every = o.record["checks"]
-        checks = ", ".join(c["id"] if c["status"] == "passed" else f"{c['id']} ({c['status']})" for c in every)
-        said = "; ".join(
-            escape(f"{c['id']}: {statistic_text(c['statistic'])}" + "".join(f" | {f['where']}" for f in c["findings"]))
-            for c in every
-            if c["status"] == "failed"
-        )
-        seconds = f"{o.record['seconds']:.0f}"
-    values = (("draft", cell.name), ("weights", cell.format), ("cache", cell.kv_format), ("batch", cell.batch))
-    cells = "".join(f'<td data-head="{head}">{escape(str(value))}</td>' for head, value in values)
-    return (
-        f'<tr><td><span class="mark {tone}">{escape(o.verdict)}</span></td>{cells}'
-        f'<td data-head="checks">{escape(checks)}</td><td data-head="found">{said}</td><td class=n>{seconds}</td></tr>'
-    )
+    records = [o.record for o in outcomes if o.record is not None]
+    first = records[0] if records else {"config": None}
+    title, seconds = f"Certificates: {len(outcomes)} configurations", sum(r["seconds"] for r in records)
+    return _page("every", verdict, title=title, outcomes=outcomes, r=first, c=first["config"], seconds=seconds)

@@ -112,7 +112,7 @@ class SameseedLM(LM):
         requests = list(requests)
         params = [_params(r.args[1]) for r in requests]
         prompts = [self._prompt(r.args[0], p.max_tokens) for r, p in zip(requests, params, strict=True)]
-        return self._kept("generate_until", requests, answer(self.llm, prompts, params, self.report)[0])
+        return self._kept("generate_until", requests, answer(self.llm, prompts, params, self.report))
 
     @property
     def _prefix(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from sameseed.engine.calibrate import LONG, measure_curve
+from sameseed.engine.calibrate import LONG, measure_curve, measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.levels import check_overlap
 from sameseed.engine.llm import LLM
@@ -108,7 +108,8 @@ class Bench:
         """The engine that decodes as `arm` says."""
         engine = self.llm.engine if arm.plain else self._engines[_key(arm)]
         if arm not in self._policies:  # one that learns keeps what it learned
-            self._policies[arm] = make_policy(arm.spec, partial(measure_curve, engine.runner))
+            policy = self._policies[arm] = make_policy(arm.spec)
+            policy.calibrate(partial(measure_rounds, engine.runner, engine.drafter))
         engine.policy = self._policies[arm]
         engine.ahead = self._aheads[arm.spec.overlap]
         return engine

@@ -122,20 +122,35 @@ class TimedModel:
 
     def work(self, job: Pass) -> PassWork:
         """The least that a pass of this model must do."""
-        c = self.config
-        width = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        layers = c.num_layers * (c.hidden_size * width + 3 * c.hidden_size * c.intermediate_size)
-        tokens = job.num_seqs * job.new_tokens
-        matrix_ops = 2.0 * (layers * tokens + c.vocab_size * c.hidden_size * job.logit_rows)
-        keys = read = 0
-        for window in c.windows:
-            reach = job.context + job.new_tokens if window is None else window
-            # Row i of a sequence sees the context and the new rows up to its own, if its window does.
-            keys += sum(min(job.context + i + 1, reach) for i in range(job.new_tokens))
-            read += min(job.context, reach)
-        attention_ops = 4.0 * c.num_heads * c.head_dim * keys * job.num_seqs
-        kv_bytes = self.kv_row_bytes / c.num_layers * read * job.num_seqs
-        return PassWork(self.read_bytes + kv_bytes, matrix_ops, attention_ops)
+        return least_work(
+            self.config, self.read_bytes, self.kv_row_bytes, job.context, job.num_seqs, job.new_tokens, job.logit_rows
+        )
+
+
+def least_work(
+    c: ModelConfig,
+    read_bytes: float,
+    kv_row_bytes: float,
+    context: int,
+    num_seqs: int,
+    new_tokens: int,
+    logit_rows: int,
+) -> PassWork:
+    """The least that a pass must do: `new_tokens` for each of `num_seqs` sequences after `context` cached tokens.
+
+    `read_bytes`: of the weights that a pass reads; `kv_row_bytes`: of one cached token, all layers.
+    """
+    width = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    layers = c.num_layers * (c.hidden_size * width + 3 * c.hidden_size * c.intermediate_size)
+    matrix_ops = 2.0 * (layers * num_seqs * new_tokens + c.vocab_size * c.hidden_size * logit_rows)
+    keys = read = 0
+    for window in c.windows:
+        reach = context + new_tokens if window is None else window
+        # Row i of a sequence sees the context and the new rows up to its own, if its window does.
+        keys += sum(min(context + i + 1, reach) for i in range(new_tokens))
+        read += min(context, reach)
+    attention_ops = 4.0 * c.num_heads * c.head_dim * keys * num_seqs
+    return PassWork(read_bytes + kv_row_bytes / c.num_layers * read * num_seqs, matrix_ops, attention_ops)
 
 
 def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:

@@ -19,6 +19,7 @@ import torch
 import sameseed
 from sameseed import registry
 from sameseed.config import SpecConfig
+from sameseed.devices import cpu_name as cpu_name, native_isa as native_isa, native_threads as native_threads
 from sameseed.engine.alarm import is_useless
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
@@ -67,17 +68,6 @@ def commit() -> str:
     return head[:12] + ("+" if changed.stdout.strip() else "")
 
 
-def cpu_name() -> str:
-    """The processor's model name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def machine() -> dict[str, object]:
     """What the numbers depend on, without a name that says whose machine it is."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -92,22 +82,6 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-
-
-def native_isa() -> str | None:
-    """Instruction set of the native kernels; None without them."""
-    if "cpu" not in registry.names("ops") or (module := registry.load("ops", "cpu")).unavailable():
-        return None
-    return str(module.isa())
-
-
-def native_threads() -> int:
-    """Threads of the native kernels, or of PyTorch without them."""
-    if native_isa() is None:
-        return torch.get_num_threads()
-    from sameseed import _native
-
-    return _native.num_threads()
 
 
 @cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence as Seq
+from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import ConfigError
@@ -17,14 +18,6 @@ from sameseed.study.load.wire import Endpoint
 
 if TYPE_CHECKING:
     import httpx
-
-
-@dataclass(frozen=True)
-class ServerArm:
-    """One of the things that are compared: a server, or what is asked of it."""
-
-    label: str
-    endpoint: Endpoint
 
 
 @dataclass(frozen=True)
@@ -72,19 +65,10 @@ class Repetition:
     summary: dict[str, Any]
 
 
-@dataclass
-class LoadCell:
-    """One shape at one level: the repetitions of each arm, in turns."""
-
-    shape: Shape
-    level: LoadLevel
-    repetitions: dict[str, list[Repetition]] = field(default_factory=dict)
-
-
 class LoadBench:
     """Runs everything over one client with connections that stay open."""
 
-    def __init__(self, client: httpx.AsyncClient, arms: Seq[ServerArm], settings: LoadSettings) -> None:
+    def __init__(self, client: httpx.AsyncClient, arms: Seq[Endpoint], settings: LoadSettings) -> None:
         self.client, self.arms, self.settings = client, list(arms), settings
         self.max_model_len: int | None = None
         self._source: PromptSource | None = None
@@ -92,14 +76,14 @@ class LoadBench:
 
     async def prepare(self) -> None:
         """Ask the servers what they serve, and what they make of speculation. Raises ConfigError."""
-        if self.settings.strict and len({arm.endpoint.url for arm in self.arms}) < len(self.arms):
+        if self.settings.strict and len({arm.url for arm in self.arms}) < len(self.arms):
             raise ConfigError(
                 "with --strict no request has a cache_salt, so that each arm would find the other's prompts in the "
                 "server's prefix cache; leave --strict out, or compare two servers with --baseline-url"
             )
-        self.arms = [replace(arm, endpoint=await self._known(arm.endpoint)) for arm in self.arms]
+        self.arms = [await self._known(arm) for arm in self.arms]
         if self.settings.prompts in ("text", "random"):
-            self._source = await prompts.open_source(self.client, self.arms[0].endpoint)
+            self._source = await prompts.open_source(self.client, self.arms[0])
         for shape in self.settings.shapes:
             needed = (shape.num_input or 0) + shape.num_output
             if self.max_model_len is not None and needed > self.max_model_len:
@@ -107,9 +91,19 @@ class LoadBench:
                     f"{shape.label} needs {needed} tokens and the server's context is {self.max_model_len}; "
                     f"give --scale {0.98 * self.max_model_len / needed:.2g} of this one, or shorter --lengths"
                 )
-        for arm in self.arms:
-            if "speculation" in arm.endpoint.fields:
-                await self._check_speculation(arm)
+        for endpoint in (arm for arm in self.arms if "speculation" in arm.fields):
+            text = prompts.as_prompt("one two three " * 4, endpoint.chat)
+            text |= {} if self.settings.strict else {"ignore_eos": True}  # an answer that ends at once tells nothing
+            sent = await self._send(endpoint, self._body(endpoint, Shape(None, 24), text, 0, self._salt))
+            found = outcome.read(sent)
+            if found.error is not None and "speculation" not in found.detail:
+                raise ConfigError(f"{endpoint.url} answers a first request with: {found.error}: {found.detail}")
+            drafted_though_off = endpoint.fields["speculation"] == "off" and found.speculation is not None
+            if found.error is not None or "speculative_decoding" not in found.metrics or drafted_though_off:
+                raise ConfigError(
+                    f"{endpoint.url} does not read the field 'speculation'; start a second server without speculation "
+                    "and give its address with --baseline-url"
+                )
 
     @property
     def tokenized(self) -> bool:
@@ -143,58 +137,48 @@ class LoadBench:
         about = about if isinstance(about, dict) else None
         return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")), speculation=about)
 
-    async def _check_speculation(self, arm: ServerArm) -> None:
-        """A server that does not read `speculation` would measure one thing twice. Raises ConfigError."""
-        shape = Shape(None, 24)
-        body = self._body(arm, shape, prompts.fields(shape, self.settings.sampling, 0, self._salt, False), {})
-        text = "one two three one two three one two three one two three one two"
-        body |= {"messages": [{"role": "user", "content": text}]} if arm.endpoint.chat else {"prompt": text}
-        sent = await wire.exchange(self.client, arm.endpoint, body, self.settings.timeout, self.settings.max_retries)
-        found = outcome.read(sent)
-        if found.error is not None and "speculation" not in found.detail:
-            raise ConfigError(f"{arm.endpoint.url} answers a first request with: {found.error}: {found.detail}")
-        drafted = found.speculation is not None
-        if found.error is not None or not found.metrics or (arm.endpoint.fields["speculation"] == "off" and drafted):
-            raise ConfigError(
-                f"{arm.endpoint.url} does not read the field 'speculation'; start a second server without speculation "
-                "and give its address with --baseline-url"
-            )
-
     def _body(
-        self, arm: ServerArm, shape: Shape, common: Mapping[str, Any], prompt: Mapping[str, Any]
+        self, endpoint: Endpoint, shape: Shape, prompt: Mapping[str, Any], seed: int, salt: str
     ) -> dict[str, Any]:
-        return {"model": arm.endpoint.model, **prompt, **common, **arm.endpoint.fields}
+        """A request; `salt` keeps what other requests left in a server's prefix cache out of reach."""
+        made: dict[str, Any] = {
+            "model": endpoint.model,
+            **prompt,
+            "max_tokens": shape.num_output,
+            "seed": seed,
+            "stream": True,
+        }
+        made |= {"stream_options": {"include_usage": True}, **self.settings.sampling}
+        if not self.settings.strict:
+            made |= {"return_token_ids": True, "cache_salt": salt, "cache_prompt": False}
+        return {**made, **endpoint.fields}
 
-    async def measure(self, cell: LoadCell) -> AsyncIterator[str]:
-        """Fill a cell; yields the arm's label after every run of an arm."""
-        shape, level = cell.shape, cell.level
+    def _send(self, endpoint: Endpoint, body: Mapping[str, Any], due: float | None = None) -> Awaitable[wire.Exchange]:
+        return wire.exchange(self.client, endpoint, body, self.settings.timeout, self.settings.max_retries, due)
+
+    async def measure(self, shape: Shape, level: LoadLevel, tick: Callable[..., None]) -> dict[str, list[Repetition]]:
+        """The repetitions of each arm, by its label; `tick(note=...)` follows every run of an arm."""
+        found: dict[str, list[Repetition]] = {arm.label: [] for arm in self.arms}
         for arm in self.arms:
-            cell.repetitions[arm.label] = []
             if self.settings.warm_up:
                 await self._run(arm, shape, level, -1, self.settings.warm_up)
         for number in range(self.settings.repeat):
             # Neither arm is always the first: what drifts over a repetition would be taken for its merit.
             for arm in self.arms if number % 2 == 0 else reversed(self.arms):
-                done = await self._run(arm, shape, level, number, self.settings.count(level))
-                cell.repetitions[arm.label].append(done)
-                yield arm.label
+                found[arm.label].append(await self._run(arm, shape, level, number, self.settings.count(level)))
+                tick(note=f"{level.label} {arm.label}")
+        return found
 
-    async def _run(self, arm: ServerArm, shape: Shape, level: LoadLevel, number: int, count: int) -> Repetition:
+    async def _run(self, arm: Endpoint, shape: Shape, level: LoadLevel, number: int, count: int) -> Repetition:
         """One arm, once: the prompts and seeds of a repetition are the same for all arms."""
-        s, endpoint = self.settings, arm.endpoint
+        s = self.settings
         seed = f"{s.seed} {shape.label} {level.label} {number}"
-        first = self.arms[0].endpoint  # its tokenizer has made the source
+        first = self.arms[0]  # its tokenizer has made the source
         made = await prompts.make_prompts(self.client, first, s.prompts, shape, count, seed, self._source)
         salt = f"{self._salt} {arm.label} {seed}"
-        bodies = [
-            self._body(arm, shape, prompts.fields(shape, s.sampling, s.seed + i, f"{salt} {i}", s.strict), prompt)
-            for i, prompt in enumerate(made)
-        ]
-
-        def send(body: Mapping[str, Any], due: float | None = None) -> Awaitable[wire.Exchange]:
-            return wire.exchange(self.client, endpoint, body, s.timeout, s.max_retries, due)
-
-        before, cpu, start = await self._counters(endpoint), time.process_time(), time.perf_counter()
+        bodies = [self._body(arm, shape, prompt, s.seed + i, f"{salt} {i}") for i, prompt in enumerate(made)]
+        send = partial(self._send, arm)
+        before, cpu, start = await self._counters(arm), time.process_time(), time.perf_counter()
         late: float | None = None
         if level.concurrency is not None:
             sent = await drive.closed(send, bodies, level.concurrency, s.max_seconds)
@@ -202,10 +186,13 @@ class LoadBench:
             sent, late = await drive.opened(send, bodies, drive.arrivals(level, count, s.seed, s.max_seconds))
         busy = (time.process_time() - cpu) / (time.perf_counter() - start)
         outcomes = [outcome.read(e) for e in sent]
+        told = figures.acceptance((o.speculation for o in outcomes if o.speculation), figures.ANSWERED, "answers")
+        if told is None and not any("speculative_decoding" in o.metrics for o in outcomes):
+            after = await self._counters(arm)
+            if len(after) == len(figures.COUNTERS):  # everybody's requests count
+                gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+                told = figures.acceptance([gained], figures.COUNTERS, "/metrics")
         summary = figures.summarize(outcomes, s.bounds)
-        told = figures.told_acceptance(outcomes)
-        if told is None and not any(o.metrics for o in outcomes):
-            told = figures.scraped_acceptance(before, await self._counters(endpoint))
         summary |= {"acceptance": told, "generator_cpu": busy, "late_ms": None if late is None else late * 1e3}
         return Repetition(outcomes, summary)
 

@@ -6,14 +6,17 @@ TTFT: from sending to the first token. TPOT: (latency - TTFT) / (tokens - 1). IT
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
 from sameseed.study.load.outcome import RequestOutcome
 from sameseed.study.workload import quantile
 
-DRAFT_COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+# Drafts, drafted and accepted tokens: on a server's /metrics, in its answers, in our records.
+COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+ANSWERED = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+RECORDED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 PERCENTILES = (50, 90, 99)
 
 
@@ -30,18 +33,10 @@ class Bounds:
         return (self.ttft is None or outcome.ttft <= self.ttft) and (self.tpot is None or tpot <= self.tpot)
 
 
-def percentile(values: Seq[float], percent: float) -> float | None:
-    """Linear between the two nearest; None of nothing."""
-    return quantile(values, percent / 100) if values else None
-
-
 def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
-    """Mean and percentiles in milliseconds."""
-    made: dict[str, float | None] = {"mean": sum(seconds) / len(seconds) * 1e3 if seconds else None}
-    for percent in PERCENTILES:
-        value = percentile(seconds, percent)
-        made[f"p{percent}"] = None if value is None else value * 1e3
-    return made
+    """Mean and percentiles (linear between the two nearest) in milliseconds; None of nothing."""
+    made = {"mean": sum(seconds) / len(seconds) * 1e3 if seconds else None}
+    return made | {f"p{p}": quantile(seconds, p / 100) * 1e3 if seconds else None for p in PERCENTILES}
 
 
 def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:
@@ -49,8 +44,7 @@ def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:
     done = [o for o in outcomes if o.error is None]
     start = min((o.sent for o in outcomes), default=0.0)
     seconds = max((o.arrivals[-1] for o in done), default=start) - start
-    token_gaps = [o.token_gaps for o in done]
-    known = [g for gaps in token_gaps if gaps is not None for g in gaps]
+    token_gaps = [gaps for o in done if (gaps := o.token_gaps) is not None]
     num_output = sum(o.num_output for o in done)
     prompts = [o.num_prompt for o in done if o.num_prompt is not None]
     good = sum(bounds.holds(o) for o in done)
@@ -72,7 +66,7 @@ def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:
         "ttft_ms": spread_ms([o.ttft for o in done]),
         "tpot_ms": spread_ms([o.tpot for o in done if o.tpot is not None]),
         "itl_chunk_ms": spread_ms([g for o in done for g in o.gaps]),
-        "itl_token_ms": spread_ms(known) if None not in token_gaps else None,
+        "itl_token_ms": spread_ms([g for gaps in token_gaps for g in gaps]) if len(token_gaps) == len(done) else None,
         "e2e_ms": spread_ms([o.latency for o in done]),
         "tokens_per_chunk": num_output / max(1, sum(len(o.arrivals) for o in done)),
         "counted": dict(Counter(o.counted for o in done)),
@@ -82,8 +76,13 @@ def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:
     }
 
 
-def acceptance(drafts: float, drafted: float, accepted: float, source: str) -> dict[str, Any] | None:
-    """Shares of drafted tokens; None where nothing was drafted."""
+def acceptance(found: Iterable[Mapping[str, Any]], names: Seq[str], source: str) -> dict[str, Any] | None:
+    """Shares of drafted tokens from counts, summed, of the `names` of drafts, drafted and accepted tokens.
+
+    None where nothing was drafted.
+    """
+    found = list(found)
+    drafts, drafted, accepted = (sum(f.get(name) or 0 for f in found) for name in names)
     if not drafts or not drafted:
         return None
     return {
@@ -96,22 +95,13 @@ def acceptance(drafts: float, drafted: float, accepted: float, source: str) -> d
     }
 
 
-def told_acceptance(outcomes: Seq[RequestOutcome]) -> dict[str, Any] | None:
-    """What answers say of their drafts, summed; None where none says anything."""
-    found = [o.speculation for o in outcomes if o.speculation]
-    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-    drafts, drafted, accepted = (sum(s.get(name) or 0 for s in found) for name in names)
-    return acceptance(drafts, drafted, accepted, "answers")
-
-
 def same_texts(mine: Seq[RequestOutcome], theirs: Seq[RequestOutcome]) -> tuple[int, int]:
     """Requests that both completed with one text (and the same tokens, where both tell them), and all that both did."""
     both = zip(mine, theirs, strict=False)  # whose time ran out sent the first ones only
     pairs = [(a, b) for a, b in both if a.error is None and b.error is None]
 
     def same(a: RequestOutcome, b: RequestOutcome) -> bool:
-        told = a.token_ids is not None and b.token_ids is not None
-        return a.text == b.text and (not told or a.token_ids == b.token_ids)
+        return a.text == b.text and (not a.token_ids or not b.token_ids or a.token_ids == b.token_ids)
 
     return sum(same(a, b) for a, b in pairs), len(pairs)
 
@@ -120,18 +110,8 @@ def counters(page: str) -> Mapping[str, float]:
     """Counters of drafts on a Prometheus page, by vLLM's names without prefix and `_total`, summed over labels."""
     found: dict[str, float] = {}
     for line in page.splitlines():
-        if line.startswith("#"):
-            continue
         head, _, value = line.rpartition(" ")
         name = head.partition("{")[0].rpartition(":")[2].removesuffix("_total")
-        if name in DRAFT_COUNTERS:
+        if name in COUNTERS and not line.startswith("#"):
             found[name] = found.get(name, 0.0) + float(value)
     return found
-
-
-def scraped_acceptance(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
-    """What a server's counters gained meanwhile; everybody's requests count."""
-    if not all(name in after for name in DRAFT_COUNTERS):
-        return None
-    drafts, drafted, accepted = (after[name] - before.get(name, 0.0) for name in DRAFT_COUNTERS)
-    return acceptance(drafts, drafted, accepted, "/metrics")

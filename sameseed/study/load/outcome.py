@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
 from sameseed.study.load.wire import Exchange
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestOutcome:
     """One request. Moments in seconds; `sent` is that of its first try. Where `error` is set, the rest is what came.
 
-    `arrivals`: moments of the chunks with tokens. `sizes`: tokens in each of them, None where the server does not tell.
+    `arrivals`: moments of the chunks with tokens. `sizes`: tokens in each of them, empty where untold.
     `counted`: where `num_output` is from: "usage", "token ids", or "chunks" (a guess: too few where tokens arrive
     together).
     """
 
     sent: float
-    arrivals: tuple[float, ...] = ()
-    sizes: tuple[int, ...] | None = None
+    arrivals: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     num_output: int = 0
     num_prompt: int | None = None
     counted: str = "chunks"
     text: str = ""
-    token_ids: tuple[int, ...] | None = None
-    speculation: Mapping[str, Any] | None = None  # as vLLM writes it
-    metrics: bool = False  # did the server tell of its own metrics, if only to say that nothing was drafted?
+    token_ids: list[int] = field(default_factory=list)  # empty where the server does not tell
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # the server's own; drafts as vLLM writes them
     num_cached: int = 0  # tokens of the prompt that the server knew, as far as it says
     retries: int = 0
     error: str | None = None
     detail: str = ""
+
+    @property
+    def speculation(self) -> Mapping[str, Any] | None:
+        """What the server says of its drafts; None where it says nothing, or nothing was drafted."""
+        return self.metrics.get("speculative_decoding")
 
     @property
     def ttft(self) -> float:
@@ -59,105 +63,62 @@ class RequestOutcome:
     @property
     def token_gaps(self) -> list[float] | None:
         """The same by tokens: a chunk of m tokens is m gaps of an m-th of its own. None where sizes are unknown."""
-        if self.sizes is None:
+        if not self.sizes:
             return None
-        found: list[float] = []
-        for gap, size in zip(self.gaps, self.sizes[1:], strict=True):
-            found += [gap / size] * size
-        return found
-
-
-@dataclass
-class _Reading:
-    arrivals: list[float] = field(default_factory=list)
-    sizes: list[int] | None = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    usage: Mapping[str, Any] | None = None
-    metrics: Mapping[str, Any] | None = None
-    ended: bool = False
-    error: str | None = None
-    detail: str = ""
+        return [gap / size for gap, size in zip(self.gaps, self.sizes[1:], strict=True) for _ in range(size)]
 
 
 def read(exchange: Exchange) -> RequestOutcome:
     """What an exchange comes to."""
-    reading = _Reading(error=exchange.error, detail=exchange.detail)
+    made = RequestOutcome(exchange.sent, retries=exchange.retries, error=exchange.error, detail=exchange.detail)
+    ended = False
     for moment, data in _events(exchange.chunks):
-        if data == b"[DONE]":
-            reading.ended = True
-            continue
         try:
-            event = json.loads(data)
-            _take(reading, moment, event)
+            ended = data == b"[DONE]" or _take(made, moment, json.loads(data)) or ended
         except (ValueError, TypeError, AttributeError, KeyError, IndexError):
-            reading.error, reading.detail = reading.error or "not the API's form", data[:200].decode("utf-8", "replace")
-    return _outcome(exchange, reading)
+            made.error, made.detail = made.error or "not the API's form", data[:200].decode("utf-8", "replace")
+    if made.error is None and not ended:
+        made.error, made.detail = "cut off", "the stream ended without a finish_reason or [DONE]"
+    if made.error is None and not made.arrivals:
+        made.error, made.detail = "no token", "the answer holds no text"
+    if not all(made.sizes):
+        made.sizes, made.token_ids = [], []
+    if made.counted != "usage":
+        told = sum(made.sizes)
+        made.counted, made.num_output = ("token ids", told) if told else ("chunks", len(made.arrivals))
+    if sum(made.sizes) != made.num_output:
+        made.sizes = []
+    return made
 
 
-def _events(chunks: Seq[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
+def _events(chunks: Seq[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """The data of server-sent events, each with the moment of the chunk that completed it."""
-    found: list[tuple[float, bytes]] = []
     rest = b""
-    for moment, chunk in chunks:
+    for moment, chunk in [*chunks, (chunks[-1][0], b"\n")] if chunks else ():
         *lines, rest = (rest + chunk).split(b"\n")
-        found += [(moment, line[5:].strip()) for line in lines if line.startswith(b"data:")]
-    if rest.startswith(b"data:") and chunks:
-        found.append((chunks[-1][0], rest[5:].strip()))
-    return found
+        yield from ((moment, line[5:].strip()) for line in lines if line.startswith(b"data:"))
 
 
-def _take(reading: _Reading, moment: float, event: Mapping[str, Any]) -> None:
-    if event.get("error"):
-        fault = event["error"]
-        if reading.error is None:
-            reading.error = "error in the stream"
-            reading.detail = str(fault.get("message", fault) if isinstance(fault, dict) else fault)[:300]
-        return
-    reading.usage = event.get("usage") or reading.usage
-    reading.metrics = event.get("metrics") or reading.metrics
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta")
-        text = choice.get("text") if delta is None else (delta.get("content") or delta.get("reasoning_content"))
-        ids = choice.get("token_ids")
-        reading.ended = reading.ended or bool(choice.get("finish_reason"))
-        if not text and not ids:
-            continue
-        reading.arrivals.append(moment)
-        reading.texts.append(text or "")
-        reading.token_ids += ids or ()
-        if not ids:
-            reading.sizes = None
-        elif reading.sizes is not None:
-            reading.sizes.append(len(ids))
-
-
-def _outcome(exchange: Exchange, reading: _Reading) -> RequestOutcome:
-    usage = reading.usage or {}
-    counted, num_output = "chunks", len(reading.arrivals)
-    if isinstance(usage.get("completion_tokens"), int):
-        counted, num_output = "usage", usage["completion_tokens"]
-    elif reading.sizes:
-        counted, num_output = "token ids", sum(reading.sizes)
-    error, detail = reading.error, reading.detail
-    if error is None and not reading.ended:
-        error, detail = "cut off", "the stream ended without a finish_reason or [DONE]"
-    if error is None and not reading.arrivals:
-        error, detail = "no token", "the answer holds no text"
-    metrics = reading.metrics or {}
-    return RequestOutcome(
-        sent=exchange.sent,
-        arrivals=tuple(reading.arrivals),
-        sizes=tuple(reading.sizes) if reading.sizes and sum(reading.sizes) == num_output else None,
-        num_output=num_output,
-        num_prompt=usage.get("prompt_tokens"),
-        num_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        counted=counted,
-        text="".join(reading.texts),
-        token_ids=tuple(reading.token_ids) if reading.sizes else None,
-        speculation=metrics.get("speculative_decoding"),
-        metrics="speculative_decoding" in metrics,
-        retries=exchange.retries,
-        error=error,
-        detail=detail,
-    )
+def _take(made: RequestOutcome, moment: float, event: Mapping[str, Any]) -> bool:
+    """Add an event; True where it ends the answer."""
+    if fault := event.get("error"):
+        if made.error is None:
+            made.error = "error in the stream"
+            made.detail = str(fault.get("message", fault) if isinstance(fault, dict) else fault)[:300]
+        return False
+    if usage := event.get("usage"):
+        made.num_prompt = usage.get("prompt_tokens")
+        made.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        if isinstance(usage.get("completion_tokens"), int):
+            made.counted, made.num_output = "usage", usage["completion_tokens"]
+    made.metrics = event.get("metrics") or made.metrics
+    choices = event.get("choices") or ()
+    for choice in choices:
+        said, ids = choice.get("delta") or choice, choice.get("token_ids") or ()
+        text = said.get("text") or said.get("content") or said.get("reasoning_content") or ""
+        if text or ids:
+            made.arrivals.append(moment)
+            made.text += text
+            made.token_ids += ids
+            made.sizes.append(len(ids))
+    return any(choice.get("finish_reason") for choice in choices)

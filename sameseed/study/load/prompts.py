@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,20 +51,15 @@ class PromptSource:
     special: tuple[int, ...] = ()  # what the tokenizer puts before a text
     characters: float = 4.0
 
-    def words(self, count: int, noise: random.Random) -> list[int]:
-        """`count` tokens of text, the pieces in an order of their own."""
+    def draw(self, kind: str, count: int, noise: random.Random) -> list[int]:
+        """`count` tokens: the pieces in an order of their own; or "random" ones of the text, none special."""
         assert self.tokens is not None
         made = list(self.special)
+        if kind == "random":
+            return [*made, *noise.choices(sorted({t for piece in self.tokens for t in piece}), k=count)][:count]
         while len(made) < count:
-            for i in noise.sample(range(len(self.tokens)), len(self.tokens)):
-                made += self.tokens[i]
+            made += [t for piece in noise.sample(self.tokens, len(self.tokens)) for t in piece]
         return made[:count]
-
-    def random_tokens(self, count: int, noise: random.Random) -> list[int]:
-        """`count` random tokens among those that the text has: none of them is special."""
-        assert self.tokens is not None
-        known = sorted({t for piece in self.tokens for t in piece})
-        return [*self.special, *noise.choices(known, k=count)][:count]
 
     def text(self, count: int, noise: random.Random) -> str:
         """About `count` tokens of text, by its length."""
@@ -94,25 +88,17 @@ def _plain(prompt: Prompt) -> str:
     return prompt.text if prompt.text is not None else "\n".join(m["content"] for m in prompt.messages)
 
 
+async def ask(client: httpx.AsyncClient, endpoint: Endpoint, route: str, **fields: Any) -> dict[str, Any]:
+    """The answer of a server's own route; nothing where it has none."""
+    response = await client.post(f"{endpoint.url}/{route}", json={"model": endpoint.model, **fields})
+    return dict(response.json()) if response.status_code == 200 else {}
+
+
 async def tokenize(client: httpx.AsyncClient, endpoint: Endpoint, text: str, special: bool) -> list[int] | None:
     """Token ids by the server (vLLM's and llama-server's field names in one body); None where it has no such route."""
-    body: dict[str, Any] = {"model": endpoint.model, "prompt": text, "content": text}
-    body |= {"add_special_tokens": special, "add_special": special}
-    response = await client.post(endpoint.url + "/tokenize", json=body)
-    if response.status_code != 200:
-        return None
-    found = response.json().get("tokens")
+    fields = {"prompt": text, "content": text, "add_special_tokens": special, "add_special": special}
+    found = (await ask(client, endpoint, "tokenize", **fields)).get("tokens")
     return found if isinstance(found, list) and all(isinstance(t, int) for t in found) else None
-
-
-async def detokenize(client: httpx.AsyncClient, endpoint: Endpoint, tokens: Seq[int]) -> str | None:
-    """Text of token ids by the server; None where it has no such route."""
-    response = await client.post(endpoint.url + "/detokenize", json={"model": endpoint.model, "tokens": list(tokens)})
-    if response.status_code != 200:
-        return None
-    made = response.json()
-    text = made.get("prompt", made.get("content"))
-    return text if isinstance(text, str) else None
 
 
 async def make_prompts(
@@ -124,51 +110,35 @@ async def make_prompts(
     seed: str,
     source: PromptSource | None,
 ) -> list[dict[str, Any]]:
-    """`count` different prompts as fields of a body. `kind`: text, random, or a file. Raises ConfigError."""
+    """`count` different prompts as fields of a body. `kind`: text, random, or a file. Raises ConfigError.
+
+    A file's come in its order, from a random one on, again from the first when they run out.
+    """
     noise = random.Random(f"prompts {seed}")
     if source is None:
-        return _of_file(read_prompts(Path(kind)), count, endpoint.chat, noise)
+        found = read_prompts(Path(kind))
+        start = noise.randrange(len(found))
+        chosen = [found[(start + i) % len(found)] for i in range(count)]
+        return [
+            {"messages": list(p.messages)} if endpoint.chat and p.messages else as_prompt(_plain(p), endpoint.chat)
+            for p in chosen
+        ]
     assert shape.num_input is not None
+    if source.tokens is None and kind == "random":
+        raise ConfigError("this server has no /tokenize, so no token is known; leave --prompts at text")
     made: list[dict[str, Any]] = []
     for _ in range(count):
-        if source.tokens is None:
-            if kind == "random":
-                raise ConfigError("this server has no /tokenize, so no token is known; leave --prompts at text")
-            made.append(_as_text(source.text(shape.num_input, noise), endpoint.chat))
-            continue
-        draw = source.random_tokens if kind == "random" else source.words
-        tokens = draw(shape.num_input, noise)
-        if not endpoint.chat:
+        tokens = [] if source.tokens is None else source.draw(kind, shape.num_input, noise)
+        if tokens and not endpoint.chat:
             made.append({"prompt": tokens})
             continue
-        text = await detokenize(client, endpoint, tokens[len(source.special) :])
-        made.append(_as_text(source.text(shape.num_input, noise) if text is None else text, True))
+        told = await ask(client, endpoint, "detokenize", tokens=tokens[len(source.special) :]) if tokens else {}
+        text = told.get("prompt", told.get("content"))
+        text = text if isinstance(text, str) else source.text(shape.num_input, noise)
+        made.append(as_prompt(text, endpoint.chat))
     return made
 
 
-def _of_file(prompts: Seq[Prompt], count: int, chat: bool, noise: random.Random) -> list[dict[str, Any]]:
-    """Prompts in the file's order, from a random one on, again from the first when they run out."""
-    start = noise.randrange(len(prompts))
-    chosen = [prompts[(start + i) % len(prompts)] for i in range(count)]
-    return [{"messages": list(p.messages)} if chat and p.messages else _as_text(_plain(p), chat) for p in chosen]
-
-
-def _as_text(text: str, chat: bool) -> dict[str, Any]:
+def as_prompt(text: str, chat: bool) -> dict[str, Any]:
+    """A text as fields of a body."""
     return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-
-
-def fields(shape: Shape, sampling: Mapping[str, Any], seed: int, salt: str, strict: bool) -> dict[str, Any]:
-    """What a body has beside its prompt. `strict`: OpenAI's own fields only, and no word on the prompt's cache.
-
-    `salt` keeps what other requests left in a server's prefix cache out of reach.
-    """
-    made: dict[str, Any] = {
-        "max_tokens": shape.num_output,
-        "seed": seed,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **sampling,
-    }
-    if strict:
-        return made
-    return made | {"ignore_eos": True, "return_token_ids": True, "cache_salt": salt, "cache_prompt": False}

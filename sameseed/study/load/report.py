@@ -9,24 +9,6 @@ from rich.table import Table
 
 from sameseed.study.report import blank
 
-COLUMNS = (
-    "load",
-    "arm",
-    "tokens/s",
-    "speed-up",
-    "requests/s",
-    "good/s",
-    "TTFT\np50 p90 p99",
-    "TPOT\np50 p99",
-    "ITL\np50 p99",
-    "latency s\np50 p99",
-    "accepted",
-    "per draft",
-    "same text",
-    "failed",
-    "retries",
-)
-WIDTH = 124  # characters: where no terminal says how wide it is
 LEGEND = (
     "load: clients at once, or requests a second; good/s: requests a second within --ttft-slo and --tpot-slo; times in "
     "ms (latency in s): TTFT to the first token, TPOT for each other one, ITL from chunk to chunk (drafts that were "
@@ -36,36 +18,33 @@ LEGEND = (
 
 def title(config: Mapping[str, Any]) -> str:
     """What the rows of a table have in common."""
-    shape = (
-        f"{config['num_input_tokens']} tokens in" if config["num_input_tokens"] else f"prompts of {config['prompts']}"
-    )
-    kind = f" ({config['prompts']})" if config["num_input_tokens"] else ""
-    return f"{config['model']}: {shape}{kind}, {config['max_tokens']} out"
+    asked = config["num_input_tokens"]
+    shape = f"{asked} tokens in ({config['prompts']})" if asked else f"prompts of {config['prompts']}"
+    return f"{config['model']}: {shape}, {config['max_tokens']} out"
 
 
-def cells(record: Mapping[str, Any]) -> list[str]:
-    """One record as a row, in the order of COLUMNS."""
+def cells(record: Mapping[str, Any]) -> dict[str, str]:
+    """One record as a row, by the heads of its columns."""
     c, accepted, same = record["config"], record["acceptance"], record["same_texts"]
-    ttft, tpot, itl, e2e = (record[name] for name in ("ttft_ms", "tpot_ms", "itl_chunk_ms", "e2e_ms"))
     bounded = c["ttft_bound_s"] is not None or c["tpot_bound_s"] is not None
     failed = sum(record["errors"].values())
-    return [
-        f"{c['concurrency']}" if c["rate"] is None else f"{c['rate']:g}/s",
-        c["label"],
-        f"{record['output_tokens_per_s']:.1f}",
-        "" if record["speedup"] is None else f"{record['speedup']:.2f}x",
-        f"{record['requests_per_s']:.2f}",
-        f"{record['goodput_requests_per_s']:.2f}" if bounded else "",
-        _joined(ttft, ("p50", "p90", "p99")),
-        _joined(tpot, ("p50", "p99")),
-        _joined(itl, ("p50", "p99")),
-        _joined(e2e, ("p50", "p99"), 1e3),
-        "" if accepted is None else f"{accepted['acceptance_rate']:.0%}",
-        "" if accepted is None else f"{accepted['mean_acceptance_length']:.2f}",
-        "" if same is None else "yes" if same[0] == same[1] else f"{same[0]} of {same[1]}",
-        str(failed) if failed else "",
-        str(record["retries"]) if record["retries"] else "",
-    ]
+    return {
+        "load": f"{c['concurrency']}" if c["rate"] is None else f"{c['rate']:g}/s",
+        "arm": c["label"],
+        "tokens/s": f"{record['output_tokens_per_s']:.1f}",
+        "speed-up": "" if record["speedup"] is None else f"{record['speedup']:.2f}x",
+        "requests/s": f"{record['requests_per_s']:.2f}",
+        "good/s": f"{record['goodput_requests_per_s']:.2f}" if bounded else "",
+        "TTFT\np50 p90 p99": _joined(record["ttft_ms"], ("p50", "p90", "p99")),
+        "TPOT\np50 p99": _joined(record["tpot_ms"], ("p50", "p99")),
+        "ITL\np50 p99": _joined(record["itl_chunk_ms"], ("p50", "p99")),
+        "latency s\np50 p99": _joined(record["e2e_ms"], ("p50", "p99"), 1e3),
+        "accepted": "" if accepted is None else f"{accepted['acceptance_rate']:.0%}",
+        "per\ndraft": "" if accepted is None else f"{accepted['mean_acceptance_length']:.2f}",
+        "same\ntext": "" if same is None else "yes" if same[0] == same[1] else f"{same[0]} of {same[1]}",
+        "failed": str(failed) if failed else "",
+        "retries": str(record["retries"]) if record["retries"] else "",
+    }
 
 
 def _joined(spread: Mapping[str, float | None], names: Seq[str], unit: float = 1.0) -> str:
@@ -77,19 +56,16 @@ def _joined(spread: Mapping[str, float | None], names: Seq[str], unit: float = 1
 def table(records: Seq[Mapping[str, Any]]) -> Table:
     """The levels of one shape; columns in which nothing stands are left out."""
     rows = [cells(r) for r in records]
-    shown = [i for i in range(len(COLUMNS)) if any(row[i] for row in rows)]
+    shown = [name for name in rows[0] if any(row[name] for row in rows)]
     made = blank(title(records[0]["config"]))
-    for i in shown:
-        name = COLUMNS[i] if "\n" in COLUMNS[i] else COLUMNS[i].replace(" ", "\n")
-        made.add_column(name, justify="left" if COLUMNS[i] == "arm" else "right", no_wrap=True)
+    for name in shown:
+        made.add_column(name, justify="left" if name == "arm" else "right")
     for record, row in zip(records, rows, strict=True):
-        same, failed = COLUMNS.index("same text"), COLUMNS.index("failed")
-        if row[same]:
-            row[same] = f"[green]{row[same]}[/]" if row[same] == "yes" else f"[bold red]{row[same]}[/]"
-        if row[failed]:
-            row[failed] = f"[bold red]{row[failed]}[/]"
+        for name in ("same\ntext", "failed"):
+            if row[name]:
+                row[name] = f"[green]{row[name]}[/]" if row[name] == "yes" else f"[bold red]{row[name]}[/]"
         last = record["config"]["label"] == record["config"]["arms"][-1]
-        made.add_row(*(row[i] for i in shown), end_section=last and len(record["config"]["arms"]) > 1)
+        made.add_row(*(row[name] for name in shown), end_section=last and len(record["config"]["arms"]) > 1)
     return made
 
 
@@ -101,5 +77,5 @@ def notes(records: Seq[Mapping[str, Any]]) -> list[str]:
         if record["errors"]:
             kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(record["errors"].items()))
             example = next((r["error_details"][0] for r in record["repetitions"] if r["error_details"]), "")
-            lines.append(f"failed at {cells(record)[0]}, {record['config']['label']}: {kinds}; e.g. {example}")
+            lines.append(f"failed at {cells(record)['load']}, {record['config']['label']}: {kinds}; e.g. {example}")
     return lines

@@ -23,8 +23,9 @@ MAX_DETAIL = 300
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server and what it serves. `url` without /v1; `fields` go into every request."""
+    """What is measured: a server, or what is asked of it. `url` without /v1; `fields` go into every request."""
 
+    label: str
     url: str
     model: str = ""
     chat: bool = False
@@ -94,35 +95,23 @@ async def exchange(
 async def _attempts(
     client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, Any], max_retries: int, made: Exchange
 ) -> None:
+    clock = time.perf_counter
     while True:
-        wait = await _attempt(client, endpoint, body, made)
-        if wait is None:
+        async with client.stream("POST", endpoint.url + endpoint.path, json=body) as response:
+            if response.status_code == 200:
+                async for chunk in response.aiter_raw():
+                    made.chunks.append((clock(), chunk))
+                return
+            detail = (await response.aread()).decode("utf-8", "replace")
+        made.error, made.detail = f"HTTP {response.status_code}", " ".join(detail.split())[:MAX_DETAIL]
+        if response.status_code not in BUSY:
             return
         if made.retries >= max_retries:
-            made.error = f"{made.error} after {max_retries} retries"
+            made.error += f" after {max_retries} retries"
             return
         made.retries, made.error = made.retries + 1, None
-        await asyncio.sleep(wait)
-
-
-async def _attempt(
-    client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, Any], made: Exchange
-) -> float | None:
-    """One try. Returns the seconds after which to try again, None where that is no use."""
-    clock, chunks = time.perf_counter, made.chunks
-    async with client.stream("POST", endpoint.url + endpoint.path, json=body) as response:
-        if response.status_code == 200:
-            async for chunk in response.aiter_raw():
-                chunks.append((clock(), chunk))
-            return None
-        detail = (await response.aread()).decode("utf-8", "replace")
-        made.error, made.detail = f"HTTP {response.status_code}", " ".join(detail.split())[:MAX_DETAIL]
-        return _retry_after(response.headers.get("retry-after")) if response.status_code in BUSY else None
-
-
-def _retry_after(value: str | None) -> float:
-    """Seconds that a Retry-After header asks for; one where it says none, or a date."""
-    return min(LONGEST_WAIT, float(value)) if value and value.isdigit() else 1.0
+        wait = response.headers.get("retry-after", "")  # may be a date
+        await asyncio.sleep(min(LONGEST_WAIT, float(wait)) if wait.isdigit() else 1.0)
 
 
 def _kind(error: Exception) -> str:

@@ -18,17 +18,15 @@ from typing import Any
 
 CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 NO_NEW_PRIVILEGES = 38
-# What has no place in a solution; the rest of these families is refused by prefix.
+# Beginnings of events that have no place in a solution.
 REFUSED = (
     "os.fork",
-    "os.forkpty",
     "os.exec",
     "os.posix_spawn",
     "os.spawn",
     "os.startfile",
     "os.system",
     "os.kill",
-    "os.killpg",
     "os.putenv",
     "os.chown",
     "os.chroot",
@@ -54,9 +52,6 @@ REFUSED = (
 REFUSED_MODULES = {"_posixsubprocess", "_ctypes", "_socket", "_multiprocessing"}
 # These write files of any name, or run code beside the hook, and no event tells of it.
 REFUSED_MODULES |= {"readline", "_gdbm", "_dbm", "_tkinter", "_interpreters", "_xxsubinterpreters"}
-# Nor does one of these functions of os, which make files.
-SILENT = ("mknod", "mkfifo")
-STARTS = ("start_new_thread", "start_new", "start_joinable_thread")  # of _thread; told of from Python 3.12 on
 # The first arguments of these are paths that would be changed.
 CHANGES = (
     "os.remove",
@@ -71,8 +66,6 @@ CHANGES = (
     "shutil.",
     "tempfile.",
 )
-# Their first arguments are folders whose names would be read.
-LISTS = ("os.listdir", "os.scandir")
 READABLE = ("/dev/null", "/dev/zero", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime")
 
 
@@ -117,7 +110,7 @@ def watch(folder: str) -> None:
         elif event == "import":
             if args[0] in REFUSED_MODULES:
                 raise ImportError(f"refused here: {args[0]}")
-        elif event in LISTS:
+        elif event in ("os.listdir", "os.scandir"):
             if not inside("." if args[0] is None else args[0], [own, *library]):
                 raise PermissionError(f"refused here: {event} {args[0]!r}")
         elif event.startswith(REFUSED):
@@ -131,18 +124,18 @@ def watch(folder: str) -> None:
 
 
 def take_away() -> None:
-    """Remove what no event tells of."""
-    for name in SILENT:
+    """Remove what no event tells of: functions that make files, and starts of threads (told of from Python 3.12 on)."""
+
+    def no_thread(*args: Any, **named: Any) -> Any:
+        raise PermissionError("refused here: a thread")
+
+    for name in ("mknod", "mkfifo"):
         for module in (os, sys.modules[os.name]):
             if hasattr(module, name):
                 delattr(module, name)
-    for name in STARTS:  # `threading` takes them at its import, and must find something
-        if hasattr(_thread, name):
-            setattr(_thread, name, _no_thread)
-
-
-def _no_thread(*args: Any, **named: Any) -> Any:
-    raise PermissionError("refused here: a thread")
+    for name in ("start_new_thread", "start_new", "start_joinable_thread"):
+        if hasattr(_thread, name):  # `threading` takes them at its import, and must find something
+            setattr(_thread, name, no_thread)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import ModelConfig
 from sameseed.models.loader import resolve_model
 from sameseed.study.quality.perplexity import perplexity
+from sameseed.study.quality.tasks import Report, silent
 from sameseed.study.quality.variant import Variant
 
 FILE = "quantization.json"  # what `sameseed quantize` leaves beside the weights
@@ -51,18 +51,17 @@ def recorded(variant: Variant) -> list[Recommendation]:
 def parts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Parts of a model to try, by a name for people, as globs over module names."""
     last = config.num_layers - 1
-    ends = ("model.embed_tokens", "lm_head")
-    found: dict[str, tuple[str, ...]] = {"embedding and head" if config.tied_embeddings else "embedding, head": ends}
-    found["first layer"] = ("model.layers.0.*",)
-    if last:
-        found["last layer"] = (f"model.layers.{last}.*",)
-    found["attention"] = ("model.layers.*.self_attn.*",)
-    found["down projections"] = ("model.layers.*.mlp.down_proj",)
-    return found
+    return {
+        "embedding and head" if config.tied_embeddings else "embedding, head": ("model.embed_tokens", "lm_head"),
+        "first layer": ("model.layers.0.*",),
+        **({"last layer": (f"model.layers.{last}.*",)} if last else {}),
+        "attention": ("model.layers.*.self_attn.*",),
+        "down projections": ("model.layers.*.mlp.down_proj",),
+    }
 
 
 def measured(
-    variant: Variant, baseline: Variant, text: str, settings: dict[str, Any], tick: Callable[[str], None]
+    variant: Variant, baseline: Variant, text: str, settings: dict[str, Any], progress: Report = silent
 ) -> list[Recommendation]:
     """Load the variant again with one part after the other in the checkpoint's own precision, and read a short text.
 
@@ -84,8 +83,9 @@ def measured(
     if lost <= 0:
         return []
     found: list[Recommendation] = []
-    for name, globs in parts(config).items():
-        tick(name)
+    tried = parts(config)
+    for i, (name, globs) in enumerate(tried.items()):
+        progress(f"{variant.label}: what to keep, {name}", i, len(tried))
         kept = ",".join([variant.format, *(f"{glob}={dense}" for glob in globs)])
         try:
             its, larger, _, _ = read(kept)

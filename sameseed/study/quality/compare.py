@@ -8,27 +8,29 @@ perplexity shows it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence as Seq
+import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sameseed.config import EngineConfig, SpecConfig, draft_text
+from sameseed.config import SpecConfig, draft_text
 from sameseed.engine.levels import check_options
 from sameseed.engine.llm import LLM
 from sameseed.engine.memory import available_memory, demand
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
-from sameseed.models.loader import EMBEDDED, resolve_model
+from sameseed.models.config import EMBEDDED
+from sameseed.models.loader import resolve_model
 from sameseed.scheme import QuantScheme
 from sameseed.study.quality import advice, speed, suite
 from sameseed.study.quality.advice import Recommendation
-from sameseed.study.quality.bootstrap import Interval, paired_interval
+from sameseed.study.quality.bootstrap import Interval, mean_interval
 from sameseed.study.quality.perplexity import ratio
 from sameseed.study.quality.speed import DraftAcceptance, Speed
 from sameseed.study.quality.suite import PerplexityText, Quality
-from sameseed.study.quality.tasks import TaskSettings
+from sameseed.study.quality.tasks import Report, TaskSettings, counter, silent
 from sameseed.study.quality.variant import Footprint, Variant, footprint
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
@@ -37,7 +39,6 @@ FAR_BELOW = 0.6  # of the baseline's rate
 LOST = 1.1  # of the baseline's perplexity
 ADVICE_RATIO = 1.005
 COMPARE_TOKENS = 32768  # of the perplexity text where nothing is asked: several variants read it
-Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,15 @@ class Row:
 
     variant: Variant
     quality: Quality
-    disk_bytes: int
     memory: Footprint
     speed: Speed
     as_target: DraftAcceptance
     as_draft: DraftAcceptance | None
-    ratio: tuple[float, Interval] | None = None  # perplexity over the baseline's
-    differences: dict[str, tuple[float, Interval]] = field(default_factory=dict)  # by task, of scores
+    ratio: tuple[float, Interval | None] | None = None  # perplexity over the baseline's
+    differences: dict[str, tuple[float, Interval | None]] = field(default_factory=dict)  # by task, of scores
     advice: list[Recommendation] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def label(self) -> str:
-        return self.variant.label
 
 
 @dataclass(frozen=True)
@@ -93,102 +89,87 @@ class Comparison:
     interleaved: bool
     asked: Comparing
 
-    @property
-    def baseline(self) -> Row:
-        return self.rows[0]
 
+def report(variants: Seq[str | Variant], asked: Comparing | None = None, progress: Report = silent) -> Comparison:
+    """Measure variants, MODEL[@FORMAT[@KVFORMAT]] each, of which the first is the baseline.
 
-def compare(variants: Seq[Variant], asked: Comparing, report: Report = lambda stage, done, total: None) -> Comparison:
-    """Measure all variants, the first of which is the baseline. Raises ConfigError for a bad choice before any work."""
-    if len(variants) < 1 or len(set(variants)) < len(variants):
+    Raises ConfigError for a bad choice before any work.
+    """
+    parsed = [v if isinstance(v, Variant) else Variant.parse(v) for v in variants]
+    asked = asked or Comparing()
+    if len(parsed) < 1 or len(set(parsed)) < len(parsed):
         raise ConfigError("give the baseline and other variants, each once, e.g. --compare embedded embedded@w4a8")
     suite.check(asked.tasks, asked.settings, asked.text)
     prompts = read_prompts(asked.prompts, asked.num_prompts)
-    for variant in variants:
+    for variant in parsed:
         resolve_model(variant.model)
-    spec = _draft(variants[0], asked)
-    qualities = [_quality(v, asked, report) for v in variants]
+    spec = draft_spec(parsed[0], asked)
+    qualities = [_quality(v, asked, progress) for v in parsed]
     memories = []
-    for i, v in enumerate(variants):
-        report("memory, in processes of their own", i, len(variants))
+    for i, v in enumerate(parsed):
+        progress("memory, in processes of their own", i, len(parsed))
         memories.append(footprint(v, asked.engine))
-    groups, interleaved = _groups(variants, asked)
+    groups = _groups(parsed, asked)
     speeds: list[Speed] = []
-    total = asked.repeat * len(prompts) * len(variants)
+    tick = counter(partial(progress, "speed, in turns"), asked.repeat * len(prompts) * len(parsed))
     for group in groups:
-        loaded = speed.load(group, spec, prompts, asked.max_tokens, asked.engine)
-        speeds += speed.measure(loaded, asked.repeat, _counter("speed, in turns", total, report))
-        del loaded
+        speeds += speed.measure(group, spec, prompts, asked.max_tokens, asked.engine, asked.repeat, tick)
         gc.collect()
     seed = asked.settings.seed
     rows = []
-    for i, (v, quality, memory, its) in enumerate(zip(variants, qualities, memories, speeds, strict=True)):
-        report("as draft of the baseline", i, len(variants))
+    for i, (v, quality, memory, its) in enumerate(zip(parsed, qualities, memories, speeds, strict=True)):
+        progress("as draft of the baseline", i, len(parsed))
         drafted, why = speed.as_draft(
-            variants[0], v, asked.num_draft_tokens, prompts, asked.max_tokens, asked.engine, seed
+            parsed[0], v, asked.num_draft_tokens, prompts, asked.max_tokens, asked.engine, seed
         )
         notes = [] if why is None else [f"cannot draft for the baseline: {why}"]
         if speed.drafts_for_itself(v, spec):
             notes.append("it is the draft itself, so n-grams draft for it")
-        target = DraftAcceptance.of(its.drafted[0], seed)
-        rows.append(Row(v, quality, v.disk_bytes(), memory, its, target, drafted, notes=notes))
-    _judge(rows, asked, report)
+        rows.append(Row(v, quality, memory, its, DraftAcceptance.of(its.drafted[0], seed), drafted, notes=notes))
+    _judge(rows, asked, progress)
     name = draft_text(spec) if spec.model is None else Path(spec.model).name
-    return Comparison(tuple(rows), f"{name}, {spec.num_draft_tokens} tokens", interleaved, asked)
+    return Comparison(tuple(rows), f"{name}, {spec.num_draft_tokens} tokens", len(groups) == 1, asked)
 
 
-def _counter(stage: str, total: int, report: Report) -> Callable[[], None]:
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        report(stage, min(done, total), total)
-
-    return tick
-
-
-def _draft(baseline: Variant, asked: Comparing) -> SpecConfig:
-    """How each target is drafted for."""
+def draft_spec(baseline: Variant, asked: Comparing) -> SpecConfig:
+    """How each target is drafted for. Raises ConfigError."""
     draft = asked.draft
     if draft is None:
         ours = (resolve_model("embedded") / "tokenizer.json").read_bytes()
         tokenizer = resolve_model(baseline.model) / "tokenizer.json"
         same = baseline.model in EMBEDDED or (tokenizer.is_file() and tokenizer.read_bytes() == ours)
         draft = "embedded-draft" if same else "ngram"
-    spec = make_config(draft, num_draft_tokens=asked.num_draft_tokens, **asked.speculation).spec
+    given = {"policy": "fixed", "num_draft_tokens": asked.num_draft_tokens, **asked.speculation}
+    spec = make_config(draft, **given).spec
     check_options(spec)  # a bad one fails here, before any work
     if spec.method == "none" or spec.num_draft_tokens < 1:
         raise ConfigError("a comparison measures acceptance: give a draft (--draft) of at least one token")
     return spec
 
 
-def _quality(variant: Variant, asked: Comparing, report: Report) -> Quality:
+def _quality(variant: Variant, asked: Comparing, progress: Report) -> Quality:
     llm = LLM(variant.model, **{**asked.engine, **variant.settings})
     try:
         return suite.evaluate(
-            llm, asked.tasks, asked.settings, asked.text, lambda s, d, t: report(f"{variant.label}: {s}", d, t)
+            llm, asked.tasks, asked.settings, asked.text, lambda s, d, t: progress(f"{variant.label}: {s}", d, t)
         )
     finally:
         del llm
         gc.collect()
 
 
-def _groups(variants: Seq[Variant], asked: Comparing) -> tuple[list[list[Variant]], bool]:
+def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
     """All variants at once where they fit in half of the free memory, else one after the other."""
-    names = {"block_size", "num_blocks"}
-    engine = {k: v for k, v in asked.engine.items() if k not in names}
+    engine = {k: v for k, v in asked.engine.items() if k not in ("block_size", "num_blocks")}
     whole = 0
     for v in variants:
-        config: EngineConfig = make_config(None, **engine, **v.settings)
+        config = make_config(None, **engine, **v.settings)
         need = demand(resolve_model(v.model), QuantScheme.parse(v.format), config)
         whole += 2 * need.weights  # and again while the drafter is loaded beside a second copy
-    if whole <= available_memory() // 2:
-        return [list(variants)], True
-    return [[v] for v in variants], len(variants) == 1
+    return [variants] if whole <= available_memory() // 2 else [[v] for v in variants]
 
 
-def _judge(rows: list[Row], asked: Comparing, report: Report) -> None:
+def _judge(rows: list[Row], asked: Comparing, progress: Report) -> None:
     """Ratios to the baseline, warnings, and advice."""
     base, seed = rows[0], asked.settings.seed
     for row in rows:
@@ -200,27 +181,18 @@ def _judge(rows: list[Row], asked: Comparing, report: Report) -> None:
                 row.notes.append("another tokenizer than the baseline's: compare bits per byte, not perplexity")
         for a, b in zip(row.quality.results, base.quality.results, strict=True):
             if row is not base:
-                row.differences[a.task] = a.value - b.value, paired_interval(a.scores, b.scores, seed)
-        row.warnings = warnings(row, base, _own_rate(row, rows))
+                paired = mean_interval([x - y for x, y in zip(a.scores, b.scores, strict=True)], seed)
+                row.differences[a.task] = a.value - b.value, paired
+        # Its weights should be accepted as a draft at the rate of the first variant of its model; the baseline's at 1.
+        first = next(r for r in rows if r.variant.model == row.variant.model)
+        own_rate = 1.0 if first is base else None
+        if first not in (base, row) and first.as_draft is not None:
+            own_rate = first.as_draft.acceptance_rate
+        row.warnings = warnings(row, base, own_rate)
         row.advice = advice.recorded(row.variant)
         if asked.advise and not row.advice and row.ratio is not None and row.ratio[0] > ADVICE_RATIO:
             text, _ = asked.text.read(asked.settings.data)
-            stage = f"{row.label}: what to keep"
-            row.advice = advice.measured(row.variant, base.variant, text, asked.engine, partial(_stage, report, stage))
-
-
-def _stage(report: Report, stage: str, part: str) -> None:
-    report(f"{stage}, {part}", 0, 1)
-
-
-def _own_rate(row: Row, rows: Seq[Row]) -> float | None:
-    """What a variant's weights should be accepted at as a draft: 1 where they are the baseline's, rounded; else as the
-    first variant of their model is.
-    """
-    if row.variant.model == rows[0].variant.model:
-        return 1.0
-    first = next(r for r in rows if r.variant.model == row.variant.model)
-    return None if first is row or first.as_draft is None else first.as_draft.rate
+            row.advice = advice.measured(row.variant, base.variant, text, asked.engine, progress)
 
 
 def warnings(row: Row, base: Row, own_rate: float | None) -> list[str]:
@@ -229,36 +201,28 @@ def warnings(row: Row, base: Row, own_rate: float | None) -> list[str]:
     `own_rate`: what its model is accepted at as a draft before the format took its toll, if that is known.
     """
     found = []
-    pairs = (("as target", row.as_target, base.as_target.rate), ("as draft", row.as_draft, own_rate))
+    pairs = (("as target", row.as_target, base.as_target.acceptance_rate), ("as draft", row.as_draft, own_rate))
     for role, mine, its in pairs:
         if mine is None:
             continue
-        if mine.rate is None:
+        rate = mine.acceptance_rate
+        if rate is None:
             if its:
                 found.append(f"{role}, nothing was drafted at all: speculation is switched off in effect")
-            continue
-        if mine.rate < NEAR_ZERO:
+        elif rate < NEAR_ZERO:
             found.append(
-                f"{role}, acceptance is {mine.rate:.1%}: near zero, so speculation only costs time. The format "
+                f"{role}, acceptance is {rate:.1%}: near zero, so speculation only costs time. The format "
                 "broke the agreement of draft and target; keep more bits, or switch speculation off"
             )
-        elif row is not base and its and mine.rate < FAR_BELOW * its:
+        elif row is not base and its and rate < FAR_BELOW * its:
             found.append(
-                f"{role}, acceptance fell to {mine.rate:.1%} from the original's {its:.1%}: speculation loses "
+                f"{role}, acceptance fell to {rate:.1%} from the original's {its:.1%}: speculation loses "
                 "most of what it bought; keep more bits, or draft with fewer tokens"
             )
-    if row.quality.perplexity is not None and not row.quality.perplexity.finite:
+    if row.quality.perplexity is not None and not math.isfinite(row.quality.perplexity.perplexity):
         found.append("perplexity is not finite: the format overflows, or the checkpoint is broken")
     elif row.ratio is not None and row.ratio[0] > LOST:
         found.append(f"perplexity is {row.ratio[0]:.2f} times the baseline's: too few bits, or a badly chosen scale")
     if not row.speed.same_text:
         found.append("speculation changed the text: this must not happen, report it as a defect of sameseed")
     return found
-
-
-def report(
-    variants: Seq[str | Variant], asked: Comparing | None = None, progress: Report = lambda stage, done, total: None
-) -> Comparison:
-    """Compare by text, MODEL[@FORMAT[@KVFORMAT]] each: what `sameseed quantize --report` shows of a new checkpoint."""
-    parsed = [v if isinstance(v, Variant) else Variant.parse(v) for v in variants]
-    return compare(parsed, asked or Comparing(), progress)

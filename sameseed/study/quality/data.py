@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
@@ -77,7 +76,17 @@ def locate(data: DataSet, folder: Path | None) -> Path:
     Raises ConfigError that names the file wanted, or --data where the hub does not answer.
     """
     if folder is None:
-        return _fetch(data)
+        assert data.hub is not None
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(*data.hub, repo_type="dataset"))
+        except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ConfigError(
+                f"the data of {data.name} ({data.hub[0]}) did not come from the hub: {first}; give a folder that holds "
+                f"{data.files[-1]} with --data DIR"
+            ) from None
     if not folder.is_dir():
         raise ConfigError(f"--data {folder} is no folder; name the one that holds {data.files[-1]}")
     path = find(folder, data)
@@ -86,28 +95,11 @@ def locate(data: DataSet, folder: Path | None) -> Path:
     return path
 
 
-def _fetch(data: DataSet) -> Path:
-    assert data.hub is not None
-    repository, file = data.hub
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repository, file, repo_type="dataset"))
-    except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(
-            f"the data of {data.name} ({repository}) did not come from the hub: {first}; give a folder that holds "
-            f"{data.files[-1]} with --data DIR"
-        ) from None
-
-
 def read_text(path: Path) -> str:
     """The text of a file, .gz unpacked. Raises ConfigError."""
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-                return file.read()
-        return io.StringIO(path.read_bytes().decode("utf-8"), newline="").read()
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); check the file") from None
 
@@ -116,14 +108,15 @@ def read_rows(path: Path, data: DataSet) -> list[Row]:
     """The rows of a set, each checked. Raises ConfigError with the row's place."""
     rows = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
     assert data.fields is not None
+    needed = f"{data.name} needs the fields {', '.join(data.fields)}"
     for where, row in rows:
         if not isinstance(row, dict):
-            raise ConfigError(f"{where} is no JSON object; {data.name} needs the fields {', '.join(data.fields)}")
+            raise ConfigError(f"{where} is no JSON object; {needed}")
         for name, kind in data.fields.items():
             if not isinstance(row.get(name), kind):
                 raise ConfigError(f"{where} lacks {name!r} ({kind.__name__}); is this the data of {data.name}?")
     if not rows:
-        raise ConfigError(f"{path} holds no rows; {data.name} needs the fields {', '.join(data.fields)}")
+        raise ConfigError(f"{path} holds no rows; {needed}")
     return [row for _, row in rows]
 
 
@@ -182,9 +175,7 @@ def rows(data: DataSet, folder: Path | None) -> list[Row]:
 
 
 def take(items: Seq[Row], limit: int | None) -> list[Row]:
-    """`limit` rows, spread evenly over the set so that every category stays in; None: all. Raises ConfigError."""
+    """`limit` rows, spread evenly over the set so that every category stays in; None: all."""
     if limit is None or limit >= len(items):
         return list(items)
-    if limit < 1:
-        raise ConfigError(f"--limit must be at least 1, got {limit}")
     return [items[i * len(items) // limit] for i in range(limit)]

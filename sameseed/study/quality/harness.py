@@ -11,6 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from contextlib import redirect_stderr
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,7 +65,12 @@ def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) ->
 
     from sameseed.study.lm_eval import SameseedLM
 
-    model = SameseedLM(llm, report=lambda done, total: report(name, done, total))
+    s, differs = settings, {}  # from the task's own way to write an answer
+    if s.temperature > 0:
+        differs = {"do_sample": True, "temperature": s.temperature, "top_p": s.top_p, "seed": s.seed}
+    if s.max_tokens is not None:
+        differs["max_gen_toks"] = s.max_tokens
+    model = SameseedLM(llm, report=partial(report, name))
     # The harness's own bars and remarks would run into ours.
     with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         datasets.disable_progress_bars()
@@ -74,7 +80,7 @@ def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) ->
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
             if task.get_config("output_type") == "generate_until":
-                task.set_config(key="generation_kwargs", value=_gen_kwargs(settings), update=True)
+                task.set_config(key="generation_kwargs", value=differs, update=True)
         found = lm_eval.evaluate(
             lm=model,
             task_dict=loaded,
@@ -86,17 +92,7 @@ def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) ->
     if model.num_cut:
         length = llm.engine.max_model_len
         notes += (f"{model.num_cut} prompts lost their beginning: the model's context has {length} tokens",)
-    return _gsm8k(samples, notes) if name == "gsm8k" else _mmlu_pro(name, samples, notes)
-
-
-def _gen_kwargs(settings: TaskSettings) -> dict[str, Any]:
-    """What differs from the task's own way to write an answer."""
-    given: dict[str, Any] = {}
-    if settings.temperature > 0:
-        given = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed}
-    if settings.max_tokens is not None:
-        given["max_gen_toks"] = settings.max_tokens
-    return given
+    return _result(name, samples, notes)
 
 
 def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[str]:
@@ -122,38 +118,24 @@ def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[
     return list(sources)
 
 
-def _gsm8k(samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> TaskResult:
-    strict = [s["exact_match"] for s in samples if s["filter"] == "strict-match"]
-    asked = [s for s in samples if s["filter"] == "flexible-extract"]
-    return TaskResult(
-        "gsm8k",
-        "exact match",
-        tuple(float(s["exact_match"]) for s in asked),
-        {
-            "strict": sum(strict) / len(strict),
-            "without_number": sum(s["filtered_resps"][0] == INVALID for s in asked),
-        },
-        notes,
-        tuple(s["resps"][0][0] for s in asked),
-    )
-
-
-def _mmlu_pro(name: str, asked: Seq[dict[str, Any]], notes: tuple[str, ...]) -> TaskResult:
+def _result(name: str, samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> TaskResult:
+    """What the harness's samples come to: of each question, its metric and what was written."""
     letters = name == "mmlu_pro_likelihood"
+    asked = [s for s in samples if s["filter"] != "strict-match"]
     scores = tuple(float(s["acc" if letters else "exact_match"]) for s in asked)
+    missing = 0 if letters else sum(s["filtered_resps"][0] == INVALID for s in asked)
+    answers = () if letters else tuple(s["resps"][0][0] for s in asked)
+    if name == "gsm8k":
+        strict = [s["exact_match"] for s in samples if s["filter"] == "strict-match"]
+        extra = {"strict": sum(strict) / len(strict), "without_number": missing}
+        return TaskResult(name, "exact match", scores, extra, notes, answers)
     subjects: dict[str, list[float]] = defaultdict(list)
     for score, sample in zip(scores, asked, strict=True):
         subjects[sample["doc"]["category"]].append(score)
-    return TaskResult(
-        name,
-        "accuracy",
-        scores,
-        {
-            # The mean over questions weighs each subject by its size.
-            "subjects": {s: {"value": sum(v) / len(v), "num_questions": len(v)} for s, v in sorted(subjects.items())},
-            "without_letter": 0 if letters else sum(s["filtered_resps"][0] == INVALID for s in asked),
-            "chance": sum(1 / len(s["doc"]["options"]) for s in asked) / len(asked),
-        },
-        notes,
-        () if letters else tuple(s["resps"][0][0] for s in asked),
-    )
+    extra = {
+        # The mean over questions weighs each subject by its size.
+        "subjects": {s: {"value": sum(v) / len(v), "num_questions": len(v)} for s, v in sorted(subjects.items())},
+        "without_letter": missing,
+        "chance": sum(1 / len(s["doc"]["options"]) for s in asked) / len(asked),
+    }
+    return TaskResult(name, "accuracy", scores, extra, notes, answers)

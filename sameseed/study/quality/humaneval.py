@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence as Seq
+from functools import partial
 
 from sameseed.engine.llm import LLM
 from sameseed.study.quality import data, sandbox
 from sameseed.study.quality.data import HUMANEVAL, Row
-from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, answer, encode, room, silent
+from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, answer, counter, silent
 
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's: what follows the function
 MAX_TOKENS = 512
@@ -34,36 +35,26 @@ def program(row: Row, text: str, chat: bool = False) -> str:
 
 
 def score(
-    rows: Seq[Row],
-    texts: Seq[str],
-    chat: bool = False,
-    limits: sandbox.SandboxLimits | None = None,
-    tick: Callable[[], None] = lambda: None,
+    rows: Seq[Row], texts: Seq[str], chat: bool = False, tick: Callable[[], None] = lambda: None
 ) -> list[sandbox.SandboxOutcome]:
     """Run each answer with its problem's tests, in a sandbox."""
-    return sandbox.run_all([program(r, t, chat) for r, t in zip(rows, texts, strict=True)], limits, tick)
+    return sandbox.run_all([program(r, t, chat) for r, t in zip(rows, texts, strict=True)], tick)
 
 
 def run(llm: LLM, settings: TaskSettings, report: Report = silent) -> TaskResult:
     """Write and test a solution for each problem. Raises ConfigError for missing data."""
     problems = data.take(data.rows(HUMANEVAL, settings.data), settings.limit)
     params = settings.params(MAX_TOKENS, STOP)
-    prompts, long = [], 0
+    room = llm.engine.max_model_len - min(params.max_tokens, llm.engine.max_model_len // 4)  # the rest is the answer's
+    prompts = []
     for row in problems:
-        text = ASK.format(prompt=row["prompt"].rstrip()) if settings.chat else row["prompt"]
-        tokens = encode(llm, text, settings.chat)
-        fits = len(tokens) <= room(llm, params.max_tokens)
-        long += not fits
-        prompts.append(tokens if fits else [])
-    texts, _ = answer(llm, prompts, [params] * len(prompts), lambda done, total: report("humaneval", done, total))
-    tested = 0
-
-    def tick() -> None:
-        nonlocal tested
-        tested += 1
-        report("humaneval, tests", tested, len(problems))
-
-    outcomes = score(problems, texts, settings.chat, tick=tick)
+        message = {"role": "user", "content": ASK.format(prompt=row["prompt"].rstrip())}
+        tokens = llm.tokenizer.chat([message]) if settings.chat else llm.tokenizer.encode(row["prompt"])
+        prompts.append(tokens if len(tokens) <= room else [])
+    long = prompts.count([])
+    texts = answer(llm, prompts, [params] * len(prompts), partial(report, "humaneval"))
+    tick = counter(partial(report, "humaneval, tests"), len(problems))
+    outcomes = score(problems, texts, settings.chat, tick)
     errors = Counter(re.split(r"[:;]", o.error)[0] for o in outcomes if o.error)
     notes = (f"{long} of {len(problems)} prompts do not fit the model's context and count as failed",) if long else ()
     return TaskResult(

@@ -55,14 +55,14 @@ class _Job:
     seq: Sequence
     first: int
     others: tuple[int, ...]
-    nll: list[Tensor] = field(default_factory=list)
-    greedy: list[Tensor] = field(default_factory=list)
+    nll: list[Tensor] = field(default_factory=lambda: [torch.zeros(0)])
+    greedy: list[Tensor] = field(default_factory=lambda: [torch.zeros(0, dtype=torch.bool)])
     other_nll: Tensor = field(default_factory=lambda: torch.zeros(0))
     other_greedy: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
     @property
     def left(self) -> int:
-        """Rows that have not run yet; the last token needs none, nothing follows it."""
+        """Rows that have not run yet; the last token needs none: nothing follows it."""
         return len(self.seq) - 1 - self.seq.num_cached
 
     def wanted(self, start: int, stop: int) -> range:
@@ -95,7 +95,8 @@ class Scorer:
                 if running:
                     self._run(running, done)
                 while given in done:
-                    yield _result(done.pop(given))
+                    job = done.pop(given)
+                    yield Scored(torch.cat(job.nll), torch.cat(job.greedy), job.other_nll, job.other_greedy)
                     given += 1
         finally:
             for job in running:
@@ -176,13 +177,6 @@ class Scorer:
                 others = torch.tensor(job.others, device=logits.device)
                 job.other_nll = (whole[at - 1] - logits[at - 1, others]).cpu()
                 job.other_greedy = (best[at - 1] == others).cpu()
-
-
-def _result(job: _Job) -> Scored:
-    none = torch.zeros(0)
-    nll = torch.cat(job.nll) if job.nll else none
-    greedy = torch.cat(job.greedy) if job.greedy else none.bool()
-    return Scored(nll, greedy, job.other_nll, job.other_greedy)
 
 
 def split(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -24,7 +24,7 @@ WINDOW, STRIDE = 2048, 512
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a text's tokens cost: `nll` float32 [tokens], nats; `blocks` tokens at a time are resampled together."""
+    """What a text's tokens cost: `nll` float32 [tokens], nats. Not finite where a format overflows."""
 
     nll: np.ndarray
     num_bytes: int
@@ -35,12 +35,10 @@ class Perplexity:
 
     @property
     def tokens(self) -> int:
-        """Tokens that were scored."""
         return len(self.nll)
 
     @property
     def nats(self) -> float:
-        """The sum over all tokens."""
         return float(self.nll.sum(dtype=np.float64))
 
     @property
@@ -50,23 +48,16 @@ class Perplexity:
         return math.exp(mean) if mean < 700 else math.inf
 
     @property
-    def finite(self) -> bool:
-        """Is it a number at all? A format that overflows gives none."""
-        return math.isfinite(self.perplexity)
-
-    @property
     def bits_per_byte(self) -> float:
         """Bits a byte of the text's UTF-8: comparable between tokenizers, where perplexity is not."""
         return self.nats / math.log(2) / self.num_bytes
 
     def blocks(self) -> tuple[list[float], list[float]]:
         """NLL and number of tokens of each stretch of `stride` tokens: neighbours are not independent."""
-        cuts = range(0, self.tokens, self.stride)
-        parts = [self.nll[i : i + self.stride] for i in cuts]
+        parts = [self.nll[i : i + self.stride] for i in range(0, self.tokens, self.stride)]
         return [float(p.sum(dtype=np.float64)) for p in parts], [float(len(p)) for p in parts]
 
-    def interval(self, seed: int) -> Interval:
-        """Of the perplexity."""
+    def interval(self, seed: int) -> Interval | None:
         return ratio_interval(*self.blocks(), seed, np.exp)
 
 
@@ -107,21 +98,16 @@ def perplexity(
     window = min(window, llm.engine.max_model_len)
     stride = min(stride, window - 1)  # the first token of a window has nothing before it to be scored after
     found: list[np.ndarray] = []
-    done = 0
-
-    texts = (
-        TextToScore(tokens[begin:end], first - begin) for begin, end, first in windows(len(tokens), window, stride)
-    )
+    texts = (TextToScore(tokens[a:b], first - a) for a, b, first in windows(len(tokens), window, stride))
     for scored in Scorer(llm.engine).score(texts):
         found.append(scored.nll.numpy())
-        done += len(found[-1])
-        report(done, len(tokens) - 1)
+        report(sum(map(len, found)), len(tokens) - 1)
     digest = hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:12]
     read = text if whole else llm.tokenizer.decode(tokens)
     return Perplexity(np.concatenate(found), len(read.encode()), window, stride, whole, digest)
 
 
-def ratio(mine: Perplexity, its: Perplexity, seed: int) -> tuple[float, Interval]:
+def ratio(mine: Perplexity, its: Perplexity, seed: int) -> tuple[float, Interval | None]:
     """One perplexity over another on the same tokens, with its paired interval. Raises ConfigError for others."""
     if mine.digest != its.digest or (mine.window, mine.stride) != (its.window, its.stride):
         raise ConfigError("perplexities of different tokens or windows cannot be divided; use bits per byte")

@@ -11,6 +11,7 @@ container or a virtual machine all the same.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import signal
@@ -28,29 +29,16 @@ from sameseed.errors import ConfigError
 GUARD = Path(__file__).with_name("_guard.py")
 
 
-@dataclass(frozen=True)
-class SandboxLimits:
-    """What one program may use: seconds of wall and of processor time, bytes of memory and of a file."""
-
-    seconds: float = 10.0
-    cpu_seconds: int = 10
-    memory: int = 512 << 20
-    file_size: int = 4 << 20
-    open_files: int = 32
-
-    def as_rlimits(self) -> dict[str, int]:
-        """For setrlimit. No process or thread may be added to the one that runs (the superuser's are not counted)."""
-        return {
-            "CPU": self.cpu_seconds,
-            "AS": self.memory,
-            "DATA": self.memory,
-            "FSIZE": self.file_size,
-            "NOFILE": self.open_files,
-            "NPROC": 0,
-            "CORE": 0,
-            "MEMLOCK": 0,
-            "MSGQUEUE": 0,
-        }
+RLIMITS = {  # besides the processor's seconds; bytes
+    "AS": 512 << 20,
+    "DATA": 512 << 20,
+    "FSIZE": 4 << 20,
+    "NOFILE": 32,
+    "NPROC": 0,  # no process or thread may be added to the one that runs (the superuser's are not counted)
+    "CORE": 0,
+    "MEMLOCK": 0,
+    "MSGQUEUE": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -61,25 +49,31 @@ class SandboxOutcome:
     error: str | None = None
 
 
-def run(program: str, limits: SandboxLimits | None = None) -> SandboxOutcome:
-    """Run a Python program to its end within `limits`. Raises ConfigError where the system has no such limits."""
+def run(program: str, seconds: float = 10.0) -> SandboxOutcome:
+    """Run a Python program for at most `seconds` of wall and of processor time.
+
+    Raises ConfigError where the system has no such limits.
+    """
     if os.name != "posix":
         raise ConfigError("generated code runs only where processes can be limited (Linux, macOS); use one of these")
-    limits = limits or SandboxLimits()
-    token = secrets.token_hex(16)
+    token, answer = secrets.token_hex(16), b""
     reading, writing = os.pipe()
     try:
         with tempfile.TemporaryDirectory(prefix="sameseed-", ignore_cleanup_errors=True) as folder:
             Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
-            job = {"pipe": writing, "token": token, "limits": limits.as_rlimits()}
-            ended = _start(folder, writing, json.dumps(job), limits.seconds)
+            job = {"pipe": writing, "token": token, "limits": {**RLIMITS, "CPU": math.ceil(seconds)}}
+            ended = _start(folder, writing, json.dumps(job), seconds)
         os.set_blocking(reading, False)  # what the program left behind may hold the other end
         with suppress(BlockingIOError):
-            return _outcome(os.read(reading, 1 << 16), token, ended)
-        return _outcome(b"", token, ended)
+            answer = os.read(reading, 1 << 16)
     finally:
         os.close(reading)
         os.close(writing)
+    with suppress(ValueError, AttributeError):  # anything may have been written there
+        told = json.loads(answer)
+        if told.get("token") == token:
+            return SandboxOutcome(told.get("error") is None, told.get("error"))
+    return SandboxOutcome(False, ended)
 
 
 def _start(folder: str, pipe: int, job: str, seconds: float) -> str:
@@ -107,26 +101,13 @@ def _start(folder: str, pipe: int, job: str, seconds: float) -> str:
         process.wait()
 
 
-def _outcome(answer: bytes, token: str, ended: str) -> SandboxOutcome:
-    try:
-        told = json.loads(answer)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return SandboxOutcome(False, ended)
-    if not isinstance(told, dict) or told.get("token") != token:
-        return SandboxOutcome(False, ended)
-    error = told.get("error")
-    return SandboxOutcome(error is None, error)
-
-
-def run_all(
-    programs: Iterable[str], limits: SandboxLimits | None = None, tick: Callable[[], None] = lambda: None
-) -> list[SandboxOutcome]:
+def run_all(programs: Iterable[str], tick: Callable[[], None] = lambda: None) -> list[SandboxOutcome]:
     """Run several programs, as many at once as there are processors; outcomes in order."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     outcomes = []
     pool = ThreadPoolExecutor(cores)
     try:
-        for outcome in pool.map(lambda p: run(p, limits), programs):
+        for outcome in pool.map(run, programs):
             outcomes.append(outcome)
             tick()
     finally:

@@ -18,7 +18,7 @@ from sameseed.scheme import QuantScheme
 from sameseed.study.measure import Bench, Run, fitted, run_batch
 from sameseed.study.passes import Pass, TimedModel
 from sameseed.study.quality.bootstrap import Interval, ratio_interval
-from sameseed.study.quality.variant import Variant, stored_format
+from sameseed.study.quality.variant import Variant, stored
 from sameseed.study.workload import PLAIN, Arm, Prompt, Workload
 
 CHAIN = 8  # rows of c(8)
@@ -30,11 +30,11 @@ ROUNDS = 15
 class DraftAcceptance:
     """Of a run with a draft: accepted over drafted tokens, their interval over prompts, and tokens a draft yields."""
 
-    rate: float | None
-    length: float | None
-    interval: Interval
+    acceptance_rate: float | None
+    interval: Interval | None
+    mean_acceptance_length: float | None
     num_drafts: int
-    per_pos: tuple[int, ...]
+    accepted_per_pos: tuple[int, ...]
 
     @classmethod
     def of(cls, run: Run, seed: int) -> DraftAcceptance:
@@ -43,42 +43,27 @@ class DraftAcceptance:
         interval = ratio_interval([m.num_accepted_tokens for m in each], [m.num_draft_tokens for m in each], seed)
         m = run.metrics
         counts = tuple(m.num_accepted_tokens_per_pos)
-        return cls(m.acceptance_rate, m.mean_acceptance_length, interval, m.num_drafts, counts)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a record."""
-        low, high = self.interval
-        return {
-            "acceptance_rate": self.rate,
-            "interval": None if low != low else [low, high],
-            "mean_acceptance_length": self.length,
-            "num_drafts": self.num_drafts,
-            "accepted_per_pos": list(self.per_pos),
-        }
+        return cls(m.acceptance_rate, interval, m.mean_acceptance_length, m.num_drafts, counts)
 
 
 @dataclass
 class Speed:
     """One variant's seconds: runs of plain decoding and with the draft, and passes over 1 and CHAIN rows."""
 
-    plain: list[Run] = field(default_factory=list)
-    drafted: list[Run] = field(default_factory=list)
+    plain: list[Run]
+    drafted: list[Run]
     one: list[float] = field(default_factory=list)
     chain: list[float] = field(default_factory=list)
     weight_bytes: int = 0
     kv_row_bytes: float = 0.0
-    format: str = "auto"
-    kv_format: str = "auto"
-    backend: str = ""
+    stored: dict[str, str] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
-        """Plain decoding, the median."""
         return median(run.tokens_per_s for run in self.plain)
 
     @property
     def drafted_tokens_per_s(self) -> float:
-        """With the draft, the median."""
         return median(run.tokens_per_s for run in self.drafted)
 
     @property
@@ -107,37 +92,6 @@ class Speed:
         }
 
 
-@dataclass
-class Subjects:
-    """Loaded variants with what is measured of each."""
-
-    benches: list[Bench]
-    workloads: list[Workload]
-    arms: list[Arm]  # how each is drafted for
-
-
-def load(variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], max_tokens: int, settings: Any) -> Subjects:
-    """Load variants, each with its drafter; the draft itself, if it is among them, is drafted for by n-grams.
-
-    Raises what LLM raises, RequestError for a prompt that does not fit.
-    """
-    ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
-    arms = [Arm("draft", ngram if drafts_for_itself(v, spec) else spec) for v in variants]
-    benches = [
-        Bench(
-            v.model, [PLAIN, arm], fitted(v.model, {**settings, **v.settings, "max_num_seqs": 1}, prompts, max_tokens)
-        )
-        for v, arm in zip(variants, arms, strict=True)
-    ]
-    params = SamplingParams(max_tokens=max_tokens, seed=0)
-    workloads = []
-    for bench in benches:
-        workload = Workload("prompts", tuple(p.encode(bench.llm.tokenizer) for p in prompts), params)
-        bench.check(workload)
-        workloads.append(workload)
-    return Subjects(benches, workloads, arms)
-
-
 def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
     """Is the draft this very model in as many bits? It would agree with itself and save nothing."""
     if spec.model is None:
@@ -148,41 +102,54 @@ def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
     return not is_smaller(folder, QuantScheme.parse(spec.format), QuantScheme.parse(variant.format))
 
 
-def same_weights(one: Variant, other: Variant) -> bool:
-    """Do two variants differ in their cache at most?"""
-    folders = resolve_model(one.model).resolve() == resolve_model(other.model).resolve()
-    return folders and QuantScheme.parse(one.format) == QuantScheme.parse(other.format)
+def measure(
+    variants: Seq[Variant],
+    spec: SpecConfig,
+    prompts: Seq[Prompt],
+    max_tokens: int,
+    settings: dict[str, Any],
+    repeat: int,
+    tick: Callable[[], None],
+) -> list[Speed]:
+    """Load variants; decode the prompts `repeat` times, plain and drafted, and time passes: all in turn at each batch.
 
-
-def measure(subjects: Subjects, repeat: int, tick: Callable[[], None]) -> list[Speed]:
-    """Decode the workload `repeat` times, plain and drafted, and time passes; all variants in turn at each batch."""
-    found = [Speed([Run() for _ in range(repeat)], [Run() for _ in range(repeat)]) for _ in subjects.benches]
-    for bench, workload in zip(subjects.benches, subjects.workloads, strict=True):
+    The draft itself, if it is among them, is drafted for by n-grams. Raises what LLM raises, RequestError for a prompt
+    that does not fit.
+    """
+    ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
+    params = SamplingParams(max_tokens=max_tokens, seed=0)
+    subjects = []
+    for v in variants:
+        arm = Arm("draft", ngram if drafts_for_itself(v, spec) else spec)
+        given = fitted(v.model, {**settings, **v.settings, "max_num_seqs": 1}, prompts, max_tokens)
+        bench = Bench(v.model, [PLAIN, arm], given)
+        workload = Workload("prompts", tuple(p.encode(bench.llm.tokenizer) for p in prompts), params)
+        bench.check(workload)
+        subjects.append((bench, workload, Speed([Run() for _ in range(repeat)], [Run() for _ in range(repeat)])))
+    for bench, workload, _ in subjects:
         bench.warm_up(workload)
-    jobs = [list(w.batches()) for w in subjects.workloads]
-    order = list(range(len(found)))
     for r in range(repeat):
-        for i in range(len(jobs[0])):
-            for v in order[(r + i) % len(order) :] + order[: (r + i) % len(order)]:
-                bench = subjects.benches[v]
-                run_batch(bench.install(PLAIN), jobs[v][i], found[v].plain[r])
-                run_batch(bench.install(subjects.arms[v]), jobs[v][i], found[v].drafted[r])
+        for i in range(len(prompts)):
+            first = (r + i) % len(subjects)
+            for bench, workload, speed in subjects[first:] + subjects[:first]:
+                job = list(workload.batches())[i]
+                for arm, runs in zip(bench.arms, (speed.plain, speed.drafted), strict=True):
+                    run_batch(bench.install(arm), job, runs[r])
                 tick()
-    _passes(subjects, found)
-    return found
+    _passes([(bench, speed) for bench, _, speed in subjects])
+    return [speed for _, _, speed in subjects]
 
 
-def _passes(subjects: Subjects, found: Seq[Speed]) -> None:
+def _passes(subjects: Seq[tuple[Bench, Speed]]) -> None:
     """Passes over one row and over CHAIN rows, in turns."""
     built = []
-    for bench, speed in zip(subjects.benches, found, strict=True):
-        runner = bench.llm.engine.runner
-        context = min(CONTEXT, runner.model.max_model_len - CHAIN)
+    for bench, speed in subjects:
+        model, cache = bench.llm.engine.runner.model, bench.llm.engine.runner.cache
+        context = min(CONTEXT, model.max_model_len - CHAIN)
         one, chain = (Pass("chain", context, rows) for rows in (1, CHAIN))
-        subject = TimedModel(runner.model, runner.cache.format, [one, chain])
+        subject = TimedModel(model, cache.format, [one, chain])
         speed.weight_bytes, speed.kv_row_bytes = subject.weight_bytes, subject.kv_row_bytes
-        speed.format = stored_format(bench.llm)
-        speed.kv_format, speed.backend = runner.cache.format, runner.model.ops.name
+        speed.stored = stored(bench.llm)
         built.append((subject, one, chain, speed))
     gc.collect()
     for done in range(ROUNDS + 1):
@@ -207,7 +174,8 @@ def as_draft(
     None without a reason for the baseline's own weights, which agree by construction. The draft's cache has the
     engine's format, which is the baseline's: what is measured is the weights.
     """
-    if same_weights(baseline, variant):
+    same = resolve_model(baseline.model).resolve() == resolve_model(variant.model).resolve()
+    if same and QuantScheme.parse(baseline.format) == QuantScheme.parse(variant.format):
         return None, None
     spec = SpecConfig("draft_model", variant.model, variant.format, num_draft_tokens)
     try:

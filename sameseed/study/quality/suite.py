@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sameseed.engine.llm import LLM
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, nearest
 from sameseed.study.quality import data, harness, humaneval
+from sameseed.study.quality.bootstrap import estimate
 from sameseed.study.quality.perplexity import STRIDE, WINDOW, Perplexity, perplexity
-from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, check_names, silent
+from sameseed.study.quality.tasks import Report, TaskResult, TaskSettings, silent
 
 PERPLEXITY = "perplexity"
 TASKS = ("humaneval", *harness.NAMES)
@@ -51,12 +54,10 @@ class Quality:
         found: dict[str, Any] = {"perplexity": None, "tasks": [r.as_dict(seed) for r in self.results]}
         if self.perplexity is not None:
             p = self.perplexity
-            low, high = p.interval(seed)
             found["perplexity"] = {
                 "text": self.text,
-                "value": p.perplexity if p.finite else None,
-                "interval": None if low != low or not p.finite else [low, high],
-                "bits_per_byte": p.bits_per_byte if p.finite else None,
+                **estimate(p.perplexity, p.interval(seed)),
+                "bits_per_byte": p.bits_per_byte if math.isfinite(p.perplexity) else None,
                 "tokens": p.tokens,
                 "bytes": p.num_bytes,
                 "window": p.window,
@@ -70,61 +71,47 @@ class Quality:
 
 def check(tasks: Seq[str], settings: TaskSettings, text: PerplexityText) -> None:
     """Raise ConfigError for what would fail later: an unknown task, missing or odd data."""
-    check_names(tasks, NAMES)
-    if settings.limit is not None and settings.limit < 1:
-        raise ConfigError(f"--limit must be at least 1, got {settings.limit}")
     for name in tasks:
-        if name == "humaneval":
+        if name not in NAMES:
+            raise ConfigError(f"no task {name!r}{nearest(name, NAMES)} (there are: {', '.join(NAMES)})")
+        if name == PERPLEXITY:
+            text.read(settings.data)
+        elif name == "humaneval":
             data.rows(data.HUMANEVAL, settings.data)
-        elif name in harness.NAMES:
+        else:
             harness.read(name, settings)
-    if PERPLEXITY in tasks:
-        text.read(settings.data)
+    if not tasks:
+        raise ConfigError(f"no tasks; give one or more of {', '.join(NAMES)}")
 
 
 def evaluate(
     llm: LLM, tasks: Seq[str], settings: TaskSettings, text: PerplexityText, report: Report = silent
 ) -> Quality:
     """Run the named tasks, perplexity first. Raises ConfigError as `check` does."""
-    check_names(tasks, NAMES)
-    found: Perplexity | None = None
-    name = None
-    notes: list[str] = []
+    check(tasks, settings, text)
+    found, name, notes = None, None, []
     if PERPLEXITY in tasks:
         content, name = text.read(settings.data)
-        found = perplexity(
-            llm,
-            content,
-            text.window,
-            text.stride,
-            text.tokens,
-            lambda done, total: report(PERPLEXITY, done, total),
-        )
-        notes = text_notes(found, text, content)
+        found = perplexity(llm, content, text.window, text.stride, text.tokens, partial(report, PERPLEXITY))
+        # What differs from the published protocol is said.
+        if found.window < text.window:
+            notes.append(
+                f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {text.window})"
+            )
+        if found.stride < text.stride:
+            notes.append(
+                f"the stride is {found.stride}, so that each window overlaps the one before (asked: {text.stride})"
+            )
+        if not found.whole:
+            notes.append(f"only the first {found.tokens + 1} tokens of the text were read")
+        if text.file is None and "<unk>" in content:
+            notes.append(
+                "the text is WikiText-2's word-tokenised variant (it holds <unk>), not the raw one: ratios between "
+                "models stand, absolute figures are not comparable with published ones"
+            )
     results = [
         humaneval.run(llm, settings, report) if task == "humaneval" else harness.run(llm, task, settings, report)
         for task in TASKS
         if task in tasks
     ]
     return Quality(found, name, tuple(results), tuple(notes))
-
-
-def text_notes(found: Perplexity, asked: PerplexityText, content: str) -> list[str]:
-    """What to say aloud of a perplexity that differs from the published protocol."""
-    notes = []
-    if found.window < asked.window:
-        notes.append(
-            f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {asked.window})"
-        )
-    if found.stride < asked.stride:
-        notes.append(
-            f"the stride is {found.stride}, so that each window overlaps the one before (asked: {asked.stride})"
-        )
-    if not found.whole:
-        notes.append(f"only the first {found.tokens + 1} tokens of the text were read")
-    if asked.file is None and "<unk>" in content:
-        notes.append(
-            "the text is WikiText-2's word-tokenised variant (it holds <unk>), not the raw one: ratios between models "
-            "stand, absolute figures are not comparable with published ones"
-        )
-    return notes

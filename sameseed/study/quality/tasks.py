@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from sameseed.engine.llm import LLM
-from sameseed.errors import ConfigError, nearest
+from sameseed.errors import ConfigError
 from sameseed.request import MAX_SEED, SamplingParams
 from sameseed.study.measure import Run, run_batch
-from sameseed.study.quality.bootstrap import Interval, mean_interval
+from sameseed.study.quality.bootstrap import Interval, estimate, mean_interval
 
 Report = Callable[[str, int, int], None]  # stage, done, total
 
@@ -35,6 +36,10 @@ class TaskSettings:
     top_p: float = 1.0
     max_tokens: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"--limit must be at least 1, got {self.limit}")
 
     def params(self, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
         """Of a task whose own length and stop strings these are."""
@@ -60,41 +65,26 @@ class TaskResult:
 
     @property
     def value(self) -> float:
-        """The mean score."""
         return sum(self.scores) / len(self.scores)
 
-    def interval(self, seed: int) -> Interval:
-        """Of the mean score, over questions."""
+    def interval(self, seed: int) -> Interval | None:
         return mean_interval(self.scores, seed)
 
     def as_dict(self, seed: int) -> dict[str, Any]:
-        """For a record. Where an interval cannot be had (one question), it is None."""
-        low, high = self.interval(seed)
-        interval = None if low != low else [low, high]
-        return {
-            "task": self.task,
-            "metric": self.metric,
-            "value": self.value,
-            "interval": interval,
-            "num_questions": len(self.scores),
-            **self.extra,
-            "notes": list(self.notes),
-        }
+        """For a record."""
+        found = {"task": self.task, "metric": self.metric, **estimate(self.value, self.interval(seed))}
+        return {**found, "num_questions": len(self.scores), **self.extra, "notes": list(self.notes)}
 
 
-def room(llm: LLM, max_tokens: int) -> int:
-    """Tokens that a prompt may have, so that an answer finds room: a quarter of the context, or less if it is short."""
-    return llm.engine.max_model_len - min(max_tokens, llm.engine.max_model_len // 4)
-
-
-def encode(llm: LLM, text: str, chat: bool) -> list[int]:
-    """A prompt's tokens, as plain text or as a message of the user."""
-    return llm.tokenizer.chat([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
+def counter(report: Callable[[int, int], None], total: int) -> Callable[[], None]:
+    """A tick that reports how many ticks there were, of how many."""
+    done = count(1)
+    return lambda: report(next(done), total)
 
 
 def answer(
     llm: LLM, prompts: Seq[Seq[int]], params: Seq[SamplingParams], report: Callable[[int, int], None]
-) -> tuple[list[str], Run]:
+) -> list[str]:
     """What the model writes after each prompt, all together by continuous batching; "" after an empty prompt.
 
     Each prompt has a seed of its own, so that an answer does not depend on how many questions were asked.
@@ -105,22 +95,6 @@ def answer(
         if prompt
     ]
     run = Run()
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        report(done, len(jobs))
-
-    run_batch(llm.engine, jobs, run, tick)
+    run_batch(llm.engine, jobs, run, counter(report, len(jobs)))
     texts = iter(c.text for c in run.completions)
-    return [next(texts) if p else "" for p in prompts], run
-
-
-def check_names(names: Seq[str], known: Seq[str]) -> None:
-    """Raise ConfigError for a name that is no task, with the nearest."""
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"no task {name!r}{nearest(name, known)} (there are: {', '.join(known)})")
-    if not names:
-        raise ConfigError(f"no tasks; give one or more of {', '.join(known)}")
+    return [next(texts) if p else "" for p in prompts]

@@ -46,12 +46,8 @@ class Variant:
     @property
     def label(self) -> str:
         """Its short name."""
-        parts = [record.model_name(self.model)]
-        if self.format != "auto":
-            parts.append(self.format)
-        if self.kv_format != "auto":
-            parts.append(f"kv {self.kv_format}")
-        return " ".join(parts)
+        parts = (record.model_name(self.model), self.format, f"kv {self.kv_format}")
+        return " ".join(p for p in parts if p not in ("auto", "kv auto"))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -65,11 +61,16 @@ class Variant:
         return sum(f.stat().st_size for f in files)
 
 
-def stored_format(llm: LLM) -> str:
-    """How a loaded model's matrices are stored: as asked, or, where the checkpoint decides, the formats they have."""
-    if llm.config.format != "auto":
-        return llm.config.format
-    return ", ".join(sorted({m.format for m in llm.engine.runner.model.weights.matrices}))
+def stored(llm: LLM) -> dict[str, str]:
+    """How a loaded model is stored and run, for a record: formats as asked, or, of "auto", as the matrices are."""
+    runner = llm.engine.runner
+    formats = sorted({m.format for m in runner.model.weights.matrices})
+    asked = llm.config.format
+    return {
+        "format": ", ".join(formats) if asked == "auto" else asked,
+        "kv_format": runner.cache.format,
+        "backend": runner.model.ops.name,
+    }
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,7 @@ def footprint(variant: Variant, settings: dict[str, Any], tokens: int = 16) -> F
         raise ConfigError(f"the process that measures the memory of {variant.label} failed: {said}") from None
 
 
-def _probe() -> None:
-    """What `footprint` runs."""
+if __name__ == "__main__":  # what `footprint` runs
     job = json.loads(sys.stdin.read())
     from sameseed.request import SamplingParams
     from sameseed.study import memory
@@ -114,7 +114,3 @@ def _probe() -> None:
     llm = LLM(job["model"], **job["settings"])
     llm.generate("Once upon a time", SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
     print(json.dumps({"before": before, "peak": memory.peak()}))
-
-
-if __name__ == "__main__":
-    _probe()

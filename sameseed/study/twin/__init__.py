@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from sameseed.models.stream import check_room, num_bytes, stream_weights
 from sameseed.models.weights import Progress
 from sameseed.study.shapes import NAMES, get_shape
 from sameseed.study.twin.head import HeadLayout, HeadTwinSource, make_head_layout
-from sameseed.study.twin.layout import TwinLayout, make_layout, raw_config
+from sameseed.study.twin.layout import TwinLayout, make_layout
 from sameseed.study.twin.source import TwinSource
 
 SCHEMA = "sameseed.twin/1"
 RECORD = "twin.json"  # beside the weights: where the small model lies
+Texts = tuple[Mapping[str, Any], Mapping[str, Any], str]  # config.json, the record, the card
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,9 @@ def make_twin(
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(config)
         source = TwinSource(layout, checkpoint, seed, device)
-        size = num_bytes(layout.config, source)
-        check_room(out, size)
-        with new_folder(out, overwrite, folder) as partial:
-            stream_weights(partial, layout.config, source, progress, shard_bytes)
-            dtype = str(source.dtype("model.embed_tokens.weight")).removeprefix("torch.")
-            about = {"schema": SCHEMA, "of": of, "shape": name, "seed": seed, **layout.as_dict()}
-            _write_about(folder, partial, raw_config(layout, raw, dtype), about, _card(of, name, layout))
+        about = {"of": of, "shape": name, "seed": seed, **layout.as_dict()}
+        texts = layout.raw, about, _card(of, name, layout)
+        size = _write(source, folder, out, texts, overwrite, progress, shard_bytes)
     return Twin(Path(os.path.abspath(out)), layout, size)
 
 
@@ -111,23 +109,29 @@ def make_head_twin(
         ids = target_ids(folder, config, own)
         head = make_head_layout(config, ids, target_layout, raw, num_tokens, name)
         source = HeadTwinSource(head, own, theirs, shapes, at, seed, device)
-        size = num_bytes(head.layout.config, source, source.shapes)
-        check_room(out, size)
-        with new_folder(out, overwrite, folder) as partial:
-            stream_weights(partial, head.layout.config, source, progress, shapes=source.shapes)
-            dtype = str(source.dtype("fc.weight")).removeprefix("torch.")
-            about = {"schema": SCHEMA, "of": of, "target": target, "shape": name, "seed": seed}
-            about |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
-            _write_about(folder, partial, head.raw_config(raw, dtype), about, _head_card(of, target, name))
+        about = {"of": of, "target": target, "shape": name, "seed": seed}
+        about |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
+        texts = head.raw, about, _head_card(of, target, name)
+        size = _write(source, folder, out, texts, overwrite, progress, SHARD)
     return HeadTwin(Path(os.path.abspath(out)), head, size)
 
 
-def _write_about(source: Path, folder: Path, config: Any, about: Any, card: str) -> None:
-    """What stands beside the weights: the small model's own files, config.json, where it lies, and the card."""
-    copy_files(source, folder)
-    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in (("config.json", config), (RECORD, about))}
-    for file, text in {**texts, "README.md": card}.items():
-        write_file(folder / file, [text.encode()])
+def _write(
+    source: TwinSource, small: Path, out: Path, texts: Texts, overwrite: bool, progress: Progress | None, shard: int
+) -> int:
+    """Weights, the files of the folder `small`, and config.json, the record and the card; the tensors' bytes."""
+    shape, (config, about, card) = source.layout.config, texts
+    size = num_bytes(shape, source, source.shapes)
+    check_room(out, size)
+    dtype = str(source.dtype("q_proj.weight")).removeprefix("torch.")
+    tables = {"config.json": {**config, "torch_dtype": dtype}, RECORD: {"schema": SCHEMA, **about}}
+    files = {name: json.dumps(table, indent=2) + "\n" for name, table in tables.items()}
+    with new_folder(out, overwrite, small) as partial:
+        stream_weights(partial, shape, source, progress, shard, source.shapes)
+        copy_files(small, partial)
+        for name, text in {**files, "README.md": card}.items():
+            write_file(partial / name, [text.encode()])
+    return size
 
 
 def _head_card(of: str, target: str, name: str) -> str:

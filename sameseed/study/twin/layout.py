@@ -28,6 +28,7 @@ from sameseed.models.config import ModelConfig, parse_config
 ALIGN = 128  # live dimensions begin at multiples of the largest group of a number format, to share scales with nobody
 SIGNAL = 32.0  # the constant after the last norm, times the root mean square of the (small) stream there
 PENALTY = 256.0  # what padding tokens have against it: logit -SIGNAL * PENALTY / root mean square
+SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 MAX_THETA = 1e30  # beyond, float32 loses frequencies
 
 
@@ -37,6 +38,7 @@ class TwinLayout:
 
     small: ModelConfig
     config: ModelConfig
+    raw: Mapping[str, Any]  # config.json of the big one, but for its number type
     copies: tuple[int, ...]  # hidden dimension that each copy of the stream begins at
     constant: int | None  # hidden dimension of the constant
     constant_value: float
@@ -70,8 +72,7 @@ def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], 
 
     Raises ConfigError naming the dimension that is too small, or what a Llama of that shape cannot express.
     """
-    _check_kind(small)
-    heads, kv_heads = _check_sizes(small, shape, name)
+    heads, kv_heads = _place_heads(small, shape, name)
     ratio = shape.head_dim / small.head_dim
     query_scale = 2.0 ** math.floor(math.log2(ratio) / 2)
     share = math.sqrt(ratio) / query_scale - 1
@@ -82,9 +83,11 @@ def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], 
     value = 2.0 ** math.floor(math.log2(small.rms_eps * live / 2) / 2) if padded else 0.0
     eps = (small.rms_eps * live - value**2) / shape.hidden_size
     theta, pairs = _rotary(small, shape.head_dim)
+    own = _raw_config(shape, raw, eps, theta)
     return TwinLayout(
         small=small,
-        config=parse_config(_raw_config(small, shape, raw, eps, theta), where=f"twin of shape {name}"),
+        config=parse_config(own, where=f"twin of shape {name}"),
+        raw=own,
         copies=copies,
         constant=constant if padded else None,
         constant_value=value,
@@ -98,15 +101,7 @@ def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], 
     )
 
 
-def raw_config(layout: TwinLayout, raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json of the twin; `raw` is the small model's, `dtype` the matrices' ("bfloat16")."""
-    c = layout.config
-    return {**_raw_config(layout.small, c, raw, c.rms_eps, c.rope.theta), "torch_dtype": dtype}
-
-
-def _raw_config(
-    small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], eps: float, theta: float
-) -> dict[str, Any]:
+def _raw_config(shape: ModelConfig, raw: Mapping[str, Any], eps: float, theta: float) -> dict[str, Any]:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling")
     if scaling is not None and "rope_theta" in scaling:
         scaling = {**scaling, "rope_theta": theta}
@@ -135,7 +130,10 @@ def _raw_config(
     }
 
 
-def _check_kind(small: ModelConfig) -> None:
+def _place_heads(
+    small: ModelConfig, shape: ModelConfig, name: str
+) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """Query and KV heads of the big model, as in TwinLayout. Raises ConfigError for what does not fit."""
     for there, what in (
         (small.qkv_bias or small.o_bias or small.mlp_bias, "biases"),
         (small.qk_norm, "norms of queries and keys"),
@@ -144,27 +142,16 @@ def _check_kind(small: ModelConfig) -> None:
     ):
         if there:
             raise ConfigError(f"the source has {what}, which a twin (a plain Llama) has not; choose another source")
-
-
-def _check_sizes(
-    small: ModelConfig, shape: ModelConfig, name: str
-) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Query and KV heads of the big model, as in Layout. Raises ConfigError for a dimension that is too small."""
     group, big_group = small.num_heads // small.num_kv_heads, shape.num_heads // shape.num_kv_heads
     spread = -(-group // big_group)  # KV heads of the big model that carry one of the small model
-    for field, least, why in (
-        ("hidden_size", small.hidden_size, ""),
-        ("intermediate_size", small.intermediate_size, ""),
-        ("num_layers", small.num_layers, ""),
-        ("num_heads", small.num_heads, ""),
-        ("num_kv_heads", small.num_kv_heads * spread, f" ({spread} for each of its {small.num_kv_heads})"),
-        ("head_dim", small.head_dim, ""),
-        ("vocab_size", small.vocab_size, ""),
-    ):
+    for field in SIZES:
+        least, why = getattr(small, field), ""
+        if field == "num_kv_heads" and spread > 1:
+            least, why = least * spread, f" ({spread} for each of its {least})"
         if getattr(shape, field) < least:
             raise ConfigError(
-                f"{name} has {field} {getattr(shape, field)}, and the source needs {least}{why if spread > 1 else ''}; "
-                "choose a larger shape or a smaller source"
+                f"{name} has {field} {getattr(shape, field)}, and the source needs {least}{why}; choose a larger shape "
+                "or a smaller source"
             )
     if shape.tied_embeddings and not small.tied_embeddings:
         raise ConfigError(
@@ -174,7 +161,7 @@ def _check_sizes(
     heads: list[int | None] = []
     for i, kv in enumerate(kv_heads):
         first = i % spread * big_group  # among the query heads of the small KV head
-        within = [first + j for j in range(big_group)]
+        within = range(first, first + big_group)
         heads += [None if kv is None or j >= group else kv * group + j for j in within]
     return tuple(heads), tuple(kv_heads)
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from sameseed.models.synthetic import RandomCheckpoint
-from sameseed.models.weights import TensorSource, expected_shapes
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.models.weights import Shapes, TensorSource
 from sameseed.study.twin.layout import PENALTY, SIGNAL, TwinLayout
 
 # What a row is that carries none of the small model's, in a map of rows.
 RANDOM = -1
 ZERO = -2
 QUIET = -3  # random, but 0 where inputs are not
+BEFORE_Q = ("input_layernorm.weight", "hidden_norm.weight")
+NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -25,59 +26,61 @@ class Image:
 
     rows: Tensor  # int64 [O']: the small row there, or RANDOM, ZERO, QUIET
     columns: tuple[Tensor, ...]  # int64 [K] each: where a small row's values go, once for each
-    factor: float  # what they are multiplied with: a power of two
-    muted: Tensor  # int64: further columns that are 0 in rows of the small model, and in QUIET ones
+    factor: float = 1.0  # what they are multiplied with: a power of two
+    muted: Tensor = NONE  # int64: further columns that are 0 in rows of the small model, and in QUIET ones
     constant: tuple[int, float, float] | None = None  # column of the constant; its value in small rows, in QUIET ones
 
-    def to(self, device: str) -> Image:
-        """The same with its maps on `device`."""
-        columns = tuple(c.to(device) for c in self.columns)
-        return Image(self.rows.to(device), columns, self.factor, self.muted.to(device), self.constant)
 
-
-class TwinSource:
+class TwinSource(RandomCheckpoint):
     """A `Source` of the big model, in the small one's type; norms that it cannot hold exactly are float32.
 
     Random weights have variance 1/K, as a trained model's have more or less. Matrices are put together on `device`:
     numbers are moved, halved and doubled, so that their bits are the same on all.
     """
 
-    def __init__(self, layout: TwinLayout, small: TensorSource, seed: int = 0, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: TwinLayout,
+        small: TensorSource,
+        seed: int = 0,
+        device: str = "cpu",
+        shapes: Shapes | None = None,
+        typical: str = "model.embed_tokens.weight",
+    ) -> None:
+        """`shapes`: where they are not a whole model's; `typical`: the tensor of `small` whose type all have."""
+        super().__init__(layout.config, seed, small.dtype(typical), shapes, device)
+        self.shapes = self._shapes
         self.layout = layout
         self.small = small
-        self.device = device
-        self._type = small.dtype("model.embed_tokens.weight")
-        self._noise = RandomCheckpoint(layout.config, seed, self._type, device=device)
-        self._shapes = expected_shapes(layout.config)
         self._live_layer = {big: i for i, big in enumerate(layout.layers)}
         self._image = lru_cache(maxsize=2)(self._placed_image)  # chunk after chunk of one matrix
 
-    def scheme(self, name: str) -> QuantScheme | None:
-        """None: nothing is quantized."""
-        return None
-
-    def stored(self, name: str) -> QuantTensor:
-        """Nothing is stored in a scheme."""
-        raise NotImplementedError
-
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor."""
-        return self.tensor(name).dtype if "norm" in name else self._type
+        return self.tensor(name).dtype if "norm" in name else self._dtype
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
         if "norm" not in name:
-            return self.rows(name, 0, self._shapes[name][0])
-        value = self._norm(name)
-        rounded = value.to(self._type)
+            return super().tensor(name)
+        at = self.layout
+        value = torch.full((at.config.hidden_size,), at.norm_scale, dtype=torch.float64)
+        if self._is_live(name):
+            own = self.small.tensor(self._small_name(name)).double() * at.norm_scale
+            # Only q reads the second copy: what else follows a norm would count it.
+            shares = (1.0, at.copy_share if name.endswith(BEFORE_Q) else 0.0)
+            for first, share in zip(at.copies, shares, strict=False):
+                value[first : first + len(own)] = own * share
+            if at.constant is not None:
+                last = name in ("model.norm.weight", "norm.weight")  # the one before the LM head
+                value[at.constant] = at.norm_scale * SIGNAL / at.constant_value if last else 0.0
+        rounded = value.to(self._dtype)
         return rounded if torch.equal(rounded.double(), value) else value.float()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of a matrix."""
-        out = self._noise.rows(name, start, stop)  # [n, K']
+        out = super().rows(name, start, stop)  # [n, K']
         image = self._image(name)
-        if image is None:
-            return out
         rows = image.rows[start:stop]
         out[rows == ZERO] = 0
         quiet = (rows == QUIET).nonzero()  # [m, 1]
@@ -90,19 +93,16 @@ class TwinSource:
                 out[quiet, image.constant[0]] = image.constant[2]
         live = (rows >= 0).nonzero().squeeze(1)
         if len(live):
-            out[live] = self._live(name, image, rows[live], out[live])
-        return out
-
-    def _live(self, name: str, image: Image, rows: Tensor, out: Tensor) -> Tensor:
-        """`out` [n, K'] with small rows [n] in their columns."""
-        first, last = int(rows.min()), int(rows.max())
-        values = self._small_rows(name, first, last + 1).to(self.device)[rows - first]
-        values = (values.float() * image.factor).to(self._type)  # exact
-        out[:, image.muted] = 0
-        for column in image.columns:
-            out[:, column] = values
-        if image.constant is not None:
-            out[:, image.constant[0]] = image.constant[1]
+            first, last = int(rows[live].min()), int(rows[live].max())
+            values = self._small_rows(name, first, last + 1).to(self._device)[rows[live] - first]
+            values = (values.float() * image.factor).to(self._dtype)  # exact
+            own = out[live]
+            own[:, image.muted] = 0
+            for column in image.columns:
+                own[:, column] = values
+            if image.constant is not None:
+                own[:, image.constant[0]] = image.constant[1]
+            out[live] = own
         return out
 
     def _small_rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -116,49 +116,19 @@ class TwinSource:
             words[2] = str(self._live_layer[int(words[2])])
         return ".".join(words)
 
-    # --- norms ---
-
-    def _norm(self, name: str) -> Tensor:
-        """Weights float64 [C'] of a norm."""
-        at, words = self.layout, name.split(".")
-        if words[1] == "layers" and int(words[2]) not in self._live_layer:
-            return torch.full((at.config.hidden_size,), at.norm_scale, dtype=torch.float64)
-        own = self.small.tensor(self._small_name(name))
-        return self._placed_norm(own, "input_layernorm" in name, name == "model.norm.weight")
-
-    def _placed_norm(self, small: Tensor, read_by_q: bool, last: bool) -> Tensor:
-        """Weights of a norm of the small model in their places; `last`: it is the one before the LM head."""
-        at = self.layout
-        out = torch.full((at.config.hidden_size,), at.norm_scale, dtype=torch.float64)
-        own = small.double() * at.norm_scale
-        # Only q reads the second copy: what else follows a norm would count it.
-        shares = (1.0, at.copy_share if read_by_q else 0.0)
-        for first, share in zip(at.copies, shares, strict=False):
-            out[first : first + len(own)] = own * share
-        if at.constant is not None:
-            out[at.constant] = at.norm_scale * SIGNAL / at.constant_value if last else 0.0
-        return out
-
-    # --- matrices ---
-
-    def _placed_image(self, name: str) -> Image | None:
-        image = self._make_image(name)
-        return None if image is None else image.to(self.device)
-
-    def _make_image(self, name: str) -> Image | None:
-        """Where the small model lies in a matrix; None: nowhere, all is random."""
+    def _is_live(self, name: str) -> bool:
         words = name.split(".")
-        if words[1] != "layers":
-            return self._vocabulary(head=name == "lm_head.weight")
-        kind = words[-2].removesuffix("_proj")
-        live = int(words[2]) in self._live_layer
-        if not live:
-            zero = torch.full((self._shapes[name][0],), ZERO if kind in ("v", "up") else RANDOM)
-            return Image(zero, (), 1.0, _none())
-        return {
-            "q": self._q, "k": self._k, "v": self._v, "o": self._o,
-            "gate": self._gate, "up": self._up, "down": self._down,
-        }[kind]()  # fmt: skip
+        return words[1] != "layers" or int(words[2]) in self._live_layer
+
+    def _placed_image(self, name: str) -> Image:
+        """Where the small model lies in a matrix, its maps on the device."""
+        kind = name.split(".")[-2].removesuffix("_proj")
+        if self._is_live(name):
+            image = self._make_image(kind)
+        else:
+            image = Image(torch.full((self._shapes[name][0],), ZERO if kind in ("v", "up") else RANDOM), ())
+        columns = tuple(c.to(self._device) for c in image.columns)
+        return replace(image, rows=image.rows.to(self._device), columns=columns, muted=image.muted.to(self._device))
 
     def _hidden(self) -> tuple[Tensor, ...]:
         """The stream's dimensions, copy by copy."""
@@ -168,21 +138,40 @@ class TwinSource:
         """The columns of q, k and v that read the stream, copy by copy."""
         return self._hidden()
 
+    def _make_image(self, kind: str) -> Image:
+        """Where the small model lies in a matrix of a live layer, or of the vocabulary."""
+        at, copies, pairs = self.layout, self._entering(), torch.tensor(self.layout.pairs)
+        second = copies[1] if len(copies) > 1 else NONE
+        if kind in ("embed_tokens", "lm_head"):
+            return self._vocabulary(kind == "lm_head")
+        if kind == "q":
+            return Image(self._head_rows(at.heads, pairs, RANDOM, RANDOM), copies, at.query_scale)
+        if kind == "k":
+            return Image(self._head_rows(at.kv_heads, pairs, ZERO, RANDOM), copies[:1], muted=second)
+        if kind == "v":
+            places = torch.arange(at.small.head_dim)
+            return Image(self._head_rows(at.kv_heads, places, ZERO, ZERO), copies[:1], muted=second)
+        if kind == "o":
+            return self._attention_output()
+        neurons = torch.arange(at.config.intermediate_size)
+        if kind == "down":
+            return Image(self._outputs(), (neurons[: at.small.intermediate_size],))
+        neurons[at.small.intermediate_size :] = RANDOM if kind == "gate" else ZERO
+        return Image(neurons, self._hidden()[:1])  # the norm before it leaves 0 of a second copy
+
     def _vocabulary(self, head: bool) -> Image:
         at = self.layout
-        size, tied = at.small.vocab_size, at.config.tied_embeddings
         rows = torch.arange(at.config.vocab_size)
-        rows[size:] = QUIET if head or tied else RANDOM
-        copies = self._hidden()
+        rows[at.small.vocab_size :] = QUIET if head or at.config.tied_embeddings else RANDOM
+        copies, value = self._hidden(), 0.0 if head else at.constant_value
+        constant = None if at.constant is None else (at.constant, value, -PENALTY)
         if head:
-            constant = None if at.constant is None else (at.constant, 0.0, -PENALTY)
-            return Image(rows, copies[:1], 1.0, _none(), constant)
+            return Image(rows, copies[:1], constant=constant)
         # What an embedding holds is in the stream for good: 0 but for the copies and the constant. As a tied head it
         # adds the same to all logits of the small model's tokens.
         others = torch.ones(at.config.hidden_size, dtype=torch.bool)
         others[torch.cat(copies)] = False
-        constant = None if at.constant is None else (at.constant, at.constant_value, -PENALTY)
-        return Image(rows, copies, 1.0, others.nonzero().squeeze(1), constant)
+        return Image(rows, copies, muted=others.nonzero().squeeze(1), constant=constant)
 
     def _head_rows(self, heads: tuple[int | None, ...], within: Tensor, spare: int, surplus: int) -> Tensor:
         """Map of the rows of q, k or v: `within` [D] are the small head's places in a big one.
@@ -197,24 +186,6 @@ class TwinSource:
                 rows[i, within] = torch.arange(small) + head * small
         return rows.view(-1)
 
-    def _q(self) -> Image:
-        at = self.layout
-        rows = self._head_rows(at.heads, torch.tensor(at.pairs), RANDOM, RANDOM)
-        return Image(rows, self._entering(), at.query_scale, _none())
-
-    def _k(self) -> Image:
-        rows = self._head_rows(self.layout.kv_heads, torch.tensor(self.layout.pairs), ZERO, RANDOM)
-        return self._one_copy(rows)
-
-    def _v(self) -> Image:
-        rows = self._head_rows(self.layout.kv_heads, torch.arange(self.layout.small.head_dim), ZERO, ZERO)
-        return self._one_copy(rows)
-
-    def _one_copy(self, rows: Tensor) -> Image:
-        """A matrix that reads the first copy of the stream, and not the second."""
-        first, *others = self._entering()
-        return Image(rows, (first,), 1.0, torch.cat(others) if others else _none())
-
     def _outputs(self) -> Tensor:
         """Map of the rows of o and down: every copy, and nothing beside."""
         rows = torch.full((self.layout.config.hidden_size,), QUIET)
@@ -222,34 +193,15 @@ class TwinSource:
             rows[columns] = torch.arange(len(columns))
         return rows
 
-    def _o(self) -> Image:
+    def _attention_output(self) -> Image:
         at = self.layout
         group = at.config.num_heads // at.config.num_kv_heads
         places = torch.arange(at.small.head_dim)
         columns = torch.empty(at.small.num_heads, at.small.head_dim, dtype=torch.int64)
-        muted = [_none()]
+        muted = list[Tensor]()
         for i, head in enumerate(at.heads):
             if head is not None:
                 columns[head] = places + i * at.config.head_dim
             elif at.kv_heads[i // group] is not None:  # it reads values of the small model: nobody asked it to
                 muted.append(places + i * at.config.head_dim)
-        return Image(self._outputs(), (columns.view(-1),), 1.0, torch.cat(muted))
-
-    def _gate(self) -> Image:
-        return self._neurons(RANDOM)
-
-    def _up(self) -> Image:
-        return self._neurons(ZERO)
-
-    def _neurons(self, surplus: int) -> Image:
-        rows = torch.arange(self.layout.config.intermediate_size)
-        rows[self.layout.small.intermediate_size :] = surplus
-        return Image(rows, self._hidden()[:1], 1.0, _none())  # the norm before it leaves 0 of a second copy
-
-    def _down(self) -> Image:
-        columns = torch.arange(self.layout.small.intermediate_size)
-        return Image(self._outputs(), (columns,), 1.0, _none())
-
-
-def _none() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)
+        return Image(self._outputs(), (columns.view(-1),), muted=torch.cat(muted) if muted else NONE)

@@ -98,7 +98,7 @@ def test_the_page_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """B1: a value beyond the tolerance, one that is no number, and a fused op with other bits than its parts."""
     subject = subject_on("cpu", pair_folders)
-    assert run_check(closeness.CHECKS[0], subject, LEAST).status == PASSED
+    assert run_check(closeness.backend_is_reference, subject, LEAST).status == PASSED
     plain = reference.rms_norm
     off = Ops(reference)
     for wrong, where in (
@@ -108,7 +108,7 @@ def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypa
         monkeypatch.setattr(off, "rms_norm", wrong)
         monkeypatch.setattr(off, "_product", None)  # rows are normed by the op above
         monkeypatch.setattr(subject.target, "ops", off)
-        result = run_check(closeness.CHECKS[0], subject, LEAST)
+        result = run_check(closeness.backend_is_reference, subject, LEAST)
         assert result.status == FAILED and any(f.where == where for f in result.found.findings)
     fused = Ops(reference)
     right = fused.product
@@ -118,7 +118,7 @@ def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypa
 
     monkeypatch.setattr(fused, "product", product)
     monkeypatch.setattr(subject.target, "ops", fused)
-    result = run_check(closeness.CHECKS[0], subject, LEAST)
+    result = run_check(closeness.backend_is_reference, subject, LEAST)
     assert result.status == FAILED and "silu_linear" in result.found.findings[0].where
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from sameseed.laws.statistics import (
     ALPHA,
@@ -17,9 +16,6 @@ from sameseed.laws.statistics import (
     normal_tail,
     target_law,
 )
-from sameseed.laws.textbook import probabilities
-from sameseed.request import SamplingParams
-from sameseed.spec.sampling import survivors
 
 LAW = {(i,): p for i, p in enumerate((0.4, 0.3, 0.2, 0.0999, 0.0001))}
 
@@ -73,25 +69,3 @@ def test_marginals() -> None:
     law = {(0, 0): 0.5, (0, 1): 0.2, (1, 0): 0.3}
     assert marginal(law, (0,)) == {(0,): pytest.approx(0.7), (1,): pytest.approx(0.3)}
     assert marginal(law, (1, 0)) == {(0, 0): 0.5, (1, 0): 0.2, (0, 1): 0.3}
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.7),
-        SamplingParams(temperature=1.0, top_k=3),
-        SamplingParams(temperature=1.2, top_p=0.6),
-        SamplingParams(temperature=1.0, min_p=0.2),
-        SamplingParams(temperature=1.4, top_k=6, top_p=0.9, min_p=0.05),
-    ],
-    ids=str,
-)
-def test_the_textbook_and_the_sampler_agree_on_what_survives(params: SamplingParams) -> None:
-    """Two definitions, one written for people: they must name the same tokens with the same probabilities."""
-    for seed in range(20):
-        row = torch.randn(12, generator=torch.Generator().manual_seed(seed)).double().numpy()
-        ids, scaled = survivors(row, params)
-        weights = np.exp(scaled)
-        p = np.zeros(12)
-        p[ids] = weights / weights.sum()
-        assert probabilities(row.tolist(), params) == pytest.approx(p.tolist(), abs=1e-12)

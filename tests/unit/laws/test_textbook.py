@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sameseed.laws import textbook
+from sameseed.laws import oracle, textbook
 from sameseed.laws.check import PASSED, Effort, run_check
 from sameseed.laws.mutants import MUTANTS, toy_subject
-from sameseed.laws.oracle import CHECKS
 from sameseed.request import SamplingParams
 from sameseed.spec.sampling import gumbel_noise
 from sameseed.tokenizer import Tokenizer
@@ -21,7 +20,7 @@ SHARED = ("noise ignores the position", "the temperature is applied twice", "one
 
 @pytest.mark.parametrize(("weights", "kv"), [("auto", "fp32"), ("auto", "bf16"), ("w8a8", "int8"), ("fp8-a8", "auto")])
 def test_texts_are_the_textbooks(pair_folders: tuple[Path, Path], weights: str, kv: str) -> None:
-    result = run_check(CHECKS[0], toy_subject(Tokenizer.from_folder(pair_folders[0]), weights, kv), Effort(1e-9))
+    result = run_check(oracle.texts, toy_subject(Tokenizer.from_folder(pair_folders[0]), weights, kv), Effort(1e-9))
     assert result.status == PASSED, result.found.findings
     assert result.found.sizes["tokens"] > 300
     assert result.found.statistic["near_ties"] <= (0 if kv == "fp32" else 50), "counted, and few"
@@ -31,7 +30,7 @@ def test_texts_are_the_textbooks(pair_folders: tuple[Path, Path], weights: str, 
 def test_a_mistake_that_all_texts_share_is_noticed(pair_folders: tuple[Path, Path], name: str) -> None:
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]), kv="fp32")
     with next(m for m in MUTANTS if m.name == name).alive():
-        found = run_check(CHECKS[0], subject, Effort(1e-9)).found
+        found = run_check(oracle.texts, subject, Effort(1e-9)).found
     assert found.findings and not found.unfinished
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fixtures_eagle import knowing_head, random_head, raw_config, silence, write_head
+from fixtures_models import llama_shape
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts, write_model
 
 from sameseed import ops
 from sameseed.cli import main
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError, VocabularyError
-from sameseed.models.config import ModelConfig, parse_config, read_json
+from sameseed.models.config import read_json
 from sameseed.models.eagle_config import parse_head_config, read_head_config
 from sameseed.models.eagle_loader import load_head
 from sameseed.request import SamplingParams
@@ -26,12 +28,7 @@ GREEDY = SamplingParams(max_tokens=20, seed=6, ignore_eos=True)
 DRAWN = replace(GREEDY, **SAMPLED)
 
 
-def shape(hidden: int, heads: tuple[int, int, int], vocab: int = 400, layers: int = 7) -> ModelConfig:
-    raw = {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": 96}
-    raw |= {"num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
-    return parse_config({**raw, "head_dim": heads[2], "vocab_size": vocab, "tie_word_embeddings": False})
-
-
+shape = partial(llama_shape, layers=7)
 # The source: 304 tokens, hidden 32, 3 layers, 4 heads and 2 KV heads of 8.
 FITTING = {
     "powers of 4": (shape(512, (8, 4, 32)), 350),

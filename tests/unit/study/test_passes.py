@@ -15,7 +15,7 @@ KV_FORMATS = [name for name in registry.names("formats") if scheme.get(name).kv_
 def test_a_cache_of_noise_in_every_format(name: str) -> None:
     job = Pass("chain", 20, 3)
     subject = TimedModel(tiny_model("reference"), name, [job])
-    layer = subject.runner.cache.layer(0)
+    layer = subject.runner.cache.layers[0]
     assert layer.k.float().std() > 0
     assert subject.runner.cache.nbytes == cache_bytes(subject.config, name, [job])
     rows = scheme.kv_format(name).decode_kv(layer.k, layer.k_scale).flatten(0, 1)

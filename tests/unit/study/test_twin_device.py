@@ -10,18 +10,17 @@ import pytest
 import torch
 from fixtures_device import Elsewhere, pretended_device
 from fixtures_eagle import random_head, raw_config, write_head
+from fixtures_models import llama_shape
 from lawkit import MODEL_VOCAB, write_model
 
 from sameseed import devices
 from sameseed.errors import ConfigError
-from sameseed.models.config import parse_config
 from sameseed.models.eagle_config import parse_head_config
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.study.twin import make_head_twin, make_twin
 from sameseed.study.twin.source import TwinSource
 
-RAW = {"architectures": ["LlamaForCausalLM"], "hidden_size": 65, "intermediate_size": 96, "num_attention_heads": 8}
-RAW |= {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 400, "num_hidden_layers": 3}
+HEADS = (8, 4, 16)
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def same_bytes(here: Path, there: Path) -> bool:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_s_twin(tied: bool, tmp_path: Path, away: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "small", model_type="llama", tie_word_embeddings=tied)
-    shape = parse_config({**RAW, "tie_word_embeddings": tied})
+    shape = llama_shape(65, HEADS, layers=3, tied=tied)
     made: list[bool] = []
     rows = TwinSource.rows
 
@@ -60,7 +59,7 @@ def test_a_model_s_twin(tied: bool, tmp_path: Path, away: str, monkeypatch: pyte
 
 
 def test_a_head_s_twin(tmp_path: Path, away: str) -> None:
-    shape = parse_config({**RAW, "num_hidden_layers": 7})
+    shape = llama_shape(65, HEADS, layers=7)
     head, target = str(tmp_path / "head"), str(tmp_path / "target")
     write_model(tmp_path / "target", num_hidden_layers=3)
     raw = raw_config("eagle3", MODEL_VOCAB, [1, 2, 3], draft_vocab_size=130)
@@ -71,7 +70,7 @@ def test_a_head_s_twin(tmp_path: Path, away: str) -> None:
 
 
 def test_random_models_have_the_same_bits_everywhere(away: str) -> None:
-    config = parse_config({**RAW, "hidden_size": 64})
+    config = llama_shape(64, HEADS, layers=3)
     for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight"):
         here, there = (RandomCheckpoint(config, 3, device=d).rows(name, 5, 60) for d in ("cpu", away))
         assert isinstance(there, Elsewhere) and there.cpu().equal(here)
@@ -79,4 +78,4 @@ def test_random_models_have_the_same_bits_everywhere(away: str) -> None:
 
 def test_a_device_that_is_not_here_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="use cpu, cuda, or cuda:N"):
-        make_twin(parse_config(RAW), str(tmp_path / "nowhere"), tmp_path / "out", device="gpu")
+        make_twin(llama_shape(65, HEADS), str(tmp_path / "nowhere"), tmp_path / "out", device="gpu")

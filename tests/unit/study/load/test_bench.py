@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,20 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
-from rich.console import Console
 
+from sameseed.cli.console import show_table
 from sameseed.errors import ConfigError
 from sameseed.study import schemas
-from sameseed.study.load import prompts, report, wire
-from sameseed.study.load.bench import LoadBench, LoadCell, LoadSettings, ServerArm
+from sameseed.study.load import report, wire
+from sameseed.study.load.bench import LoadBench, LoadSettings
 from sameseed.study.load.drive import LoadLevel
-from sameseed.study.load.figures import same_texts
-from sameseed.study.load.outcome import RequestOutcome
 from sameseed.study.load.prompts import Shape, parse_shape
 from sameseed.study.load.records import make_records
 from sameseed.study.load.wire import Endpoint
 
-HEAD = {"run": "r", "time": "2026-01-01T00:00:00+00:00", "commit": "c", "machine": {"cpu": "some CPU", "cores": 2}}
 SETTINGS = LoadSettings((Shape(12, 4),), (LoadLevel(concurrency=2),), num_requests=3, repeat=2, warm_up=1)
 
 
@@ -88,13 +84,19 @@ class Fake:
         return b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in [*lines, end]) + b"data: [DONE]\n\n"
 
 
-def arms(**on: Any) -> list[ServerArm]:
-    base = Endpoint("http://fake")
-    return [ServerArm("off", replace(base, fields={"speculation": "off"})), ServerArm("on", replace(base, fields=on))]
+def tick(note: str) -> None:
+    """Nobody looks."""
+
+
+def arms(**on: Any) -> list[Endpoint]:
+    return [
+        Endpoint("off", "http://fake", fields={"speculation": "off"}),
+        Endpoint("on", "http://fake", fields=on),
+    ]
 
 
 async def measure(
-    fake: Callable[[httpx.Request], httpx.Response], settings: LoadSettings, given: list[ServerArm]
+    fake: Callable[[httpx.Request], httpx.Response], settings: LoadSettings, given: list[Endpoint]
 ) -> Any:
     """All cells; returns the bench and the records."""
     found = []
@@ -103,10 +105,7 @@ async def measure(
         await bench.prepare()
         for shape in settings.shapes:
             for level in settings.levels:
-                cell = LoadCell(shape, level)
-                async for _ in bench.measure(cell):
-                    pass
-                found += make_records(bench, cell, HEAD)
+                found += make_records(bench, shape, level, await bench.measure(shape, level, tick), "r")
     return bench, found
 
 
@@ -121,13 +120,15 @@ async def test_arms_take_turns_over_the_same_prompts_and_seeds() -> None:
     assert [b["seed"] for b in off] == [b["seed"] for b in on] == [1, 2, 3] * 2
     assert len({str(b["prompt"]) for b in off}) >= 5  # so short a text may come twice
     assert all(len(b["prompt"]) == 12 and b["prompt"][0] == 1 for b in sent)
-    assert all(b["ignore_eos"] and b["stream_options"] == {"include_usage": True} for b in sent)
+    assert all("ignore_eos" not in b and b["stream_options"] == {"include_usage": True} for b in sent)
+    assert not records[0]["config"]["ignore_eos"]
     assert len({b["cache_salt"] for b in sent}) == 12  # no request finds in a cache what another left
     for made in records:
         schemas.check(made)
         assert made["errors"] == {} and made["retries"] == 0 and made["config"]["model"] == "tiny"
         assert all(r["counted"] == {"usage": 3} and r["num_output_tokens"] == 12 for r in made["repetitions"])
     assert records[0]["acceptance"] is None and records[1]["acceptance"]["acceptance_rate"] == pytest.approx(2 / 3)
+    assert records[1]["acceptance"]["mean_acceptance_length"] == 3.0
     assert records[1]["same_texts"] == [6, 6] and records[0]["same_texts"] is None
     assert records[1]["itl_token_ms"] is not None
 
@@ -139,28 +140,21 @@ async def test_another_text_is_seen() -> None:
 
 async def test_refusals_are_tried_again_and_counted() -> None:
     fake = Fake(busy=3)
-    _, records = await measure(fake, replace(SETTINGS, warm_up=0), [ServerArm("server", Endpoint("http://fake"))])
+    _, records = await measure(fake, replace(SETTINGS, warm_up=0), [Endpoint("server", "http://fake")])
     assert records[0]["retries"] == 3 and not records[0]["errors"]
     _, records = await measure(
-        Fake(busy=99), replace(SETTINGS, warm_up=0, max_retries=1), [ServerArm("server", Endpoint("http://fake"))]
+        Fake(busy=99), replace(SETTINGS, warm_up=0, max_retries=1), [Endpoint("server", "http://fake")]
     )
     assert records[0]["errors"] == {"HTTP 503 after 1 retries": 6} and records[0]["retries"] == 6
     assert records[0]["output_tokens_per_s"] == 0
 
 
 async def test_errors_stay_in_sight() -> None:
-    _, records = await measure(Fake(status=400), SETTINGS, [ServerArm("server", Endpoint("http://fake"))])
+    _, records = await measure(Fake(status=400), SETTINGS, [Endpoint("server", "http://fake")])
     assert records[0]["errors"] == {"HTTP 400": 6}
     lines = report.notes(records)
     assert any("6 HTTP 400" in line and "no such thing" in line for line in lines)
-    assert report.cells(records[0])[report.COLUMNS.index("failed")] == "6"
-
-
-async def test_what_would_compare_a_thing_with_itself_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--baseline-url"):
-        await measure(Fake(drafts_when_off=True), SETTINGS, arms())
-    with pytest.raises(ConfigError, match="leave --strict out"):
-        await measure(Fake(), replace(SETTINGS, strict=True), arms())
+    assert report.cells(records[0])["failed"] == "6"
 
 
 async def test_what_the_server_knew_before_and_bursts_are_said() -> None:
@@ -174,18 +168,24 @@ async def test_what_the_server_knew_before_and_bursts_are_said() -> None:
 
 async def test_a_server_that_tells_less() -> None:
     fake = Fake(reads_speculation=False, tokenizes=False, tells_usage=False)
-    bench, records = await measure(fake, replace(SETTINGS, strict=True), [ServerArm("server", Endpoint("http://fake"))])
+    bench, records = await measure(fake, replace(SETTINGS, strict=True), [Endpoint("server", "http://fake")])
     assert not bench.tokenized and isinstance(fake.seen[0]["prompt"], str)
-    assert not {"ignore_eos", "cache_salt", "return_token_ids"} & fake.seen[0].keys()
+    known = {"path", "auth", "model", "prompt", "max_tokens", "seed", "stream", "stream_options", "temperature"}
+    assert fake.seen[0].keys() == known, "OpenAI's fields only"
     said = " ".join(records[0]["remarks"])
     assert "no usage" in said and "ITL by chunks only" in said and "no /tokenize" in said and "counters" in said
     assert records[0]["acceptance"]["source"] == "/metrics"
     assert records[0]["acceptance"]["mean_acceptance_length"] == 4.0
+    assert records[0]["acceptance"]["num_drafts"] == 6 * 4, "what the counters gained, the warm-up left out"
     with pytest.raises(ConfigError, match="no /tokenize"):
-        await measure(fake, replace(SETTINGS, prompts="random"), [ServerArm("server", Endpoint("http://fake"))])
+        await measure(fake, replace(SETTINGS, prompts="random"), [Endpoint("server", "http://fake")])
 
 
 async def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--baseline-url"):
+        await measure(Fake(drafts_when_off=True), SETTINGS, arms())
+    with pytest.raises(ConfigError, match="leave --strict out"):
+        await measure(Fake(), replace(SETTINGS, strict=True), arms())
     with pytest.raises(ConfigError, match="--baseline-url"):
         await measure(Fake(reads_speculation=False), SETTINGS, arms())
     with pytest.raises(ConfigError, match="--baseline-url"):
@@ -206,8 +206,8 @@ async def test_what_cannot_be_compared_is_refused() -> None:
 
 async def test_chat_random_tokens_and_files(tmp_path: Path) -> None:
     fake = Fake()
-    endpoint = Endpoint("http://fake", chat=True)
-    await measure(fake, replace(SETTINGS, prompts="random", warm_up=0), [ServerArm("server", endpoint)])
+    endpoint = Endpoint("server", "http://fake", chat=True)
+    await measure(fake, replace(SETTINGS, prompts="random", warm_up=0), [endpoint])
     contents = [b["messages"][0]["content"] for b in fake.seen]
     assert len(set(contents)) == 6 and all(len(c) == 11 for c in contents)  # the special token is the template's
     file = tmp_path / "some.jsonl"
@@ -215,7 +215,7 @@ async def test_chat_random_tokens_and_files(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps(r) for r in rows))
     fake.seen.clear()
     of_file = replace(SETTINGS, prompts=str(file), shapes=(Shape(None, 4),), warm_up=0)
-    _, records = await measure(fake, of_file, [ServerArm("server", endpoint)])
+    _, records = await measure(fake, of_file, [endpoint])
     assert {len(b["messages"]) for b in fake.seen} == {1, 2}
     assert records[0]["config"]["prompts"] == "some.jsonl" and records[0]["config"]["lengths"] == "file-4"
 
@@ -226,7 +226,7 @@ async def test_an_open_level_is_recorded() -> None:
     config = records[0]["config"]
     assert (config["concurrency"], config["rate"], config["burstiness"]) == (None, 500.0, 0.5)
     assert records[0]["repetitions"][0]["late_ms"] is not None
-    assert report.cells(records[0])[0] == "500/s"
+    assert report.cells(records[0])["load"] == "500/s"
 
 
 async def test_a_run_ends_with_its_time() -> None:
@@ -250,28 +250,21 @@ async def test_a_run_ends_with_its_time() -> None:
 
 
 async def test_the_time_that_ended_one_arm_is_said_of_both() -> None:
-    cell = LoadCell(SETTINGS.shapes[0], SETTINGS.levels[0])
     async with httpx.AsyncClient(transport=httpx.MockTransport(Fake())) as client:
         bench = LoadBench(client, arms(), SETTINGS)
         await bench.prepare()
-        async for _ in bench.measure(cell):
-            pass
-    cell.repetitions["off"][0].summary["num_requests"] = 2
-    for made in make_records(bench, cell, HEAD):
+        cell = SETTINGS.shapes[0], SETTINGS.levels[0]
+        runs = await bench.measure(*cell, tick)
+    runs["off"][0].summary["num_requests"] = 2
+    for made in make_records(bench, *cell, runs, "r"):
         assert any("after 2 of 3 requests" in remark for remark in made["remarks"]), made["config"]["label"]
 
 
-def test_texts_are_compared_as_far_as_both_were_sent() -> None:
-    done = [RequestOutcome(sent=0.0, arrivals=(1.0,), text=text) for text in ("a", "b", "c")]
-    assert same_texts(done, done[:2]) == (2, 2) and same_texts(done[:1], done[1:]) == (0, 1)
-
-
-async def test_table_and_picture(tmp_path: Path) -> None:
+async def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     levels = (LoadLevel(concurrency=1), LoadLevel(concurrency=4))
     _, records = await measure(Fake(), replace(SETTINGS, levels=levels), arms())
-    console = Console(width=report.WIDTH, record=True, file=io.StringIO())
-    console.print(report.table(records))
-    shown = console.export_text()
+    show_table(report.table(records))
+    shown = capsys.readouterr().out
     assert "tiny: 12 tokens in (text), 4 out" in shown and shown.count(" yes") == 2 and "failed" not in shown
     assert "\u2026" not in shown  # nothing is cut off
     pytest.importorskip("matplotlib")
@@ -289,7 +282,7 @@ async def test_a_request_may_not_take_for_ever() -> None:
         return httpx.Response(200)
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(slow)) as client:
-        made = await wire.exchange(client, Endpoint("http://fake"), {}, 0.05, 0)
+        made = await wire.exchange(client, Endpoint("server", "http://fake"), {}, 0.05, 0)
     assert made.error == "timeout"
 
 
@@ -308,8 +301,3 @@ def test_addresses(given: str) -> None:
     assert wire.base_url(given) == "http://h:1"
     with pytest.raises(ConfigError):
         wire.base_url("h:1")
-
-
-def test_strict_bodies_have_openais_fields_only() -> None:
-    known = {"max_tokens", "seed", "stream", "stream_options", "temperature"}
-    assert prompts.fields(Shape(3, 4), {"temperature": 0}, 1, "s", True).keys() == known

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
@@ -14,11 +13,12 @@ import pytest
 from lawkit import write_model
 
 from sameseed import LLM
+from sameseed.cli.console import show_table
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError
 from sameseed.study import record, schemas
 from sameseed.study.quality import advice, compare, plots, records, speed, tables
-from sameseed.study.quality.compare import Comparing, Comparison, Row
+from sameseed.study.quality.compare import Comparing, Comparison
 from sameseed.study.quality.speed import DraftAcceptance
 from sameseed.study.quality.suite import PerplexityText
 from sameseed.study.quality.tasks import TaskSettings
@@ -56,18 +56,19 @@ def found(pair_folders: tuple[Path, Path], asked: Comparing) -> Comparison:
 
 def test_every_figure_is_there(found: Comparison, pair_folders: tuple[Path, Path]) -> None:
     base, small, cached = found.rows
+    assert base.as_draft is None and cached.as_draft is None and not base.notes
+    assert 0.0 < small.as_draft.acceptance_rate < 1.0, "other weights draft for the baseline"
     assert found.interleaved and base.ratio is None and not base.differences
     for row in found.rows:
         assert row.speed.tokens_per_s > 0 and row.speed.drafted_tokens_per_s > 0 and row.speed.c > 0
         assert row.speed.same_text and len(row.speed.plain) == 2 and len(row.speed.plain[0].completions) == 3
         assert row.memory.added == 2000
-        assert row.disk_bytes == (pair_folders[0] / "model.safetensors").stat().st_size
-        assert row.as_target.rate is not None
+        assert row.variant.disk_bytes() == (pair_folders[0] / "model.safetensors").stat().st_size
         low, high = row.as_target.interval
-        assert low <= row.as_target.rate <= high
+        assert low <= row.as_target.acceptance_rate <= high
     assert small.speed.weight_bytes < base.speed.weight_bytes / 3
     assert cached.speed.weight_bytes == base.speed.weight_bytes
-    assert cached.speed.kv_row_bytes < base.speed.kv_row_bytes and cached.speed.kv_format == "int8"
+    assert cached.speed.kv_row_bytes < base.speed.kv_row_bytes and cached.speed.stored["kv_format"] == "int8"
     for row in (small, cached):
         mine, its = row.quality.perplexity, base.quality.perplexity
         assert row.ratio is not None and mine is not None and its is not None
@@ -75,23 +76,17 @@ def test_every_figure_is_there(found: Comparison, pair_folders: tuple[Path, Path
         assert "humaneval" in row.differences
 
 
-def test_other_weights_draft_for_the_baseline(found: Comparison) -> None:
-    base, small, cached = found.rows
-    assert base.as_draft is None and cached.as_draft is None and not base.notes
-    assert small.as_draft is not None and small.as_draft.rate is not None and 0.0 < small.as_draft.rate < 1.0
-
-
 def test_the_draft_among_the_variants_is_not_drafted_for_by_itself(
     pair_folders: tuple[Path, Path], asked: Comparing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "footprint", lambda variant, settings: Footprint(3000, 1000))
+    own_rates: list[float | None] = []
+    monkeypatch.setattr(compare, "warnings", lambda row, base, own_rate: own_rates.append(own_rate) or [])
     target, draft = map(str, pair_folders)
     found = compare.report([target, draft, f"{draft}@w8a8"], replace(asked, tasks=("perplexity",), repeat=1))
     assert [bool(row.notes) for row in found.rows] == [False, True, True], "the draft, in as many bits or in fewer"
-    assert all(row.as_draft is not None and row.as_draft.rate for row in found.rows[1:])
-    assert compare._own_rate(found.rows[2], found.rows) == found.rows[1].as_draft.rate  # type: ignore[union-attr]
-    assert compare._own_rate(found.rows[1], found.rows) is None
-    assert compare._own_rate(found.rows[0], found.rows) == 1.0
+    first, rounded = (row.as_draft.acceptance_rate for row in found.rows[1:])
+    assert own_rates == [1.0, None, first] and rounded
 
 
 def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
@@ -100,39 +95,38 @@ def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
     for line in lines:
         record.append(tmp_path / "eval.jsonl", line)
     read = record.read(tmp_path / "eval.jsonl")
-    assert [r["config"]["label"] for r in read] == [row.label for row in found.rows]
+    assert [r["config"]["label"] for r in read] == [row.variant.label for row in found.rows]
     head, rows = tables.compared(read)
     assert all(len(row) == len(head) for row in rows) and rows[1][0].endswith("nf4") and ".." in rows[1][3]
     told = read[1]["comparison"]
-    assert told["baseline"] == found.baseline.label
-    assert told["as_target"]["acceptance_rate"] == found.rows[1].as_target.rate
+    assert told["baseline"] == found.rows[0].variant.label
+    assert told["as_target"]["acceptance_rate"] == found.rows[1].as_target.acceptance_rate
     assert told["perplexity_ratio"]["interval"][0] < told["perplexity_ratio"]["value"]
     assert len(told["repetitions"]) == 2 and read[1]["config"]["format"] == "nf4"
     with pytest.raises(ConfigError, match="sameseed eval"):
         schemas.check({k: v for k, v in read[0].items() if k != "tasks"})
 
 
-def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path) -> None:
-    from rich.console import Console
-
-    console = Console(width=140, file=io.StringIO())
-    for table in tables.comparison(found, 80):
-        console.print(table)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = records.of_comparison(found)
+    for table in tables.comparison(lines, 80):
+        show_table(table)
+    text = capsys.readouterr().out
     for words in ("perplexity", "over the baseline's", "accepted as draft", "c(8)", "memory added MB", "nf4"):
         assert words in text
-    pages = plots.plot(found, tmp_path / "page.png")
-    assert [p.name for p in pages] == ["page-quality.png", "page-cost.png"]
-    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pages)
-    with pytest.raises(ConfigError, match=r"page\.png"):
-        plots.plot_paths(tmp_path / "page.pdf")
+    pages = plots.plot(lines, tmp_path / "page.png")
+    assert [p.name for p in pages[::2]] == ["page-quality.png", "page-cost.png"]
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pages[::2])
+    assert all("<svg" in p.read_text() for p in pages[1::2])
+    with pytest.raises(ConfigError, match=r"page-quality\.png"):
+        plots.page_paths(tmp_path / "page.pdf")
 
 
 # --- warnings ---
 
 
 def acceptance(rate: float | None) -> DraftAcceptance:
-    return DraftAcceptance(rate, None if rate is None else 1 + rate, (0.0, 1.0), 9, ())
+    return DraftAcceptance(rate, (0.0, 1.0), None if rate is None else 1 + rate, 9, ())
 
 
 @pytest.mark.parametrize(
@@ -149,41 +143,27 @@ def test_lost_acceptance_is_said_loudly(found: Comparison, rate: float | None, w
     assert all(line.startswith("as draft") for line in said) and bool(said) == (rate is None or rate < 0.6)
 
 
-def test_a_dead_baseline_is_warned_of_too(found: Comparison) -> None:
+def test_a_dead_baseline_and_lost_perplexity_are_said(found: Comparison) -> None:
     dead = replace(found.rows[0], as_target=acceptance(0.01))
     assert any("near zero" in line for line in compare.warnings(dead, dead, 1.0))
-
-
-def test_lost_perplexity_is_said(found: Comparison) -> None:
-    row: Row = replace(found.rows[2], ratio=(1.3, (1.2, 1.4)), as_target=found.rows[0].as_target)
+    row = replace(found.rows[2], ratio=(1.3, (1.2, 1.4)), as_target=found.rows[0].as_target)
     assert any("1.30 times" in line for line in compare.warnings(row, found.rows[0], 1.0))
 
 
-def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison) -> None:
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison, value: float, tmp_path: Path) -> None:
     row = found.rows[1]
     assert row.quality.perplexity is not None
-    broken = replace(row.quality.perplexity, nll=np.full(99, np.nan, np.float32))
-    row = replace(row, quality=replace(row.quality, perplexity=broken), ratio=(math.nan, (math.nan, math.nan)))
+    broken = replace(row.quality.perplexity, nll=np.full(99, value, np.float32))
+    row = replace(row, quality=replace(row.quality, perplexity=broken), ratio=(value, None))
     row.warnings = compare.warnings(row, found.rows[0], 1.0)
     assert any("not finite" in line for line in row.warnings)
     lines = records.of_comparison(replace(found, rows=(found.rows[0], row)))
     told = json.loads(json.dumps(lines[1], allow_nan=False))
     assert told["perplexity"]["value"] is None
-    assert "not finite" in tables.compared(lines)[1][1]
+    assert tables.compared(lines)[1][1].count("not finite") == 2, "perplexity, and the ratio to the baseline's"
     assert tables.quality(lines[1]).row_count == 2
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_pages_leave_out_what_is_not_finite(found: Comparison, value: float, tmp_path: Path) -> None:
-    row = found.rows[1]
-    assert row.quality.perplexity is not None
-    nll = np.full(99, value, np.float32)
-    quality = replace(row.quality, perplexity=replace(row.quality.perplexity, nll=nll), results=())
-    rows = [replace(r, quality=quality, ratio=(value, (1.0, value))) for r in found.rows]
-    rows[1].ratio = 1.5, (1.0, value)
-    rows[0].as_target = replace(acceptance(0.5), length=value)
-    pages = plots.plot(replace(found, rows=tuple(rows)), tmp_path / "page.png")
-    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pages)
+    assert all(p.stat().st_size for p in plots.plot(lines, tmp_path / "page.png")), "and is no bar"
 
 
 # --- advice ---
@@ -215,7 +195,9 @@ def test_advice_is_measured_where_nothing_is_recorded(
 
     monkeypatch.setattr(advice, "perplexity", perplexity)
     tried: list[str] = []
-    rows = advice.measured(Variant(target, "w4a8"), Variant(target), "a text", {}, tried.append)
+    rows = advice.measured(
+        Variant(target, "w4a8"), Variant(target), "a text", {}, lambda stage, *_: tried.append(stage.split("keep, ")[1])
+    )
     assert tried == ["embedding, head", "first layer", "last layer", "attention", "down projections"]
     assert loaded[:2] == ["auto", "w4a8"] and "w4a8,model.layers.0.*=fp32" in loaded
     # The first layer wins back a twentieth, down projections nothing: neither is named.
@@ -226,15 +208,18 @@ def test_advice_is_measured_where_nothing_is_recorded(
     }
     gains = [a.recovered / a.added_bytes for a in rows if a.recovered and a.added_bytes]
     assert len(gains) == 3 and gains == sorted(gains, reverse=True)
-    assert advice.measured(Variant(target), Variant(target), "a text", {}, tried.append) == []
+    assert advice.measured(Variant(target), Variant(target), "a text", {}) == []
     nats["w4a8"] = 99.0  # nothing lost
-    assert advice.measured(Variant(target, "w4a8"), Variant(target), "a text", {}, tried.append) == []
+    assert advice.measured(Variant(target, "w4a8"), Variant(target), "a text", {}) == []
 
 
 # --- variants ---
 
 
-def test_variants_are_read() -> None:
+def test_variants_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m@w4a8").mkdir()
+    assert Variant.parse("m@w4a8") == Variant("m@w4a8"), "a path may hold an @"
     assert Variant.parse("embedded@w4a16,lm_head=bf16@int8") == Variant("embedded", "w4a16,lm_head=bf16", "int8")
     assert Variant.parse("embedded") == Variant("embedded")
     assert Variant("embedded", "auto", "int8").label == "embedded kv int8"
@@ -245,12 +230,6 @@ def test_variants_are_read() -> None:
         Variant.parse("embedded@w4a9")
     with pytest.raises(ConfigError, match="KV cache"):
         Variant.parse("embedded@w4a8@nf4")
-
-
-def test_a_path_may_hold_an_at_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m@w4a8").mkdir()
-    assert Variant.parse("m@w4a8") == Variant("m@w4a8")
 
 
 def test_a_footprint_holds_the_model(tmp_path: Path) -> None:
@@ -283,11 +262,11 @@ def test_the_default_draft_fits_the_tokenizer(tmp_path: Path, asked: Comparing) 
     from sameseed.models.loader import resolve_model
 
     plain = replace(asked, draft=None)
-    assert compare._draft(Variant("embedded"), plain).model == "embedded-draft"
+    assert compare.draft_spec(Variant("embedded"), plain).model == "embedded-draft"
     write_model(tmp_path)
-    assert compare._draft(Variant(str(tmp_path)), plain).method == "ngram"
+    assert compare.draft_spec(Variant(str(tmp_path)), plain).method == "ngram"
     shutil.copy(resolve_model("embedded") / "tokenizer.json", tmp_path)
-    assert compare._draft(Variant(str(tmp_path)), plain).model == "embedded-draft"
+    assert compare.draft_spec(Variant(str(tmp_path)), plain).model == "embedded-draft"
 
 
 def test_a_draft_of_another_vocabulary_is_said(pair_folders: tuple[Path, Path], tmp_path: Path, prompts: Path) -> None:
@@ -319,6 +298,5 @@ def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytes
         raise ConfigError("max_model_len 512 is above the model's own 256; lower it")
 
     monkeypatch.setattr(speed, "LLM", refused)
-    monkeypatch.setattr(speed, "same_weights", lambda one, other: False)
-    rate, why = speed.as_draft(Variant("one"), Variant("other"), 3, read_prompts(prompts), 4, {}, 0)
+    rate, why = speed.as_draft(Variant("embedded"), Variant("embedded", "w8a8"), 3, read_prompts(prompts), 4, {}, 0)
     assert rate is None and "lower it" in str(why)

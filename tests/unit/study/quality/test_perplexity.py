@@ -171,8 +171,3 @@ def test_a_continuation_is_cut_where_its_text_begins(llm: LLM) -> None:
     context, continuation = split(llm.tokenizer, "the su", "m")
     assert context + continuation == whole and continuation
     assert EOS not in context
-
-
-def test_infinity_is_no_crash() -> None:
-    found = Perplexity(np.full(4, 1e30, np.float32), 4, 8, 4, True)
-    assert found.perplexity == math.inf
