@@ -9,12 +9,12 @@ import contextlib
 import ctypes
 import json
 import os
-import select
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,73 +40,51 @@ class Worker:
 
     def run(self, job: Mapping[str, Any], seconds: float, take: Take) -> str | None:
         """Do a job in its time, and `take` every line as it comes. Why it did not end well, if it did not."""
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
+        late = threading.Event()
+        alarm = threading.Timer(seconds + GRACE, lambda: (late.set(), self.end()))
+        alarm.start()
+        done = False
         try:
-            times = {"seconds": seconds, "until": time.monotonic() + seconds}  # one clock for all processes
-            self.process.stdin.write(json.dumps({**job, **times}).encode() + b"\n")
-            self.process.stdin.close()
-        except OSError:
-            return self._ended()
-        done = self._listen(time.monotonic() + seconds + GRACE, take)
-        return f"it did not answer after its {seconds:.0f} s and was killed" if done is None else self._ended(done)
-
-    def _listen(self, end: float, take: Take) -> bool | None:
-        """Take lines until the output ends; whether the last of them said so. None: the time is over."""
-        assert self.process.stdout is not None
-        pipe, rest, done = self.process.stdout.fileno(), b"", False
-        while True:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
-                self.kill()
-                return None
-            data = os.read(pipe, 1 << 16)
-            if not data:
-                return done
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code says how
+                times = {"seconds": seconds, "until": time.monotonic() + seconds}  # one clock for all processes
+                self.process.stdin.write(json.dumps({**job, **times}).encode() + b"\n")
+                self.process.stdin.close()
+            for line in self.process.stdout:
                 try:
                     found = dict(json.loads(line))
                 except (ValueError, TypeError):  # damaged: what else it tells is not
                     with self.log.open("ab") as log:
-                        log.write(b"no record: " + line[:300] + b"\n")
+                        log.write(b"no record: " + line.rstrip()[:300] + b"\n")
                     continue
                 if "done" in found:
                     done = True
                 else:
                     take(found)
-
-    def _ended(self, done: bool = False) -> str | None:
-        try:
-            code = self.process.wait(GRACE)
-        except subprocess.TimeoutExpired:  # a device's driver may hold it: what it measured is here
-            self.kill()
-            return None if done else "it closed its output and did not end"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
+        finally:
+            alarm.cancel()
+            hangs = self.process.returncode is None
+            self.end()
+            self.process.stdout.close()
+        code = self.process.returncode
+        if hangs or late.is_set():  # a device's driver may hold a process that is done: what it measured is here
+            return None if done else f"it did not answer after its {seconds:.0f} s and was killed"
         if code == 0 and done:
             return None
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"its process ended early ({how}): {self.last_words()}"
-
-    def last_words(self) -> str:
-        """The last line of its errors."""
         with self.log.open("rb") as file:
             file.seek(self.at)
-            lines = file.read()[-20_000:].decode(errors="replace").splitlines()
-        return next((x.strip() for x in reversed(lines) if x.strip()), "it said nothing")[:300]
+            said = [x.strip() for x in file.read()[-20_000:].decode(errors="replace").splitlines() if x.strip()]
+        return f"its process ended early ({how}): {said[-1][:300] if said else 'it said nothing'}"
 
     def end(self) -> None:
-        """End it and all that it started, at once. Its output stays open: another thread may be reading it."""
-        if self.process.poll() is None:
+        """End it and all that it started, at once."""
+        if self.process.returncode is None:  # nobody waited for it: its number is still its own
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def kill(self) -> None:
-        """The same, and nothing more is read."""
-        self.end()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+            self.process.wait()
 
 
 class Crew:
@@ -124,19 +102,15 @@ class Crew:
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._closed = True  # jobs side by side would start the next ones
+            self._closed, self._spare = True, None  # jobs side by side would start the next ones
         for worker in self._all:
             worker.end()
-        if self._spare is not None:
-            self._spare.kill()
-            self._spare = None
 
     def _start(self) -> Worker:
         if self._closed:
             raise RuntimeError("the processes of this run were ended; no more are started")
-        worker = Worker(self.command, self.log)
-        self._all = [w for w in self._all if w.process.poll() is None] + [worker]
-        return worker
+        self._all.append(Worker(self.command, self.log))
+        return self._all[-1]
 
     def prepare(self) -> None:
         """Start one ahead, unless there is one."""
@@ -146,15 +120,11 @@ class Crew:
     def run(self, job: Mapping[str, Any], seconds: float, take: Take, more: bool = True) -> str | None:
         """Do a job in the process that was started ahead; as Worker.run. `more`: another one will follow."""
         self.prepare()
-        with self._lock:
-            worker, self._spare = self._spare, None
+        worker, self._spare = self._spare, None
         assert worker is not None
         if more:
             self.prepare()
-        try:
-            return worker.run(job, seconds, take)
-        finally:
-            worker.kill()
+        return worker.run(job, seconds, take)
 
     def run_all(
         self, jobs: Seq[Mapping[str, Any]], seconds: float, take: Take, at_once: int
@@ -164,32 +134,19 @@ class Crew:
         Meanwhile the process for what comes next is started.
         """
         self.prepare()
-        end, left = time.monotonic() + seconds, list(jobs)
-        failed: list[tuple[Mapping[str, Any], str]] = []
+        end = time.monotonic() + seconds
 
-        def work() -> None:
-            while True:
-                with self._lock:
-                    if not left or self._closed:
-                        return
-                    job = left.pop(0)
-                    remaining = end - time.monotonic()
-                    worker = self._start() if remaining > 1 else None
-                try:
-                    why = "no time" if worker is None else worker.run(job, remaining, take)
-                finally:
-                    if worker is not None:
-                        worker.kill()
-                if why is not None:
-                    failed.append((job, why))
-
-        threads = [threading.Thread(target=work) for _ in range(max(1, min(at_once, len(jobs))))]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:  # also where it is interrupted: no job that is left may start then
+        def work(job: Mapping[str, Any]) -> str | None:
+            remaining = end - time.monotonic()
+            if remaining <= 1:
+                return "no time"
             with self._lock:
-                left.clear()
-        return failed
+                worker = self._start()
+            return worker.run(job, remaining, take)
+
+        pool = ThreadPoolExecutor(max(1, min(at_once, len(jobs))))
+        try:
+            found = list(pool.map(work, jobs))
+        finally:  # also where it is interrupted: no job that is left may start then
+            pool.shutdown(wait=False, cancel_futures=True)
+        return [(job, why) for job, why in zip(jobs, found, strict=True) if why is not None]

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from gpu_clock import busy, device_time, is_fault
-from gpu_laws import noise
 from gpu_models import Made, copied, forget, shape_of
 from gpu_parts import Tell, attempted, one_layer
 from gpu_plan import Sizes
 
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
+from sameseed.laws.kernels import randn
 from sameseed.models.config import ModelConfig
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import WeightReader
@@ -63,11 +63,11 @@ def call_of(name: str, num_rows: int, w: QuantTensor, ops: Ops, device: str) -> 
     height, depth = w.shape
     norm = torch.ones(depth, device=device)
     if name == "down":
-        x, residual = noise(1, num_rows, 2 * depth, device=device), noise(2, num_rows, height, device=device)
+        x, residual = randn(num_rows, 2 * depth, seed=1, device=device), randn(num_rows, height, seed=2, device=device)
         return lambda w: ops.product(gated_rows(x), w, residual=residual)
-    x = noise(1, num_rows, depth, device=device)
+    x = randn(num_rows, depth, seed=1, device=device)
     if name == "o":
-        residual = noise(2, num_rows, height, device=device)
+        residual = randn(num_rows, height, seed=2, device=device)
         return lambda w: ops.product(plain_rows(x), w, residual=residual)
     return lambda w: ops.product(normed_rows(x, norm, 1e-5), w)
 
@@ -111,7 +111,7 @@ def measure_attention(
                 for i in range(seqs)
             ]  # fmt: skip
             batch = build_batch(parts, PAGE, torch.device(device))
-            q = noise(3, batch.num_rows, config.num_heads, dim, device=device)
+            q = randn(batch.num_rows, config.num_heads, dim, seed=3, device=device)
 
             def job(cache: KVCache = cache, batch: Any = batch, q: Any = q) -> None:
                 for layer in cache.layers:

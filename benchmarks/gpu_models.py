@@ -75,8 +75,7 @@ class Made(There):
 
     def __init__(self, source: Any, device: str) -> None:
         super().__init__(source, device)
-        noise: RandomCheckpoint = getattr(source, "_noise", source) if isinstance(source, TwinSource) else source
-        noise.__dict__["_noise"] = noise._noise.to(device)  # drawn on the CPU, so that it is the same everywhere
+        source.__dict__["_noise"] = source._noise.to(device)  # drawn on the CPU, so that it is the same everywhere
 
     def tensor(self, name: str) -> Tensor:
         with torch.device(self.device):

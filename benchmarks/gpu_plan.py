@@ -35,7 +35,6 @@ class Sizes:
     prompts: tuple[int, ...]
     max_tokens: int
     num_prompts: int
-    law_tokens: int
     workspace: int
     minutes: float
     seconds: Mapping[str, float]
@@ -65,17 +64,14 @@ FULL = Sizes(
     prompts=(128, 2048),
     max_tokens=64,
     num_prompts=2,
-    law_tokens=16,
     workspace=2 * GIB,
     minutes=8.5,
     seconds={
         "compiling": 100,
         "limits": 10,
-        "kernels": 15,
         "costs": 22,
         "speculation": 40,
         "large": 60,
-        "laws": 30,
         "transformers": 40,
         "micro": 35,
     },
@@ -94,17 +90,14 @@ DRY = Sizes(
     prompts=(16,),
     max_tokens=12,
     num_prompts=2,
-    law_tokens=6,
     workspace=0,
     minutes=4.0,
     seconds={
         "compiling": 5,
         "limits": 20,
-        "kernels": 10,
         "costs": 15,
         "speculation": 25,
         "large": 25,
-        "laws": 40,
         "transformers": 40,
         "micro": 10,
     },
@@ -125,13 +118,12 @@ class Part:
 def parts(sizes: Sizes, kinds: Seq[str]) -> list[Part]:
     """The parts of a run after `compiling`, those of most worth first: what is late is cut."""
     s = sizes.seconds
-    found = [Part("limits", "limits", s["limits"]), Part("kernels", "kernels", s["kernels"])]
+    found = [Part("limits", "limits", s["limits"])]
     found += [Part("costs", f"costs of {f}", s["costs"], {"format": f}) for f in sizes.formats]
     spoken = list(dict.fromkeys((sizes.large_format, "bf16")))
     found += [Part("speculation", f"speculation in {f}", s["speculation"], {"format": f}) for f in spoken]
     found += [Part("large", "large", s["large"])]
     found += [Part("transformers", "transformers", s["transformers"])]
-    found += [Part("laws", "laws", s["laws"], {"formats": list(sizes.formats)})]
     found += [Part("micro", "micro", s["micro"])]
     return [p for p in found if p.kind in kinds]
 
@@ -143,14 +135,12 @@ def warm_ups(sizes: Sizes, kinds: Seq[str]) -> list[dict[str, Any]]:
     """
     jobs: list[dict[str, Any]] = []
     spoken = tuple(dict.fromkeys((sizes.large_format, "bf16")))
-    if {"costs", "kernels", "micro"} & set(kinds):
+    if {"costs", "micro"} & set(kinds):
         jobs += [{"kind": "warm", "format": f} for f in sizes.formats]
     if "large" in kinds:
         jobs.append({"kind": "warm", "format": sizes.large_format, "shape": sizes.large_shape})
     if "speculation" in kinds:
         jobs += [{"kind": "warm", "format": f, "shape": sizes.draft_shape} for f in spoken]
-    if "laws" in kinds:
-        jobs += [{"kind": "laws", "formats": [f], "warm": True} for f in sizes.formats]
     if "speculation" in kinds:
         jobs += [{"kind": "speculation", "format": f, "warm": True} for f in spoken]
     if "large" in kinds:

@@ -11,6 +11,7 @@ all instructions. A product is not faster than either; how much slower it is, on
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -20,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -188,51 +188,8 @@ def estimate(launch: Launch, code: Code, chip: Chip, weight_bytes: int) -> Estim
     )
 
 
-def examine_once(launch: Launch, capability: int, known: dict[str, Code]) -> Code:
-    """`examine`, but once for launches that compile to the same code."""
-    numbers = {k: v for k, v in launch.arguments.items() if isinstance(v, int) and k not in launch.free}
-    traits = {k: (v % 16 == 0, v == 1) for k, v in numbers.items()}  # what the compiler looks at
-    key = str((sorted(launch.constants.items()), traits, launch.warps, launch.stages))
-    if key not in known:
-        known[key] = examine(launch, capability)
-    return known[key]
-
-
-def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A record for each format, shape and number of rows."""
-    known: dict[str, Code] = {}
-    for name in args.formats.split(","):
-        for what in args.products.split(","):
-            outputs, depth = SHAPES[what]
-            w = weight(name, outputs, depth)
-            for num_rows in map(int, args.rows.split(",")):
-                launch = product(w, num_rows)
-                code = examine_once(launch, args.capability, known)
-                about = estimate(launch, code, CHIPS[args.capability], w.nbytes)
-                cut = {"outputs": launch.constants["BLOCK_O"], "split": launch.grid[2], "warps": launch.warps}
-                cut |= {"stages": launch.stages, "tiles": launch.constants["TILES"]}
-                line = {"format": name, "product": what, "shape": [outputs, depth], "rows": num_rows, "cut": cut}
-                yield line | {"code": {**vars(code)}, "estimate": asdict(about)}
-
-
-def table(found: list[dict[str, Any]]) -> str:
-    """The records as a table."""
-    head = (
-        "format product rows outputs split regs spills shared programs resident busy in_flight read_us issue_us ratio"
-    )
-    rows = [head.split()]
-    for line in found:
-        cut, code, about = line["cut"], line["code"], line["estimate"]
-        row = [line["format"], line["product"], line["rows"], cut["outputs"], cut["split"], code["registers"]]
-        row += [code["spilled"], code["shared"], about["programs"], about["resident"], about["busy"]]
-        row += [about["in_flight"], about["read_us"], about["issue_us"]]
-        rows.append([str(cell) for cell in [*row, f"{about['issue_us'] / about['read_us']:.2f}"]])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
 def main() -> None:
-    """Print the table; append the records."""
+    """Print each estimate; append the records."""
     parser = argparse.ArgumentParser(description="Static estimates of the GPU's products; nothing is measured.")
     parser.add_argument("--formats", default=FORMATS)
     parser.add_argument("--products", default=",".join(SHAPES))
@@ -240,17 +197,23 @@ def main() -> None:
     parser.add_argument("--capability", type=int, choices=CHIPS, default=90)
     parser.add_argument("--out", type=Path, help="append records to this file")
     args = parser.parse_args()
+    chip = CHIPS[args.capability]
     shared = {"schema": SCHEMA, "kind": "static estimate, not a measurement", "time": record.now()}
     shared |= {"commit": record.commit(), "triton": version("triton"), "capability": args.capability}
-    shared["chip"] = asdict(CHIPS[args.capability])
-    found = []
-    for line in lines(args):
-        found.append(line)
+    print("static estimates, not measurements")
+    for name, what, rows in itertools.product(args.formats.split(","), args.products.split(","), args.rows.split(",")):
+        w = weight(name, *SHAPES[what])
+        launch = product(w, int(rows))
+        code = examine(launch, args.capability)
+        cut = {"outputs": launch.constants["BLOCK_O"], "split": launch.grid[2], "warps": launch.warps}
+        cut |= {"stages": launch.stages, "tiles": launch.constants["TILES"]}
+        line = {"format": name, "product": what, "shape": SHAPES[what], "rows": int(rows), "cut": cut}
+        line |= {"code": vars(code), "estimate": asdict(estimate(launch, code, chip, w.nbytes))}
+        said = {**cut, "registers": code.registers, "spills": code.spilled, **line["estimate"]}
+        print(f"{name} {what}, {rows} rows: " + ", ".join(f"{key} {value}" for key, value in said.items()))
         if args.out is not None:
             with args.out.open("a") as file:
-                file.write(json.dumps({**shared, **line}) + "\n")
-    print("static estimates, not measurements")
-    print(table(found))
+                file.write(json.dumps({**shared, "chip": asdict(chip), **line}) + "\n")
 
 
 if __name__ == "__main__":

@@ -168,35 +168,19 @@ def _peers(lines: Lines) -> list[Row]:
 
 
 def _laws(lines: Lines) -> list[Row]:
-    laws, spoken = chosen(lines, "laws"), chosen(lines, "speculation")
-    checked = chosen(lines, "kernels")
-    told = chosen(lines, "broken")
+    spoken, told = chosen(lines, "speculation"), chosen(lines, "broken")
     broken = sorted({op for x in told for op in x["ops"]})
-    texts = sum(x["texts"] for x in laws)
-    differ = sum(x["differ"] for x in laws)
-    failed = sum(x.get("failed", 0) for x in (*laws, *spoken))
+    failed = sum(x.get("failed", 0) for x in spoken)
     known = [x for x in spoken if x["equals_plain"] is not None]
     unequal = sum(not x["equals_plain"] for x in known)
-    bad = [f"{x['op']} {x['format']}" for x in checked if not x.get("within", True)]
-    apart = [f"{x['op']} {x['format']}" for x in checked if not x.get("rows_alone_equal", True)]
-    worst = max((x for x in checked if "of_tolerance" in x), key=lambda x: float(x["of_tolerance"]), default=None)
-    near = "" if worst is None else f", at most {worst['of_tolerance']:.2f} of it ({worst['op']} {worst['format']})"
     return [
-        Row("law 1: texts of the small pair that differ from plain's, alone", "0",
-            f"{differ} of {texts}" if laws else NONE, differ == 0 if laws else None),
         Row("law 1: settings of the twins whose texts differ", "0",
             f"{unequal} of {len(known)}" if known else NONE, unequal == 0 if known else None),
         Row("texts that ended in an error or too early", "0",
-            f"{failed}" if laws or spoken else NONE, failed == 0 if laws or spoken else None),
-        Row("law 4: ops beyond their tolerance of the reference", "0",
-            f"{len(bad)} of {len(checked)}{': ' + ', '.join(bad[:4]) if bad else near}" if checked else NONE,
-            not bad if checked else None),
+            f"{failed}" if spoken else NONE, failed == 0 if spoken else None),
         Row("kernels that do not compile (computed by the reference)", "0",
             f"{len(broken)}{': ' + ', '.join(broken[:4]) if broken else ''}" if told else NONE,
             not broken if told else None),
-        Row("ops whose rows' bits depend on company", "0",
-            f"{len(apart)} of {len(checked)}{': ' + ', '.join(apart[:4]) if apart else ''}" if checked else NONE,
-            not apart if checked else None),
     ]  # fmt: skip
 
 
@@ -221,7 +205,7 @@ def words(x: Mapping[str, Any]) -> str:
     """One record in a line; "" for one that is not worth it."""
     kept = ("part", "shape", "engine", "format", "mode", "arm", "kind", "op", "context", "rows", "batch")
     units = {"median_ms": "ms", "median_us": "us", "c": "times one row", "read_share": "of bandwidth"}
-    units |= {"tokens_per_s": "tokens/s", "speedup": "x", "host_share": "host", "of_tolerance": "of tolerance"}
+    units |= {"tokens_per_s": "tokens/s", "speedup": "x", "host_share": "host"}
     said = [f"{found:.3g} {unit}" for name, unit in units.items() if isinstance(found := x.get(name), float)]
     return ", ".join([*(f"{x[name]}" for name in kept if x.get(name) is not None), *said]) if said else ""
 

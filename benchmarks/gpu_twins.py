@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpu_clock import STAND_IN, Busy, busy, is_fault, wall
-from gpu_laws import unfinished
 from gpu_models import DRAFT, HEAD, TARGET, forget, head_twin, peak_bytes, twin
 from gpu_parts import Tell, attempted
 from gpu_plan import Sizes
@@ -18,7 +17,7 @@ from sameseed.engine.engine import Engine
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.ops import Ops
-from sameseed.request import SamplingParams
+from sameseed.request import FinishReason, SamplingParams
 from sameseed.scheme import QuantScheme
 from sameseed.study.measure import Job, Run, run_batch
 from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
@@ -74,7 +73,7 @@ class Stage:
         forget_peak = peak_bytes(self.device)
         for start in range(0, len(jobs) // batch * batch, batch):
             run_batch(engine, jobs[start : start + batch], run)
-        failed = sum(unfinished(run, self.sizes.max_tokens))
+        failed = unfinished(run, self.sizes.max_tokens)
         if arm.spec.method == "none" and not failed:
             self.plain.setdefault(batch, run)
         plain = None if failed else self.plain.get(batch)  # what stopped early was not faster
@@ -109,6 +108,11 @@ class Stage:
                 raise
             return {"host_share": None, "timed_by": str(error)[:120]}
         return {"host_share": 1 - found.seconds / seconds, "timed_by": found.source}
+
+
+def unfinished(run: Run, max_tokens: int) -> int:
+    """Completions that ended in an error or before their last token: that they equal others says nothing."""
+    return sum(c.finish_reason is FinishReason.ERROR or len(c.token_ids) < max_tokens for c in run.completions)
 
 
 def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, warm: bool = False) -> None:

@@ -19,7 +19,6 @@ import gpu_checkout  # noqa: F401  # finds the package
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import gpu_laws
 import gpu_micro
 import gpu_parts
 import gpu_peers
@@ -44,8 +43,6 @@ def do(job: dict[str, Any], tell: gpu_parts.Tell) -> None:
         "limits": gpu_parts.measure_limits,
         "warm": gpu_parts.warm_up,
         "costs": gpu_parts.measure_costs,
-        "kernels": gpu_laws.check_kernels,
-        "laws": gpu_laws.check_laws,
         "speculation": gpu_twins.measure_speculation,
         "large": gpu_twins.measure_large,
         "micro": gpu_micro.measure_micro,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 
 
@@ -59,23 +59,11 @@ PLANS: dict[str, dict[str, list[Arm]]] = {
             Arm("vLLM w8a8", "vllm", "hf-w8a8", 12.0),
         ],
     },
-    "tiny": {
-        "8 bits and fewer": [
-            sameseed("int8", 0.6),
-            Arm("llama.cpp Q4_0", "llama_cpp", "gguf-q4_0", 0.3),
-            Arm("llama.cpp Q4_K_M", "llama_cpp", "gguf-q4_k_m", 0.3),
-            Arm("llama.cpp Q8_0", "llama_cpp", "gguf-q8_0", 0.3),
-            Arm("OpenVINO int4", "openvino", "openvino-int4", 0.5),
-            Arm("OpenVINO int8", "openvino", "openvino-int8", 0.5),
-            Arm("vLLM w8a8", "vllm", "hf-w8a8", 3.0),
-        ],
-        "16 bits": [
-            sameseed("bf16", 0.6),
-            Arm("llama.cpp bf16", "llama_cpp", "gguf-bf16", 0.3),
-            Arm("vLLM bf16", "vllm", "hf-bf16", 3.0),
-            Arm("transformers bf16", "transformers", "hf-bf16", 1.0),
-        ],
-    },
+}
+# To try the machinery: the same arms on a small shape, each with little memory.
+PLANS["tiny"] = {
+    group: [replace(arm, gib=3.0 if arm.engine == "vllm" else 0.6) for arm in arms]
+    for group, arms in PLANS["llama-3.2-1b"].items()
 }
 
 

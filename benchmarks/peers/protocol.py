@@ -28,9 +28,3 @@ class Engine(Protocol):
 
     def probe(self, tokens: Seq[int], count: int) -> list[float]:
         """Logits of vocabulary entries 0..count-1 after these tokens."""
-
-    def write(self, tokens: Seq[int], count: int, num_draft: int) -> dict[str, Any]:
-        """`count` greedy tokens after a prompt, the draft model guessing `num_draft` at a time (0: none).
-
-        Returns "seconds" from the prompt's last logits on, "ttft" until these, "tokens", "drafted", "accepted".
-        """

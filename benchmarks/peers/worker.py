@@ -8,7 +8,6 @@
     {"do": "prefill", "tokens": 512}                        -> {"seconds": ...}
     {"do": "batch", "size": 16, "context": 128, "steps": 16} -> {"seconds": ...} of all steps of all sequences
     {"do": "probe", "tokens": 24, "count": 64}              -> {"logits": [...]} after a fixed prompt
-    {"do": "write", "tokens": [...], "count": 96, "num_draft": 4} -> {"seconds": ..., "tokens": [...], ...}: greedy text
     {"do": "quit"}
 
 Every answer also holds "peak_rss_bytes". A command that fails answers {"error": text}, one that the engine does not
@@ -63,17 +62,10 @@ class Worker:
         fixed = random.Random(1)
         return {"logits": self.engine.probe([fixed.randrange(3, self.vocab_size) for _ in range(tokens)], count)}
 
-    def write(self, tokens: list[int], count: int, num_draft: int) -> dict[str, object]:
-        offered = getattr(self.engine, "write", None)
-        if offered is None:
-            raise UnsupportedError("writing text is not measured for this engine")
-        written: dict[str, object] = offered(tokens, count, num_draft)
-        return written
-
     def answer(self, message: dict[str, Any]) -> dict[str, object]:
         """Do what one message says."""
         do = message.pop("do")
-        if do not in ("load", "rows", "prefill", "batch", "probe", "write"):
+        if do not in ("load", "rows", "prefill", "batch", "probe"):
             return {"error": f"no command {do!r}"}
         try:
             result: dict[str, object] = getattr(self, do)(**message)

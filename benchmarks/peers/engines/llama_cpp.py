@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp as api
-import numpy as np
 
 Row = tuple[int, int, int, bool]  # token, position, sequence, logits wanted
 
@@ -23,7 +22,7 @@ def errors_only(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 
 
 class Engine:
-    """`options`: kv ("f16" by default, llama.cpp's own; or "bf16", "q8_0"); draft (a second model, for `write`)."""
+    """`options`: kv ("f16" by default, llama.cpp's own; or "bf16", "q8_0")."""
 
     def load(self, model: Path, threads: int, max_len: int, batch: int, options: dict[str, Any]) -> dict[str, object]:
         api.llama_log_set(errors_only, ctypes.c_void_p(0))
@@ -49,14 +48,6 @@ class Engine:
         self.memory = api.llama_get_memory(self.context)
         self.slots = api.llama_batch_init(self.batch_size, 0, 1)
         self.cached = -1
-        self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
-        self.held: list[int] = []  # the tokens in the context, in `write`
-        self.first_row = 0  # of the last pass, the first with logits
-        self.draft: Engine | None = None
-        if "draft" in options:
-            self.draft = Engine()
-            rest = {name: value for name, value in options.items() if name != "draft"}
-            self.draft.load(Path(options["draft"]), threads, max_len, 1, rest)
         return {
             "versions": {"llama-cpp-python": api.__version__},
             "settings": {
@@ -119,43 +110,3 @@ class Engine:
         values = [float(logits[i]) for i in range(count)]
         self._clear()
         return values
-
-    def _follow(self, tokens: Seq[int], num_logits: int) -> None:
-        """Have the context hold exactly these tokens, and the logits after the last `num_logits` of them."""
-        shared = 0
-        while shared < min(len(self.held), len(tokens) - num_logits) and self.held[shared] == tokens[shared]:
-            shared += 1
-        api.llama_memory_seq_rm(self.memory, 0, shared, -1)
-        end = len(tokens)
-        self._decode([(tokens[i], i, 0, i >= end - num_logits) for i in range(shared, end)])
-        self.held, self.first_row = list(tokens), end - num_logits - shared
-
-    def _best(self, row: int) -> int:
-        """The likeliest token after one of the last rows."""
-        logits = api.llama_get_logits_ith(self.context, self.first_row + row)
-        return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
-
-    def write(self, tokens: Seq[int], count: int, num_draft: int) -> dict[str, Any]:
-        """Greedy: the loop of llama.cpp's `speculative-simple` with --spec-draft-p-min 0, through the C API."""
-        for engine in (self, self.draft) if self.draft else (self,):
-            engine._clear()
-            engine.held = []
-        begin = time.perf_counter()
-        self._follow(tokens, 1)
-        text, new = list(tokens), [self._best(0)]
-        start, drafted, accepted = time.perf_counter(), 0, 0
-        while len(new) < count:
-            text = [*tokens, *new]
-            guess: list[int] = []
-            for _ in range(min(num_draft, count - len(new) - 1)):
-                assert self.draft is not None, "drafting takes the option 'draft'"
-                self.draft._follow(text + guess, 1)
-                guess.append(self.draft._best(0))
-            self._follow(text + guess, 1 + len(guess))
-            right = 0
-            while right < len(guess) and self._best(right) == guess[right]:
-                right += 1
-            new += [*guess[:right], self._best(right)]
-            drafted, accepted = drafted + len(guess), accepted + right
-        end = time.perf_counter()
-        return {"seconds": end - start, "ttft": start - begin, "tokens": new, "drafted": drafted, "accepted": accepted}

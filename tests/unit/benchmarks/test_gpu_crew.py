@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import gpu_crew
@@ -98,24 +99,23 @@ def test_an_interruption_leaves_no_job_and_no_process(tmp_path, monkeypatch):
     """The jobs that wait do not start when those at work are ended."""
     started = tmp_path / "started"
     program = f"import sys, time; sys.stdin.readline(); open({str(started)!r}, 'a').write('x'); time.sleep(60)"
-    threads = []
-    join = threading.Thread.join
 
     def interrupted(self, *rest):
-        threads.append(self)
         while not started.exists():
             time.sleep(0.01)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Future, "result", interrupted)
     with (
         pytest.raises(KeyboardInterrupt),
         gpu_crew.Crew([sys.executable, "-S", "-c", program], tmp_path / "log") as made,
     ):
-        monkeypatch.setattr(threading.Thread, "join", interrupted)
         made.run_all([{"n": i} for i in range(5)], 60.0, lambda found: None, 1)
     monkeypatch.undo()
-    join(threads[0], 20)
-    assert not threads[0].is_alive() and started.read_text() == "x"
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPool"):
+            thread.join(20)
+    assert started.read_text() == "x"
     assert all(w.process.poll() is not None for w in made._all)
     with pytest.raises(RuntimeError, match="no more are started"):
         made.prepare()
@@ -132,9 +132,9 @@ def worker(job, tmp_path, **settings):
 
 
 def test_a_worker_says_what_went_wrong_or_that_its_time_is_over(tmp_path):
-    *_, wrong, done = worker({"kind": "laws", "formats": ["bf17"]}, tmp_path)
+    *_, wrong, done = worker({"kind": "costs", "format": "bf17"}, tmp_path)
     assert wrong["omit"] == "the rest" and "bf17" in wrong["why"] and done == {"done": True}
-    *_, late, done = worker({"kind": "laws", "formats": ["bf16"] * 50}, tmp_path, later=-9.0)
+    *_, late, done = worker({"kind": "costs", "format": "bf16"}, tmp_path, later=-9.0)
     assert "its 9 s were over" in late["why"] and done == {"done": True}
 
 
