@@ -103,7 +103,7 @@ def evaluations(found: list[Record]) -> str:
 
 
 def quantizers(found: list[Record]) -> str:
-    """Held-out perplexity by method and format, as benchmarks/quantize.py found it."""
+    """Held-out perplexity by method and format."""
     found = newest(found, lambda r: (r["config"]["scheme"], r["config"]["method"]))
     rows = []
     for r in sorted(found, key=lambda r: (r["bits_per_weight"], r["config"]["scheme"], r["relative"]["ratio"])):
@@ -187,7 +187,7 @@ def policies(found: list[Record]) -> str:
 
 
 def headline(found: list[Record]) -> str:
-    """Speculation on real shapes beside plain decoding and a peer, as benchmarks/speculation.py found it."""
+    """Speculation on real shapes beside plain decoding and a peer."""
     head = ["decoding", "tokens/s", "over its own plain", "over our plain", "accepted", "first token", "same text"]
     parts = []
     for r in newest(found, lambda r: r["title"]):
@@ -297,14 +297,14 @@ OWN: dict[str, tuple[Callable[[list[Record]], str], str]] = {  # what makes a ta
     "peers": (peers, "`make peers`, then `make bench-peers` write one"),
     "gpu": (gpu, "`make bench-gpu` writes one, on a machine with a GPU"),
     "eval": (evaluations, "`sameseed eval --compare ... --out benchmarks/results/eval.jsonl` writes one"),
-    "quantize": (quantizers, "`benchmarks/quantize.py` writes one"),
+    "quantize": (quantizers, "its script is in the history"),
     "gguf": (gguf, "its script is in the history"),
     "certificates": (certificates, "`sameseed verify-lossless --out benchmarks/results/certificates.jsonl` writes one"),
     "policies": (policies, "`benchmarks/policies.py` writes one"),
-    "headline": (headline, "`benchmarks/speculation.py` writes one"),
+    "headline": (headline, "its script is in the history"),
     "load": (load, "`sameseed bench serve --compare-speculation` writes one"),
-    "server": (server, "`benchmarks/overhead.py` and `prefix.py` write some"),
-    "summary": (summary, "`make bench` and `benchmarks/speculation.py` write some"),
+    "server": (server, "`benchmarks/overhead.py` writes some"),
+    "summary": (summary, "`make bench` writes some"),
 }
 COMBINED = {"server", "summary"}  # of several files
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -85,8 +85,7 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
         left_out += [unseen] * (len(r.pending) + len(r.nodes))
         token_ids += r.pending
         positions += range(start, kv_len)
-        blocks = r.blocks
-        slots += [blocks[i // block_size] * block_size + i % block_size for i in range(start, kv_len + len(r.nodes))]
+        slots += slots_of(r.blocks, start, kv_len + len(r.nodes), block_size)
         masks += [0] * len(r.pending)
         if r.wants_logits:
             first = offsets[-1] + len(r.pending) - 1
@@ -95,28 +94,35 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
             node_masks, depths = ancestor_masks(r.parents)
             token_ids += r.nodes
             positions += [kv_len + d for d in depths]
-            masks += [m - (1 << 64) if m >> 63 else m for m in node_masks]  # int64 read as uint64
+            masks += node_masks
         offsets.append(len(token_ids))
     seen = [[*r.blocks[: r.unseen[0]], *r.blocks[r.unseen[1] :]] if any(r.unseen) else r.blocks for r in rows]
-    width = max((len(blocks) for blocks in seen), default=0)
+    num_pending = [len(r.pending) for r in rows]
+    numbers = (token_ids, positions, slots, offsets, num_pending, kv_lens, logit_rows)
+    batch = pack(numbers, seen, masks if any(r.nodes for r in rows) else None, device)
+    if not any(left_out):
+        return batch
+    return replace(batch, key_positions=batch.positions - torch.tensor(left_out, dtype=torch.int32, device=device))
+
+
+def slots_of(blocks: Seq[int], start: int, end: int, block_size: int) -> list[int]:
+    """Places in the cache of rows start..end-1 of a sequence with these blocks."""
+    return [blocks[i // block_size] * block_size + i % block_size for i in range(start, end)]
+
+
+def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None, device: torch.device | None) -> Batch:
+    """A Batch of plain lists: token_ids .. kv_lens and logit_rows, each sequence's blocks, masks as uint64."""
+    width = max((len(own) for own in blocks), default=0)
     tables: list[int] = []
-    for blocks in seen:
-        tables += blocks
-        tables += [0] * (width - len(blocks))
-    parts = (token_ids, positions, slots, offsets, [len(r.pending) for r in rows], kv_lens, tables, logit_rows)
-    ints = int_tensors(parts, device)
-    return Batch(
-        token_ids=ints[0],
-        positions=ints[1],
-        slots=ints[2],
-        row_offsets=ints[3],
-        num_pending=ints[4],
-        kv_lens=ints[5],
-        block_tables=ints[6].view(len(rows), width),
-        tree_mask=torch.from_numpy(np.array(masks, np.int64)).to(device) if any(r.nodes for r in rows) else None,
-        logit_rows=ints[7],
-        key_positions=ints[1] - torch.tensor(left_out, dtype=torch.int32, device=device) if any(left_out) else None,
+    for own in blocks:
+        tables += own
+        tables += [0] * (width - len(own))
+    token_ids, positions, slots, offsets, num_pending, kv_lens, logit_rows, block_tables = int_tensors(
+        (*numbers, tables), device
     )
+    block_tables = block_tables.view(len(blocks), width)
+    tree_mask = None if masks is None else torch.from_numpy(np.array(masks, np.uint64).view(np.int64)).to(device)
+    return Batch(token_ids, positions, slots, offsets, num_pending, kv_lens, block_tables, tree_mask, logit_rows)
 
 
 def int_tensors(parts: Seq[list[int]], device: torch.device | None) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from sameseed import fields, registry
 from sameseed.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 64
+GOODPUT_DRAFT_TOKENS = 12  # the most that goodput asks for, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class EngineConfig:
     """Limits of one engine: rows of a pass, sequences at once, longest request, backend, device, number of threads.
 
     `gpu_memory_utilization`: the share of a GPU's memory, all of it, that the engine may take (as vLLM's).
+    `profile`: the file of `sameseed tune` that these settings come from, which must hold here, unless `force_profile`.
     """
 
     max_num_rows: int = 512
@@ -164,6 +166,8 @@ class EngineConfig:
     device: str = "cpu"
     threads: int | None = None
     gpu_memory_utilization: float = 0.9
+    profile: str | None = None
+    force_profile: bool = False
     cache: CacheConfig = field(default_factory=CacheConfig)
     spec: SpecConfig = field(default_factory=SpecConfig)
 

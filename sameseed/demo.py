@@ -45,7 +45,8 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError("the demo needs a draft model; name one with --draft, or leave --model out")
     from rich.console import Console
 
-    from sameseed.cli.bench import open_bench
+    from sameseed.cli.bench import open_bench, run_with_progress
+    from sameseed.cli.console import show_table
     from sameseed.engine.levels import with_heads
     from sameseed.engine.settings import make_config
     from sameseed.study import record, report
@@ -56,7 +57,7 @@ def run(argv: Seq[str], prog: str) -> int:
         record.prepare(args.out)
     path = args.prompts or DEFAULT_PROMPTS
     prompts = read_prompts(path)
-    drafting = with_heads(make_config(draft_choice(args.draft, args.model)).spec)
+    drafting = with_heads(make_config(draft_choice(args.draft, args.model), policy="fixed").spec)
     ways = arms([SpecConfig("ngram"), drafting], KS)
     bench = open_bench(EngineChoice(args.model, {}), ways, [1], "auto", quiet=False)
     same = show_both(bench, prompts[0], next(a for a in ways if a.spec.method == drafting.method), console)
@@ -64,8 +65,12 @@ def run(argv: Seq[str], prog: str) -> int:
     everything: list[dict[str, Any]] = []
     console.rule("[bold]side by side")
     for workload, repeat in plan(bench, path.name, prompts, args.seconds, console):
-        everything += _measure(bench, workload, repeat, args, run_id)
-        console.print(report.table(everything[-len(ways) :]))
+        runs = run_with_progress(bench, workload, repeat, quiet=False)
+        everything += record.make_records(bench, args.model, workload, runs, run_id, record.machine())
+        if args.out is not None:
+            for line in everything[-len(ways) :]:
+                record.append(args.out, line)
+        show_table(report.table(everything[-len(ways) :]))
     console.print(report.LEGEND + "\n", style="dim")
     return max(conclude(everything, console), 0 if same else 1)
 
@@ -146,18 +151,6 @@ def affordable(budget: float, available: int) -> tuple[int, int, int]:
 
 def _params(temperature: float, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.95, seed=1)
-
-
-def _measure(bench: Bench, workload: Workload, repeat: int, args: DemoArgs, run_id: str) -> list[dict[str, Any]]:
-    from sameseed.cli.bench import run_with_progress
-    from sameseed.study import record
-
-    runs = run_with_progress(bench, workload, repeat, quiet=False)
-    records = record.make_records(bench, args.model, workload, runs, run_id, record.machine())
-    if args.out is not None:
-        for line in records:
-            record.append(args.out, line)
-    return records
 
 
 def conclude(records: Seq[dict[str, Any]], console: Console) -> int:

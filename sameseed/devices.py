@@ -1,12 +1,42 @@
-"""Devices by name: whether they are here, what is free on them, and waiting for them."""
+"""Devices by name: whether they are here, what is free on them, and waiting for them; and what the CPU is."""
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sameseed import registry
 from sameseed.errors import ConfigError
+
+
+def cpu_name() -> str:
+    """The processor's model name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def native_isa() -> str | None:
+    """Instruction set of the native kernels; None without them."""
+    if "cpu" not in registry.names("ops") or (module := registry.load("ops", "cpu")).unavailable():
+        return None
+    return str(module.isa())
+
+
+def native_threads() -> int:
+    """Threads of the native kernels, or of PyTorch without them."""
+    if native_isa() is None:
+        return torch.get_num_threads()
+    from sameseed import _native
+
+    return _native.num_threads()
 
 
 def no_cuda() -> str | None:

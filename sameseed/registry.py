@@ -18,10 +18,7 @@ from sameseed.errors import RegistryError, nearest
 
 @cache
 def names(registry: str) -> tuple[str, ...]:
-    """Names of the entries of a registry (`"drafters"`, `"formats"`, ...), sorted; nothing is imported.
-
-    Raises RegistryError where two packages have an entry of the same name.
-    """
+    """Names of a registry's entries, sorted; nothing is imported. Raises RegistryError where two have the same."""
     return tuple(sorted({*_own(registry), *_installed(registry)}))
 
 

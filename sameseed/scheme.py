@@ -51,7 +51,6 @@ class QuantTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the stored tensors take."""
         return sum(t.numel() * t.element_size() for t in self.parts.values())
 
     @property
@@ -133,16 +132,12 @@ class Format:
         raise self._no_cache()
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """The tensors of layer `name` as a checkpoint stores them."""
-        raise self._no_weights()
-
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """The inverse of checkpoint (a checkpoint says nothing of activations: they are None)."""
-        raise self._no_weights()
+        """The tensors of layer `name` as the engines that `config` is for read them."""
+        raise NotImplementedError(f"{self.name} has a config for other engines, and no tensors")
 
     def config(self, q: QuantTensor) -> dict[str, object]:
-        """The `quantization_config` that vLLM reads, for a model of weights like `q`; empty for dense formats."""
-        raise self._no_weights()
+        """The `quantization_config` that vLLM reads, for a model of weights like `q`; empty where no engine does."""
+        return {}
 
     def _no_weights(self) -> ConfigError:
         return ConfigError(
@@ -312,7 +307,6 @@ class QuantScheme:
         return cls(weights, group, found["asymmetric"] is None, activations, variant=found["variant"])
 
     def __str__(self) -> str:
-        """The text that `parse` reads."""
         return ",".join([self.name, *(f"{glob}={scheme}" for glob, scheme in self.rules)])
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Tokenizer:
         self, backend: HFTokenizer, chat_template: str | None = None, special: dict[str, str] | None = None
     ) -> None:
         self._backend = backend
-        self._template = chat_template
+        self.chat_template = chat_template
         self._silent = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._compiled: Template | None = None
         self.special = special or {}
@@ -75,8 +75,8 @@ class Tokenizer:
     def as_files(self) -> dict[str, str]:
         """What `from_folder` reads, by file name: for a tokenizer that came from elsewhere."""
         config = {**self.special, "tokenizer_class": "PreTrainedTokenizerFast"}
-        if self._template is not None:
-            config["chat_template"] = self._template
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
         return {"tokenizer.json": self._backend.to_str(), "tokenizer_config.json": json.dumps(config, indent=2)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -92,7 +92,6 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -116,21 +115,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Seq[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation ({"role", "content"} each) by the model's chat template, rendered in a sandbox.
-
-        Raises RequestError if there is no template or it refuses the messages.
-        """
+        """Token ids of `render_chat`."""
         return self.encode(self.render_chat(messages, add_generation_prompt, tools), add_special_tokens=False)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat` can render conversations."""
-        return self._template is not None
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template itself."""
-        return self._template
 
     def render_chat(
         self,
@@ -138,8 +124,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Seq[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The conversation as the template writes it; `tools` as OpenAI's API has them."""
-        if self._template is None:
+        """A conversation ({"role", "content"} each) as the chat template writes it, in a sandbox; tools as OpenAI's.
+
+        Raises RequestError if there is no template or it refuses the messages.
+        """
+        if self.chat_template is None:
             raise RequestError("this model has no chat template; use a plain prompt instead of messages")
         if not messages:
             raise RequestError("the conversation is empty; give at least one message")
@@ -150,9 +139,15 @@ class Tokenizer:
         most = MAX_ADDED + sum(len(m["content"]) for m in messages)
         try:
             if self._compiled is None:
-                self._compiled = _environment().from_string(self._template)
+                self._compiled = _environment().from_string(self.chat_template)
             offered = list(tools) if tools else None
-            return _bounded(self._compiled.generate(tools=offered, documents=None, **values), most)
+            kept, size = [], 0
+            for part in self._compiled.generate(tools=offered, documents=None, **values):
+                size += len(part)
+                if size > most:
+                    raise RequestError(f"the chat template writes more than {most} characters; use a plain prompt")
+                kept.append(part)
+            return "".join(kept)
         except RequestError:
             raise
         except TemplateError as error:
@@ -163,7 +158,6 @@ class Tokenizer:
             ) from None
 
     def stream(self) -> IncrementalDecoder:
-        """A decoder for one output."""
         return IncrementalDecoder(self)
 
 
@@ -187,13 +181,12 @@ class IncrementalDecoder:
         if new and not new.endswith(BROKEN):
             self._context, self._waiting = self._waiting, []
             return new
-        return self._settled(new) if len(self._waiting) > LONGEST_WAIT else ""
-
-    def _settled(self, new: str) -> str:
-        """The part of `new`, bytes that are no text, which no later token can change."""
+        if len(self._waiting) <= LONGEST_WAIT:
+            return ""
+        # Bytes that are no text: the part of `new` that no later token can change is given out. It ends not within a
+        # character: of consecutive boundaries, one lies between two characters.
         last = len(self._waiting) - LONGEST_CHARACTER
         known = self._tokenizer.decode(self._context)
-        # Not within a character: of consecutive boundaries, one lies between two characters.
         for cut in range(last, last - LONGEST_CHARACTER, -1):
             head = self._tokenizer.decode(self._context + self._waiting[:cut])[len(known) :]
             if new.startswith(head):
@@ -214,32 +207,17 @@ class IncrementalDecoder:
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """As transformers sets it up, but for the date (strftime_now): the same messages give the same tokens every day."""
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.globals["raise_exception"] = _refuse
-    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    # Jinja's own filter writes < > & ' as HTML needs them, which no model was trained on.
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     return environment
-
-
-def _bounded(parts: Iterable[str], most: int) -> str:
-    """The parts joined, unless they are longer than anything that a template should write."""
-    kept, size = [], 0
-    for part in parts:
-        size += len(part)
-        if size > most:
-            raise RequestError(f"the chat template writes more than {most} characters; use a plain prompt")
-        kept.append(part)
-    return "".join(kept)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Jinja's own filter writes < > & ' as HTML needs them, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _content(value: Any) -> str:

@@ -151,6 +151,8 @@ class _Pretend(TorchDispatchMode):
 def pretended_device() -> Iterator[str]:
     """Within it, the device of that name holds numbers."""
     real = torch.tensor
+    with torch.device("cpu"):  # PyTorch remembers its constructors at the first use: they are to be the real ones
+        torch.empty(0)
 
     def tensor(data: Any, *, device: Any = None, **more: Any) -> torch.Tensor:
         """PyTorch's own makes it on the device behind the mode's back; on the default one where none is said."""

@@ -1,18 +1,26 @@
-"""The format of docs/extend.md, as its page prints it: as a module, and as an installed package."""
+"""The format of docs/extend.md, as a module and as an installed package; weights of any format in files."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fixtures_layouts import RAW
+from safetensors.torch import save_file
+from torch import Tensor
 
-from sameseed import registry
-from sameseed.scheme import Format
+from sameseed import registry, scheme
+from sameseed.models.checkpoint import Checkpoint
+from sameseed.models.config import parse_config
+from sameseed.models.layouts import sameseed as own
+from sameseed.models.save import method_for
+from sameseed.scheme import Format, QuantScheme, QuantTensor
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "extend.md"
 CODE = next(c for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "\nFORMAT = " in c)
@@ -49,3 +57,23 @@ def installed(folder: Path) -> Iterator[None]:
         forget()
         yield
     forget()
+
+
+def as_stored(q: QuantTensor, chosen: QuantScheme) -> tuple[dict[str, Tensor], Mapping[str, object]]:
+    """Tensors of a weight "x", and the quantization_config that goes with them."""
+    if method_for([chosen]) == "sameseed":
+        return own.tensors_of("x", q), own.config_of({"x": chosen})
+    return scheme.get(q.format).checkpoint("x", q), scheme.get(q.format).config(q)
+
+
+def write_weight(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
+    """A checkpoint of one weight, "x"."""
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {**config, "ignore": []}}))
+
+
+def read_weight(folder: Path, shape: tuple[int, int]) -> QuantTensor:
+    """The weight again, as a model's loader reads it."""
+    with Checkpoint(folder) as files:
+        files.check(parse_config(RAW), {"x.weight": shape})
+        return files.stored("x.weight")

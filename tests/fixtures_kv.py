@@ -64,7 +64,7 @@ class KvOracle:
 
 
 class Itself:
-    """A format of the shelf as its own oracle."""
+    """A format as its own oracle."""
 
     def __init__(self, name: str) -> None:
         self.format = scheme.kv_format(name)

@@ -293,3 +293,12 @@ def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> L
     chosen = ops.resolve(backend)
     source = Stored(random_tensors(config))
     return Llama(config, read_weights(config, source, QuantScheme.parse(weights), chosen), chosen)
+
+
+def llama_shape(
+    hidden: int, heads: tuple[int, int, int], vocab: int = 400, inner: int = 96, layers: int = 5, tied: bool = False
+) -> ModelConfig:
+    """Sizes of a Llama; `heads`: query heads, KV heads, and the width of one."""
+    raw = {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": inner}
+    raw |= {"num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    return parse_config({**raw, "head_dim": heads[2], "vocab_size": vocab, "tie_word_embeddings": tied})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from fixtures_models import VARIANTS, Stored, random_tensors
+from fixtures_ops import randn
 from torch import Tensor
 
 from sameseed.models.config import ModelConfig, parse_config
@@ -18,12 +19,8 @@ from sameseed.scheme import QuantScheme
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # groups of 32 divide all rows
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def stats_of(x: Tensor) -> Stats:
-    return Stats.of(lambda: [x], x.shape[-1])
+    return Stats.of([x], x.shape[-1])
 
 
 def correlated(rows: int, width: int, seed: int = 0) -> Tensor:

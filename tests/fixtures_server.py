@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -10,13 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from sameseed.request import Metrics, SpecMetrics, TimeSplit
+
 START = 120.0  # seconds at most, on a busy machine
+NOTHING = Metrics(0, 0, SpecMetrics(), TimeSplit(), 0.0, 0.0, 0.0).as_dict()
+DONE: dict[str, Any] = {"finish_reason": "stop", "seed": 1, "metrics": NOTHING}  # how a sequence's last piece ends
 
 
 class Server:
@@ -60,11 +66,7 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The process of the engine: one of the server's children."""
-        return self.child("worker")
-
-    def child(self, program: str) -> int:
-        """The first of the server's processes that runs this program of the server's."""
-        return program_of(self.process.pid, program)
+        return program_of(self.process.pid, "worker")
 
     def stop(self) -> int:
         """End it, if it has not ended; returns the exit code."""
@@ -74,6 +76,31 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+@contextmanager
+def serving(*flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server that is ready. At the end it must leave well, and nothing behind."""
+    made = Server(*flags, env=env)
+    try:
+        made.wait_log("ready")
+        yield made
+    finally:
+        assert made.stop() == 0
+        assert not children(made.process.pid)
+
+
+def visiting(app: Any) -> httpx.AsyncClient:
+    """A client of an application in this process."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the event loop go on until it holds."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < 60.0, "waited in vain"
+        await asyncio.sleep(0.01)
 
 
 def pretender(*command: str, first: bytes = b"") -> Callable[[], tuple[int, socket.socket]]:
@@ -112,6 +139,38 @@ def program_of(server: int, program: str) -> int:
     """The process of a server that runs this program of its own."""
     name = f"sameseed.server.{program}".encode()
     return next(pid for pid in children(server) if name in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
+
+
+def sockets(pid: int) -> list[tuple[int, int, str]]:
+    """TCP and UDP sockets of a process: local port, remote port, state (0A: listening)."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            name = str(link.readlink())
+        except OSError:
+            continue
+        if name.startswith("socket:["):
+            inodes.add(name[8:-1])
+    found = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes:
+                local, remote = (int(f.rpartition(":")[2], 16) for f in fields[1:3])
+                found.append((local, remote, fields[3]))
+    return found
+
+
+def num_files(pid: int) -> int:
+    """Descriptors that a process has open."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def program(path: Path, text: str) -> Path:
+    """A program for the shell."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 def gauge(client: httpx.Client, name: str) -> float:

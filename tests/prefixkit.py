@@ -82,7 +82,12 @@ class Watched:
     def compute(self, seq: Sequence, count: int, guessed: int, certain: int) -> None:
         """Store pending rows, and behind them rows of guesses that turn out wrong."""
         start, end = seq.num_cached, min(seq.num_cached + count, len(seq))
-        if not self.blocks.reserve(seq, end + guessed):
+        before, limit = list(seq.blocks), self.blocks.reservable(seq)
+        granted = self.blocks.reserve(seq, end + guessed)
+        assert granted == (end + guessed <= limit)
+        assert seq.blocks[: len(before)] == before, "blocks that hold rows never move"
+        assert len(seq.blocks) == max(len(before), self.blocks.blocks_for(end + guessed) if granted else 0)
+        if not granted:
             return
         for i in range(start, end + guessed):
             self.memory[self.slot(seq, i)] = self.row(seq, i) if i < end else WRONG_GUESS
@@ -108,7 +113,9 @@ class Watched:
         assert seq.num_cached <= keep
 
     def trim(self, seq: Sequence) -> None:
+        before = list(seq.blocks)
         self.blocks.trim(seq, len(seq))
+        assert seq.blocks == before[: -(-len(seq) // self.blocks.block_size)]
 
     def release(self, seq: Sequence, leaves: int) -> None:
         self.blocks.release(seq)

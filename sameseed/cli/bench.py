@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from sameseed.cli.options import EngineChoice, Parsed, draft_choice, option, parse
+from sameseed.cli.options import EngineChoice, Parsed, draft_choice, option, parse, profile_defaults
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RequestError
 from sameseed.request import SamplingParams
@@ -49,7 +49,10 @@ def run(argv: Seq[str], prog: str) -> int:
         from sameseed.cli import bench_serve
 
         return bench_serve.run(argv[1:], f"{prog} serve")
-    defaults = {"max_tokens": 96, "seed": 1, "top_p": 0.95}
+    defaults: dict[str, Any] = {"max_tokens": 96, "seed": 1, "top_p": 0.95, "policy": "fixed"}
+    chosen = profile_defaults(argv)  # a profile's choice is one point of the grid
+    for name, one in (("drafts", "draft"), ("ks", "num_draft_tokens"), ("formats", "format")):
+        defaults |= {name: (chosen[one],)} if one in chosen else {}
     left_out = (*LEFT_OUT, "prefix_cache", "draft", "format", "num_draft_tokens")
     parsed = parse(BenchArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)
     args = parsed.args

@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +15,12 @@ from sameseed.cli.options import option, parse
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.study.load.bench import LoadBench, LoadSettings, ServerArm
-    from sameseed.study.load.drive import LoadLevel
+    from sameseed.study.load.bench import LoadSettings
+    from sameseed.study.load.wire import Endpoint
+
+
+# Flags that are settings of the load by the same name.
+SETTINGS = ("prompts", "seed", "num_requests", "max_seconds", "warm_up", "repeat", "timeout", "max_retries", "strict")
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ class BenchServeArgs:
     speculation: Annotated[str | None, option("JSON")] = None  # what to ask for; unset: what the server does by itself
     baseline_url: Annotated[str | None, option("URL")] = None  # a second server: what --url is compared with
     extra_body: Annotated[str | None, option("JSON")] = None  # fields for every request
-    strict: Annotated[bool, option()] = False  # OpenAI's fields only: no ignore_eos, no cache_salt, no token ids
+    ignore_eos: Annotated[bool, option()] = False  # write every answer to its full length, past its natural end
+    strict: Annotated[bool, option()] = False  # OpenAI's fields only: no cache_salt, no token ids
     ttft_slo: Annotated[float | None, option("S")] = None  # goodput: seconds to the first token, at most
     tpot_slo: Annotated[float | None, option("S")] = None  # goodput: seconds for each other token, at most
     timeout: float = 600.0  # seconds for one request, retries included
@@ -81,13 +87,14 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 async def _measure(
-    args: BenchServeArgs, arms: Seq[ServerArm], settings: LoadSettings, out: Path | None
+    args: BenchServeArgs, arms: Seq[Endpoint], settings: LoadSettings, out: Path | None
 ) -> list[dict[str, Any]]:
     """All cells; a table after each shape. Returns the records."""
-    from sameseed.cli.console import progress, stderr_console
+    from sameseed.cli.console import keep, progress, show_table, stderr_console, stdout_console
     from sameseed.study import record
     from sameseed.study.load import report, wire
     from sameseed.study.load.bench import LoadBench
+    from sameseed.study.load.records import make_records
 
     widest = max((level.concurrency or 1024) for level in settings.levels)
     made: list[dict[str, Any]] = []
@@ -98,46 +105,21 @@ async def _measure(
         for shape in settings.shapes:
             found: list[dict[str, Any]] = []
             with progress(shape.label, args.json) as bar:
-                total = len(settings.levels) * settings.repeat * len(arms)
-                bar.update(bar.tasks[0].id, total=total, note="warm-up")
+                update = partial(bar.update, bar.tasks[0].id)
+                update(total=len(settings.levels) * settings.repeat * len(arms), note="warm-up")
                 for level in settings.levels:
-                    head = {"run": run_id, "time": record.now(), "commit": record.commit(), "machine": record.machine()}
-                    done = await _cell(bench, shape, level, head, bar)
+                    runs = await bench.measure(shape, level, partial(update, advance=1))
+                    done = make_records(bench, shape, level, runs, run_id)
+                    keep(done, out, args.json)  # at once: what is measured stays, whatever comes
                     found += done
-                    for line in done:  # at once: what is measured stays, whatever comes
-                        if out is not None:
-                            record.append(out, line)
-                        if args.json:
-                            print(json.dumps(line), flush=True)
             made += found
             if not args.json:
-                _show(found)
+                show_table(report.table(found))
+                for note in report.notes(found):
+                    stdout_console().print(note, style="dim", markup=False)
     if not args.json:
         stderr_console().print(report.LEGEND + (f"; records appended to {out}" if out is not None else ""), style="dim")
     return made
-
-
-async def _cell(bench: LoadBench, shape: Any, level: LoadLevel, head: dict[str, Any], bar: Any) -> list[dict[str, Any]]:
-    from sameseed.study.load.bench import LoadCell
-    from sameseed.study.load.records import make_records
-
-    cell = LoadCell(shape, level)
-    async for label in bench.measure(cell):
-        bar.update(bar.tasks[0].id, advance=1, note=f"{level.label} {label}")
-    return make_records(bench, cell, head)
-
-
-def _show(records: Seq[dict[str, Any]]) -> None:
-    from rich.console import Console
-
-    from sameseed.study.load import report
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=report.WIDTH)
-    console.print(report.table(records))
-    for line in report.notes(records):
-        console.print(line, style="dim", markup=False, highlight=False)
 
 
 def _settings(args: BenchServeArgs) -> LoadSettings:
@@ -149,36 +131,23 @@ def _settings(args: BenchServeArgs) -> LoadSettings:
     from sameseed.study.workload import read_prompts
 
     if args.prompts in ("text", "random"):
-        shapes = tuple(parse_shape(text, args.scale) for text in _list(args.lengths, "--lengths"))
+        shapes = [parse_shape(text, args.scale) for text in _list(str, args.lengths, "--lengths")]
     else:
         read_prompts(Path(args.prompts))
-        shapes = (Shape(None, args.max_tokens),)
-    rates = [_number(float, text, "--rates") for text in _list(args.rates, "--rates")] if args.rates else []
-    clients = [_number(int, text, "--concurrency") for text in _list(args.concurrency, "--concurrency")]
-    levels = tuple(
-        [LoadLevel(rate=r, burstiness=args.burstiness) for r in rates] or [LoadLevel(concurrency=c) for c in clients]
-    )
+        shapes = [Shape(None, args.max_tokens)]
+    if args.rates:
+        levels = [LoadLevel(rate=r, burstiness=args.burstiness) for r in _list(float, args.rates, "--rates")]
+    else:
+        levels = [LoadLevel(concurrency=c) for c in _list(int, args.concurrency, "--concurrency")]
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
-    return LoadSettings(
-        shapes,
-        levels,
-        prompts=args.prompts,
-        sampling=sampling,
-        seed=args.seed,
-        num_requests=args.num_requests,
-        max_seconds=args.max_seconds,
-        warm_up=args.warm_up,
-        repeat=args.repeat,
-        bounds=Bounds(args.ttft_slo, args.tpot_slo),
-        timeout=args.timeout,
-        max_retries=args.max_retries,
-        strict=args.strict,
-    )
+    sampling |= {"ignore_eos": True} if args.ignore_eos else {}
+    same = {name: getattr(args, name) for name in SETTINGS}
+    bounds = Bounds(args.ttft_slo, args.tpot_slo)
+    return LoadSettings(tuple(shapes), tuple(levels), sampling=sampling, bounds=bounds, **same)
 
 
-def _arms(args: BenchServeArgs) -> list[ServerArm]:
+def _arms(args: BenchServeArgs) -> list[Endpoint]:
     """What is compared; the first is the base. Raises ConfigError."""
-    from sameseed.study.load.bench import ServerArm
     from sameseed.study.load.wire import Endpoint, base_url
 
     if args.compare_speculation and args.baseline_url is not None:
@@ -187,14 +156,12 @@ def _arms(args: BenchServeArgs) -> list[ServerArm]:
     asked: dict[str, Any] = {}
     if (text := args.speculation) is not None:
         asked["speculation"] = _object(text, "--speculation") if text.lstrip().startswith("{") else text
-    server = Endpoint(base_url(args.url), args.model or "", args.chat, {**extra, **asked})
+    server = Endpoint("server", base_url(args.url), args.model or "", args.chat, {**extra, **asked})
     if args.compare_speculation:
-        off = Endpoint(server.url, server.model, args.chat, {**extra, "speculation": "off"})
-        return [ServerArm("off", off), ServerArm("on", server)]
+        return [replace(server, label="off", fields={**extra, "speculation": "off"}), replace(server, label="on")]
     if args.baseline_url is not None:
-        base = Endpoint(base_url(args.baseline_url), args.model or "", args.chat, extra)
-        return [ServerArm("baseline", base), ServerArm("server", server)]
-    return [ServerArm("server", server)]
+        return [replace(server, label="baseline", url=base_url(args.baseline_url), fields=extra), server]
+    return [server]
 
 
 def _object(text: str, flag: str) -> dict[str, Any]:
@@ -207,18 +174,14 @@ def _object(text: str, flag: str) -> dict[str, Any]:
     return value
 
 
-def _list(values: Seq[str], flag: str) -> list[str]:
-    found = [part for value in values for part in value.split(",") if part]
+def _list(kind: type[Any], values: Seq[str], flag: str) -> list[Any]:
+    try:
+        found = [kind(part) for value in values for part in value.split(",") if part]
+    except ValueError:
+        raise ConfigError(f"{flag} takes numbers, got {' '.join(values)!r}") from None
     if not found:
         raise ConfigError(f"{flag} is empty; give at least one value")
     return found
-
-
-def _number(kind: type[Any], text: str, flag: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{flag} takes numbers, got {text!r}") from None
 
 
 def _key(args: BenchServeArgs) -> str | None:

@@ -28,103 +28,79 @@ class ChatArgs:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Parse, load, talk."""
+    """Turn after turn, to the end of the input; one that fails or is stopped on a terminal changes nothing."""
     parsed = parse(ChatArgs, argv, prog, engine=True, sampling=True, defaults={"max_tokens": 256}, left_out=["n"])
-    from sameseed.cli.console import load_llm
+    from sameseed.cli.console import load_llm, stderr_console
 
-    llm = load_llm(parsed.engine, quiet=parsed.args.json)
-    return Conversation(llm, parsed.params, parsed.args).talk()
-
-
-class Conversation:
-    """The messages so far, and how the next answer is shown."""
-
-    def __init__(self, llm: LLM, params: SamplingParams, args: ChatArgs) -> None:
-        self.llm, self.params, self.args = llm, params, args
-        self.interactive = sys.stdin.isatty() and not args.json
-        self.messages: list[dict[str, str]] = []
-        self.reset()
-
-    def reset(self) -> None:
-        """Back to the system message."""
-        self.messages = [{"role": "system", "content": self.args.system}] if self.args.system else []
-
-    def talk(self) -> int:
-        """Turn after turn, to the end of the input."""
-        from sameseed.cli.console import stderr_console
-
-        console = stderr_console()
-        if self.interactive:
-            console.print(HELP, style="dim")
-        for line in self._turns():
-            if line in ("/exit", "/quit"):
-                break
-            if line == "/reset":
-                self.reset()
-            elif line.startswith("/"):
-                console.print(HELP)
-            else:
-                self._turn(line)
-        return 0
-
-    def _turns(self) -> Iterator[str]:
-        """The lines that hold something."""
-        if self.interactive:
-            import readline  # noqa: F401 - gives input() its line editing
-
-        while True:
-            try:
-                line = input("you> ") if self.interactive else sys.stdin.readline()
-            except EOFError:
-                print()
-                return
-            except UnicodeDecodeError as error:
-                raise RequestError(f"standard input is no UTF-8 text ({error}); convert it first") from None
-            if not line and not self.interactive:
-                return
-            if line.strip():
-                yield line.strip()
-
-    def _turn(self, line: str) -> None:
-        """One question and its answer; what fails or is stopped on a terminal leaves the conversation as it was."""
-        from sameseed.cli.console import stderr_console
-
-        self.messages.append({"role": "user", "content": line})
-        try:
-            answer = self._answer()
-        except RequestError as error:
-            del self.messages[-1]
-            if not self.interactive:
-                raise
-            stderr_console().print(f"error: {error} (/reset begins anew)", markup=False)
-        except KeyboardInterrupt:
-            del self.messages[-1]
-            if not self.interactive:
-                raise
-            sys.stdout.write("\n")
-            stderr_console().print("interrupted", style="dim")
+    args, llm = parsed.args, load_llm(parsed.engine, quiet=parsed.args.json)
+    interactive, console = sys.stdin.isatty() and not args.json, stderr_console()
+    if interactive:
+        console.print(HELP, style="dim")
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    messages = opening
+    for line in turns(interactive):
+        if line in ("/exit", "/quit"):
+            break
+        if line == "/reset":
+            messages = opening
+        elif line.startswith("/"):
+            console.print(HELP)
         else:
-            self.messages.append({"role": "assistant", "content": answer})
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                text = answer(llm, asked, parsed.params, args, interactive)
+                messages = [*asked, {"role": "assistant", "content": text}]
+            except RequestError as error:
+                if not interactive:
+                    raise
+                console.print(f"error: {error} (/reset begins anew)", markup=False)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                sys.stdout.write("\n")
+                console.print("interrupted", style="dim")
+    return 0
 
-    def _answer(self) -> str:
-        from sameseed.cli.console import TextWriter, stderr_console, summary
-        from sameseed.cli.generate import as_json
 
-        writer = TextWriter(sys.stdout, self.llm.tokenizer, self.args.show_draft)
-        text = ""
+def turns(interactive: bool) -> Iterator[str]:
+    """The lines that hold something."""
+    if interactive:
+        import readline  # noqa: F401 - gives input() its line editing
+
+    while True:
         try:
-            for delta in self.llm.chat_stream(self.messages, self.params):
-                text += delta.text
-                if not self.args.json:
-                    writer.write(delta)
-                if delta.completion is not None:
-                    if self.args.json:
-                        print(json.dumps({"role": "assistant"} | as_json(delta.completion)), flush=True)
-                    else:
-                        print(flush=True)
-                        if self.interactive:
-                            stderr_console().print(summary(delta.completion.metrics), style="dim", soft_wrap=True)
-        finally:
-            if not self.args.json:
-                writer.end()
-        return text
+            line = input("you> ") if interactive else sys.stdin.readline()
+        except EOFError:
+            print()
+            return
+        except UnicodeDecodeError as error:
+            raise RequestError(f"standard input is no UTF-8 text ({error}); convert it first") from None
+        if not line and not interactive:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, args: ChatArgs, interactive: bool) -> str:
+    """The answer, which is shown as it is written."""
+    from sameseed.cli.console import TextWriter, stderr_console, summary
+    from sameseed.cli.generate import as_json
+
+    writer = TextWriter(sys.stdout, llm.tokenizer, args.show_draft)
+    text = ""
+    try:
+        for delta in llm.chat_stream(messages, params):
+            text += delta.text
+            if not args.json:
+                writer.write(delta)
+            if delta.completion is not None:
+                if args.json:
+                    print(json.dumps({"role": "assistant"} | as_json(delta.completion)), flush=True)
+                else:
+                    print(flush=True)
+                    if interactive:
+                        stderr_console().print(summary(delta.completion.metrics), style="dim", soft_wrap=True)
+    finally:
+        if not args.json:
+            writer.end()
+    return text

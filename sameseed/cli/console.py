@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, TextIO
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from sameseed.cli.options import EngineChoice
+from sameseed.config import SpecConfig
 from sameseed.request import Delta, Metrics, SpecMetrics
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from sameseed.engine.llm import LLM
     from sameseed.tokenizer import Tokenizer
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 # Where there is no colour, accepted draft tokens stand between these.
 PLAIN_MARKS = ("\u2039", "\u203a")
+WIDE = 10_000  # characters: more than any table needs
 
 
 def stderr_console() -> Console:
     """For everything that is not the command's result."""
     return Console(stderr=True, highlight=False)
+
+
+def stdout_console() -> Console:
+    """For a command's result: as wide as the terminal; elsewhere, as what is printed needs."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDE)
+
+
+def keep(records: Iterable[dict[str, Any]], out: Path | None, as_json: bool) -> None:
+    """Append records to a file, if there is one, and print them as lines of JSON, if asked."""
+    from sameseed.study import record
+
+    for line in records:
+        if out is not None:
+            record.append(out, line)
+        if as_json:
+            print(json.dumps(line), flush=True)
+
+
+def show_table(table: Table) -> None:
+    """Print a table whole: where a terminal is too narrow for it, heads and cells fold."""
+    for column in table.columns:
+        column.no_wrap, column.overflow = False, "fold"
+    stdout_console().print(table)
 
 
 def colourful(stream: IO[str]) -> bool:
@@ -57,17 +87,30 @@ def progress(title: str, quiet: bool = False) -> Iterator[Progress]:
         yield bar
 
 
+@contextmanager
+def stages(title: str, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar that shows the stage at hand: its name, how much of it is done, and of how much."""
+    with progress(title, quiet) as bar:
+        yield lambda stage, done, total: bar.update(bar.tasks[0].id, description=stage, completed=done, total=total)
+
+
+@contextmanager
+def weights_progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that counts weights: those done, and all."""
+    with progress(title, quiet) as bar:
+        yield lambda done, total: bar.update(
+            bar.tasks[0].id, completed=done // 10**6, total=total // 10**6, note="million weights"
+        )
+
+
 def load_llm(choice: EngineChoice, quiet: bool = False) -> LLM:
     """The engine that the flags describe, with a progress bar while its weights are read."""
     logging.basicConfig(format="note: %(message)s", stream=sys.stderr)
     from sameseed.engine.llm import LLM
 
-    with progress(f"loading {choice.model}", quiet) as bar:
-
-        def report(done: int, total: int) -> None:
-            bar.update(bar.tasks[0].id, completed=done // 10**6, total=total // 10**6, note="million weights")
-
-        return LLM(choice.model, progress=report, **choice.settings)
+    draft = choice.settings.get("draft") or SpecConfig()  # "none" was chosen: a profile's has no say
+    with weights_progress(f"loading {choice.model}", quiet) as report:
+        return LLM(choice.model, progress=report, **{**choice.settings, "draft": draft})
 
 
 class TextWriter:
@@ -97,18 +140,13 @@ class TextWriter:
                 self._flags.extend([self._whole] * len(piece))
                 self._whole = True
         self.text += delta.text
-        shown = _harmless(delta.text) if self._terminal else delta.text
-        self._stream.write(self._marked(shown) if self._show else shown)
+        for c in delta.text:
+            self._stream.write(self._switch(self._show and bool(self._flags) and self._flags.popleft()))
+            harmless = not self._terminal or c in "\n\t" or c.isprintable() or ord(c) > 0x9F  # cannot steer it
+            self._stream.write(c if harmless else "\ufffd")
         if delta.completion is not None:
             self._stream.write(self._switch(False))
         self._stream.flush()
-
-    def _marked(self, text: str) -> str:
-        parts = []
-        for character in text:
-            accepted = self._flags.popleft() if self._flags else False
-            parts += [self._switch(accepted), character]
-        return "".join(parts)
 
     def _switch(self, accepted: bool) -> str:
         if accepted == self._open:
@@ -121,11 +159,6 @@ class TextWriter:
         """Close what is open (after an interruption too)."""
         self._stream.write(self._switch(False))
         self._stream.flush()
-
-
-def _harmless(text: str) -> str:
-    """Text whose control characters cannot steer a terminal; the number of characters stays."""
-    return "".join(c if c in "\n\t" or c.isprintable() or ord(c) > 0x9F else "\ufffd" for c in text)
 
 
 def legend(text_stream: IO[str], own_stream: IO[str]) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence as Seq
-from contextlib import contextmanager
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
-from sameseed.cli.options import EngineChoice, draft_choice, option, parse
+from sameseed.cli.options import FIXED, EngineChoice, draft_choice, option, parse
 from sameseed.cli.profile import words
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.study.quality.compare import Comparing, Comparison
+    from sameseed.study.quality.compare import Comparing
     from sameseed.study.quality.suite import PerplexityText
     from sameseed.study.quality.tasks import TaskSettings
 
@@ -53,20 +51,22 @@ class EvalArgs:
     num_prompts: int = 12  # --compare: prompts to take, spread over the file
     repeat: int = 3  # --compare: runs of each
     no_advice: Annotated[bool, option()] = False  # --compare: do not measure which parts should keep more bits
-    plot: Annotated[Path | None, option("FILE.png")] = None  # --compare: draw FILE-quality.png and FILE-cost.png
+    plot: Annotated[Path | None, option("FILE.png")] = (
+        None  # --compare: draw FILE-quality and FILE-cost, as .png and .svg
+    )
     out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
     json: Annotated[bool, option()] = False  # records to stdout as JSON lines instead of tables
 
 
 def run(argv: Seq[str], prog: str) -> int:
     """Check, measure, show and write."""
-    parsed = parse(EvalArgs, argv, prog, engine=True, left_out=("draft",))  # which means another thing for variants
+    # --draft means another thing for variants.
+    parsed = parse(EvalArgs, argv, prog, engine=True, defaults=FIXED, left_out=("draft",))
     args, engine = parsed.args, parsed.engine
     if args.name is not None:
         if args.compare:
             raise ConfigError("give the models to --compare, and no other")
         engine = EngineChoice(args.name, engine.settings)
-    engine = EngineChoice(engine.model, engine.settings | {"draft": draft_choice(args.draft, engine.model)})
     from sameseed.study import record
     from sameseed.study.quality import suite
     from sameseed.study.quality.tasks import TaskSettings
@@ -76,39 +76,33 @@ def run(argv: Seq[str], prog: str) -> int:
     text = suite.PerplexityText(args.text, args.window, args.stride, args.tokens)
     out = record.destination(args.out, "eval")
     if args.compare:
-        return _compare(args, engine, settings, text, out)
+        report(args.compare, _comparing(args, engine, settings, text), out, args.json, args.plot)
+        return 0
     if args.plot is not None:
         raise ConfigError("--plot draws comparisons; give the variants with --compare")
-    return _evaluate(args, engine, settings, text, out)
+    from sameseed.cli.console import load_llm, show_table, stages, stderr_console
+    from sameseed.study.quality import records, tables
+    from sameseed.study.quality.variant import Variant, stored
 
-
-def _evaluate(
-    args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText, out: Path | None
-) -> int:
-    """One model."""
-    from sameseed.cli.console import load_llm, stderr_console
-    from sameseed.study.quality import records, suite, tables
-    from sameseed.study.quality.variant import Variant
-
+    engine = EngineChoice(engine.model, engine.settings | {"draft": draft_choice(args.draft, engine.model)})
     tasks = words(args.tasks)
     suite.check(tasks, settings, text)
     llm = load_llm(engine, args.json)
     variant = Variant(engine.model, llm.config.format, llm.config.cache.format)
-    with _progress(args.json) as report:
-        quality = suite.evaluate(llm, tasks, settings, text, report)
-    found = records.of_model(llm, variant, tasks, settings, text, quality)
+    with stages("evaluating", args.json) as tick:
+        quality = suite.evaluate(llm, tasks, settings, text, tick)
+    config = {"num_parameters": llm.engine.runner.model.config.num_parameters, **stored(llm)}
+    found = records.make_record(variant, tasks, settings, text, quality, config)
     _write([found], out, args.json)
     if not args.json:
-        _console().print(tables.quality(found))
+        show_table(tables.quality(found))
         for note in tables.notes(found):
             stderr_console().print(f"note: {note}", style="dim")
     return 0
 
 
-def _compare(
-    args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText, out: Path | None
-) -> int:
-    """Several variants."""
+def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText) -> Comparing:
+    """What is measured of several variants. Raises ConfigError."""
     from sameseed.study.quality import compare
     from sameseed.study.quality.variant import Variant
     from sameseed.study.workload import DEFAULT_PROMPTS
@@ -118,17 +112,13 @@ def _compare(
     check_plot(args.plot)
     if args.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
-    if text.tokens is None:
-        text = replace(text, tokens=compare.COMPARE_TOKENS)
-    variants = [Variant.parse(v) for v in args.compare]
-    draft = None if args.draft == "auto" else draft_choice(args.draft, variants[0].model)
     if args.draft == "none":
         raise ConfigError("a comparison measures acceptance: give a draft, or leave --draft out")
-    asked = compare.Comparing(
+    return compare.Comparing(
         tasks=words(args.tasks),
         settings=settings,
-        text=text,
-        draft=draft,
+        text=text if text.tokens is not None else replace(text, tokens=compare.COMPARE_TOKENS),
+        draft=None if args.draft == "auto" else draft_choice(args.draft, Variant.parse(args.compare[0]).model),
         num_draft_tokens=engine.settings["num_draft_tokens"],
         speculation={name: engine.settings[name] for name in SPECULATION},
         prompts=args.prompts or DEFAULT_PROMPTS,
@@ -137,8 +127,6 @@ def _compare(
         advise=not args.no_advice,
         engine={k: v for k, v in engine.settings.items() if k not in OF_VARIANTS},
     )
-    report(variants, asked, out, args.json, args.plot)
-    return 0
 
 
 def check_plot(plot: Path | None) -> None:
@@ -146,87 +134,49 @@ def check_plot(plot: Path | None) -> None:
     if plot is None:
         return
     from sameseed.study import record
-    from sameseed.study.quality.plots import plot_paths
+    from sameseed.study.quality.plots import page_paths
 
-    for path in plot_paths(plot):
+    for path in page_paths(plot):
         record.prepare(path, "--plot")
 
 
-def compared(models: Seq[str], asked: Comparing, as_json: bool, plot: Path | None) -> None:
-    """`quantize --report`: compare, append the records, and show."""
-    from sameseed.study import record
-    from sameseed.study.quality.variant import Variant
-
-    report([Variant(m) for m in models], asked, record.destination(None, "eval"), as_json, plot)
-
-
-def report(
-    variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool = False, plot: Path | None = None
-) -> Comparison:
+def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool, plot: Path | None) -> None:
     """Compare variants under a progress bar, append the records to `out`, and show the result.
 
     `as_json` prints the records instead, and the warnings.
     """
-    from sameseed.study.quality import compare, records
+    from sameseed.cli.console import show_table, stages, stderr_console, stdout_console
+    from sameseed.study.quality import compare, records, tables
 
-    with _progress(as_json) as tick:
-        found = compare.report(variants, asked, tick)
-    _write(records.of_comparison(found), out, as_json)  # first: nothing that goes wrong from here on loses them
-    _show(found, as_json, plot)
-    return found
-
-
-def _show(found: Comparison, quiet: bool, plot: Path | None) -> None:
-    """Tables, warnings, and the pages; `quiet` prints nothing but warnings."""
-    from sameseed.study.quality import tables
-
-    console = _console()
-    warnings, advice, notes = tables.said(found)
-    if not quiet:
+    with stages("evaluating", as_json) as tick:
+        found = records.of_comparison(compare.report(variants, asked, tick))
+    _write(found, out, as_json)  # first: nothing that goes wrong from here on loses them
+    told = [(r["config"]["label"], r["comparison"]) for r in found]
+    console, errors = stdout_console(), stderr_console()
+    if not as_json:
         for table in tables.comparison(found, console.width):
-            console.print(table)
-        for line in advice:
-            console.print(line, soft_wrap=True)
-    errors = _console(stderr=True)
-    for line in warnings:
-        errors.print(f"WARNING: {line}", style="bold red", soft_wrap=True)
-    if not quiet:
-        for line in [*notes, tables.LEGEND]:
-            errors.print(f"note: {line}" if line != tables.LEGEND else line, style="dim")
+            show_table(table)
+        for label, a in ((label, a) for label, c in told for a in c["advice"]):
+            what = f"keep in higher precision: {', '.join(a['modules'])} ({a['reason']})"
+            console.print(f"{label}: {what}", soft_wrap=True)
+    for label, warning in ((label, line) for label, c in told for line in c["warnings"]):
+        errors.print(f"WARNING: {label}: {warning}", style="bold red", soft_wrap=True)
+    if not as_json:
+        notes = {f"{label}: {line}" for label, c in told for line in c["notes"]}
+        for note in sorted(notes.union(*map(tables.notes, found))):
+            errors.print(f"note: {note}", style="dim")
+        errors.print(tables.LEGEND, style="dim")
     if plot is not None:
         from sameseed.study.quality.plots import plot as draw
 
         pages = draw(found, plot)
-        if not quiet:
+        if not as_json:
             errors.print(f"written: {', '.join(map(str, pages))}", style="dim")
 
 
-def _console(stderr: bool = False) -> Any:
-    from rich.console import Console
-
-    return Console(stderr=stderr, highlight=False)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that shows the stage at hand."""
-    from sameseed.cli.console import progress
-
-    with progress("evaluating", quiet) as bar:
-
-        def report(stage: str, done: int, total: int) -> None:
-            bar.update(bar.tasks[0].id, description=stage, completed=done, total=total)
-
-        yield report
-
-
 def _write(found: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
-    from sameseed.study import record
+    from sameseed.cli.console import keep
 
-    for line in found:
-        if out is not None:
-            record.append(out, line)
-        if as_json:
-            print(json.dumps(line), flush=True)
+    keep(found, out, as_json)
     if out is not None and not as_json:
         print(f"records appended to {out}", file=sys.stderr)

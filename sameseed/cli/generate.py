@@ -112,6 +112,8 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
 
 def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
     """One line a completion; an interruption leaves a line with what was written until then."""
+    from sameseed.spec.drafter import level_metrics
+
     parts = [""] * params.n
     tokens: list[list[int]] = [[] for _ in range(params.n)]
     finished: set[int] = set()
@@ -122,7 +124,11 @@ def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> in
             tokens[delta.index] += delta.token_ids
             if delta.completion is not None:
                 finished.add(delta.index)
-                print(json.dumps(as_json(delta.completion) | remarks(llm)), flush=True)
+                # Counters of the drafters below (of the engine, until now), and warnings: where there are any.
+                levels = {name: metrics.as_dict() for name, metrics in level_metrics(llm.engine.drafter)}
+                remarks = {"levels": levels, "warnings": list(llm.engine.alarm.texts)}
+                found = {name: value for name, value in remarks.items() if value}
+                print(json.dumps(as_json(delta.completion) | found), flush=True)
                 code = code or int(delta.completion.finish_reason is FinishReason.ERROR)
     except KeyboardInterrupt:
         for index in range(params.n):
@@ -131,17 +137,6 @@ def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> in
                 print(json.dumps(line), flush=True)
         raise
     return code
-
-
-def remarks(llm: LLM) -> dict[str, object]:
-    """Counters of the drafters below (of the engine, until now) and warnings about them, where there are any."""
-    from sameseed.spec.drafter import level_metrics
-
-    found = {
-        "levels": {name: metrics.as_dict() for name, metrics in level_metrics(llm.engine.drafter)},
-        "warnings": list(llm.engine.alarm.texts),
-    }
-    return {name: value for name, value in found.items() if value}
 
 
 def as_json(completion: Completion) -> dict[str, object]:

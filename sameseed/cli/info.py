@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sameseed.cli.options import option, parse
@@ -15,7 +14,9 @@ from sameseed.cli.options import option, parse
 if TYPE_CHECKING:
     from sameseed.spec.drafter import Drafter
 
+TEXT = 4096  # tokens that a model to start with should hold
 WIDTH = 4096  # values in a row of the weights whose size is told
+FACTS = ("perplexity", "acceptance", "licence", "license")  # words of a card's lines with a measurement or the licence
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,28 @@ def run(argv: Seq[str], prog: str) -> int:
     found = collect()
     if args.json:
         print(json.dumps(found))
-    else:
-        _print(found)
+        return 0
+    from rich import table
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    console.print(f"[bold]sameseed {found['version']}[/] ({found['commit']})\n")
+    console.print(f"start with this: {found['start']}\n", markup=False)
+    for title, head, rows in _tables(found):
+        made = table.Table(title=title, title_justify="left", title_style="bold", show_header=bool(head))
+        for i, name in enumerate(head or ("", "")):
+            made.add_column(name, no_wrap=i == 0)
+        for row in rows:
+            made.add_row(*(escape(str(cell)) for cell in row))
+        console.print(made)
     return 0
 
 
 def collect() -> dict[str, Any]:
     """Everything that `info` says, as plain data."""
     import sameseed
-    from sameseed import devices, registry
+    from sameseed import devices
     from sameseed.study import record
 
     return {
@@ -47,55 +61,60 @@ def collect() -> dict[str, Any]:
         "commit": record.commit(),
         "machine": record.machine(),
         "devices": devices.describe(),
-        "backends": {name: _backend(name) for name in registry.names("ops")},
-        "formats": {name: _format(name) for name in registry.names("formats")},
-        "presets": _presets(),
-        "drafters": {name: _drafter(name) for name in registry.names("drafters")},
+        "start": _start(),
+        **registries(),
         "models": {name: _model(name) for name in ("embedded", "embedded-draft", "embedded-head")},
     }
 
 
-def _backend(name: str) -> dict[str, Any]:
-    from sameseed import registry
+def _start() -> str:
+    """The largest known shape that fits in free memory at 4 bits, and its longest text."""
+    from sameseed.engine.memory import GIB, available_memory
+    from sameseed.plan.memory import memory
+    from sameseed.plan.paper import sheet
+    from sameseed.study.shapes import SHAPES
 
-    module = registry.load("ops", name)
-    return {
-        "runs_here": module.unavailable() is None,
-        "reason": module.unavailable(),
-        "devices": sorted(getattr(module, "DEVICES", ("cpu", "cuda"))),
-        "row_invariant": module.row_invariant,
-        "weights": sorted(module.LINEAR_FORMATS),
-        "kv_cache": sorted(module.KV_FORMATS),
-    }
-
-
-def _format(name: str) -> dict[str, Any]:
-    from sameseed import scheme
-    from sameseed.registry import load
-
-    fmt = scheme.get(name)
-    return {
-        "what": _first_line(load("formats", name).__doc__),
-        "bits_per_weight": round(fmt.bits_per_weight(WIDTH, scheme.own_args(fmt.groups, WIDTH)), 3)
-        if fmt.weights
-        else None,
-        "kv_cache": fmt.kv_dtype is not None,
-    }
+    free = available_memory()
+    fits = []
+    for name in SHAPES:
+        own = sheet(name, "w4a8")
+        longest = memory(own, (), free, TEXT, (1,)).max_context[1]
+        fits += [(own.weights, name, longest)] if longest >= TEXT else []
+    more = "`sameseed estimate MODEL` tells what another takes, and how fast it would be"
+    if not fits:
+        return f"--model embedded; {free / GIB:.1f} GiB are free, too little for larger ones; {more}"
+    _, name, longest = max(fits)
+    return f"--format w4a8; in {free / GIB:.1f} GiB fits {name} with texts up to {longest} tokens; {more}"
 
 
-def _presets() -> dict[str, Any]:
-    """The names that --format takes besides the registry's, with the formats of weights and activations."""
-    from sameseed.scheme import PRESETS
+def registries() -> dict[str, dict[str, Any]]:
+    """Backends, formats and drafters, and the names that --format takes besides the formats'."""
+    from sameseed import registry, scheme
 
-    return {n: {"weights": w, "activations": a or "float32"} for n, (w, a) in PRESETS.items()}
-
-
-def _drafter(name: str) -> dict[str, Any]:
-    from sameseed import registry
-
-    module = registry.load("drafters", name)
-    options = {f.name: f.default for f in dataclasses.fields(module.DRAFTER.Options)}
-    return {"what": _first_line(module.__doc__), "needs": _needs(module.DRAFTER), "options": options}
+    found: dict[str, dict[str, Any]] = {"backends": {}, "formats": {}, "presets": {}, "drafters": {}}
+    for name in registry.names("ops"):
+        module = registry.load("ops", name)
+        found["backends"][name] = {
+            "runs_here": module.unavailable() is None,
+            "reason": module.unavailable(),
+            "devices": sorted(getattr(module, "DEVICES", ("cpu", "cuda"))),
+            "row_invariant": module.row_invariant,
+            "weights": sorted(module.LINEAR_FORMATS),
+            "kv_cache": sorted(module.KV_FORMATS),
+        }
+    for name in registry.names("formats"):
+        fmt = scheme.get(name)
+        bits = round(fmt.bits_per_weight(WIDTH, scheme.own_args(fmt.groups, WIDTH)), 3) if fmt.weights else None
+        what = _first_line(registry.load("formats", name).__doc__)
+        found["formats"][name] = {"what": what, "bits_per_weight": bits, "kv_cache": fmt.kv_dtype is not None}
+    for name, (weights, activations) in scheme.PRESETS.items():
+        found["presets"][name] = {"weights": weights, "activations": activations or "float32"}
+    for name in registry.names("drafters"):
+        module = registry.load("drafters", name)
+        options = {f.name: f.default for f in dataclasses.fields(module.DRAFTER.Options)}
+        facts = {"what": _first_line(module.__doc__), "needs": _needs(module.DRAFTER), "options": options}
+        found["drafters"][name] = facts
+    return found
 
 
 def _needs(drafter: type[Drafter]) -> str:
@@ -129,6 +148,7 @@ def _model(name: str) -> dict[str, Any]:
         borrowed = ("embed_tokens.weight", "d2t", *(["lm_head.weight"] if whole else []))
         parameters = sum(math.prod(shape) for n, shape in expected_tensors(head).items() if n not in borrowed)
     card = folder / "README.md"
+    lines = [line.strip(" -*|") for line in card.read_text(encoding="utf-8").splitlines()] if card.exists() else []
     return {
         "parameters": parameters,
         "layers": config.num_layers,
@@ -138,39 +158,12 @@ def _model(name: str) -> dict[str, Any]:
         "context": config.max_model_len,
         "bytes": sum(f.stat().st_size for f in folder.glob("*.safetensors")),
         "card": str(card) if card.exists() else None,
-        "facts": _card_facts(card),
+        "facts": [n for n in lines if n and not n.startswith("#") and any(word in n.lower() for word in FACTS)][:6],
     }
 
 
-def _card_facts(card: Path) -> list[str]:
-    """Lines of the model card that state a measurement or the licence."""
-    if not card.exists():
-        return []
-    words = ("perplexity", "acceptance", "licence", "license")
-    lines = [line.strip(" -*|") for line in card.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line and not line.startswith("#") and any(w in line.lower() for w in words)][:6]
-
-
-Table = tuple[str, Seq[str], Seq[Seq[object]]]  # title, heads (none: two columns without), rows
-
-
-def _print(found: Mapping[str, Any]) -> None:
-    from rich import table
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(highlight=False)
-    console.print(f"[bold]sameseed {found['version']}[/] ({found['commit']})\n")
-    for title, head, rows in (*_machine_tables(found), *_registry_tables(found), *_model_tables(found)):
-        made = table.Table(title=title, title_justify="left", title_style="bold", show_header=bool(head))
-        for i, name in enumerate(head or ("", "")):
-            made.add_column(name, no_wrap=i == 0)
-        for row in rows:
-            made.add_row(*(escape(str(cell)) for cell in row))
-        console.print(made)
-
-
-def _machine_tables(found: Mapping[str, Any]) -> Iterator[Table]:
+def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Seq[str], Seq[Seq[object]]]]:
+    """Title, heads (none: two columns without) and rows of each."""
     yield "machine", (), [(k, "none" if v is None else v) for k, v in found["machine"].items()]
     rows: list[Seq[object]] = []
     for gpu in found["devices"]["gpus"]:
@@ -178,10 +171,7 @@ def _machine_tables(found: Mapping[str, Any]) -> Iterator[Table]:
         rows.append((gpu["device"], gpu["name"], gpu["capability"], gpu["multiplies"], free))
     head = ("device", "name", "capability", "multiplies", "free of memory")
     yield "GPUs", head, rows or [("none", found["devices"]["reason"], "", "", "")]
-
-
-def _registry_tables(found: Mapping[str, Any]) -> Iterator[Table]:
-    rows: list[Seq[object]] = []
+    rows = []
     for name, b in found["backends"].items():
         here, same = "yes" if b["runs_here"] else f"no: {b['reason']}", "yes" if b["row_invariant"] else "no"
         rows.append((name, here, " ".join(b["devices"]), same, " ".join(b["weights"]), " ".join(b["kv_cache"])))
@@ -196,8 +186,5 @@ def _registry_tables(found: Mapping[str, Any]) -> Iterator[Table]:
     yield title, ("name", "weights", "activations"), presets
     drafters = [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()]
     yield "drafters", ("name", "what", "needs", "options (--draft-options)"), drafters
-
-
-def _model_tables(found: Mapping[str, Any]) -> Iterator[Table]:
     for name, model in found["models"].items():
         yield f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v]

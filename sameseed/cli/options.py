@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Generic, TypeVar
 
 import tyro
@@ -47,11 +49,11 @@ CHOICE_HELP = {
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
 }
 ENGINE_HELP = {
-    "policy": "fixed: always --k tokens; history: more after drafts that were right; goodput: as many as pay by "
-    "measured times, none included",
+    "policy": "goodput: as many tokens as pay by measured times, none included; fixed: always --k tokens; history: "
+    "more after drafts that were right; auto: goodput, or fixed where --confidence ends drafts",
     "overlap": "cores on which the draft model guesses on while the target checks on the others; 0: it waits "
     "(pays only where cores would idle)",
-    "num_draft_tokens": "the most tokens that a round may guess, 0..64",
+    "num_draft_tokens": "the most tokens that a round may guess, 0..64; unset: 12 with goodput, else 4",
     "confidence": "end a draft once the drafter's probability of its last token is below this, 0..1",
     "draft_format": "number format of the draft model's weights, as --format; self_quant: nested, see the guide",
     "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
@@ -67,6 +69,8 @@ ENGINE_HELP = {
     "prefix_cache": "texts that begin alike (of one tenant) share what is cached of it: it is computed once",
     "max_num_rows": "most tokens that one pass computes",
     "max_num_seqs": "most sequences that run at once",
+    "profile": "file of `sameseed tune`: what it chose is the default of the other flags",
+    "force_profile": "use it on another machine, or for other weights, too",
 }
 SAMPLING_HELP = {
     "max_tokens": "longest answer in tokens",
@@ -88,6 +92,7 @@ SAMPLING_HELP = {
     "seed": "the same seed writes the same text; unset: a fresh one, which is reported",
     "logprobs": "log-probabilities of each token and of this many of the likeliest ones (with --json)",
 }
+FIXED = {"policy": "fixed", "num_draft_tokens": 4}  # defaults of commands that measure or check drafts of a length
 _ALIASES = {"num_draft_tokens": ["--k"]}
 
 
@@ -110,6 +115,7 @@ def _flags(title: str, doc: str, members: Seq[Member]) -> type[Any]:
 
 _TYPES: dict[str, Any] = {
     "str": str,
+    "str | None": str | None,
     "int": int,
     "float": float,
     "bool": bool,
@@ -137,9 +143,11 @@ def engine_flags(defaults: Mapping[str, Any], left_out: Seq[str] = ()) -> type[A
         for f in fields(cls):
             if f.name not in hidden:
                 found[renamed.get(f.name, f.name)] = f
+    given = {"policy": "auto", "num_draft_tokens": None} | given
     order = [*ENGINE_HELP, *(name for name in found if name not in ENGINE_HELP)]
     order = [name for name in order if name not in left_out]
-    members += [(n, found[n].type, given.get(n, found[n].default), ENGINE_HELP.get(n, "")) for n in order]
+    kinds = {n: "int | None" if n == "num_draft_tokens" else found[n].type for n in order}
+    members += [(n, kinds[n], given.get(n, found[n].default), ENGINE_HELP.get(n, "")) for n in order]
     return _flags("Engine", "Models, speculation and limits.", members)
 
 
@@ -189,14 +197,16 @@ def parse(
     `defaults` replaces defaults by flag name, `left_out` names flags that this command has not. Bad usage prints what
     was wrong and exits with 2 (tyro); a bad value raises RequestError, ConfigError or RegistryError.
     """
-    given = defaults or {}
+    given = {**(defaults or {}), **(profile_defaults(argv) if engine else {})}
     single = tyro.conf.FlagCreatePairsOff  # of the engine's flags, those that are on have both forms: --x and --no-x
-    parts: list[tuple[str, Any]] = [("command", annotated(command, arg(name=""), single))]
+    own = {f.name: given[f.name] for f in fields(command) if f.name in given}  # type: ignore[arg-type]  # a dataclass
+    first = ("command", annotated(command, arg(name=""), single))
+    parts: list[Any] = [(*first, field(default=command(**own))) if own else first]
     if engine:
         parts.append(("engine", engine_flags(given, left_out)))
     if sampling:
         parts.append(("sampling", annotated(sampling_flags(given, left_out), single)))
-    whole = make_dataclass("Arguments", parts)
+    whole = make_dataclass("Arguments", parts, kw_only=True)
     config = (tyro.conf.OmitArgPrefixes,)
     read: Any = tyro.cli(
         whole, args=list(argv), prog=prog, description=inspect.cleandoc(command.__doc__ or ""), config=config
@@ -204,6 +214,19 @@ def parse(
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
     return Parsed(read.command, _engine(flags), params)
+
+
+def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
+    """Defaults of the engine's flags from --profile, where it is given. Raises ConfigError for a file that is none."""
+    paths = [b for a, b in pairwise(argv) if a == "--profile"]
+    paths += [word.partition("=")[2] for word in argv if word.startswith("--profile=")]
+    if not paths:
+        return {}
+    from sameseed.tuned import Tuned
+
+    tuned = Tuned.read(paths[-1])
+    chosen = {"model": tuned.model.id, "draft": "none", **tuned.chosen.settings()}
+    return {**chosen, "draft_options": json.dumps(chosen.get("draft_options", {}))}
 
 
 def _engine(flags: dict[str, Any]) -> EngineChoice:
@@ -270,4 +293,4 @@ def stdin_text(what: str) -> str:
         raise RequestError(f"standard input is no UTF-8 text ({error}); convert it first") from None
 
 
-__all__ = ["EngineChoice", "Parsed", "draft_choice", "option", "parse", "stdin_text"]
+__all__ = ["EngineChoice", "Parsed", "draft_choice", "option", "parse", "profile_defaults", "stdin_text"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.quantize._run import Progress, QuantizePlan, QuantizeResult, Report
+    from sameseed.quantize._run import Progress, QuantizePlan, QuantizeResult
     from sameseed.study.quality.compare import Comparing
 
 OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
@@ -47,7 +47,9 @@ class QuantizeArgs:
     )
     text: Annotated[Path | None, option("FILE")] = None  # --report: text for perplexity; unset: the WikiText-2 test set
     data: Annotated[Path | None, option("DIR")] = None  # --report: folder of the data sets; unset: from the hub
-    plot: Annotated[Path | None, option("FILE.png")] = None  # --report: draw FILE-quality.png and FILE-cost.png
+    plot: Annotated[Path | None, option("FILE.png")] = (
+        None  # --report: draw FILE-quality and FILE-cost, as .png and .svg
+    )
     json: Annotated[bool, option()] = False  # one JSON object with the errors instead of tables
 
 
@@ -58,22 +60,10 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16-g128 -o runs/w4a16")
     from sameseed.quantize._run import QuantizePlan
 
-    plan = QuantizePlan(
-        model=args.model,
-        out=args.out,
-        scheme=args.scheme,
-        method=args.method,
-        calibration=args.calibration,
-        samples=args.samples,
-        length=args.length,
-        seed=args.seed,
-        options=parse_options(args.options),
-        budget=args.budget,
-        candidates=tuple(c.strip() for c in args.candidates.split(",") if c.strip()),
-        overwrite=args.overwrite,
-        resume=args.resume,
-        device=args.device,
-    )
+    given = {f.name: getattr(args, f.name) for f in fields(QuantizePlan)}
+    given["options"] = parse_options(args.options)
+    given["candidates"] = tuple(c.strip() for c in args.candidates.split(",") if c.strip())
+    plan = QuantizePlan(**given)
     if not args.report and (args.text or args.data or args.plot):
         raise ConfigError("--text, --data and --plot are for --report")
     asked = _report_settings(args) if args.report else None  # what is missing should not be found out at the end
@@ -83,9 +73,12 @@ def run(argv: Seq[str], prog: str) -> int:
     else:
         _show(result)
     if asked is not None:
-        from sameseed.cli.eval import compared
+        from sameseed.cli.eval import report
+        from sameseed.study import record
+        from sameseed.study.quality.variant import Variant
 
-        compared([args.model, str(result.folder)], asked, args.json, args.plot)
+        variants = [Variant(args.model), Variant(str(result.folder))]
+        report(variants, asked, record.destination(None, "eval"), args.json, args.plot)
     return 0
 
 
@@ -119,19 +112,15 @@ def quantized(plan: QuantizePlan, quiet: bool = False) -> QuantizeResult:
             name = {"budget": "sensitivity of layers", "layers": "layers"}[p.stage]
             bar.update(bar.tasks[0].id, description=name, completed=p.done, total=p.total, note=note)
             if p.errors and not quiet:
-                bar.console.print(_layer_line(p), style="dim", highlight=False)
+                parts = [f"{e.module.rsplit('.', 1)[-1].removesuffix('_proj')} {e.relative:.2%}" for e in p.errors]
+                line = f"layer {p.done}/{p.total}: output error {', '.join(parts)}"
+                bar.console.print(line, style="dim", highlight=False)
 
-        shown: Report = report
         try:
-            return quantizing.quantize(plan, shown)
+            return quantizing.quantize(plan, report)
         except KeyboardInterrupt:
             print("stopped; the same command with --resume goes on from the last finished layer", file=sys.stderr)
             raise
-
-
-def _layer_line(p: Progress) -> str:
-    parts = [f"{e.module.rsplit('.', 1)[-1].removesuffix('_proj')} {e.relative:.2%}" for e in p.errors]
-    return f"layer {p.done}/{p.total}: output error {', '.join(parts)}"
 
 
 def _show(result: QuantizeResult) -> None:

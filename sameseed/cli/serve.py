@@ -51,17 +51,12 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.server.config import Keys, ServerConfig
     from sameseed.server.run import serve
 
+    same = ("host", "port", "max_queue", "request_timeout", "drain_timeout", "load_timeout", "metrics_prefix")
     config = ServerConfig(
-        host=args.host,
-        port=args.port,
+        **{name: getattr(args, name) for name in same},
         model_name=args.served_model_name or engine.model,
         keys=Keys.read(args.api_key_file),
         allowed_hosts=args.allowed_host,
-        max_queue=args.max_queue,
-        request_timeout=args.request_timeout,
-        drain_timeout=args.drain_timeout,
-        load_timeout=args.load_timeout,
-        metrics_prefix=args.metrics_prefix,
         detailed=args.per_request_spec_decode_metrics == "detailed",
     )
     spread = Spread(args.tensor_parallel_size, args.pipeline_parallel_size, args.nodes)
@@ -80,23 +75,10 @@ def _serve_vllm(args: ServeArgs, engine: EngineChoice, spread: Spread, config: S
     from sameseed.server.run import serve_vllm
 
     spec = vllm.speculative_config(engine.settings, spread)
-    facts = {
-        "max_num_seqs": engine.settings["max_num_seqs"],
-        "method": "none" if spec is None else spec["method"],
-    }
-    arguments = vllm.arguments(
-        engine.model,
-        engine.settings,
-        spread,
-        config.model_name,
-        args.per_request_spec_decode_metrics,
-        args.vllm_args,
-    )
+    facts = {"max_num_seqs": engine.settings["max_num_seqs"], "method": "none" if spec is None else spec["method"]}
+    detail, more = args.per_request_spec_decode_metrics, args.vllm_args
+    arguments = vllm.arguments(engine.model, engine.settings, spread, config.model_name, detail, more)
+    environment = vllm.environment(engine.settings)
     return serve_vllm(
-        arguments,
-        facts,
-        config,
-        python=args.vllm_python,
-        environment=vllm.environment(engine.settings),
-        log_level=args.log_level,
+        arguments, facts, config, python=args.vllm_python, environment=environment, log_level=args.log_level
     )

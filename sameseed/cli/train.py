@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional
 
@@ -16,7 +18,6 @@ from sameseed.errors import ConfigError
 
 # The recipe of the embedded pair lies beside the package in a checkout.
 DEFAULT_RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "embedded.toml"
-OWN = ("head", "draft")
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,81 @@ class TrainArgs:
     json: Annotated[bool, option()] = False  # one JSON line with the result instead of progress
 
 
+@dataclass(frozen=True)
+class OwnArgs:
+    """What both take. Flags that are not given are as the recipe says, or its defaults."""
+
+    recipe: Annotated[Path | None, Positional, option("[RECIPE.toml]")] = None
+    target: Annotated[str | None, option("MODEL")] = None  # the model to learn from: a folder, a hub id, embedded
+    prompts: Annotated[Path | None, option("FILE")] = None  # JSON lines with prompt, messages or text
+    data: Annotated[Path | None, option("DIR")] = None  # the corpus of the recipe's mixture, where no prompts are given
+    measure: Annotated[Path | None, option("FILE")] = None  # held-out prompts on which acceptance is counted
+    out: Annotated[Path | None, option("DIR")] = None  # texts, checkpoints and the model (required)
+    format: Annotated[str | None, option("FORMAT")] = None  # number format of the target's weights, e.g. w4a8
+    kv_format: Annotated[str | None, option("FORMAT")] = None  # of its KV cache
+    device: str = "cpu"  # cpu, cuda, cuda:1, ...
+    backend: str = "auto"  # who computes the target
+    threads: Annotated[int | None, option("N")] = None  # CPU threads
+    seed: Annotated[int | None, option("N")] = None  # of the texts, the first weights and the order
+    num_texts: Annotated[int | None, option("N")] = None  # texts that the target writes
+    new_tokens: Annotated[int | None, option("N")] = None  # the longest text after its prompt
+    steps: Annotated[int | None, option("N")] = None  # updates of the weights
+    rows: Annotated[int | None, option("N")] = None  # texts of one update
+    resume: Annotated[bool, option()] = False  # keep texts that are written and go on from the last checkpoint
+    json: Annotated[bool, option()] = False  # one JSON line with the result instead of progress
+
+
+@dataclass(frozen=True)
+class HeadArgs(OwnArgs):
+    """Train an EAGLE-3 head for a target, on the texts and hidden states that it makes itself. Use: --draft OUT/head"""
+
+    layers: Annotated[tuple[int, ...] | None, option("N N N")] = None  # it reads what enters these layers of the target
+    draft_vocab_size: Annotated[int | None, option("N")] = None  # of the target's tokens, the most frequent so many
+    unroll: Annotated[int | None, option("N")] = None  # steps on its own features: how deep it learns to draft
+
+
+@dataclass(frozen=True)
+class DraftArgs(OwnArgs):
+    """Train a small Llama draft for a target, on the texts that it writes itself. Use: --draft OUT/draft"""
+
+    num_layers: Annotated[int | None, option("N")] = None  # sizes as config.json has them
+    hidden_size: Annotated[int | None, option("N")] = None
+    num_heads: Annotated[int | None, option("N")] = None
+    num_kv_heads: Annotated[int | None, option("N")] = None
+    head_dim: Annotated[int | None, option("N")] = None
+    intermediate_size: Annotated[int | None, option("N")] = None
+
+
+OWN: dict[str, type[OwnArgs]] = {"head": HeadArgs, "draft": DraftArgs}
+PARTS = ("texts", "train", "loss", "size")  # tables of a recipe that flags stand for
+
+
+def with_flags(recipe: Any, args: OwnArgs) -> Any:
+    """The recipe, changed by the flags that are given."""
+    for name, value in vars(args).items():
+        if value is not None and name != "recipe" and hasattr(recipe, name):
+            recipe = dataclasses.replace(recipe, **{name: value})
+        for part in PARTS:
+            if value is not None and hasattr(getattr(recipe, part, None), name):
+                changed = dataclasses.replace(getattr(recipe, part), **{name: value})
+                recipe = dataclasses.replace(recipe, **{part: changed})
+    return recipe
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """An interruption says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        raise
+
+
 def run(argv: Seq[str], prog: str) -> int:
     """Parse and hand over to `sameseed.train.run`, or to the training of a head or a draft alone."""
     if argv and argv[0] in OWN and not Path(argv[0]).is_file():
-        from sameseed.cli import train_own
-
-        return train_own.run(argv[0], argv[1:], f"{prog} {argv[0]}")
+        return run_own(argv[0], argv[1:], f"{prog} {argv[0]}")
     args = parse(TrainArgs, argv, prog).args
     for name in ("data", "out"):
         if getattr(args, name) is None:
@@ -51,24 +121,42 @@ def run(argv: Seq[str], prog: str) -> int:
     assert args.data is not None and args.out is not None
     from sameseed import train
 
-    try:
-        result = train.run(
-            recipe, data=args.data, out=args.out, device=args.device, resume=args.resume, quiet=args.json
-        )
-    except KeyboardInterrupt:
-        print("stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
-        raise
+    with resumable():
+        done = train.run(recipe, data=args.data, out=args.out, device=args.device, resume=args.resume, quiet=args.json)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "target": str(result.target),
-                    "draft": str(result.draft),
-                    "loss_plot": str(result.loss_plot),
-                    "results": result.results,
-                }
-            )
-        )
+        print(json.dumps(dataclasses.asdict(done), default=str))
     else:
-        print(f"target: {result.target}\ndraft:  {result.draft}\nloss:   {result.loss_plot}")
+        print(f"target: {done.target}\ndraft:  {done.draft}\nloss:   {done.loss_plot}")
+    return 0
+
+
+def run_own(what: str, argv: Seq[str], prog: str) -> int:
+    """Parse, train, say where the result lies; `what` is "head" or "draft"."""
+    args = parse(OWN[what], argv, prog).args
+    if args.out is None:
+        raise ConfigError(
+            f"--out is missing; e.g. sameseed train {what} --target MODEL --prompts FILE --out runs/{what}"
+        )
+    from sameseed.train.draft import DraftRecipe, run_draft
+    from sameseed.train.head import run_head
+    from sameseed.train.head_recipe import HeadRecipe
+    from sameseed.train.own import Sources, load_own_recipe
+
+    sources = Sources(args.prompts, args.data, args.measure)
+    how: dict[str, Any] = {"backend": args.backend, "device": args.device, "resume": args.resume, "quiet": args.json}
+    with resumable():
+        if what == "head":
+            head = with_flags(load_own_recipe(HeadRecipe, args.recipe, "recipes/embedded-head.toml"), args)
+            done = run_head(head, sources, args.out, **how)
+        else:
+            draft = with_flags(load_own_recipe(DraftRecipe, args.recipe, "none: flags suffice"), args)
+            done = run_draft(draft, sources, args.out, **how)
+    if args.json:
+        print(json.dumps({what: str(done.folder), "results": done.results}))
+        return 0
+    print(f"{what}: {done.folder}")
+    if "acceptance" in done.results:
+        whole = done.results["acceptance"]["all"]
+        print(f"greedy chains of 4 on held-out prompts: {whole['rate']:.1%} of {whole['drafted']} guesses accepted")
+    print(f"to draft with it: sameseed generate '...' --model {done.results['recipe']['target']} --draft {done.folder}")
     return 0

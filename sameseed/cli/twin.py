@@ -45,7 +45,7 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.out is None:
         raise ConfigError(f"-o is missing; {example}")
     from sameseed import devices
-    from sameseed.cli.console import progress
+    from sameseed.cli.console import weights_progress
     from sameseed.models.eagle_config import is_head
     from sameseed.models.loader import resolve_model
     from sameseed.study.twin import find_shape, make_head_twin, make_twin
@@ -54,43 +54,23 @@ def run(argv: Seq[str], prog: str) -> int:
     of_head = is_head(resolve_model(args.of))
     if args.draft_vocab is not None and not of_head:
         raise ConfigError(f"--draft-vocab is for twins of draft heads, and {args.of} is a model; leave it out")
-    with progress(f"twin of {args.of}", args.json) as bar:
-
-        def report(done: int, total: int) -> None:
-            bar.update(bar.tasks[0].id, completed=done // 10**6, total=total // 10**6, note="million weights")
-
-        shape = find_shape(args.shape)
-        shared: dict[str, Any] = {"name": args.shape, "progress": report}
-        shared |= {"seed": args.seed, "device": args.device, "overwrite": args.overwrite}
+    shared: dict[str, Any] = {"seed": args.seed, "device": args.device, "overwrite": args.overwrite}
+    twin: Twin | HeadTwin
+    with weights_progress(f"twin of {args.of}", args.json) as report:
+        shape, shared = find_shape(args.shape), shared | {"name": args.shape, "progress": report}
         if of_head:
-            head = make_head_twin(shape, args.of, args.target, args.out, num_tokens=args.draft_vocab, **shared)
+            twin = made = make_head_twin(shape, args.of, args.target, args.out, num_tokens=args.draft_vocab, **shared)
+            head = made.head.config
+            facts = {"draft_vocab_size": head.draft_vocab_size, "aux_layers": list(head.aux_layers or ())}
+            what = f"a head with {head.draft_vocab_size} tokens for the twin of {args.target}"
+            does = f"drafts what {args.of} drafts"
         else:
             twin = make_twin(shape, args.of, args.out, **shared)
-    return _tell_head(args, head) if of_head else _tell(args, twin)
-
-
-def _tell(args: TwinArgs, twin: Twin) -> int:
-    """Say what was written for a model."""
+            facts, small = twin.layout.as_dict(), twin.layout.small.num_parameters / 1e6
+            what = f"{twin.layout.config.num_parameters / 1e6:,.0f} million parameters"
+            does = f"computes what {args.of} ({small:.1f} million) computes"
     if args.json:
-        print(json.dumps({"folder": str(twin.folder), "bytes": twin.num_bytes, **twin.layout.as_dict()}))
-        return 0
-    small, big = twin.layout.small, twin.layout.config
-    print(
-        f"{twin.folder}: {twin.num_bytes / 1e9:.2f} GB, {big.num_parameters / 1e6:,.0f} million parameters in the "
-        f"shape of {args.shape}; it computes what {args.of} ({small.num_parameters / 1e6:.1f} million) computes"
-    )
-    return 0
-
-
-def _tell_head(args: TwinArgs, twin: HeadTwin) -> int:
-    """Say what was written for a head."""
-    vocab = twin.head.config.draft_vocab_size
-    if args.json:
-        told = {"folder": str(twin.folder), "bytes": twin.num_bytes, "draft_vocab_size": vocab}
-        print(json.dumps(told | {"aux_layers": list(twin.head.config.aux_layers or ())}))
-        return 0
-    print(
-        f"{twin.folder}: {twin.num_bytes / 1e9:.2f} GB, a head with {vocab} tokens for the twin of {args.target} in "
-        f"the shape of {args.shape}; it drafts what {args.of} drafts"
-    )
+        print(json.dumps({"folder": str(twin.folder), "bytes": twin.num_bytes, **facts}))
+    else:
+        print(f"{twin.folder}: {twin.num_bytes / 1e9:.2f} GB, {what} in the shape of {args.shape}; it {does}")
     return 0

@@ -1,26 +1,35 @@
-"""`sameseed verify-lossless`: prove, or disprove, that speculation changes nothing in this configuration."""
+"""`sameseed verify-lossless`: prove, or disprove, that speculation changes nothing, in one configuration or in all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence as Seq
-from contextlib import contextmanager
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from sameseed.cli.options import EngineChoice, option, parse
+from sameseed.cli.options import EMBEDDED, FIXED, EngineChoice, draft_choice, option, parse
+from sameseed.config import EngineConfig, SpecConfig
 from sameseed.errors import ConfigError
+from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sameseed.config import EngineConfig
     from sameseed.laws.check import Check
-    from sameseed.request import SamplingParams
     from sameseed.study.certificate import Asked, Certificate
+    from sameseed.study.certificate_every import Outcome
 
 LEFT_OUT = ("n", "logprobs")
+GREEN, RED, YELLOW = "green", "bold red", "yellow"
+COLOURS = {  # of a check, or of a whole certificate
+    "passed": GREEN,
+    "these checks passed": GREEN,
+    "failed": RED,
+    "warning": YELLOW,
+    "impossible": YELLOW,
+    "skipped": "dim",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class VerifyArgs:
 
 def run(argv: Seq[str], prog: str) -> int:
     """Check the arguments, run, show, write; exit code 1 if anything failed."""
-    defaults = {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32}
+    defaults = {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32, **FIXED}
     parsed = parse(VerifyArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=LEFT_OUT)
     args = parsed.args
     from sameseed.laws.check import Effort
@@ -68,28 +77,20 @@ def run(argv: Seq[str], prog: str) -> int:
     asked = suite.Asked(parsed.engine.model, prompts, args.num_prompts, max_tokens, args.batch, effort)
     config = make_config(**parsed.engine.settings)
     if args.every:
-        from sameseed.cli import verify_every
-
-        return verify_every.run(parsed.engine, asked, config, parsed.params, args)
-    return _one(parsed.engine, asked, config, parsed.params, args, checks)
+        return _every(parsed.engine, asked, config, parsed.params, args)
+    return _one(asked, config, parsed.params, args, checks)
 
 
-def _one(
-    engine: EngineChoice,
-    asked: Asked,
-    config: EngineConfig,
-    params: SamplingParams,
-    args: VerifyArgs,
-    checks: Seq[Check],
-) -> int:
+def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:
     """One certificate: made, written, shown."""
-    from sameseed.cli.console import stderr_console
+    from sameseed.cli.console import stages, stderr_console
     from sameseed.laws import mutants
     from sameseed.study import certificate as suite, record
 
-    with _loading(engine, args.json) as progress:
-        subject = suite.load_subject(asked, config, params, progress)
-    with _checking(args.json) as tick:
+    with stages(f"loading {asked.model}", args.json) as tick:
+        subject = suite.load_subject(
+            asked, config, params, lambda done, total: tick("million weights", done // 10**6, total // 10**6)
+        )
         certificate = suite.certify(subject, asked, checks, tick)
         if args.mutants:
             certificate.mutants = mutants.try_all(
@@ -112,26 +113,6 @@ def _one(
     return 0 if certificate.passed else 1
 
 
-@contextmanager
-def _loading(engine: EngineChoice, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    from sameseed.cli.console import progress
-
-    with progress(f"loading {engine.model}", quiet) as bar:
-        task = bar.tasks[0].id
-        yield lambda done, total: bar.update(
-            task, completed=done // 10**6, total=total // 10**6, note="million weights"
-        )
-
-
-@contextmanager
-def _checking(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    from sameseed.cli.console import progress
-
-    with progress("checking", quiet) as bar:
-        task = bar.tasks[0].id
-        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
-
-
 def _show(certificate: Certificate) -> None:
     """A table of the checks, what is wrong in detail, the verdict last."""
     from rich.console import Console
@@ -142,36 +123,29 @@ def _show(certificate: Certificate) -> None:
     from sameseed.study.certificate_page import sizes_text, statistic_text
 
     console = Console(highlight=False)
-    colours = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "dim"}
     table = Table("", "check", "looked at", "found", "s", box=None, pad_edge=False)
     for r in certificate.results:
-        table.add_row(
-            Text(r.status, style=colours[r.status]),
-            f"{r.check.id} {r.check.name}",
-            sizes_text(r.found.sizes),
-            statistic_text(r.found.statistic),
-            f"{r.seconds:.1f}",
-        )
+        cells = [f"{r.check.id} {r.check.name}", sizes_text(r.found.sizes), statistic_text(r.found.statistic)]
+        table.add_row(Text(r.status, style=COLOURS[r.status]), *cells, f"{r.seconds:.1f}")
     console.print(table)
-    _show_wrong(certificate, console, colours)
-    label = certificate.config["label"]
-    words = {"passed": ("lossless", "bold green"), "failed": ("NOT lossless, or not provable", "bold red")}
+    _show_wrong(certificate, console)
+    words = {"passed": ("lossless", "bold green"), "failed": ("NOT lossless, or not provable", RED)}
     verdict, style = words.get(certificate.verdict, (certificate.verdict, "bold yellow"))
     if certificate.left_out:
-        console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style="yellow"))
-    console.print(Text(f"\n{verdict}: {label}", style=style))
+        console.print(Text(f"\nleft out: {', '.join(certificate.left_out)}", style=YELLOW))
+    console.print(Text(f"\n{verdict}: {certificate.config['label']}", style=style))
     alarm = sum(r.found.false_alarm for r in certificate.results)
     chance = f"below {bound_text(alarm)}" if alarm else "0 (bits were compared)"
     console.print(f"probability that a right engine fails: {chance}", style="dim")
 
 
-def _show_wrong(certificate: Certificate, console: Console, colours: dict[str, str]) -> None:
+def _show_wrong(certificate: Certificate, console: Console) -> None:
     """What failed, or was warned of, in detail; mutants that no check rejected."""
     from rich.text import Text
 
     for r in certificate.results:
         if r.status in ("failed", "warning"):
-            console.print(Text(f"\n{r.check.id} {r.check.name}: {r.status}", style=colours[r.status]))
+            console.print(Text(f"\n{r.check.id} {r.check.name}: {r.status}", style=COLOURS[r.status]))
             for note in r.found.notes:
                 console.print(Text(f"  {note}"))
             for f in r.found.findings:
@@ -181,4 +155,70 @@ def _show_wrong(certificate: Certificate, console: Console, colours: dict[str, s
         console.print(f"\nmutants: {m['caught']} of {m['total']} rejected")
         for trial in m["trials"]:
             if trial["caught_by"] is None:
-                console.print(Text(f"  not noticed: {trial['name']}", style="bold red"))
+                console.print(Text(f"  not noticed: {trial['name']}", style=RED))
+
+
+# --- every way to guess, in many formats ---
+
+
+def drafts_of(engine: EngineChoice) -> dict[str, SpecConfig]:
+    """Every way to guess for a model: the embedded pair's, or those without a model, and the one that --draft names."""
+    from sameseed.study import certificate_every as every
+
+    own: SpecConfig | None = engine.settings["draft"]
+    embedded = engine.model in EMBEDDED
+    specs = {name: draft_choice(name, engine.model) for name in (every.EMBEDDED if embedded else every.MODELLESS)}
+    found = {name: spec for name, spec in specs.items() if spec is not None}
+    return found if embedded or own is None or own in found.values() else {"--draft": own, **found}
+
+
+def _every(engine: EngineChoice, asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs) -> int:
+    """Make the certificates, append each to `args.out` as it is made, show them."""
+    from sameseed.cli.console import stages
+    from sameseed.ops import resolve
+    from sameseed.study import certificate_every as every, record
+    from sameseed.study.certificate_page import render_every
+
+    resolve(config.backend, config.device)  # what is not here is said once, not by every certificate
+    outcomes: list[Outcome] = []
+    with stages("certificates", args.json) as tick:
+        for outcome in every.run(every.cells(drafts_of(engine)), asked, config, params, tick):
+            outcomes.append(outcome)
+            if outcome.record is None:
+                continue
+            if args.out is not None:
+                record.append(args.out, outcome.record)
+            if args.json:
+                print(json.dumps(outcome.record), flush=True)
+    verdict = every.verdict(outcomes)
+    if not args.json:
+        _show_every(outcomes, verdict)
+    if args.html is not None:
+        args.html.write_text(render_every(outcomes, verdict), encoding="utf-8")
+    return 1 if verdict == "failed" else 0
+
+
+def _show_every(outcomes: Seq[Outcome], verdict: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console, table = Console(highlight=False), Table(box=None, pad_edge=False)
+    for head in ("draft", "weights", "cache", "batch", "checks", "", "s"):
+        table.add_column(head)
+    for o in outcomes:
+        checks, seconds = ("", "") if o.record is None else (str(len(o.record["checks"])), f"{o.record['seconds']:.0f}")
+        cells = (o.cell.name, o.cell.format, o.cell.kv_format, str(o.cell.batch), checks)
+        table.add_row(*cells, Text(o.verdict, style=COLOURS[o.verdict]), seconds)
+    console.print(table)
+    for o in outcomes:
+        wrong = [o.failure] if o.record is None else []
+        for check in o.record["checks"] if o.record is not None else ():
+            if check["status"] == "failed":
+                f = check["findings"][0]
+                wrong.append(
+                    f"{check['id']} {check['name']}: {f['where']}: expected {f['expected']}, found {f['found']}"
+                )
+        for text in wrong:
+            console.print(Text(f"{o.cell.name}, {o.cell.format}, batch {o.cell.batch}: {text}", style="red"))
+    console.print(Text(f"\nall {len(outcomes)} configurations: {verdict}", style=COLOURS[verdict]))

@@ -21,7 +21,6 @@ class Chain:
     ended: bool = False
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens."""
         if length < len(self.tokens):
             del self.tokens[length:], self.sure[length:]
             self.ended = False

@@ -40,12 +40,10 @@ class Context:
 
     @property
     def next(self) -> int:
-        """The position of the next row."""
         return self.start + self.holder.num_cached
 
     @property
     def num_pending(self) -> int:
-        """Rows that can be made now."""
         return self.end - self.next
 
     @property
@@ -67,13 +65,10 @@ class Context:
         """Take over the hidden states [span, F] of positions that became certain."""
         if not self.start <= span.start <= self.end:  # a hole, or a chance to begin earlier
             self.restart(span.start)
-        new = hidden[self.end - span.start :] if span.end > self.end else hidden[:0]
-        if len(new):
-            self._append(new)
-
-    def _append(self, new: Tensor) -> None:
-        """Rows are copied once, not with all others in each round: those of a large target are long."""
-        end = self._begin + self.num_hidden
+        if span.end <= self.end:
+            return
+        new, end = hidden[self.end - span.start :], self._begin + self.num_hidden
+        # Rows are copied once, not with all others in each round: those of a large target are long.
         if self._room is None or end + len(new) > len(self._room):
             known = self.hidden
             self._room = new.new_empty(self.num_hidden + len(new) + KEEP, new.shape[1])
@@ -93,11 +88,9 @@ class Context:
         """Let go of hidden states that no row will be made of."""
         surplus = self.next - KEEP - self.first
         if surplus > 0:
-            self._begin, self.num_hidden, self.first = (
-                self._begin + surplus,
-                self.num_hidden - surplus,
-                self.first + surplus,
-            )
+            self._begin += surplus
+            self.num_hidden -= surplus
+            self.first += surplus
         if self._room is not None and len(self._room) > 4 * (self.num_hidden + KEEP):  # a prompt's have been used
             self._room, self._begin = self._room[self._begin : self._begin + self.num_hidden].clone(), 0
 
@@ -145,16 +138,13 @@ class Contexts:
             if context.end - context.start > self.limit:  # it will not draft any more
                 context.forget(context.end)
             while context.can_go_on and context.num_pending >= self.prefill_rows and context.end < len(seq):
-                if context.holder.num_cached == 0 and self._num_bytes(hidden.shape[1]) <= WAIT_BYTES:
+                waiting = 4 * hidden.shape[1] * sum(c.num_hidden for c in self._contexts.values())  # bytes
+                if context.holder.num_cached == 0 and waiting <= WAIT_BYTES:
                     break
                 if not self._reserve(context, self.prefill_rows):
                     context.restart(context.end)
                     break
                 self._extend([(seq, context, self.prefill_rows)], False)
-
-    def _num_bytes(self, width: int) -> int:
-        """Bytes of the hidden states [n, F] of all sequences."""
-        return 4 * width * sum(c.num_hidden for c in self._contexts.values())
 
     def _reserve(self, context: Context, num_rows: int) -> bool:
         return self.runner.blocks.reserve(context.holder, context.holder.num_cached + num_rows)
@@ -203,18 +193,12 @@ class Contexts:
             self._extend(work, False)
         return self._extend([(s, c, c.num_pending) for s, c in zip(seqs, contexts, strict=True)], True)
 
-    def settle(self, seq: Sequence) -> None:
-        """Give back the blocks of guessed rows."""
-        self.runner.blocks.trim(self[seq].holder, self[seq].holder.num_cached)
-
     def rewind(self, seq: Sequence, length: int) -> None:
-        """Tokens of `seq` from `length` on are about to be taken back."""
         context = self._contexts.get(seq.seq_id)
         if context is not None:
             context.rewind(length)
 
     def release(self, seq: Sequence) -> None:
-        """The sequence is gone."""
         context = self._contexts.pop(seq.seq_id, None)
         if context is not None:
             self.runner.blocks.release(context.holder)

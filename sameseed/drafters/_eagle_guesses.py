@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sameseed.errors import RequestError
-from sameseed.request import SamplingParams, Sequence
+from sameseed.request import Sequence
 from sameseed.spec.sampling import adjust, gumbel_noise
 
 CANDIDATES = 64  # of the head's likeliest tokens, those that noise may reorder
@@ -105,26 +105,22 @@ def _sampled(logits: Floats, ids: Ints, seq: Sequence, num_path: int, count: int
 
     What top-k, top-p or min-p leave out of the head's distribution, the target may still have: it comes later.
     """
+    params = seq.params
     with np.errstate(all="ignore"):
-        values: Floats = (logits - logits[:, :1]) / (seq.params.temperature or 1.0)
-        values[~_survive(values, seq.params)] -= LEFT_OUT
+        values: Floats = (logits - logits[:, :1]) / (params.temperature or 1.0)
+        kept = np.ones(values.shape, np.bool_)
+        if params.min_p > 0.0:
+            kept &= values >= np.log(params.min_p)
+        if params.top_k > 0:
+            kept[:, params.top_k :] = False
+        if params.top_p < 1.0:
+            weights = np.where(kept, np.exp(values), 0.0)
+            before = np.cumsum(weights, axis=1) - weights
+            kept &= before < params.top_p * weights.sum(axis=1, keepdims=True)
+        values[~kept] -= LEFT_OUT
         values += gumbel_noise(seq.seed, len(seq) + num_path, ids)
         best = np.argsort(-values, axis=1, kind="stable")[:, :count]
         rows = np.arange(len(best))[:, None]
         values -= values[rows, best[:, :1]]
         values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
         return ids[rows, best], values[rows, best]
-
-
-def _survive(values: Floats, params: SamplingParams) -> NDArray[np.bool_]:
-    """Which candidates [T, n] min-p, top-k and top-p leave; `values`: scaled logits, falling from 0."""
-    kept = np.ones(values.shape, np.bool_)
-    if params.min_p > 0.0:
-        kept &= values >= np.log(params.min_p)
-    if params.top_k > 0:
-        kept[:, params.top_k :] = False
-    if params.top_p < 1.0:
-        weights = np.where(kept, np.exp(values), 0.0)
-        before = np.cumsum(weights, axis=1) - weights
-        kept &= before < params.top_p * weights.sum(axis=1, keepdims=True)
-    return kept

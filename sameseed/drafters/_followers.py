@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 
 from sameseed.drafters._shadow import Shadow
 from sameseed.lengths.fixed import FixedLength
@@ -26,14 +26,10 @@ class Followers:
 
     @property
     def limit(self) -> int:
-        """The model's context in tokens."""
         return self.runner.model.max_model_len
 
     def __len__(self) -> int:
         return len(self._shadows)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return (shadow.seq for shadow in self._shadows.values())
 
     def __getitem__(self, seq: Sequence) -> Sequence:
         """The shadow's own sequence: the target's tokens, then drafted ones."""
@@ -44,18 +40,14 @@ class Followers:
 
         keep[b] <= num_rows[b] tokens that a shadow has behind the target's stay, where it agrees with all of these.
         """
-        self._make_room(seqs)
+        blocks = self.runner.blocks
+        if blocks.num_free * 4 < blocks.num_blocks:  # those that do not run now give theirs back, and catch up later
+            running = {seq.seq_id for seq in seqs}
+            for seq_id, shadow in self._shadows.items():
+                if seq_id not in running:
+                    blocks.release(shadow.seq)
         kept = keep or [0] * len(seqs)
         return [b for b, n in enumerate(num_rows) if n > 0 and self._follow(seqs[b], n, kept[b])]
-
-    def _make_room(self, seqs: Seq[Sequence]) -> None:
-        """If blocks run short, shadows of sequences that do not run now give theirs back (they can catch up again)."""
-        if self.runner.blocks.num_free * 4 >= self.runner.blocks.num_blocks:
-            return
-        running = {seq.seq_id for seq in seqs}
-        for seq_id, shadow in self._shadows.items():
-            if seq_id not in running:
-                self.runner.blocks.release(shadow.seq)
 
     def _follow(self, seq: Sequence, num_rows: int, keep: int) -> bool:
         shadow = self._shadows.get(seq.seq_id)
@@ -84,13 +76,11 @@ class Followers:
             decode_step(self.runner, self.below, [c[0] for c in chunks], [c[1] for c in chunks], [0] * len(chunks))
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """Tokens of `seq` from `length` on are about to be taken back."""
         shadow = self._shadows.get(seq.seq_id)
         if shadow is not None:
             shadow.num_agreed = min(shadow.num_agreed, length)
 
     def release(self, seq: Sequence) -> None:
-        """The sequence is gone: free its shadow's blocks."""
         shadow = self._shadows.pop(seq.seq_id, None)
         if shadow is not None:
             self.below.release(shadow.seq)

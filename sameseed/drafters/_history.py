@@ -44,10 +44,8 @@ class History:
 
     def add(self, key: int, text: Text) -> None:
         """Take a text in, or what was added to its end since."""
-        if key not in self._texts:
-            self._texts[key] = text
-            self._indexed[key] = 0
-        n, start = self.ngram, self._indexed[key]
+        self._texts.setdefault(key, text)
+        n, start = self.ngram, self._indexed.get(key, 0)
         self.num_tokens += max(0, len(text) - 1 - start)
         for end in range(max(start + 1, n), len(text)):
             gram = tuple(text[end - n : end])
@@ -58,7 +56,7 @@ class History:
             places.append((key, end))
         self._indexed[key] = max(start, len(text) - 1)
         while self.most_tokens is not None and self.num_tokens > self.most_tokens and len(self._texts) > 1:
-            self.drop(next(iter(self._texts)))
+            self._drop(next(iter(self._texts)))
 
     def rewind(self, key: int, length: int) -> None:
         """The text is about to lose its tokens from `length` on: take their places out of the index."""
@@ -75,16 +73,12 @@ class History:
         self.num_tokens -= self._indexed[key] - kept
         self._indexed[key] = kept
 
-    def drop(self, key: int) -> None:
-        """Forget a text; unknown keys do nothing."""
-        if self._texts.pop(key, None) is None:
-            return
+    def _drop(self, key: int) -> None:
+        del self._texts[key]
         self.num_tokens -= self._indexed.pop(key)
-        if self._num_places > 2 * self.num_tokens + 1024:  # most of what the index holds is of dropped texts
-            self._purge()
-
-    def _purge(self) -> None:
-        self._num_places = 0
+        if self._num_places <= 2 * self.num_tokens + 1024:
+            return
+        self._num_places = 0  # most of what the index holds is of dropped texts
         for gram in list(self._places):
             alive = [p for p in self._places[gram] if p[0] in self._texts]
             if alive:

@@ -37,7 +37,6 @@ class Guide:
         return _NOTHING
 
     def another(self) -> Guide:
-        """For a shadow of the shadow."""
         return Guide(self._grammar.another())
 
 

@@ -50,8 +50,8 @@ class TextStore:
             raise ConfigError(
                 f"cannot read the store {self.path} ({error.strerror}); allow it, or name another file"
             ) from None
-        start = len(MAGIC) + 4
-        if data[: len(MAGIC)] != MAGIC or len(data) < start:
+        at = len(MAGIC) + 4
+        if data[: len(MAGIC)] != MAGIC or len(data) < at:
             raise ConfigError(f"{self.path} is no store of texts; name another file, or delete it")
         width = struct.unpack_from("<I", data, len(MAGIC))[0]
         if width != self.vocab_size:
@@ -59,7 +59,6 @@ class TextStore:
                 f"{self.path} holds texts of a model with {width} tokens, not {self.vocab_size}; name another file"
             )
         texts: list[list[int]] = []
-        at = start
         while at + _HEAD.size <= len(data):
             length, total = _HEAD.unpack_from(data, at)
             end = at + _HEAD.size + 4 * length
@@ -89,23 +88,20 @@ class TextStore:
         try:
             if not self.path.exists():
                 self._write([])
-            self._add(_packed(text))
+            size = self.path.stat().st_size
+            try:
+                with self.path.open("ab") as file:
+                    file.write(_packed(text))
+            except OSError:
+                with suppress(OSError):  # what a full disk left of it would hide all that other runs add
+                    os.truncate(self.path, size)
+                raise
             self._since_rewrite += len(text)
             if self._since_rewrite > self.max_tokens:  # reading drops what is too old
                 self._since_rewrite = 0
                 self.read()
         except (OSError, ConfigError) as error:
             self._stop(error)
-
-    def _add(self, packed: bytes) -> None:
-        size = self.path.stat().st_size
-        try:
-            with self.path.open("ab") as file:
-                file.write(packed)
-        except OSError:
-            with suppress(OSError):  # what a full disk left of it would hide all that other runs add
-                os.truncate(self.path, size)
-            raise
 
     def _stop(self, error: Exception) -> None:
         if not self._failed:

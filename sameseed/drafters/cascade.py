@@ -41,6 +41,7 @@ class CascadeDrafter(Drafter):
 
     owns = "model"
     num_below = (1, 1)
+    cuttable = True
     text = "A > MODEL"
 
     def __init__(self, options: Options, runner: ModelRunner, below: Below, vocab_size: int) -> None:
@@ -88,7 +89,12 @@ class CascadeDrafter(Drafter):
         self.followers.catch_up(shadows)
         pending = [s.num_pending for s in shadows]
         asked = self.policy_below.lengths(shadows, sum(pending))
-        room = [self._room(s, k) for s, k in zip(shadows, asked, strict=True)]
+        room, blocks = [], self.runner.blocks
+        for shadow, num in zip(shadows, asked, strict=True):  # nodes that the text and free blocks leave for a guess
+            useful = num if self.below.branches else min(num, shadow.draft_depth)
+            free = blocks.reservable(shadow) - len(shadow)
+            room.append(max(0, min(useful, free)) if shadow.draft_depth else 0)
+            blocks.reserve(shadow, len(shadow) + room[-1])
         times = TimeSplit()
         draft, result = decode_step(self.runner, self.below, shadows, pending, room, times, self.policy_below)
         counts = [draft.count(b) for b in range(len(shadows))]
@@ -102,14 +108,6 @@ class CascadeDrafter(Drafter):
             levels[b] += [by[node] for node in result.nodes[b]]
             levels[b] += [own] * (len(result.tokens[b]) - right)
         return [bool(f) for f in result.failed]
-
-    def _room(self, shadow: Sequence, wanted: int) -> int:
-        """Nodes that the text and free blocks leave for a guess, reserved."""
-        blocks = self.runner.blocks
-        useful = wanted if self.below.branches else min(wanted, shadow.draft_depth)
-        room = max(0, min(useful, blocks.reservable(shadow) - len(shadow))) if shadow.draft_depth else 0
-        blocks.reserve(shadow, len(shadow) + room)
-        return room
 
     @property
     def limit(self) -> int:

@@ -37,6 +37,7 @@ class DraftModelDrafter(Drafter):
 
     owns = "model"
     text = "MODEL"
+    cuttable = True
     judges = True
 
     def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
@@ -55,8 +56,11 @@ class DraftModelDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together: one pass of the draft model a token."""
-        followers = self.followers
-        chains = [self._take_ready(seq, k) for seq, k in zip(seqs, num_draft, strict=True)]
+        followers, chains = self.followers, []
+        for seq, num in zip(seqs, num_draft, strict=True):
+            start, chain = self._ready.pop(seq.seq_id, (0, Chain()))
+            chain.cut(num if start == len(seq) else 0)  # to none where the text did not come as supposed
+            chains.append(chain)
         active = followers.follow(seqs, num_draft, [len(c.tokens) for c in chains])
         for b in active:
             chains[b].cut(len(followers[seqs[b]]) - len(seqs[b]))  # to none where the shadow had to be taken back
@@ -64,12 +68,6 @@ class DraftModelDrafter(Drafter):
         drafted = [c if b in active else Chain() for b, c in enumerate(chains)]
         sure = [c.sure for c in drafted] if self.policy.uses_confidence else None
         return Draft.chains([c.tokens for c in drafted], sure)
-
-    def _take_ready(self, seq: Sequence, num_draft: int) -> Chain:
-        """What is there already of a draft of `num_draft` tokens, if the text came as supposed."""
-        start, chain = self._ready.pop(seq.seq_id, (0, Chain()))
-        chain.cut(num_draft if start == len(seq) else 0)
-        return chain
 
     def _extend(
         self,

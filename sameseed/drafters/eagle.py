@@ -57,6 +57,7 @@ class EagleDrafter(Drafter):
 
     owns = "head"
     text = "HEAD"
+    cuttable = True
     judges = True
     branches = True
 
@@ -74,7 +75,8 @@ class EagleDrafter(Drafter):
         slides = options.beyond == "slide"
         limit = head.max_model_len if slides else min(own, head.max_model_len)
         self.options = options
-        self.runner = runner = runner.seeing(own if slides and own < head.max_model_len else None)
+        seen = own if slides and own < head.max_model_len else None
+        self.runner = runner = HeadRunner(runner.model, runner.cache, seen)
         self.policy = policy
         self.captures = captures
         self.followers = Contexts(runner, options.prefill_rows, limit)
@@ -129,7 +131,8 @@ class EagleDrafter(Drafter):
             else:
                 tokens, parents, sure[b] = g.tree.best()
                 trees[b] = tokens, parents
-            self.followers.settle(seqs[b])
+            holder = self.followers[seqs[b]].holder
+            self.runner.blocks.trim(holder, holder.num_cached)  # blocks of guessed rows
         return Draft.trees(trees, sure)
 
     def _grow(self, growing: Seq[_Growing]) -> None:
@@ -158,7 +161,8 @@ class EagleDrafter(Drafter):
                 g.first, num_rows = num_rows, num_rows + len(chosen)
             if not running:
                 return
-            logits, features = self.runner.expand(levels, _taken(features, parents))
+            index = torch.from_numpy(np.concatenate(parents)).to(features.device)
+            logits, features = self.runner.expand(levels, features.index_select(0, index))
             known = self.guesses.rows(logits, num)
             for g, chosen in running:
                 self._children(g, chosen, known, depth)
@@ -227,12 +231,6 @@ class _Growing:
 
 def _num_candidates(growing: Seq[_Growing]) -> int:
     return max(g.width if g.seq.params.greedy else max(CANDIDATES, g.width) for g in growing)
-
-
-def _taken(features: Tensor, rows: Seq[Ints]) -> Tensor:
-    """Rows of features [T, C], those of each sequence after those of the one before it."""
-    index = rows[0] if len(rows) == 1 else np.concatenate(rows)
-    return features.index_select(0, torch.from_numpy(index).to(features.device))
 
 
 DRAFTER = EagleDrafter

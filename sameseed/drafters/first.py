@@ -21,14 +21,6 @@ from sameseed.spec.drafter import Below, Drafter, Parts, Span
 MAX_BELOW = 64
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """A draft that was handed on: whose, after how many known tokens."""
-
-    which: int
-    num_known: int
-
-
 class FirstDrafter(Drafter):
     """Asks each drafter for the sequences that those before it had no guess for, or one that is too weak."""
 
@@ -53,9 +45,8 @@ class FirstDrafter(Drafter):
         self.below = tuple(b.drafter for b in below)
         self._policies = tuple(b.policy for b in below)
         self.metrics = tuple(SpecMetrics() for _ in below)  # what was made of each one's guesses
-        widths = [len(d.level_names) for d in self.below]
-        self._starts = [0, *accumulate(widths)]  # of each one's levels among all of them
-        self._taken: dict[int, _Taken] = {}  # by sequence, of the round that runs
+        self._starts = [0, *accumulate(len(d.level_names) for d in self.below)]  # each one's levels among all of them
+        self._taken: dict[int, tuple[int, int]] = {}  # by sequence: whose draft, after how many known tokens
         self.branches = any(d.branches for d in self.below)
         self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
 
@@ -89,22 +80,21 @@ class FirstDrafter(Drafter):
                     trees[b], sure[b] = draft.nodes(i), likely.tolist()
                     levels[b] = [self._starts[which] + level for level in draft.node_levels(i)]
                     taken.append(b)
-                    self._taken[seqs[b].seq_id] = _Taken(which, len(seqs[b]))
+                    self._taken[seqs[b].seq_id] = which, len(seqs[b])
             open_ = [b for b in open_ if b not in taken]
         return Draft.trees(trees, sure, levels)
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         for seq, span in zip(seqs, spans, strict=True):
-            draft = self._taken.pop(seq.seq_id, None)
-            if draft is not None:
-                self.metrics[draft.which].update(span.num_draft, span.end - draft.num_known)
+            if seq.seq_id in self._taken:
+                which, num_known = self._taken.pop(seq.seq_id)
+                self.metrics[which].update(span.num_draft, span.end - num_known)
         for d in self.below:
-            d.observe(seqs, spans, self._columns(hidden, d.captures) if d.captures and hidden is not None else None)
-
-    def _columns(self, hidden: Tensor, layers: tuple[int, ...]) -> Tensor:
-        """The hidden states of some of the captured layers."""
-        by_layer = hidden.chunk(len(self.captures), dim=1)
-        return torch.cat([by_layer[self.captures.index(layer)] for layer in layers], dim=1)
+            own = hidden if d.captures else None
+            if own is not None and d.captures != self.captures:
+                by_layer = own.chunk(len(self.captures), dim=1)
+                own = torch.cat([by_layer[self.captures.index(layer)] for layer in d.captures], dim=1)
+            d.observe(seqs, spans, own)
 
     @property
     def limit(self) -> int | None:

@@ -29,12 +29,22 @@ class NgramDrafter(Drafter):
                     f"{self.max_ngram}"
                 )
 
+    cuttable = True
+
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
         self._indexes: dict[int, _Index] = {}
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        return Draft.chains([self._lookup(seq, k) if k else [] for seq, k in zip(seqs, num_draft, strict=True)])
+        o, chains = self.options, []
+        for seq, num in zip(seqs, num_draft, strict=True):
+            index = self._indexes.setdefault(seq.seq_id, _Index(o.min_ngram, o.max_ngram))
+            start = index.find(seq.token_ids) if num else None
+            chain = [] if start is None else seq.token_ids[start : start + num]
+            for i in range(num - len(chain) if chain else 0):  # past the end, a repetition goes on with what was copied
+                chain.append(chain[i])
+            chains.append(chain)
+        return Draft.chains(chains)
 
     def rewind(self, seq: Sequence, length: int) -> None:
         index = self._indexes.get(seq.seq_id)
@@ -44,16 +54,6 @@ class NgramDrafter(Drafter):
     def release(self, seq: Sequence) -> None:
         self._indexes.pop(seq.seq_id, None)
 
-    def _lookup(self, seq: Sequence, num_draft: int) -> list[int]:
-        index = self._indexes.setdefault(seq.seq_id, _Index(self.options.min_ngram, self.options.max_ngram))
-        start = index.find(seq.token_ids)
-        if start is None:
-            return []
-        chain = seq.token_ids[start : start + num_draft]
-        for i in range(num_draft - len(chain)):  # past the end of the text, a repetition goes on with what was copied
-            chain.append(chain[i])
-        return chain
-
 
 class _Index:
     """For each n-gram of a growing list of tokens, where its latest occurrence ended; a token is indexed once."""
@@ -61,9 +61,8 @@ class _Index:
     def __init__(self, low: int, high: int) -> None:
         self._sizes = range(low, high + 1)
         self._ends: dict[tuple[int, ...], int] = {}
-        self._entered: deque[tuple[int, tuple[int, ...], int | None]] = deque(
-            maxlen=1024
-        )  # end, n-gram, what it replaced
+        # End, n-gram, what it replaced.
+        self._entered: deque[tuple[int, tuple[int, ...], int | None]] = deque(maxlen=1024)
         self._num_indexed = 0
 
     def find(self, tokens: list[int]) -> int | None:

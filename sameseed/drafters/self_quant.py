@@ -44,6 +44,7 @@ class SelfQuantDrafter(Drafter):
                     raise ConfigError(f"{name} must be a number of tokens, 0 or more, got {getattr(self, name)}")
 
     owns = "target"
+    cuttable = True
     judges = True
 
     def __init__(self, options: Options, runner: ModelRunner, policy: LengthPolicy) -> None:
@@ -58,15 +59,17 @@ class SelfQuantDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together: one pass of the copy a token."""
-        counts = [min(k, self._room(seq)) for seq, k in zip(seqs, num_draft, strict=True)]
-        copies = [self._copy(seq) if k > 0 else seq for seq, k in zip(seqs, counts, strict=True)]
+        # The rows of all guesses but the last are stored, in blocks that the target's pass has reserved.
+        size = self.runner.cache.block_size
+        counts = [min(k, len(s.blocks) * size - len(s) + 1) for s, k in zip(seqs, num_draft, strict=True)]
+        copies = list(seqs)
+        for b, seq in enumerate(seqs):
+            if counts[b] > 0:
+                copies[b] = copy = Sequence(seq.seq_id, seq.token_ids, seq.params, seq.seed, seq.tenant)
+                copy.num_prompt, copy.num_cached, copy.blocks = seq.num_prompt, seq.num_cached, seq.blocks
         vocab_size = self.runner.model.config.vocab_size
         chains, confidence = write_chains(self.runner, copies, counts, self.policy, vocab_size)
         return Draft.chains(chains, confidence if self.policy.uses_confidence else None)
-
-    def _room(self, seq: Sequence) -> int:
-        """Tokens that may be guessed: the rows of all but the last are stored, in blocks of the sequence."""
-        return len(seq.blocks) * self.runner.cache.block_size - len(seq) + 1
 
     def _unseen(self, seq: Sequence) -> tuple[int, int]:
         """Blocks between the first tokens and the latest: drafts do not attend to them."""
@@ -75,12 +78,6 @@ class SelfQuantDrafter(Drafter):
         size = self.runner.cache.block_size
         first, end = -(-self.options.kv_sink // size), (seq.num_cached - self.options.kv_window) // size
         return (first, end) if first < end else (0, 0)
-
-    def _copy(self, seq: Sequence) -> Sequence:
-        """A sequence in the same cache blocks, which the target's pass has reserved for as many drafted tokens."""
-        copy = Sequence(seq.seq_id, seq.token_ids, seq.params, seq.seed, seq.tenant)
-        copy.num_prompt, copy.num_cached, copy.blocks = seq.num_prompt, seq.num_cached, seq.blocks
-        return copy
 
 
 DRAFTER = SelfQuantDrafter

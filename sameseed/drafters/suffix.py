@@ -29,11 +29,6 @@ class Guess:
     parents: list[int]
     likely: list[float]
 
-    @property
-    def score(self) -> float:
-        """Tokens that it may be expected to get right."""
-        return sum(self.likely)
-
 
 class SuffixDrafter(Drafter):
     """Frequency-scored trees from each sequence's own text and from the texts of requests that have ended."""
@@ -100,20 +95,12 @@ class SuffixDrafter(Drafter):
             own.rewind(0, length)
 
     def release(self, seq: Sequence) -> None:
-        if self._own.pop(seq.seq_id, None) is None or self.options.past == "none":
+        if self._own.pop(seq.seq_id, None) is None or self.options.past == "none" or not len(seq):
             return
         text = list(seq.token_ids)
         self._remember(seq.tenant, text)
         if self._store is not None:
             self._store.append(text)
-
-    def _past_of(self, tenant: str) -> History | None:
-        """What is remembered for a tenant, who has used it now."""
-        key = tenant if self.options.past == "tenant" else ""
-        found = self._past.pop(key, None)
-        if found is not None:
-            self._past[key] = found
-        return found
 
     def _remember(self, tenant: str, text: list[int]) -> None:
         """Add a text; of tenants who have not been here for longest, forget all, where it becomes too much."""
@@ -139,14 +126,15 @@ class SuffixDrafter(Drafter):
             return best
         suffix = tokens[-o.max_match :]
         found = [own.find(suffix, o.max_match)]
-        past = self._past_of(seq.tenant) if o.past != "none" else None
-        if past is not None:
+        key = seq.tenant if o.past == "tenant" else ""
+        if key in self._past:
+            past = self._past[key] = self._past.pop(key)  # used last now
             found.append(past.find(suffix, o.max_match))
         for places in found:
             for length in sorted({p.length for p in places}, reverse=True):
                 depth = min(max(1, int(o.length_factor * length)), seq.draft_depth)
                 tree = self._tree([p for p in places if p.length >= length], num_draft, depth)
-                if tree.score > best.score:
+                if sum(tree.likely) > sum(best.likely):  # tokens that it may be expected to get right
                     best = tree
         return best
 
@@ -154,9 +142,8 @@ class SuffixDrafter(Drafter):
         """The `num_draft` likeliest continuations of the places, parents first."""
         guess = Guess([], [], [])
         order = count()
-        waiting: list[
-            tuple[float, int, int, int, int, list[Place]]
-        ] = []  # -likely, order, token, parent, steps, places
+        # -likely, order, token, parent, steps, places
+        waiting: list[tuple[float, int, int, int, int, list[Place]]] = []
 
         def branch(parent: int, steps: int, likely: float, there: list[Place]) -> None:
             by_token: dict[int, list[Place]] = {}

@@ -14,11 +14,9 @@ from typing import Any
 
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.models.config import read_json
+from sameseed.models.config import ASSETS, EMBEDDED, read_json
 from sameseed.models.eagle_config import HEADS, is_head
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
-EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft", "embedded-head": "head"}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 KV_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Options that vLLM has too, with the drafters' own defaults (loading a drafter would load torch).
@@ -30,11 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 RESERVED = (
     *("host", "port", "uds", "api-key", "ssl-keyfile", "ssl-certfile", "grpc-port", "allowed-origins", "root-path"),
     *("model", "served-model-name", "speculative-config", "sc", "trust-remote-code", "middleware", "headless"),
-    *(
-        "config",
-        "max-num-seqs",
-        "per-request-spec-decode-metrics",
-    ),  # a file of flags; how many may come in; what is told
+    # A file of flags; how many may come in; what is told.
+    *("config", "max-num-seqs", "per-request-spec-decode-metrics"),
 )
 
 
@@ -54,7 +49,6 @@ class Spread:
 
     @property
     def stages(self) -> int:
-        """Groups of layers."""
         return self.pipeline_parallel_size or self.nodes
 
     def arguments(self) -> list[str]:
@@ -166,7 +160,9 @@ def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str,
     """vLLM's --speculative-config for the draft and its settings; None where nothing is drafted. Raises ConfigError."""
     spec = settings.get("draft") or SpecConfig()
     given = {
-        name: settings[name] for name in ("num_draft_tokens", "confidence", "policy", "overlap") if name in settings
+        name: settings[name]
+        for name in ("num_draft_tokens", "confidence", "policy", "overlap")
+        if settings.get(name) not in (None, "auto")
     }
     options = settings.get("draft_options") or spec.options
     spec = replace(spec, **given, options=options, format=settings.get("draft_format", spec.format))
@@ -186,14 +182,21 @@ def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str,
     if spec.model is None:
         raise ConfigError(f"--draft {spec.method}: vLLM needs the draft's checkpoint; give its folder or hub id")
     path = model_path(spec.model)
-    made["method"], made["model"] = _kind(spec.method, path), path
+    made["model"] = path
+    if Path(path).is_dir() and is_head(Path(path)):  # it says itself what it is
+        raw = read_json(Path(path) / "config.json")
+        name = str((raw.get("architectures") or ["?"])[0])
+        made["method"] = str(raw.get("speculators_model_type") or HEADS.get(name, "eagle"))
+    elif spec.method == "eagle":  # a head on the hub cannot be looked into from here
+        made["method"] = "eagle3" if "eagle3" in path.lower().replace("-", "") else "eagle"
+    else:
+        made["method"] = "draft_model"
     if spread.tensor_parallel_size > 1:
         made["draft_tensor_parallel_size"] = spread.tensor_parallel_size  # vLLM takes no other
     return made
 
 
 def _check(spec: SpecConfig, spread: Spread) -> None:
-    """Raise ConfigError for what vLLM's drafters cannot."""
     if spec.method not in ("ngram", "suffix", "draft_model", "eagle"):
         raise ConfigError(
             f"vLLM has no drafter like {spec.method!r}; give ngram, suffix, a draft model or an EAGLE head, or serve "
@@ -213,24 +216,12 @@ def _check(spec: SpecConfig, spread: Spread) -> None:
 
 
 def _options(spec: SpecConfig) -> dict[str, Any]:
-    """The drafter's options, defaults included. Raises ConfigError."""
     known = OPTIONS[spec.method]
     if not set(spec.options) <= known.keys():
         raise ConfigError(
             f"of {spec.method}'s options vLLM has like ones for {', '.join(known)}; got {', '.join(spec.options)}"
         )
     return {**known, **spec.options}
-
-
-def _kind(method: str, path: str) -> str:
-    """draft_model, eagle or eagle3: a folder that holds a head says so itself."""
-    folder = Path(path)
-    if folder.is_dir() and is_head(folder):
-        raw = read_json(folder / "config.json")
-        names = raw.get("architectures") or ["?"]
-        return str(raw.get("speculators_model_type") or HEADS.get(str(names[0]), "eagle"))
-    # A head on the hub cannot be looked into from here.
-    return ("eagle3" if "eagle3" in path.lower().replace("-", "") else "eagle") if method == "eagle" else "draft_model"
 
 
 def _own_flags(more: str) -> list[str]:

@@ -5,8 +5,6 @@ Parts: "codes" [O, K], "scales" [O, K / G], and where there are zero points "zer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -36,7 +34,6 @@ def divided(x: Tensor, scales: Tensor) -> Tensor:
 
 
 PACKED = (1, 2, 4)  # bits of codes, uint8, that checkpoints pack
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Coded(Format):
@@ -48,7 +45,6 @@ class Coded(Format):
         return self.bits + (scale + (0 if args.symmetric else 8)) / (args.group or width)
 
     def encode(self, weight: Tensor, args: QuantArgs | None = None) -> QuantTensor:
-        """Store weight [O, K], rounded to nearest. Raises ConfigError if the group does not divide K."""
         return self._encode(weight, own_args(self.groups, weight.shape[1]) if args is None else args)
 
     def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
@@ -59,7 +55,6 @@ class Coded(Format):
         raise NotImplementedError
 
     def decode(self, q: QuantTensor) -> Tensor:
-        """The stored values, float32 [O, K]: each one product of float32."""
         codes, scales, zeros = (plain(q).parts.get(p) for p in ("codes", "scales", "zeros"))
         assert codes is not None and scales is not None
         codes = codes.view(*scales.shape, q.group)
@@ -71,81 +66,6 @@ class Coded(Format):
         parts = {"codes": codes, "scales": scales.contiguous()} | ({} if zeros is None else {"zeros": zeros})
         return QuantTensor(self.name, (codes.shape[0], codes.shape[1]), parts)
 
-    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """A layout of ours: codes of less than a byte are packed, scales and zero points are as they are."""
-        parts = plain(q).parts
-        codes = parts["codes"]
-        tensors = {
-            f"{name}.weight_packed": packed_bytes(codes, self.bits) if self.bits in PACKED else codes,
-            f"{name}.weight_scale": parts["scales"],
-            f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
-        }
-        return tensors | ({f"{name}.weight_zero_point": parts["zeros"]} if "zeros" in parts else {})
-
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """Raises ConfigError where the tensors do not fit each other."""
-        height, width = shape_part(name, tensors)
-        bits = self.bits if self.bits in PACKED else 8
-        types = (torch.uint8,) if bits < 8 else (torch.uint8, torch.int8)
-        codes = fitting(name, "weight_packed", tensors, types, height, -(-width * bits // 8))
-        scales, zeros = scales_part(name, tensors, height, width), None
-        if f"{name}.weight_zero_point" in tensors:
-            zeros = fitting(name, "weight_zero_point", tensors, (torch.uint8,), *scales.shape)
-        return self.stored(codes if bits == 8 else unpacked_bytes(codes, bits)[:, :width], scales, zeros)
-
-    def config(self, q: QuantTensor) -> dict[str, object]:
-        """Marked as ours: no other engine reads it."""
-        return compressed_tensors(self.name, q, self.bits, "int", "sameseed")
-
-
-def part(name: str, kind: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Tensor `kind` of layer `name`. Raises ConfigError if the checkpoint has none."""
-    found = tensors.get(f"{name}.{kind}")
-    if found is None:
-        raise ConfigError(f"the checkpoint has no tensor {name}.{kind}; it is stored otherwise than its format says")
-    return found
-
-
-def shape_part(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """O and K of layer `name`, from its weight_shape. Raises ConfigError unless these are two sizes."""
-    found = part(name, "weight_shape", tensors)
-    if found.numel() != 2 or found.dtype.is_floating_point or (found < 1).any():
-        raise ConfigError(f"tensor {name}.weight_shape holds {found.flatten()[:4].tolist()}, no height and width")
-    height, width = (int(n) for n in found.flatten())
-    return height, width
-
-
-def fitting(
-    name: str, kind: str, tensors: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...], *shape: int
-) -> Tensor:
-    """Tensor `kind` of layer `name`, of these types and this shape (-1: any size but 0).
-
-    Raises ConfigError otherwise: what a file says of itself may be false.
-    """
-    found = part(name, kind, tensors)
-    as_wanted = found.dim() == len(shape) and all(n in (-1, m) for n, m in zip(shape, found.shape, strict=True))
-    if not as_wanted or found.dtype not in dtypes or 0 in found.shape:
-        wanted = (
-            f"{[n if n >= 0 else '...' for n in shape]} in {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
-        )
-        raise ConfigError(
-            f"tensor {name}.{kind} is {list(found.shape)} in {str(found.dtype).removeprefix('torch.')}, not {wanted}; "
-            "the file is damaged, or of another layout"
-        )
-    return found
-
-
-def scales_part(name: str, tensors: Mapping[str, Tensor], height: int, width: int) -> Tensor:
-    """weight_scale [O, K / G] of layer `name`; [O] counts as [O, 1]. Raises ConfigError where it does not fit."""
-    found = part(name, "weight_scale", tensors)
-    scales = found[:, None] if found.dim() == 1 else found
-    scales = fitting(name, "weight_scale", {f"{name}.weight_scale": scales}, FLOATS, height, -1)
-    if width % scales.shape[1]:
-        raise ConfigError(
-            f"tensor {name}.weight_scale has {scales.shape[1]} groups, which do not divide {width} columns"
-        )
-    return scales
-
 
 def packed_bytes(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 [O, K] of 1, 2 or 4 bits as bytes uint8 [O, ceil(K * bits / 8)], the first in the lowest bits."""
@@ -156,18 +76,14 @@ def packed_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpacked_bytes(packed: Tensor, bits: int) -> Tensor:
-    """The inverse: codes uint8 [O, 8 / bits * W] of bytes [O, W]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts) & (1 << bits) - 1).flatten(1)
 
 
-def compressed_tensors(
-    layout: str, q: QuantTensor, bits: int, kind: str, method: str = "compressed-tensors", **more: object
-) -> dict[str, object]:
+def compressed_tensors(layout: str, q: QuantTensor, bits: int, kind: str, **more: object) -> dict[str, object]:
     """`quantization_config` of a compressed-tensors checkpoint (0.20) whose linear layers are stored like `q`.
 
-    `more`: further keys for the weights, e.g. a strategy other than by channel or group. `method` "sameseed": a layout
-    that only we read.
+    `more`: further keys for the weights, e.g. a strategy other than by channel or group.
     """
     channel = q.group == q.shape[1]
     weights: dict[str, object] = {
@@ -193,7 +109,7 @@ def compressed_tensors(
         "format": layout,
     }
     return {
-        "quant_method": method,
+        "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats._coded import part
 from sameseed.scheme import Format, QuantArgs, QuantTensor, plain
 
 
@@ -37,15 +34,3 @@ class Dense(Format):
 
     def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
         return codes.float()
-
-    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        return {f"{name}.weight": plain(q).parts["weight"]}
-
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        weight = part(name, "weight", tensors)
-        if weight.dim() != 2 or not weight.dtype.is_floating_point:
-            raise ConfigError(f"tensor {name}.weight {list(weight.shape)} in {weight.dtype} is no matrix of floats")
-        return self.encode(weight)
-
-    def config(self, q: QuantTensor) -> dict[str, object]:
-        return {}  # a dense checkpoint has no quantization_config

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats._coded import FLOATS, Coded, compressed_tensors, fitting, part
+from sameseed.formats._coded import Coded, compressed_tensors
 from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, plain
 
 BLOCK = 128  # rows and columns that share a scale under -b128 (DeepSeek-AI, 2024)
@@ -45,19 +44,15 @@ class Float8(Coded):
         return scaled.to(self.dtype).view(torch.uint8), scales
 
     def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales [..., 1] of x [..., D]."""
         x = x.float()
         return self._codes(x, x.abs().amax(-1, keepdim=True))
 
     def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
         if args.variant == "auto":
-            chosen = scheme.get(choose(weight).name)
+            chosen = scheme.get(choose(weight)[0])
             return chosen.encode(weight, replace(args, variant=None))
-        if args.variant == "b128":
-            return self._blocks(weight)
-        return self.stored(*self._rows(weight))
-
-    def _blocks(self, weight: Tensor) -> QuantTensor:
+        if args.variant != "b128":
+            return self.stored(*self._rows(weight))
         height, width = weight.shape
         x = torch.nn.functional.pad(weight.float(), (0, -width % BLOCK, 0, -height % BLOCK))
         x = x.view(x.shape[0] // BLOCK, BLOCK, -1, BLOCK)
@@ -93,32 +88,11 @@ class Float8(Coded):
             scales = blocks
         return {f"{name}.weight": codes.view(self.dtype), f"{name}.weight_scale": scales}
 
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """Scales: one (static per tensor), [O, 1], or [O / 128, K / 128]; weight_scale_inv is another name for them."""
-        codes = part(name, "weight", tensors)
-        if codes.dtype != self.dtype:
-            raise ConfigError(f"tensor {name}.weight is {codes.dtype}, not {self.dtype}; it is no {self.name}")
-        kind = "weight_scale_inv" if f"{name}.weight_scale_inv" in tensors else "weight_scale"
-        codes = fitting(name, "weight", tensors, (self.dtype,), -1, -1)
-        found, (height, width) = part(name, kind, tensors), codes.shape
-        if found.dtype not in FLOATS:
-            raise ConfigError(f"tensor {name}.{kind} is {found.dtype}: scales are floats; the file is damaged")
-        scales = found.float()
-        if scales.shape == (-(-height // BLOCK), -(-width // BLOCK)):
-            return self.stored(codes.view(torch.uint8), spread(scales, height, width))
-        if scales.numel() not in (1, height):
-            raise ConfigError(
-                f"tensor {name}.{kind} {list(scales.shape)} does not fit a weight {[height, width]}: one scale for the "
-                "tensor, for each row, or for each block of 128 x 128 can be read"
-            )
-        return self.stored(codes.view(torch.uint8), scales.reshape(-1, 1).expand(height, 1))
-
     def config(self, q: QuantTensor) -> dict[str, object]:
-        """No other engine reads e5m2: such a checkpoint is marked as ours."""
-        ours = "compressed-tensors" if self.dtype == torch.float8_e4m3fn else "sameseed"
+        if self.dtype != torch.float8_e4m3fn:
+            return {}  # no other engine reads e5m2
         blocks = {"strategy": "block", "block_structure": [BLOCK, BLOCK]} if q.parts["scales"].shape[1] > 1 else {}
-        layout = "float-quantized" if ours == "compressed-tensors" else self.name
-        return compressed_tensors(layout, q, 8, "float", ours, **blocks)
+        return compressed_tensors("float-quantized", q, 8, "float", **blocks)
 
 
 def _block_columns(width: int) -> int:
@@ -133,16 +107,8 @@ def spread(scales: Tensor, height: int, width: int) -> Tensor:
     return scales.repeat_interleave(BLOCK, 0)[:height].index_select(1, columns)
 
 
-@dataclass(frozen=True)
-class FloatChoice:
-    """The kind of float that a weight is best stored in, and the relative root mean square error of each kind."""
-
-    name: str
-    errors: Mapping[str, float]
-
-
-def choose(weight: Tensor) -> FloatChoice:
-    """e4m3 or e5m2 for weight [O, K], by the squared error of storing it with a scale per row; e4m3 if they are equal.
+def choose(weight: Tensor) -> tuple[str, dict[str, float]]:
+    """The kind of float that stores weight [O, K] best with a scale per row, and each kind's relative RMS error.
 
     e5m2 has the coarser steps, so it errs less only where values span more than e4m3 can tell from zero beside the
     largest of their row (about 2^-17 of it).
@@ -156,4 +122,4 @@ def choose(weight: Tensor) -> FloatChoice:
             fmt = scheme.get(name)
             errors[name] += (fmt.decode(fmt.encode(rows)) - exact).square().sum().item()
     errors = {name: math.sqrt(e / total) if total else 0.0 for name, e in errors.items()}
-    return FloatChoice(min(KINDS, key=errors.__getitem__), errors)
+    return min(KINDS, key=errors.__getitem__), errors

@@ -31,7 +31,9 @@ def encode_rows(x: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     x = x.float()
     counted = x if kept is None else torch.where(kept, torch.nan, x)
     high = counted.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1, keepdim=True)
-    lowest = _rounded_down(counted.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(-1, keepdim=True))
+    bits = counted.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(-1, keepdim=True).view(torch.int32)
+    # Rounded towards minus infinity to what bfloat16 holds: codes are never negative then.
+    lowest = torch.where(bits < 0, bits + 0xFFFF, bits).bitwise_and(-0x10000).view(torch.float32)
     broken = ~(x.isfinite().all(-1, keepdim=True) & lowest.isfinite() & (high - lowest).isfinite())
     empty = torch.maximum(high.abs(), lowest.abs()) < SMALLEST
     lowest = torch.where(broken | empty, 0.0, lowest)
@@ -55,17 +57,9 @@ def decode_rows(data: Tensor, scales: Tensor, dim: int) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """bfloat16 [..., n] as its bytes, uint8 [..., 2 n]."""
     return x.contiguous().view(torch.uint8)
 
 
 def as_bf16(data: Tensor) -> Tensor:
-    """The inverse of as_bytes."""
     # Fresh memory: a slice of a row begins where it begins, two bytes of a number at an even address.
     return data.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
-
-
-def _rounded_down(x: Tensor) -> Tensor:
-    """x float32, rounded towards minus infinity to what bfloat16 holds: codes are never negative then."""
-    bits = x.contiguous().view(torch.int32)
-    return torch.where(bits < 0, bits + 0xFFFF, bits).bitwise_and(-0x10000).view(torch.float32)

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from sameseed.formats import _kv4
-from sameseed.formats._coded import (
-    Coded,
-    bf16_scales,
-    compressed_tensors,
-    divided,
-    fitting,
-    grouped,
-    scales_part,
-    shape_part,
-)
+from sameseed.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped
 from sameseed.formats._hadamard import hadamard
 from sameseed.scheme import QuantArgs, QuantTensor, plain
 
@@ -78,16 +67,6 @@ class Int4(Coded):
             tensors[f"{name}.weight_zero_point"] = pack_int32(parts["zeros"].T).T.contiguous()
         return tensors
 
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """Raises ConfigError where the tensors do not fit each other."""
-        height, width = shape_part(name, tensors)
-        packed = fitting(name, "weight_packed", tensors, (torch.int32,), height, -(-width // 8))
-        scales, zeros = scales_part(name, tensors, height, width), None
-        if f"{name}.weight_zero_point" in tensors:
-            given = fitting(name, "weight_zero_point", tensors, (torch.int32,), -(-height // 8), scales.shape[1])
-            zeros = unpack_int32(given.T, height).T.contiguous()
-        return self.stored(unpack_int32(packed, width), scales, zeros)
-
     def config(self, q: QuantTensor) -> dict[str, object]:
         return compressed_tensors("pack-quantized", q, 4, "int")
 
@@ -98,12 +77,6 @@ def pack_int32(codes: Tensor, bits: int = 4) -> Tensor:
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % count)).view(codes.shape[0], -1, count).long()
     packed = (padded << torch.arange(0, 32, bits, device=codes.device)).sum(-1)  # 0..2^32 - 1
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-
-
-def unpack_int32(packed: Tensor, width: int, bits: int = 4) -> Tensor:
-    """The inverse: codes uint8 [N, width]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-    return ((packed[..., None] >> shifts) & (1 << bits) - 1).flatten(1)[:, :width].to(torch.uint8)
 
 
 FORMAT = Int4()

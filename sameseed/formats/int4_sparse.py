@@ -65,7 +65,6 @@ class Int4Sparse(Format):
         return torch.cat([data, _kv4.as_bytes(outliers), *(p.to(torch.uint8) for p in places)], -1), scales
 
     def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        """The stored values, float32 [T, Hk, D]."""
         assert scales is not None
         dim = _dim(codes.shape[-1])
         count, start = num_outliers(dim), dim // 2 + _kv4.LOWEST_BYTES

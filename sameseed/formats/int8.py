@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from sameseed.errors import ConfigError
-from sameseed.formats._coded import (
-    Coded,
-    bf16_scales,
-    compressed_tensors,
-    divided,
-    fitting,
-    grouped,
-    scales_part,
-    shape_part,
-)
-from sameseed.formats.int4 import pack_int32, unpack_int32
+from sameseed.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped
+from sameseed.formats.int4 import pack_int32
 from sameseed.scheme import QuantArgs, QuantTensor, plain, quantize_rows
 
 
@@ -59,18 +47,6 @@ class Int8(Coded):
             f"{name}.weight_scale": scales,
             f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
         }
-
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """Of either layout. Raises ConfigError where the tensors do not fit each other, or have zero points."""
-        if f"{name}.weight_zero_point" in tensors:
-            raise ConfigError(f"{name} has 8-bit codes with zero points, which int8 has not; store it symmetrically")
-        if f"{name}.weight_packed" in tensors:
-            height, width = shape_part(name, tensors)
-            packed = fitting(name, "weight_packed", tensors, (torch.int32,), height, -(-width // 4))
-            codes = (unpack_int32(packed, width, 8) ^ 128).view(torch.int8)
-        else:
-            codes = fitting(name, "weight", tensors, (torch.int8,), -1, -1)
-        return self.stored(codes, scales_part(name, tensors, *codes.shape))
 
     def config(self, q: QuantTensor) -> dict[str, object]:
         return compressed_tensors("int-quantized" if q.activations else "pack-quantized", q, 8, "int")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sameseed.formats._coded import Coded, bf16_scales, compressed_tensors, divided, fitting, grouped, scales_part
+from sameseed.formats._coded import Coded, bf16_scales, divided, grouped
 from sameseed.scheme import QuantArgs, QuantTensor, plain
 
 LOWEST, HIGHEST = -128, 119
@@ -53,20 +52,6 @@ class Int8n(Coded):
         if "high" not in parts:
             return super().decode(q)
         return super().decode(replace(q, parts={"codes": 16 * high(parts["high"]), "scales": parts["scales"]}))
-
-    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Our own layout: the codes as whole bytes, scales by group."""
-        parts = plain(q).parts
-        return {f"{name}.weight": parts["codes"], f"{name}.weight_scale": parts["scales"]}
-
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """Raises ConfigError where the tensors do not fit each other; codes above 119 count as that."""
-        codes = fitting(name, "weight", tensors, (torch.int8,), -1, -1).clamp(max=HIGHEST)
-        return self.stored(codes, scales_part(name, tensors, *codes.shape))
-
-    def config(self, q: QuantTensor) -> dict[str, object]:
-        """Marked as ours: no other engine reads it."""
-        return compressed_tensors("int8n", q, 8, "int", "sameseed")
 
 
 def high(codes: Tensor) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats._coded import Coded, compressed_tensors, fitting, grouped
+from sameseed.formats._coded import Coded, compressed_tensors, grouped
 from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, plain
 
 # e2m1: sign, two bits of exponent, one of mantissa.
@@ -71,19 +69,6 @@ class MXFP4(Coded):
             f"{name}.weight_scale": to_e8m0(q.parts["scales"]),
         }
 
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """Bytes of two codes, and a byte of scale for 32 of them. Raises ConfigError otherwise."""
-        packed = fitting(name, "weight_packed", tensors, (torch.uint8,), -1, -1)
-        e8m0 = (torch.uint8, torch.float8_e8m0fnu)
-        scales = fitting(name, "weight_scale", tensors, e8m0, packed.shape[0], -1)
-        if packed.shape[1] * 2 != scales.shape[1] * BLOCK:
-            raise ConfigError(
-                f"tensors {name}.weight_packed {list(packed.shape)} and .weight_scale {list(scales.shape)} "
-                "are no mxfp4: a byte of scale goes with 16 of codes"
-            )
-        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-        return self.stored(codes, from_e8m0(scales.view(torch.uint8)))
-
     def config(self, q: QuantTensor) -> dict[str, object]:
         return compressed_tensors(
             "mxfp4-pack-quantized", q, 4, "float", scale_dtype="torch.uint8", zp_dtype="torch.uint8"
@@ -102,13 +87,6 @@ def to_e8m0(scales: Tensor) -> Tensor:
     """Powers of two in bfloat16 (2^-127 to 2^127, or NaN) as their exponents + 127; NaN is 255."""
     bits = scales.contiguous().view(torch.int16).int()
     return torch.where(scales.isnan(), 255, bits >> 7).to(torch.uint8)
-
-
-def from_e8m0(codes: Tensor) -> Tensor:
-    """The inverse: bfloat16."""
-    bits = codes.int() << 7
-    bits = torch.where(codes == 0, 0x0040, torch.where(codes == 255, 0x7FC0, bits))  # 2^-127 is subnormal
-    return bits.to(torch.int16).view(torch.bfloat16)
 
 
 FORMAT = MXFP4()

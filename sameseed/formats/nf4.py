@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sameseed.errors import ConfigError
 from sameseed.formats import _dynamic8
-from sameseed.formats._coded import FLOATS, Coded, bf16_scales, divided, grouped, part
+from sameseed.formats._coded import Coded, bf16_scales, divided, grouped
 from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, plain
 
 # Appendix E of the paper, as float32.
@@ -94,26 +90,6 @@ class NF4(Coded):
             tensors[f"{name}.weight.nested_quant_map"] = _dynamic8.TABLE.clone()
         return tensors | {f"{name}.{STATE}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}
 
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """Raises ConfigError for states that do not fit the tensors."""
-        state = read_state(name, tensors)
-        (height, width), nested = state["shape"], "nested_offset" in state
-        packed, scales = part(name, "weight", tensors).flatten(), part(name, "weight.absmax", tensors)
-        if packed.dtype != torch.uint8 or (scales.dtype != torch.uint8 if nested else scales.dtype not in FLOATS):
-            raise ConfigError(f"tensors {name}.weight and its absmax are {packed.dtype} and {scales.dtype}: no nf4's")
-        count = height * width // state["blocksize"]
-        if width % state["blocksize"] or scales.numel() != count or packed.numel() != -(-height * width // 2):
-            raise ConfigError(
-                f"tensor {name}.weight [{height}, {width}] in blocks of {state['blocksize']} does not fit "
-                f"{packed.numel()} bytes and {scales.numel()} scales, or its blocks cross rows; store it otherwise"
-            )
-        codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: height * width].view(height, width)
-        q = self.stored(codes, scales.view(height, -1))
-        if nested:
-            return _nested(name, q, state, tensors)
-        short = q.parts["scales"].to(torch.bfloat16)
-        return self.stored(codes, short) if short.float().equal(q.parts["scales"]) else q
-
     def config(self, q: QuantTensor) -> dict[str, object]:
         return {
             "quant_method": "bitsandbytes",
@@ -132,36 +108,6 @@ def single(q: QuantTensor) -> QuantTensor:
     codes = plain(q).parts["scales"]
     scales = _dynamic8.decode(codes.flatten(), q.parts["sizes"]) + q.parts["offset"]
     return replace(q, parts={"codes": q.parts["codes"], "scales": scales.view(codes.shape)})
-
-
-def read_state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What bitsandbytes notes of weight `name`. Raises ConfigError unless it has a shape and blocks."""
-    given = part(name, STATE, tensors)
-    try:
-        state = json.loads(bytes(given.flatten().tolist()))
-        height, width = state["shape"]
-        sizes = [height, width, state["blocksize"], state.get("nested_blocksize", 1)]
-        offset = float(state.get("nested_offset", 0.0))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"tensor {name}.{STATE} is no state of bitsandbytes ({error}); the file is damaged") from None
-    if any(not isinstance(n, int) or n < 1 for n in sizes) or not math.isfinite(offset):
-        raise ConfigError(f"tensor {name}.{STATE} says {state}, which no weight has; the file is damaged")
-    return dict(state)
-
-
-def _nested(name: str, q: QuantTensor, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> QuantTensor:
-    """`q` with the double scales of the state; with float32 ones where these are not laid out as ours."""
-    sizes, table = part(name, "weight.nested_absmax", tensors).float(), tensors.get(f"{name}.weight.nested_quant_map")
-    codes, block = q.parts["scales"], state["nested_blocksize"]
-    if sizes.shape != (-(-codes.numel() // block),):
-        raise ConfigError(f"tensors {name}.weight.absmax and nested_absmax do not fit each other; the file is damaged")
-    if table is not None and (table.shape != (256,) or table.dtype != torch.float32):
-        raise ConfigError(f"tensor {name}.weight.nested_quant_map {list(table.shape)} has no 256 values; it is damaged")
-    offset = torch.tensor([state["nested_offset"]], dtype=torch.float32)
-    if block == _dynamic8.BLOCK and (table is None or table.equal(_dynamic8.TABLE)):
-        return replace(q, parts={**q.parts, "sizes": sizes, "offset": offset})
-    scales = _dynamic8.decode(codes.flatten(), sizes, block, table) + offset
-    return replace(q, parts={**q.parts, "scales": scales.view(codes.shape)})
 
 
 def nearest(x: Tensor) -> Tensor:

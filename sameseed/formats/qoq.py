@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sameseed.errors import ConfigError
-from sameseed.formats._coded import Coded, bf16_scales, divided, fitting, grouped, shape_part
-from sameseed.formats.int4 import pack_int32, unpack_int32
-from sameseed.scheme import QuantArgs, QuantTensor, plain
+from sameseed.formats._coded import Coded, bf16_scales, divided, grouped
+from sameseed.scheme import QuantArgs, QuantTensor
 
 # Codes of the first level reach 119, not 127: rounding to steps of up to 16 (238 / 15, rounded up) moves them by 8 at
 # most, so that (code - zero) * step never leaves int8 (the paper's protective range).
@@ -66,42 +63,12 @@ class QoQ(Coded):
         assert zeros is not None
         return codes.float() - zeros.float()
 
-    def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """Our own layout: codes as pack-quantized has them, channel scales, group scales and zero points in bytes."""
-        parts = plain(q).parts
-        return {
-            f"{name}.weight_packed": pack_int32(parts["codes"]),
-            f"{name}.weight_scale": parts["channel"],
-            f"{name}.weight_group_scale": steps(q),
-            f"{name}.weight_zero_point": parts["zeros"],
-            f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
-        }
-
-    def from_checkpoint(self, name: str, tensors: Mapping[str, Tensor]) -> QuantTensor:
-        """Raises ConfigError where the tensors do not fit each other, or are out of qoq's range."""
-        height, width = shape_part(name, tensors)
-        packed = fitting(name, "weight_packed", tensors, (torch.int32,), height, -(-width // 8))
-        channel = fitting(name, "weight_scale", tensors, (torch.bfloat16,), height, 1)
-        group_scales = fitting(name, "weight_group_scale", tensors, (torch.uint8,), height, -1)
-        zeros = fitting(name, "weight_zero_point", tensors, (torch.uint8,), *group_scales.shape)
-        if width % group_scales.shape[1]:
-            raise ConfigError(f"{name} has {group_scales.shape[1]} groups, which do not divide {width} columns")
-        if (group_scales > 16).any() or (zeros > 15).any():
-            raise ConfigError(f"group scales of {name} exceed 16, or zero points 15: this is no qoq, or a damaged file")
-        return self.leveled(unpack_int32(packed, width), group_scales, zeros, channel)
-
 
 def _second(w8: Tensor, low: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of w8 [O, K / G, G] in integer steps [O, K / G] from low, zero points and squared error [O, K / G, 1]."""
     zeros = divided(-low[..., None], steps).round_().clamp_(0, 15)
     codes = divided(w8, steps).round_().add_(zeros).clamp_(0, 15)
     return codes, zeros, ((codes - zeros) * steps[..., None] - w8).square_().sum(-1, keepdim=True)
-
-
-def steps(q: QuantTensor) -> Tensor:
-    """The group scales uint8 [O, K / G] inside the channel's: scales / channel, exactly."""
-    scales = plain(q).parts["scales"]
-    return divided(scales[..., None], q.parts["channel"].expand_as(scales)).squeeze(-1).to(torch.uint8)
 
 
 FORMAT = QoQ()

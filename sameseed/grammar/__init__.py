@@ -86,32 +86,26 @@ class Choice:
         self._allowance = Allowance()
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
-        """bool [V]: the tokens that may come after the output's tokens and then those of `path`.
-
-        Raises RequestError once the texts of these choices have taken too much time.
-        """
+        """See `Grammar`. Raises RequestError once the texts of these choices have taken too much time."""
         with self._lock, self._allowance:
             mask = np.zeros(len(self._vocabulary.pieces), np.bool_)
-            mask[self._after(self._vocabulary.spell([*output, *path]))] = True
+            written = self._vocabulary.spell([*output, *path])
+            begin = bisect_left(self._choices, written)
+            end = bisect_left(self._choices, written + b"\xff", begin)  # which is in no UTF-8
+            if begin == end:
+                return mask
+            place = (begin, len(written))
+            if place not in self._known:
+                self._known[place] = np.array(self._tokens(begin, end, len(written)), np.int64)
+                if len(self._known) > MAX_KNOWN:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(place)
+            mask[self._known[place]] = True
         return mask
 
     def another(self) -> Choice:
         """Itself: what it remembers is the same for all."""
         return self
-
-    def _after(self, written: bytes) -> NDArray[np.int64]:
-        """The tokens that may come after these bytes."""
-        begin = bisect_left(self._choices, written)
-        end = bisect_left(self._choices, written + b"\xff", begin)  # which is in no UTF-8
-        if begin == end:
-            return np.array([], np.int64)
-        place = (begin, len(written))
-        if place not in self._known:
-            self._known[place] = np.array(self._tokens(begin, end, len(written)), np.int64)
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        self._known.move_to_end(place)
-        return self._known[place]
 
     def _tokens(self, begin: int, end: int, size: int) -> list[int]:
         """The tokens that may come in the choices begin..end, which share their first `size` bytes.

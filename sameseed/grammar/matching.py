@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Sequence as Seq
+from collections.abc import Callable, Collection, Iterator, Sequence as Seq
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,10 +31,7 @@ _NAMED = ("PreTrainedTokenizerBase", "PreTrainedTokenizerFast", "LogitsProcessor
 
 
 def library() -> Any:
-    """The module xgrammar. It imports transformers for the names of types only, which takes a second: stand-ins do.
-
-    Raises RequestError where it is not installed.
-    """
+    """The module xgrammar, without transformers, which it imports for names of types. Raises RequestError."""
     if "xgrammar" in sys.modules or "transformers" in sys.modules:
         return _import()
     stand_in: Any = types.ModuleType("transformers")
@@ -52,6 +50,16 @@ def _import() -> Any:
     except ImportError as error:
         raise RequestError(f"structured output needs xgrammar ({error}); install it: pip install '.[server]'") from None
     return xgrammar
+
+
+_OF_JSON = ("json", "object", "tag")
+_NAMES = {
+    "json": "schema",
+    "object": "JSON object",
+    "regex": "regular expression",
+    "grammar": "grammar",
+    "tag": "tools",
+}
 
 
 class Language(NamedTuple):
@@ -86,13 +94,24 @@ class Matching:
         (xgrammar's structural tags).
         Raises RequestError. It may take for ever, and any amount of memory: that is for the caller to bound.
         """
-        with _Warnings() as said:
+        compiler = self._library.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        with _warnings() as said:
             try:
-                made = self._compile(kind, source)
+                if kind == "object":
+                    builtin = str(self._library.Grammar.builtin_json_grammar())
+                    made = compiler.compile_grammar(_any_object(builtin))
+                elif kind == "json":  # any amount of space would let a model write it for ever
+                    made = compiler.compile_json_schema(source, max_whitespace_cnt=1)
+                elif kind == "grammar" and "::=" not in source:
+                    made = compiler.compile_lark(source)
+                else:
+                    compiles = {"regex": compiler.compile_regex, "tag": compiler.compile_structural_tag}
+                    made = compiles.get(kind, compiler.compile_grammar)(source)
             except (RuntimeError, ValueError, TypeError) as error:
-                raise RequestError(f"the {_NAMES[kind]} cannot be used: {_plain(str(error))}") from None
-        if said.warning:
-            raise RequestError(f"the {_NAMES[kind]} cannot be followed to the letter: {said.warning}")
+                reason = _PLACE.sub("", str(error).strip().partition("\n")[0]) or "it is not valid"
+                raise RequestError(f"the {_NAMES[kind]} cannot be used: {reason}") from None
+        if said:
+            raise RequestError(f"the {_NAMES[kind]} cannot be followed to the letter: {said[0]}")
         self._try(kind, self.matched(self._language(kind, made)))
         return f"{kind} {made.serialize_json()}"
 
@@ -102,24 +121,11 @@ class Matching:
         return self._language(kind, self._library.CompiledGrammar.deserialize_json(made, self._info))
 
     def matched(self, language: Language) -> Matched:
-        """A new text."""
         make = partial(self._library.GrammarMatcher, language.grammar)
         return Matched(make, language.writable, self.vocabulary.eos_token_ids)
 
     def _language(self, kind: str, grammar: Any) -> Language:
         return Language(grammar, self._of_json if kind in _OF_JSON else self.vocabulary.writable)
-
-    def _compile(self, kind: str, source: str) -> Any:
-        compiler = self._library.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
-        if kind == "object":
-            return compiler.compile_grammar(_any_object(str(self._library.Grammar.builtin_json_grammar())))
-        if kind == "json":  # any amount of space would let a model write it for ever
-            return compiler.compile_json_schema(source, max_whitespace_cnt=1)
-        if kind == "regex":
-            return compiler.compile_regex(source)
-        if kind == "tag":
-            return compiler.compile_structural_tag(source)
-        return compiler.compile_grammar(source) if "::=" in source else compiler.compile_lark(source)
 
     def _try(self, kind: str, matched: Matched) -> None:
         """Write something, always the same. Raises RequestError where nothing can be written."""
@@ -132,16 +138,6 @@ class Matching:
             if token in self.vocabulary.eos_token_ids:
                 return
             written.append(token)
-
-
-_OF_JSON = ("json", "object", "tag")
-_NAMES = {
-    "json": "schema",
-    "object": "JSON object",
-    "regex": "regular expression",
-    "grammar": "grammar",
-    "tag": "tools",
-}
 
 
 class Matched:
@@ -163,47 +159,33 @@ class Matched:
         self._allowance = Allowance()
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
-        """bool [V]: the tokens that may come after the output's tokens and then those of `path`.
-
-        None after what does not match. Raises RequestError once this text has taken too much time.
-        """
+        """See `Grammar`; none after what does not match. Raises RequestError once it took too much time."""
         with self._allowance:
-            return self._after([*output, *path])
+            wanted, held = [*output, *path], self._held
+            shared = _shared(held, wanted)
+            if shared < len(held):
+                self._matcher.rollback(len(held) - shared)
+                del held[shared:]
+                self._mask = None
+            for token in wanted[shared:]:
+                if token in self._ends:  # behind it only such, if the text might end there
+                    mask = np.zeros(self._size, np.bool_)
+                    mask[list(self._ends)] = self._matcher.is_completed()
+                    return mask
+                if not (0 <= token < self._size and self._writable[token] and self._matcher.accept_token(token)):
+                    return np.zeros(self._size, np.bool_)
+                held.append(token)
+                self._mask = None
+            if self._mask is None:
+                self._bits.fill(-1)
+                self._matcher.fill_next_token_bitmask(self._bits)
+                bits = np.unpackbits(self._bits.view(np.uint8)[0], count=self._size, bitorder="little")
+                # Where all may come, the library does not look which there are.
+                self._mask = bits.view(np.bool_) & self._writable
+            return self._mask
 
     def another(self) -> Matched:
-        """The same grammar with a matcher of its own, for another reader."""
         return Matched(self._make, self._writable, self._ends)
-
-    def _after(self, wanted: list[int]) -> NDArray[np.bool_]:
-        """The answer for a text of these tokens, which the matcher then holds as far as they match."""
-        held = self._held
-        shared = _shared(held, wanted)
-        if shared < len(held):
-            self._matcher.rollback(len(held) - shared)
-            del held[shared:]
-            self._mask = None
-        for token in wanted[shared:]:
-            if token in self._ends:
-                return self._end()
-            if not (0 <= token < self._size and self._writable[token] and self._matcher.accept_token(token)):
-                return np.zeros(self._size, np.bool_)
-            held.append(token)
-            self._mask = None
-        return self._fill() if self._mask is None else self._mask
-
-    def _end(self) -> NDArray[np.bool_]:
-        """Behind an end token: only such, if the text might end there."""
-        mask = np.zeros(self._size, np.bool_)
-        mask[list(self._ends)] = self._matcher.is_completed()
-        return mask
-
-    def _fill(self) -> NDArray[np.bool_]:
-        self._bits.fill(-1)
-        self._matcher.fill_next_token_bitmask(self._bits)
-        mask = np.unpackbits(self._bits.view(np.uint8)[0], count=self._size, bitorder="little").view(np.bool_)
-        mask &= self._writable  # where all may come, the library does not look which there are
-        self._mask = mask
-        return mask
 
 
 def _shared(held: list[int], wanted: list[int]) -> int:
@@ -228,25 +210,17 @@ def _any_object(grammar: str) -> str:
     return ('root ::= "{" ' + _SPACE + " members_and_embrace" + end + rules).replace(_SPACE, "[ \\n]?")
 
 
-class _Warnings:
-    """Catches what native code writes to the standard error: the library says there what it leaves out of a schema."""
-
-    def __enter__(self) -> _Warnings:
-        self.warning = ""
-        self._file = os.memfd_create("warnings")
-        self._kept = os.dup(2)
-        os.dup2(self._file, 2)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        os.dup2(self._kept, 2)
-        os.close(self._kept)
-        os.lseek(self._file, 0, os.SEEK_SET)
-        found = _WARNING.search(os.read(self._file, 2**16).decode("utf-8", "replace"))
-        os.close(self._file)
-        self.warning = found[1].strip() if found else ""
-
-
-def _plain(message: str) -> str:
-    """What the library says, without where in its sources it says so."""
-    return _PLACE.sub("", message.strip().splitlines()[0] if message.strip() else "it is not valid")
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What native code writes to the standard error: the library says there what it leaves out of a schema."""
+    found: list[str] = []
+    file, kept = os.memfd_create("warnings"), os.dup(2)
+    os.dup2(file, 2)
+    try:
+        yield found
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.lseek(file, 0, os.SEEK_SET)
+        found += [w.strip() for w in _WARNING.findall(os.read(file, 2**16).decode("utf-8", "replace"))]
+        os.close(file)

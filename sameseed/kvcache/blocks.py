@@ -33,13 +33,7 @@ class BlockManager:
         """These blocks, in the order in which they are given out."""
         return [*reversed(self._free), *self._idle]
 
-    @property
-    def capacity(self) -> int:
-        """Rows in all."""
-        return self.num_blocks * self.block_size
-
     def blocks_for(self, num_rows: int) -> int:
-        """Blocks that hold `num_rows` rows."""
         return -(-num_rows // self.block_size)
 
     def reserve(self, seq: Sequence, num_rows: int) -> bool:
@@ -50,19 +44,15 @@ class BlockManager:
         if missing > self.num_free:
             return False
         for _ in range(missing):
-            seq.blocks.append(self._take())
+            if self._free:
+                block = self._free.pop()
+            else:  # of those with known rows, the one that was used longest ago
+                block = next(iter(self._idle))
+                del self._idle[block]
+                self.prefixes.drop(block)
+            self._num_users[block] = 1
+            seq.blocks.append(block)
         return True
-
-    def _take(self) -> int:
-        """A free block, of those with known rows the one that was used longest ago."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block = next(iter(self._idle))
-            del self._idle[block]
-            self.prefixes.drop(block)
-        self._num_users[block] = 1
-        return block
 
     def reservable(self, seq: Sequence) -> int:
         """The most rows that `reserve` could grant this sequence now."""

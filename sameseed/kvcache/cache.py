@@ -43,12 +43,7 @@ class KVCache:
 
         self.layers = [layer() for _ in range(num_layers)]
 
-    def layer(self, i: int) -> KVLayer:
-        """Layer i's storage."""
-        return self.layers[i]
-
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache takes."""
         tensors = [t for x in self.layers for t in (x.k, x.v, x.k_scale, x.v_scale) if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)

@@ -22,12 +22,6 @@ class Hits:
     num_hits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    digest: bytes
-    tokens: bytes
-
-
 class Prefixes:
     """A table of digests and blocks. Who owns a block, and when its rows go, is the BlockManager's business."""
 
@@ -35,7 +29,7 @@ class Prefixes:
         self.block_size = block_size
         self.hits = Hits()
         self._blocks: dict[bytes, int] = {}
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, tuple[bytes, bytes]] = {}  # digest and tokens of each known block
 
     def __contains__(self, block: int) -> bool:
         return block in self._held
@@ -56,7 +50,7 @@ class Prefixes:
         for i in range(first, count):
             block = self._blocks.get(digests[i])
             # An equal digest is not believed alone: what is shared by mistake is another's text.
-            if block is None or self._held[block].tokens != self._pack(seq.token_ids, i):
+            if block is None or self._held[block][1] != self._pack(seq.token_ids, i):
                 break
             found.append(block)
         return found
@@ -67,14 +61,14 @@ class Prefixes:
         for i in range(first, end):
             if digests[i] not in self._blocks:
                 block = seq.blocks[i]
-                self._held[block] = _Held(digests[i], self._pack(seq.token_ids, i))
+                self._held[block] = digests[i], self._pack(seq.token_ids, i)
                 self._blocks[digests[i]] = block
 
     def drop(self, block: int) -> None:
         """A block is known no longer; does nothing where it was not."""
         held = self._held.pop(block, None)
         if held is not None:
-            del self._blocks[held.digest]
+            del self._blocks[held[0]]
 
     def of(self, seq: Sequence) -> Iterator[int]:
         """Known blocks that hold a beginning of `seq`, in use or not."""
@@ -91,5 +85,4 @@ class Prefixes:
         return known
 
     def _pack(self, token_ids: Seq[int], i: int) -> bytes:
-        """Block i of the tokens, in 32 bits each."""
         return array("i", token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()

@@ -81,6 +81,11 @@ class Ops:
         self._serves: Callable[[QuantTensor], bool] = getattr(
             backend, "serves", lambda w: w.format in backend.LINEAR_FORMATS
         )
+        # `w` as the backend's kernels want it; itself where they take it as it is, or not at all.
+        self.pack: Callable[[QuantTensor], QuantTensor] = getattr(backend, "pack", lambda w: w)
+        self._encode: Callable[[Tensor, QuantScheme], QuantTensor | None] = getattr(backend, "encode", lambda *_: None)
+        self._product_rounding: Callable[[QuantTensor], float] = getattr(backend, "product_rounding", lambda w: 0.0)
+        self._attention_rounding: Callable[[str], float] = getattr(backend, "attention_rounding", lambda name: 0.0)
         self._product: Callable[..., Tensor] | None = getattr(backend, "product", None)
         self._embedding: Callable[..., Tensor] = getattr(backend, "embedding", reference.embedding)
         self._rope_store: Callable[..., Tensor] | None = getattr(backend, "rope_store", None)
@@ -108,15 +113,9 @@ class Ops:
 
     # --- weights ---
 
-    def pack(self, w: QuantTensor) -> QuantTensor:
-        """`w` as this backend's kernels want it; itself where they take it as it is, or not at all."""
-        packing: Callable[[QuantTensor], QuantTensor] | None = getattr(self.backend, "pack", None)
-        return w if packing is None else packing(w)
-
     def encode(self, weight: Tensor, quant: QuantScheme) -> QuantTensor:
         """A dense weight [O, K] stored by `quant` and packed; a backend may do both in one pass, with the same bits."""
-        encoding: Callable[[Tensor, QuantScheme], QuantTensor | None] | None = getattr(self.backend, "encode", None)
-        done = None if encoding is None else encoding(weight, quant)
+        done = self._encode(weight, quant)
         return self.pack(quant.encode(weight)) if done is None else done
 
     def unpack(self, w: QuantTensor) -> QuantTensor:
@@ -131,20 +130,17 @@ class Ops:
 
         That is what rows lose on their way in (`product_rounding(w)` of a backend), and the order of float32 sums.
         """
-        extra: Callable[[QuantTensor], float] | None = getattr(self.backend, "product_rounding", None)
         sums = 2 * SUMS * max(1.0, math.sqrt(w.shape[1] / 1024))  # errors of a long sum add up like steps of a walk
-        return sums + (extra(w) if extra is not None and self._serves(w) else 0.0)
+        return sums + (self._product_rounding(w) if self._serves(w) else 0.0)
 
     def kv_rounding(self, name: str) -> float:
         """Law 4: by how much attention over a cache in a format may differ from the reference's, over its largest.
 
         `attention_rounding(name)` of a backend, and the order of float32 sums.
         """
-        extra: Callable[[str], float] | None = getattr(self.backend, "attention_rounding", None)
-        return 2 * SUMS + (extra(name) if extra is not None and name in self.backend.KV_FORMATS else 0.0)
+        return 2 * SUMS + (self._attention_rounding(name) if name in self.backend.KV_FORMATS else 0.0)
 
     def embedding(self, token_ids: Tensor, w: QuantTensor) -> Tensor:
-        """Rows token_ids [T] of an embedding [V, C]; returns float32 [T, C]."""
         if self._serves(w):
             return self._embedding(token_ids, w)
         return reference.embedding(token_ids, self.unpack(w))
@@ -203,15 +199,12 @@ class Ops:
         return self.rope(q, batch.positions, table)
 
     def store_kv(self, k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
-        """Encode k, v [T, Hk, D] into the cache rows slots [T]."""
         self._kv("store_kv", layer)(k, v, layer, slots)
 
     def move_kv(self, layer: KVLayer, src: Tensor, dst: Tensor) -> None:
-        """Copy cache rows src [n] to dst [n]."""
         self._kv("move_kv", layer)(layer, src, dst)
 
     def attention(self, q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
-        """Attention of q [T, H, D] over the paged cache; returns [T, H, D]."""
         return self._kv("attention", layer)(q, layer, batch, scale, window)
 
 
@@ -221,35 +214,25 @@ _FASTEST = {"cpu": "cpu", "cuda": "triton"}  # by kind of device: what `auto` tr
 @cache
 def resolve(name: str = "auto", device: str = "cpu") -> Ops:
     """The ops of a backend by name; `auto`: the fastest that runs on the device. Raises ConfigError, RegistryError."""
-    kind = device.partition(":")[0]
-    chosen = registry.load("ops", name) if name != "auto" else None
+    asked = None if name == "auto" else registry.load("ops", name)
     devices.check(device)
-    if chosen is not None:
-        reason = _unavailable(chosen, device)
+    kind = device.partition(":")[0]
+    module = registry.load("ops", _FASTEST[kind]) if asked is None else asked
+    runs_on: frozenset[str] = getattr(module, "DEVICES", frozenset(_FASTEST))
+    # A backend for GPUs alone is asked about this device: several may differ.
+    reason = module.unavailable(device) if runs_on == {kind} == {"cuda"} else module.unavailable()
+    if asked is None:
         if reason is not None:
-            raise ConfigError(f"backend {name!r} cannot run here: {reason}")
-        runs_on: frozenset[str] = getattr(chosen, "DEVICES", frozenset(_FASTEST))
-        if kind not in runs_on:
-            raise ConfigError(
-                f"backend {name!r} does not compute on device {device!r} but on {' or '.join(sorted(runs_on))}; "
-                "leave out --backend, or change --device"
-            )
-        return Ops(chosen)
-    fastest = _FASTEST[kind]
-    if fastest in registry.names("ops"):
-        module = registry.load("ops", fastest)
-        reason = _unavailable(module, device)
-        if reason is None:
-            return Ops(module)
-        _say_once(f"the {fastest} backend cannot run ({reason}); using the reference, which is slow")
-    return Ops(reference)
-
-
-def _unavailable(module: ModuleType, device: str) -> str | None:
-    """Why a backend cannot run. One for GPUs alone is asked about this device: several may differ."""
-    only_gpus = getattr(module, "DEVICES", None) == frozenset({"cuda"}) and device.partition(":")[0] == "cuda"
-    reason: str | None = module.unavailable(device) if only_gpus else module.unavailable()
-    return reason
+            _say_once(f"the {_FASTEST[kind]} backend cannot run ({reason}); using the reference, which is slow")
+        return Ops(module if reason is None else reference)
+    if reason is not None:
+        raise ConfigError(f"backend {name!r} cannot run here: {reason}")
+    if kind not in runs_on:
+        raise ConfigError(
+            f"backend {name!r} does not compute on device {device!r} but on {' or '.join(sorted(runs_on))}; "
+            "leave out --backend, or change --device"
+        )
+    return Ops(module)
 
 
 def set_num_threads(threads: int) -> None:
@@ -278,7 +261,5 @@ def limit_threads(threads: int) -> None:
 
 
 def _native() -> ModuleType | None:
-    if "cpu" not in registry.names("ops"):
-        return None
     module = registry.load("ops", "cpu")
     return module if module.unavailable() is None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
 
@@ -61,8 +60,6 @@ def _codes_shape(w: QuantTensor) -> tuple[int, ...]:
 def _pack_pairs(w: QuantTensor) -> QuantTensor:
     """fp8 and bf16. Where an output has a NaN among its e4m3 codes, "nans" marks it: the kernel cannot see it."""
     (name, codes), blocks = _codes(w), _sizes(w)[0]
-    if tuple(codes.shape) != w.shape or not codes.is_cpu or codes.element_size() != (2 if name == "weight" else 1):
-        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     codes = codes if codes.stride(1) == 1 and codes.stride(0) > 0 else codes.contiguous()
     packed = roomy(_codes_shape(w), codes.dtype)
     _native.pack_pairs(codes.data_ptr(), packed.data_ptr(), *w.shape, codes.stride(0), codes.element_size())
@@ -84,8 +81,6 @@ def _codes(w: QuantTensor) -> tuple[str, Tensor]:
 def _pack_planes(w: QuantTensor) -> QuantTensor:
     """int8n: the nibbles of code + 136, which are both halves plus 8; a view of the upper halves has one plane."""
     name, codes = _codes(w)
-    if codes.dtype is not torch.int8 or not codes.is_cpu or tuple(codes.shape) != w.shape:
-        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     both = codes.contiguous().view(torch.uint8) + 136  # modulo 256
     parts = {"high": _plane(both >> 4, w)} | ({"low": _plane(both, w)} if name == "codes" else {})
     scales = _by_block(w.parts["scales"].reshape(w.shape[0], -1), _sizes(w)[0], 0)
@@ -137,16 +132,16 @@ def pack(w: QuantTensor) -> QuantTensor:
     if "zeros" in w.parts and w.format not in _ZEROS:
         return w
     w = single(w)
-    blocks, _, groups, columns = _sizes(w)
+    (blocks, _, groups, columns), (name, codes), nested = _sizes(w), _codes(w), (w.format, w.activations) == _NESTED
+    if name == "high" and not nested:
+        return w
+    if codes.element_size() != (2 if name == "weight" else 1) or not codes.is_cpu or tuple(codes.shape) != w.shape:
+        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
     if columns == 2:
         return _pack_pairs(w)
-    if (w.format, w.activations) == _NESTED:
+    if nested:
         return _pack_planes(w)
-    if "codes" not in w.parts:
-        return w
-    codes, zeros = w.parts["codes"].contiguous(), w.parts.get("zeros")
-    if codes.element_size() != 1 or not codes.is_cpu or tuple(codes.shape) != w.shape:
-        raise ValueError(f"codes {tuple(codes.shape)} in {codes.dtype} do not fit a weight {w.shape} in {w.format}")
+    codes, zeros = codes.contiguous(), w.parts.get("zeros")
     zeros = None if zeros is None else zeros.to(torch.uint8).reshape(-1, groups).contiguous()
     packed = roomy(_codes_shape(w), torch.uint8)
     _pack_codes(codes, packed, zeros, w, columns == 8)
@@ -158,38 +153,20 @@ def pack(w: QuantTensor) -> QuantTensor:
     return replace(w, parts=parts, layout="cpu")
 
 
-def encode_by(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
-    """weight [O, K] stored by `quant` and packed in one pass; None for what `encode` does not take."""
-    name, depth = quant.format_for(weight.dtype), weight.shape[1]
+def encode(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
+    """weight [O, K] fp32, bf16 or fp16, stored by `quant` and packed in one pass; None where that cannot be done.
+
+    It can for int8, int4 and int8n with int8 activations. Bit for bit pack of the format's own encoding: int8 without a
+    group has float32 scales, all else bfloat16 ones.
+    """
+    name, (outputs, depth) = quant.format_for(weight.dtype), weight.shape
     if quant.activations != "int8" or name not in _ENCODED or weight.dtype not in _SCALES:
         return None
-    if not weight.is_cpu or weight.stride(1) != 1:
+    if not weight.is_cpu or weight.stride(1) != 1 or 0 in weight.shape or depth > _MAX_DEPTH:
         return None
-    args = quant.args(depth)
+    args, symmetric = quant.args(depth), quant.symmetric
     columns = args.group or depth
-    if 0 in weight.shape or depth > _MAX_DEPTH or (columns != depth and columns % 32):
-        return None
-    return encode(weight, name, args.group, args.symmetric)
-
-
-def encode(weight: Tensor, name: str, group: int | None = None, symmetric: bool = True) -> QuantTensor:
-    """weight [O, K] in int8, int4 or int8n with int8 activations, rounded and packed at once; fp32, bf16 or fp16 in.
-
-    Bit for bit pack of the format's own encoding: int8 without a group has float32 scales, all else bfloat16 ones.
-    Raises ValueError for a group that does not divide K or that no kernel takes.
-    """
-    outputs, depth = weight.shape
-    columns = group or depth
-    if weight.dtype not in _SCALES or not weight.is_cpu or weight.stride(1) != 1 or name not in _ENCODED:
-        raise ValueError(f"a weight {weight.dtype}, {weight.stride()} cannot be stored in {name!r} here")
-    if (
-        depth % columns
-        or (columns != depth and columns % 32)
-        or depth > _MAX_DEPTH
-        or not (symmetric or name == "int4")
-    ):
-        raise ValueError(f"no kernel takes {name} with groups of {group} in rows of {depth}; choose 32, 64 or 128")
-    blocks, groups, wide = -(-outputs // ROWS_PER_PACK), depth // columns, name == "int8" and group is None
+    blocks, groups, wide = -(-outputs // ROWS_PER_PACK), depth // columns, name == "int8" and args.group is None
     nested = name == _NESTED[0]
     step, first = 8 if nested or name in _NIBBLES else 4, "high" if nested else "codes"
     codes = (blocks, -(-depth // 8) * 8 // step, 2, 16, 4)
@@ -226,8 +203,13 @@ def unpack(w: QuantTensor) -> QuantTensor:
     describe(w)  # for its checks
     columns, (key, packed) = _sizes(w)[3], _codes(w)
     codes = torch.empty(w.shape, dtype=torch.int8 if columns == 4 else packed.dtype)
-    if (w.format, w.activations) == _NESTED:
-        key, codes = _join_planes(w)
+    if (w.format, w.activations) == _NESTED:  # of a view, the upper halves with lower ones of 0
+        both = torch.full(w.shape, 8, dtype=torch.uint8)
+        if "low" in w.parts:
+            _native.unpack_codes(w.parts["low"].data_ptr(), both.data_ptr(), *w.shape, True)
+        high = torch.empty_like(both)
+        _native.unpack_codes(packed.data_ptr(), high.data_ptr(), *w.shape, True)
+        key, codes = "codes" if "low" in w.parts else "high", ((high << 4 | both) - 136).view(torch.int8)
     elif columns == 2:
         _native.unpack_pairs(packed.data_ptr(), codes.data_ptr(), *w.shape, codes.element_size())
     else:
@@ -238,43 +220,11 @@ def unpack(w: QuantTensor) -> QuantTensor:
     return replace(w, parts=parts, layout="plain")
 
 
-def _join_planes(w: QuantTensor) -> tuple[str, Tensor]:
-    """int8n's codes [O, K] from its planes, and their name; of a view, the upper halves with lower ones of 0."""
-    both = torch.full(w.shape, 8, dtype=torch.uint8)
-    if "low" in w.parts:
-        _native.unpack_codes(w.parts["low"].data_ptr(), both.data_ptr(), *w.shape, True)
-    high = torch.empty_like(both)
-    _native.unpack_codes(w.parts["high"].data_ptr(), high.data_ptr(), *w.shape, True)
-    return "codes" if "low" in w.parts else "high", ((high << 4 | both) - 136).view(torch.int8)
-
-
-def _kind(w: QuantTensor) -> tuple[object, ...]:
-    return w.format, w.layout, w.activations, f"K = {w.shape[1]}", f"group {w.group}"
-
-
-def concat(parts: Seq[QuantTensor]) -> QuantTensor:
-    """Packed weights as one, along O. Raises ValueError unless all but the last have a multiple of 32 outputs."""
-    first = parts[0]
-    for w in parts:
-        if _kind(w) != _kind(first):
-            raise ValueError(f"a weight {_kind(w)} does not fit one {_kind(first)}; join weights of one kind")
-    if any(w.shape[0] % ROWS_PER_PACK for w in parts[:-1]):
-        raise ValueError(
-            f"packed weights of {[w.shape[0] for w in parts]} outputs cannot be joined; join them before pack"
-        )
-    joined = {}
-    for name, part in {k: t for w in parts for k, t in w.parts.items()}.items():
-        pieces = [w.parts[name] if name in w.parts else part.new_zeros(_sizes(w)[0], *part.shape[1:]) for w in parts]
-        out = roomy((sum(p.shape[0] for p in pieces), *part.shape[1:]), part.dtype)
-        joined[name] = torch.cat(pieces, out=out)
-    return replace(first, shape=(sum(w.shape[0] for w in parts), first.shape[1]), parts=joined)
-
-
 def describe(w: QuantTensor) -> _native.Weight:
     """Raises ValueError where the tensors are not those that pack makes: a kernel would read outside them."""
     if (w.format, w.activations) not in SERVED:
         raise ValueError(f"no packed weight is in {w.format} with activations {w.activations}; pack it again")
-    (outputs, depth), (name, codes), scales = w.shape, _codes(w), w.parts.get("scales")
+    depth, (name, codes) = w.shape[1], _codes(w)
     blocks, _, groups, _ = _sizes(w)
     wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
         name: (_codes_shape(w), (torch.bfloat16 if name == "weight" else torch.uint8,))
@@ -295,16 +245,24 @@ def describe(w: QuantTensor) -> _native.Weight:
             raise TypeError(f"{part} of a packed weight in {w.format} cannot be {t.dtype}; pack it again")
     if groups == 0 or depth % groups or depth > _MAX_DEPTH or (groups > 1 and w.group % 32):
         raise ValueError(f"no kernel takes a packed weight {w.shape} with {groups} groups; pack it again")
+    return native_weight(w, SERVED[w.format, w.activations], codes, zeros=w.parts.get(marks))
+
+
+def native_weight(
+    w: QuantTensor, code: int, codes: Tensor, stride: int = 0, zeros: Tensor | None = None
+) -> _native.Weight:
+    """A weight by the addresses of its tensors; `stride`: elements of a row of a dense one."""
+    scales, low = w.parts.get("scales"), w.parts.get("low")
     return _native.Weight(
-        format=SERVED[w.format, w.activations],
+        format=code,
         integer_rows=w.activations == "int8",
-        outputs=outputs,
-        depth=depth,
+        outputs=w.shape[0],
+        depth=w.shape[1],
         group=w.group,
-        stride=0,
+        stride=stride,
         codes=codes.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(),
         scale_format=0 if scales is None else _SCALES[scales.dtype],
-        zeros=w.parts[marks].data_ptr() if marks in w.parts else 0,
-        low=w.parts["low"].data_ptr() if "low" in w.parts else 0,
+        zeros=0 if zeros is None else zeros.data_ptr(),
+        low=0 if low is None else low.data_ptr(),
     )

@@ -75,8 +75,7 @@ class Recorder:
         self._open()
 
     def _open(self) -> None:
-        """Record into a new plan from here on."""
-        self._on = cpu.recorder(self._pool.take)
+        self._on = cpu.Executor(_native.Plan(), self._pool.take)
         self.parts.append(self._on.calls)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -176,11 +175,6 @@ class Recorded:
         self.logit_width = logits.shape[1]
         self.hidden_width = 0 if hidden is None else hidden.shape[1]
 
-    @property
-    def plan(self) -> _native.Plan:
-        """The last of its plans; mostly there is one."""
-        return next(part for part in reversed(self._parts) if not callable(part))
-
     def run(self, batch: Batch, results: Pool, inputs: Seq[Tensor] = ()) -> tuple[Tensor, Tensor | None]:
         """Replay: logits float32 [R, V] and hidden float32 [T, ...] of the captured layers, in buffers of `results`."""
         rows, num_logit_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
@@ -214,7 +208,7 @@ class Recorded:
         return logits, hidden
 
 
-class Replay:
+class PlanReplay:
     """A model's forward pass through plans: one for each cache and choice of captured layers.
 
     `inputs` of a pass, float32 [T, width] each, go to `forward` after its other arguments; widths never change.

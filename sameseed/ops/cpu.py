@@ -49,7 +49,7 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
 }
 _SCALED = frozenset(_KV) - _CODES.keys()
 KV_FORMATS = frozenset(_KV)
-pack, unpack, concat, encode = _packed.pack, _packed.unpack, _packed.concat, _packed.encode_by
+pack, unpack, encode = _packed.pack, _packed.unpack, _packed.encode
 _F32, _I32 = torch.float32, torch.int32
 _weights: dict[int, _native.Weight] = {}  # by id of the QuantTensor, as long as it lives
 _caches: dict[int, _native.Cache] = {}  # likewise, of the KVLayer
@@ -106,16 +106,11 @@ class Executor(NamedTuple):
     empty: Callable[..., Tensor]
 
 
-def recorder(empty: Callable[..., Tensor]) -> Executor:
-    """An Executor that records into a new plan."""
-    return Executor(_native.Plan(), empty)
-
-
 def replayer(forward: Any, ops: Any) -> Any:
     """`forward(ops, batch, cache, captures)` through recorded plans (ops/_replay.py); the same bits, less Python."""
-    from sameseed.ops._replay import Replay
+    from sameseed.ops._replay import PlanReplay
 
-    return Replay(forward, ops)
+    return PlanReplay(forward, ops)
 
 
 _NOW = Executor(None if _missing else _native, partial(torch.empty, dtype=torch.float32))
@@ -131,18 +126,11 @@ def _floats(x: Tensor) -> Tensor:
     return x if strides[-1] == 1 and (len(strides) == 2 or strides[1] == x.shape[2]) else x.contiguous()
 
 
-def _row_stride(x: Tensor) -> int:
-    """Elements from one row of `x` to the next."""
-    return x.stride()[0]
-
-
 def _ints(x: Tensor) -> Tensor:
-    """`x` as contiguous int32."""
     return x if x.dtype is _I32 and x.is_contiguous() else x.to(_I32).contiguous()
 
 
 def _at(x: Tensor | None) -> int:
-    """The address of `x`; 0 without one."""
     return 0 if x is None else x.data_ptr()
 
 
@@ -187,20 +175,7 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
         raise TypeError(f"a weight in {w.format} cannot be {weight.dtype} on {weight.device} here")
     if weight.stride(1) != 1 or tuple(weight.shape) != w.shape:
         raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
-    outputs, depth = w.shape
-    return _native.Weight(
-        format=_CODES[w.format],
-        integer_rows=False,
-        outputs=outputs,
-        depth=depth,
-        group=depth,
-        stride=weight.stride(0),
-        codes=weight.data_ptr(),
-        scales=0,
-        scale_format=0,
-        zeros=0,
-        low=0,
-    )
+    return _packed.native_weight(w, _CODES[w.format], weight, weight.stride(0))
 
 
 def embedding(token_ids: Tensor, w: QuantTensor, on: Executor = _NOW) -> Tensor:
@@ -241,7 +216,7 @@ def product(
     source = _native.RowSource(
         kind=_SOURCES[rows.kind],
         x=x.data_ptr(),
-        stride=_row_stride(x),
+        stride=x.stride(0),
         norm_weight=_at(norm),
         eps=rows.eps,
         index=_at(row_ids),
@@ -262,13 +237,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, width = x.shape
     _fit("norm weight", weight.shape[0], width)
     out = torch.empty(rows, width, dtype=_F32)
-    _native.rms_norm(x.data_ptr(), _row_stride(x), weight.data_ptr(), eps, out.data_ptr(), rows, width)
+    _native.rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), rows, width)
     return out
 
 
 def norm_call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callable[[int], None]:
     """rms_norm of the first rows of x [T, C] into `out`, to be called with their number as often as wanted."""
-    x_at, stride, width = x.data_ptr(), _row_stride(x), x.shape[1]
+    x_at, stride, width = x.data_ptr(), x.stride(0), x.shape[1]
     _fit("norm weight", weight.shape[0], width)
     weight_at, out_at = weight.data_ptr(), out.data_ptr()
     return lambda rows: _native.rms_norm(x_at, stride, weight_at, eps, out_at, rows, width)
@@ -282,7 +257,7 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     out = torch.empty(rows, heads, dim, dtype=_F32)
     _native.rope(
         x.data_ptr(),
-        _row_stride(x),
+        x.stride(0),
         positions.data_ptr(),
         table.data_ptr(),
         table.shape[0],
@@ -299,7 +274,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up = _floats(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=_F32)
-    _native.silu_mul(gate_up.data_ptr(), _row_stride(gate_up), out.data_ptr(), rows, width)
+    _native.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
     return out
 
 
@@ -352,7 +327,7 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
     _fit("k", k.shape, (slots.shape[0], layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])))
     _fit("v", v.shape, k.shape)
     k_at, v_at, slots_at = k.data_ptr(), v.data_ptr(), slots.data_ptr()
-    _native.store_kv(k_at, _row_stride(k), v_at, _row_stride(v), _cache(layer), slots_at, k.shape[0])
+    _native.store_kv(k_at, k.stride(0), v_at, v.stride(0), _cache(layer), slots_at, k.shape[0])
 
 
 def rope_store(
@@ -380,7 +355,7 @@ def rope_store(
     on.calls.rope_store(
         _native.RopeStore(
             qkv=qkv.data_ptr(),
-            stride=_row_stride(qkv),
+            stride=qkv.stride(0),
             heads=heads,
             q_norm=_at(q_norm),
             k_norm=_at(k_norm),
@@ -446,7 +421,7 @@ def attention(
     on.calls.attention(
         _native.Attention(
             q=q.data_ptr(),
-            stride=_row_stride(q),
+            stride=q.stride(0),
             heads=heads,
             cache=_cache(layer),
             block_size=block_size,

@@ -213,14 +213,7 @@ def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int
             slots = table[index // block_size] * block_size + index % block_size
             k = fmt.decode_kv(rows[0][slots], None if k_scales is None else k_scales[slots])  # [S, Hk, D]
             v = fmt.decode_kv(rows[1][slots], None if v_scales is None else v_scales[slots])
-            out[t] = _attend(q[t].clone(), k, v, scale)
+            grouped = q[t].clone().view(k.shape[1], -1, q.shape[2])  # query head h reads KV head h // (H / Hk)
+            scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H / Hk, S]
+            out[t] = torch.bmm(scores.softmax(-1), v.transpose(0, 1)).view_as(out[t])
     return out
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One row: q [H, D], k and v [S, Hk, D]; query head h reads KV head h // (H / Hk)."""
-    num_heads, dim = q.shape
-    num_kv = k.shape[1]
-    grouped = q.view(num_kv, num_heads // num_kv, dim)
-    scores = torch.bmm(grouped, k.permute(1, 2, 0)) * scale  # [Hk, H/Hk, S]
-    return torch.bmm(scores.softmax(-1), v.transpose(0, 1)).view(num_heads, dim)

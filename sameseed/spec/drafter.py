@@ -59,6 +59,9 @@ class Trims(Protocol):
 class LengthPolicy(Trims, Protocol):
     """Decides draft lengths from what happened so far."""
 
+    def calibrate(self, measure: Callable[[], Any]) -> None:
+        """Before the first round: `measure()` tells what rounds cost (`lengths._cost.EngineCost`), if it is wanted."""
+
     def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
         """The most tokens to draft for each sequence in the next round; 0 for none.
 
@@ -120,6 +123,7 @@ class Drafter:
     owns: ClassVar[Owned] = ""  # the model of its own that `build` gets; "target": the target in another format
     num_below: ClassVar[tuple[int, int]] = (0, 0)  # the fewest and the most drafters that it works with
     text: ClassVar[str] = ""  # what also means it in --draft: "MODEL", "HEAD", "A > MODEL" or "A + B"
+    cuttable: ClassVar[bool] = False  # is a draft of k tokens the k first (of a tree: likeliest) of a longer one?
     judges: ClassVar[bool] = False  # does it know how likely its tokens are, so that `confidence` can end its drafts?
     branches = False  # may its drafts be trees? Then num_draft counts nodes, and only their depth is a text's concern
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` wants

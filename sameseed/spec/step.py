@@ -60,7 +60,7 @@ def decode_step(
     depths = [seq.draft_depth for seq in seqs]
     if any(k > depth for k, depth in zip(asked, depths, strict=True)):
         own = own.shallow(depths)
-    if policy is not None:
+    if policy is not None and len(own.tokens):
         own = policy.trim(own, seqs, sum(num_pending))
     draft = _with_scripts(own, seqs, num_draft)
     drafted = clock()

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from sameseed.cli import main
 assert {"repeat", "writer"} <= set(registry.names("drafters"))
 params, plain = SamplingParams(max_tokens=24), sys.argv[1]
 for draft in ("repeat", "writer:embedded-draft", "ngram > writer:embedded-draft", "ngram + writer:embedded-draft"):
-    done = LLM("embedded", draft=draft, num_draft_tokens=4).generate("1, 2, 1, 2, 1,", params)[0]
+    done = LLM("embedded", draft=draft, policy="fixed", num_draft_tokens=4).generate("1, 2, 1, 2, 1,", params)[0]
     assert done.text == plain and done.metrics.spec.num_accepted_tokens > 0, draft
     assert {n for n in done.levels if n} <= {"ngram", "repeat", "writer"}, done.levels
 sys.exit(main(["generate", "1, 2, 1, 2, 1,", "--draft", "ngram > writer", "--max-tokens", "4"]))
@@ -112,6 +113,22 @@ def test_an_object_is_a_drafter(tmp_path: Path, plain: str) -> None:
         LLM("embedded", draft=3)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder where packages are looked for; none is remembered before or after."""
+
+    def forget() -> None:
+        for known in (registry.names, registry.load, registry._installed):
+            known.cache_clear()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
+    yield tmp_path
+    monkeypatch.undo()
+    forget()
+    assert "ngram" in registry.names("drafters")
+
+
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
@@ -119,39 +136,19 @@ def test_an_object_is_a_drafter(tmp_path: Path, plain: str) -> None:
         ({"one": ("mine",), "two": ("mine",)}, "package '(one|two)' and package '(one|two)'"),
     ],
 )
-def test_a_name_that_is_taken(
-    entries: dict[str, tuple[str, ...]], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_is_taken(entries: dict[str, tuple[str, ...]], said: str, site: Path) -> None:
     for name, own in entries.items():
-        as_package(tmp_path, name, own)
-    monkeypatch.syspath_prepend(tmp_path)
-    forget()
-    try:
-        with pytest.raises(RegistryError, match=said):
-            registry.names("drafters")
-    finally:
-        monkeypatch.undo()
-        forget()
-    assert "ngram" in registry.names("drafters")
+        as_package(site, name, own)
+    with pytest.raises(RegistryError, match=said):
+        registry.names("drafters")
 
 
-def test_an_entry_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_package(tmp_path, "broken", ("gone",))
-    (tmp_path / "broken" / "repeat.py").write_text("1 / 0")
-    monkeypatch.syspath_prepend(tmp_path)
-    forget()
-    try:
-        assert "gone" in registry.names("drafters"), "nothing is loaded by its name alone"
-        with pytest.raises(RegistryError, match="package 'broken' gives drafters 'gone', which cannot be loaded"):
-            registry.load("drafters", "gone")
-    finally:
-        monkeypatch.undo()
-        forget()
-
-
-def forget() -> None:
-    for known in (registry.names, registry.load, registry._installed):
-        known.cache_clear()
+def test_an_entry_that_cannot_be_loaded(site: Path) -> None:
+    as_package(site, "broken", ("gone",))
+    (site / "broken" / "repeat.py").write_text("1 / 0")
+    assert "gone" in registry.names("drafters"), "nothing is loaded by its name alone"
+    with pytest.raises(RegistryError, match="package 'broken' gives drafters 'gone', which cannot be loaded"):
+        registry.load("drafters", "gone")
 
 
 def test_engine_and_commands_name_no_drafter() -> None:

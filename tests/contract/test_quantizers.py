@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from fixtures_formats import as_stored, read_weight, write_weight
 from fixtures_models import VARIANTS, all_logits, prompt
-from fixtures_quantize import SMALL, correlated, logits_of, randn, source_of, stats_of, tokens, walk_of
+from fixtures_ops import randn
+from fixtures_quantize import SMALL, correlated, logits_of, source_of, stats_of, tokens, walk_of
 from torch import Tensor
 
 from sameseed import ops, registry, scheme as formats
@@ -66,14 +70,14 @@ def test_the_output_error_is_no_worse_than_rounding(method: str, scheme: str) ->
 @pytest.mark.parametrize("width", [K, 192])  # 192: groups end inside the blocks of -b128
 @every_scheme
 @every_method
-def test_what_is_chosen_can_be_saved_and_read(method: str, scheme: str, width: int) -> None:
+def test_what_is_chosen_can_be_saved_and_read(method: str, scheme: str, width: int, tmp_path: Path) -> None:
     weight, stats = randn(160, width), stats_of(correlated(400, width))
     if scheme.endswith("b128"):
         weight[:, :64] *= 2  # the first group of each block holds its largest value
     chosen = QuantScheme.parse(scheme).settled(weight)
     q = parse_method(method, {}).quantize(weight, chosen, stats)
-    fmt = formats.get(q.format)
-    read = fmt.from_checkpoint("name", fmt.checkpoint("name", q))
+    write_weight(tmp_path, *as_stored(q, chosen))
+    read = read_weight(tmp_path, q.shape)
     assert read.shape == q.shape
     assert torch.allclose(decoded(read), decoded(q), rtol=1e-2)  # scales may be stored in 16 bits
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio
 
 @pytest.fixture
 async def llm(pair_folders: tuple[Path, Path]) -> AsyncIterator[AsyncLLM]:
-    async with AsyncLLM(str(pair_folders[0]), draft=str(pair_folders[1]), max_num_seqs=4) as made:
+    async with AsyncLLM(str(pair_folders[0]), draft=str(pair_folders[1]), policy="fixed", max_num_seqs=4) as made:
         yield made
 
 

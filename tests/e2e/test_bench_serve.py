@@ -19,6 +19,7 @@ KEY = "a-key-for-the-test"
 def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
     target, draft = (str(p) for p in pair_folders)
     flags = ["--model", target, "--draft", draft, "--served-model-name", "tiny", "--max-num-seqs", "2"]
+    flags += ["--policy", "fixed"]
     made = Server(*flags, "--max-queue", "1", env={"SAMESEED_API_KEY": KEY})
     try:
         made.wait_log("ready")
@@ -33,7 +34,16 @@ def test_speculation_off_and_on(
     monkeypatch.setenv("SAMESEED_API_KEY", KEY)
     out = tmp_path / "load.jsonl"
     size = ["--lengths", "400-60", "--scale", "0.2", "--concurrency", "1,6", "--num-requests", "6", "--repeat", "1"]
-    flags = ["--compare-speculation", "--temperature", "0.8", "--ttft-slo", "100", "--max-retries", "50"]
+    flags = [
+        "--compare-speculation",
+        "--temperature",
+        "0.8",
+        "--ttft-slo",
+        "100",
+        "--max-retries",
+        "50",
+        "--ignore-eos",
+    ]
     assert main(["bench", "serve", "--url", f"{server.url}/v1", *size, *flags, "--out", str(out), "--json"]) == 0
     records = record.read(out)
     assert records == [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -47,7 +57,7 @@ def test_speculation_off_and_on(
         once = made["repetitions"][0]
         assert (once["num_completed"], once["num_good"], made["errors"]) == (6, 6, {})
         assert (once["num_prompt_tokens"], once["num_output_tokens"]) == (6 * 80, 6 * 12)
-        assert once["counted"] == {"usage": 6} and made["itl_token_ms"] is not None
+        assert once["counted"] == {"usage": 6} and made["config"]["ignore_eos"] and made["itl_token_ms"] is not None
         assert 0 < made["ttft_ms"]["p50"] <= made["e2e_ms"]["p50"]
     for off, on in (records[:2], records[2:]):
         assert off["acceptance"] is None and on["acceptance"]["num_accepted_tokens"] > 0

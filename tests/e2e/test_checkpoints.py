@@ -75,7 +75,7 @@ def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
         writer.add_bos_token_id(raw["bos_token_id"])
         writer.add_eos_token_id(raw["eos_token_id"])
         writer.add_add_bos_token(True)
-        writer.add_chat_template(Tokenizer.from_folder(embedded)._template)
+        writer.add_chat_template(Tokenizer.from_folder(embedded).chat_template)
 
     path = write_gguf(tmp_path / "model.gguf", raw, read_tensors(embedded), lambda n: "BF16", tokenizer=keys)
     said = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lawkit import write_model, write_tokenizer
+from lawkit import write_model
 
 from sameseed import LLM, demo, ops
 from sameseed.cli import COMMANDS, main
@@ -27,6 +26,8 @@ from sameseed.study import record
 
 Cli = Callable[..., tuple[int, str, str]]
 LONG = 4000  # tokens: seconds of work, so that an interruption comes in the middle
+
+FIXED = ("--policy", "fixed")  # a policy that asks the clock may draft nothing
 
 
 @pytest.fixture
@@ -75,18 +76,11 @@ def long_run(model: Path, *more: str) -> list[str]:
 # --- what it does ---
 
 
-def test_generate_writes_the_text_to_stdout_and_the_summary_to_stderr(cli: Cli) -> None:
-    code, out, err = cli("generate", "the sum", "--max-tokens", "20", "--ignore-eos")
-    assert code == 0
-    assert out.endswith("\n") and len(out) > 1
-    assert "20 tokens in" in err and "tokens/s" in err
-
-
 @pytest.mark.parametrize("how", [["--temperature", "0"], ["--temperature", "0.8", "--top-p", "0.95", "--seed", "7"]])
 def test_every_way_to_guess_writes_the_same_text(cli: Cli, pair_folders: tuple[Path, Path], how: list[str]) -> None:
     texts = []
     for draft in ("none", "ngram", str(pair_folders[1])):
-        code, out, _ = cli("generate", "the loop ends", "--draft", draft, "--max-tokens", "40", *how, "--json")
+        code, out, _ = cli("generate", "the loop ends", "--draft", draft, *FIXED, "--max-tokens", "40", *how, "--json")
         line = json.loads(out)
         texts.append(line["token_ids"])
         assert code == 0
@@ -95,20 +89,31 @@ def test_every_way_to_guess_writes_the_same_text(cli: Cli, pair_folders: tuple[P
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_show_draft_only_adds_marks(cli: Cli, pair_folders: tuple[Path, Path]) -> None:
-    flags = ["--draft", str(pair_folders[1]), "--max-tokens", "60", "--ignore-eos"]
-    _, plain, _ = cli("generate", "the list is", *flags)
-    _, marked, err = cli("generate", "the list is", *flags, "--show-draft")
+@pytest.mark.parametrize("prompt", ["the list is", "für Größe 🙂 你好"])
+def test_show_draft_only_adds_marks(cli: Cli, pair_folders: tuple[Path, Path], prompt: str) -> None:
+    flags = [
+        "--draft",
+        str(pair_folders[1]),
+        *FIXED,
+        "--max-tokens",
+        "60",
+        "--ignore-eos",
+        "--temperature",
+        "0.9",
+        "--seed",
+        "1",
+    ]
+    _, plain, _ = cli("generate", prompt, *flags)
+    _, marked, err = cli("generate", prompt, *flags, "--show-draft")
     assert marked != plain
     assert marked.replace("\u2039", "").replace("\u203a", "") == plain
     assert marked.count("\u2039") == marked.count("\u203a") > 0
-    assert "accepted" in err
+    assert "accepted" in err and "60 tokens in" in err
 
 
 def test_json_is_one_line_a_completion_and_nothing_else(cli: Cli) -> None:
-    code, out, _ = cli(
-        "generate", "the", "--n", "3", "--temperature", "1", "--seed", "5", "--max-tokens", "9", "--json"
-    )
+    flags = ["--n", "3", "--temperature", "1", "--seed", "5", "--max-tokens", "9", "--logprobs", "2", "--json"]
+    code, out, _ = cli("generate", "the", *flags)
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert sorted(line["index"] for line in lines) == [0, 1, 2]
@@ -116,19 +121,16 @@ def test_json_is_one_line_a_completion_and_nothing_else(cli: Cli) -> None:
     for line in lines:
         assert line["finish_reason"] in ("stop", "length")
         assert set(line["metrics"]["time_split_s"]) == {"draft", "target", "verify", "schedule"}
+        assert [p["token_id"] for p in line["logprobs"]] == line["token_ids"]
+        assert all(len(p["top"]) == 2 and p["logprob"] <= 0 for p in line["logprobs"])
 
 
-def test_logprobs_come_with_json(cli: Cli) -> None:
-    _, out, _ = cli("generate", "the", "--max-tokens", "4", "--ignore-eos", "--logprobs", "2", "--json")
-    line = json.loads(out)
-    assert [p["token_id"] for p in line["logprobs"]] == line["token_ids"]
-    assert all(len(p["top"]) == 2 and p["logprob"] <= 0 for p in line["logprobs"])
-
-
-def test_several_completions_come_one_after_the_other(cli: Cli) -> None:
-    _, out, err = cli("generate", "the", "--n", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "9")
+def test_texts_go_to_stdout_one_after_the_other_and_summaries_to_stderr(cli: Cli) -> None:
+    flags = ["--n", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "9", "--ignore-eos"]
+    code, out, err = cli("generate", "the", *flags)
+    assert code == 0 and out.endswith("\n")
     assert out.index("--- 1 of 2 ---") < out.index("--- 2 of 2 ---")
-    assert err.count("tokens in") == 2
+    assert err.count("9 tokens in") == err.count("tokens/s") == 2 and "tokens in" not in out
 
 
 def test_prompt_from_file_and_from_stdin(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,19 +184,22 @@ def test_info_for_people_fits_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPat
 def test_bench_writes_valid_records(cli: Cli, pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
     prompts, out_file = tmp_path / "p.jsonl", tmp_path / "records" / "r.jsonl"
     prompts.write_text('{"prompt": "the sum"}\n{"messages": [{"role": "user", "content": "the list"}]}\n')
-    flags = [
-        "--prompts",
-        str(prompts),
-        "--drafts",
-        "ngram",
-        str(pair_folders[1]),
-        "--ks",
-        "2",
+    flags = ["--prompts", str(prompts), "--drafts", "ngram", str(pair_folders[1]), "--ks", "2"]
+    flags += [
         "--temperatures",
         "0",
         "0.8",
+        "--batch-sizes",
+        "1",
+        "2",
+        "--repeat",
+        "2",
+        "--max-tokens",
+        "10",
+        "--out",
+        str(out_file),
+        "--json",
     ]
-    flags += ["--batch-sizes", "1", "2", "--repeat", "2", "--max-tokens", "10", "--out", str(out_file), "--json"]
     code, out, _ = cli("bench", *flags)
     assert code == 0
     records = record.read(out_file)
@@ -277,12 +282,20 @@ def test_help_answers_without_loading_the_engine() -> None:
     assert all(f"usage: sameseed {name}" in done.stdout for name in ("COMMAND", *COMMANDS))
 
 
-def test_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_no_arguments_and_words_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("sameseed ")
     assert main([]) == 2
     assert "usage" in capsys.readouterr().out
+    assert main(["genrate"]) == 2
+    assert "did you mean 'generate'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "hi", "--temprature", "1"])
+    assert stop.value.code == 2
+    assert "--temperature" in capsys.readouterr().err
 
+
+BELOW = '{"below": [{}, {"policy": "goodput"}]}'
 
 # --- bad input: one line that names the remedy, exit code 2 ---
 
@@ -293,38 +306,17 @@ def test_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", ""], "the prompt is empty"),
         (["generate", "the " * 500], "shorten the prompt"),
         (["generate", "hi", "--k", "65"], "0..64"),
-        (["generate", "hi", "--k", "-1"], "0..64"),
-        (["generate", "hi", "--temperature", "-0.5"], "temperature must be a number at least 0"),
-        (["generate", "hi", "--temperature", "nan"], "temperature must be a number at least 0, got nan"),
-        (["generate", "hi", "--top-p", "0"], "top_p"),
         (["generate", "hi", "--confidence", "nan"], "confidence"),
-        (["generate", "hi", "--max-tokens", "0"], "max_tokens"),
-        (["generate", "hi", "--stop", ""], "stop strings"),
         (["generate", "hi", "--draft", "ngram", "--confidence", "0.4"], "leave it out"),
         (["bench", "--drafts", "ngram", "suffix", "--confidence", "0.4"], "leave it out"),
-        (
-            [
-                "generate",
-                "hi",
-                "--draft",
-                "suffix + ngram",
-                "--draft-options",
-                '{"below": [{}, {"policy": "goodput"}]}',
-            ],
-            "put --policy on the whole",
-        ),
-        (["generate", "hi", "--draft", "ngrm"], "did you mean 'ngram'"),
-        (["generate", "hi", "--draft", "draft_model"], "needs a draft model; name one"),
+        (["generate", "hi", "--draft", "suffix + ngram", "--draft-options", BELOW], "put --policy on the whole"),
         (["generate", "hi", "--draft", "eagle"], "needs a draft head of this target; name its folder"),
         (["generate", "hi", "--draft-options", "{x"], "JSON object"),
-        (["generate", "hi", "--draft", "ngram", "--draft-options", '{"max_ngrm": 3}'], "did you mean 'max_ngram'"),
         (["generate", "hi", "--logit-bias", "three"], "TOKEN=BIAS"),
-        (["generate", "hi", "--format", "int9"], "int9"),
         (["generate", "hi", "--backend", "nope"], "nope"),
-        (["generate", "hi", "--max-model-len", "100000"], "lower it"),
-        (["generate", "hi", "--num-blocks", "1"], "num_blocks"),
         (["generate", "hi", "--system", "x"], "--chat"),
         (["generate", "--file", "/no/such/file"], "No such file"),
+        (["generate", "hi", "--model", "/no/such/folder"], "no model at '/no/such/folder'"),
         (["bench", "--prompts", "/no/such/file"], "No such file"),
         (["bench", "--repeat", "0"], "--repeat"),
         (["bench", "--batch-sizes", "0"], "--batch-sizes"),
@@ -340,29 +332,6 @@ def test_bad_input(cli: Cli, argv: list[str], message: str) -> None:
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and message in err
     assert "Traceback" not in err and len(err.splitlines()) == 1
-
-
-def test_unknown_model(cli: Cli, tmp_path: Path) -> None:
-    code, _, err = cli("generate", "hi", model=tmp_path / "nothing")
-    assert code == 2
-    assert err.startswith("error: no model at") and "nothing" in err
-
-
-def test_draft_with_another_vocabulary(cli: Cli, tmp_path: Path) -> None:
-    write_model(tmp_path / "other")
-    write_tokenizer(tmp_path / "other", size=280)
-    code, _, err = cli("generate", "hi", "--draft", str(tmp_path / "other"))
-    assert code == 2
-    assert err.startswith("error: the draft model lacks the target's token 280")
-
-
-def test_corrupt_safetensors(cli: Cli, pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(pair_folders[0], tmp_path / "damaged")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    code, _, err = cli("generate", "hi", model=folder)
-    assert code == 2
-    assert err.startswith("error: ") and "model.safetensors is not a sound safetensors file" in err
 
 
 def test_prompt_that_is_no_text(cli: Cli, tmp_path: Path) -> None:
@@ -389,53 +358,11 @@ def test_bad_prompt_file(cli: Cli, tmp_path: Path, line: str, message: str) -> N
     assert "p.jsonl" in err and message in err
 
 
-def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["genrate"]) == 2
-    assert "did you mean 'generate'" in capsys.readouterr().err
-
-
-def test_unknown_flag_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", "hi", "--temprature", "1"])
-    assert stop.value.code == 2
-    assert "--temperature" in capsys.readouterr().err
-
-
 def test_train_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("train", model=None)
     assert (code, "--data" in err) == (2, True)
     code, _, err = cli("train", "no.toml", "--data", str(tmp_path), "--out", str(tmp_path / "out"), model=None)
     assert (code, "no.toml" in err) == (2, True)
-
-
-def test_train_hands_over_and_reports(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sameseed import train
-
-    seen: dict[str, Any] = {}
-
-    def run(config: Path, **given: Any) -> train.TrainResult:
-        seen.update(given, config=config)
-        return train.TrainResult(tmp_path / "t", tmp_path / "d", tmp_path / "l.png", {"perplexity": 9.5})
-
-    (tmp_path / "r.toml").write_text("")
-    monkeypatch.setattr(train, "run", run)
-    argv = ["train", str(tmp_path / "r.toml"), "--data", str(tmp_path), "--out", str(tmp_path / "o"), "--resume"]
-    code, out, _ = cli(*argv, "--json", model=None)
-    assert code == 0
-    assert json.loads(out)["results"] == {"perplexity": 9.5}
-    expected = {"config": tmp_path / "r.toml", "data": tmp_path, "out": tmp_path / "o", "resume": True, "quiet": True}
-    expected |= {"device": "cpu"}
-    assert seen == expected
-    _, out, _ = cli(*argv[:-1], model=None)
-    assert str(tmp_path / "d") in out and seen["resume"] is False and seen["quiet"] is False
-
-    def stopped(config: Path, **given: Any) -> train.TrainResult:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "run", stopped)
-    code, _, err = cli(*argv, model=None)
-    assert code == 130
-    assert "--resume" in err
 
 
 # --- interruptions ---

@@ -42,7 +42,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
 
     def run(*argv: str) -> tuple[int, str, str]:
         code = main(["eval", *argv])
@@ -117,7 +116,7 @@ def test_how_a_comparison_drafts_is_what_was_asked(
     flags = ["--draft", "ngram", "--k", "7", "--draft-format", "w8a8", "--draft-options", '{"max_ngram": 4}']
     code, _, _ = cli("--compare", model, "--data", data, *flags, "--confidence", "0.4", "--policy", "goodput")
     assert code == 2
-    spec = compare._draft(Variant(model), seen[0])
+    spec = compare.draft_spec(Variant(model), seen[0])
     assert spec == SpecConfig("ngram", None, "w8a8", 7, 0.4, "goodput", {"max_ngram": 4})
     assert not seen[0].engine.keys() & {"policy", "confidence", "draft_format", "draft_options"}
 
@@ -174,8 +173,3 @@ def test_bad_input_is_one_line_and_exit_code_2(cli: Cli, data: str, flags: list[
     code, out, err = cli(*flags, "--data", data)
     assert code == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err
-
-
-def test_missing_data_tells_of_the_folder(cli: Cli, model: str, tmp_path: Path) -> None:
-    code, _, err = cli(model, "--tasks", "humaneval", "--data", str(tmp_path))
-    assert code == 2 and "humaneval.jsonl" in err

@@ -29,7 +29,7 @@ def plain(folders: tuple[str, str]) -> LLM:
 
 @pytest.fixture(scope="module")
 def drafted(folders: tuple[str, str]) -> LLM:
-    return LLM(folders[0], draft=folders[1], num_draft_tokens=5)
+    return LLM(folders[0], draft=folders[1], policy="fixed", num_draft_tokens=5)
 
 
 def test_the_same_text_with_every_drafter(folders: tuple[str, str], plain: LLM, drafted: LLM) -> None:
@@ -198,10 +198,16 @@ def test_bad_settings(
 def test_make_config() -> None:
     assert make_config() == EngineConfig()
     assert make_config("none").spec == SpecConfig()
-    assert make_config("ngram", num_draft_tokens=7).spec == SpecConfig("ngram", num_draft_tokens=7)
+    assert make_config("ngram", num_draft_tokens=7, policy="fixed").spec == SpecConfig("ngram", num_draft_tokens=7)
+    for given in ({}, {"policy": "auto"}):
+        made = make_config("ngram", **given).spec  # type: ignore[arg-type]
+        assert made == SpecConfig("ngram", num_draft_tokens=12, policy="goodput")
+    assert make_config(SpecConfig("ngram")).spec == SpecConfig("ngram"), "what is given whole stays"
+    turns = make_config("suffix + org/small", draft_format="int8").spec
+    assert [b.format for b in turns.below] == ["auto", "int8"]
     assert make_config("org/small", confidence=0.3, draft_format="int8").spec == SpecConfig(
         "draft_model", "org/small", "int8", confidence=0.3
     )
-    made = make_config(None, block_size=32, num_blocks=9, kv_format="int8", max_num_rows=64, threads=2)
-    assert made == EngineConfig(max_num_rows=64, threads=2, cache=CacheConfig(32, 9, "int8"))
+    config = make_config(None, block_size=32, num_blocks=9, kv_format="int8", max_num_rows=64, threads=2)
+    assert config == EngineConfig(max_num_rows=64, threads=2, cache=CacheConfig(32, 9, "int8"))
     assert make_config(prefix_cache=False).cache == CacheConfig(prefix_cache=False)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from fixtures_browser import Browser, chromium
-from fixtures_server import Server, wait_until
+from fixtures_server import Server, serving, wait_until
 
 from sameseed.models.loader import resolve_model
 
@@ -36,12 +36,8 @@ def server(browser: Browser) -> Iterator[Server]:
     """The embedded pair, with n-grams looked up first, behind a key."""
     if not (resolve_model("embedded") / "model.safetensors").exists():
         pytest.skip("the embedded weights are not in this checkout; `sameseed train` makes them")
-    made = Server("--draft", "ngram + embedded-draft", env={"SAMESEED_API_KEY": KEY})
-    try:
-        made.wait_log("ready")
+    with serving("--draft", "ngram + embedded-draft", env={"SAMESEED_API_KEY": KEY}) as made:
         yield made
-    finally:
-        assert made.stop() == 0
 
 
 @pytest.fixture

@@ -96,8 +96,6 @@ class Reader(threading.Thread):
 def test_keys(server: Server, http: httpx.Client) -> None:
     with server.client() as stranger:
         assert stranger.get("/health").status_code == 200
-        for path in ("/ready", "/metrics", "/v1/models", "/docs", "/openapi.json", "/nowhere"):
-            assert stranger.get(path).status_code == 401
         assert stranger.post("/v1/completions", json={"prompt": "x"}).status_code == 401
     assert complete(http)
     with server.client(headers={"authorization": "Bearer key-of-the-environment"}) as other:
@@ -135,8 +133,6 @@ def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
         b"GET /",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
         b"\x16\x03\x01" * 99,
-    ]
-    heads += [
         b"GET / HTTP/1.1\r\n" + b"X: " + b"a" * 70_000 + b"\r\n\r\n",
         b"POST / HTTP/1.1\r\nTransfer-Encoding: x\r\n\r\n",
     ]
@@ -232,40 +228,33 @@ def test_a_stopped_engine_that_goes_on_is_no_dead_one(server: Server, http: http
 def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Running streams end well or with a word, new requests are refused at once, nothing is left behind."""
     with started(pair_folders[0], tmp_path) as server, visitor(server) as http:
-        drain(server, http)
-
-
-def drain(server: Server, http: httpx.Client) -> None:
-    alone = complete(http)
-    quick = Reader(http, **FIELDS)
-    slow = [Reader(http, **{**LONG, "prompt": ["the sum of"] * 2, "n": 16}) for _ in range(7)]
-    quick.wait_begun()
-    for reader in slow[:1]:
-        reader.wait_begun()
-    engine = server.engine_pid
-    server.process.send_signal(signal.SIGTERM)
-    server.wait_log("draining")
-    assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
-    assert http.get("/ready").status_code == 503
-    assert http.get("/health").status_code == 200
-    for reader in (quick, *slow):
-        reader.join(60)
-        assert reader.status in (200, 503), reader.lines
-    assert "".join(json.loads(line)["choices"][0]["text"] for line in quick.lines[:-1]) == alone
-    cut = [r for r in slow if r.status == 200 and "error" in json.loads(r.lines[-2])]
-    assert cut, "the drain time was long enough for all of them"
-    assert all(r.lines[-1] == "[DONE]" for r in slow if r.status == 200)
-    assert server.process.wait(60) == 0
-    assert not children(server.process.pid) and not Path(f"/proc/{engine}").exists()
+        alone = complete(http)
+        quick = Reader(http, **FIELDS)
+        slow = [Reader(http, **{**LONG, "prompt": ["the sum of"] * 2, "n": 16}) for _ in range(7)]
+        quick.wait_begun()
+        slow[0].wait_begun()
+        engine = server.engine_pid
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_log("draining")
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+        assert http.get("/ready").status_code == 503
+        assert http.get("/health").status_code == 200
+        for reader in (quick, *slow):
+            reader.join(60)
+            assert reader.status in (200, 503), reader.lines
+        assert "".join(json.loads(line)["choices"][0]["text"] for line in quick.lines[:-1]) == alone
+        cut = [r for r in slow if r.status == 200 and "error" in json.loads(r.lines[-2])]
+        assert cut, "the drain time was long enough for all of them"
+        assert all(r.lines[-1] == "[DONE]" for r in slow if r.status == 200)
+        assert server.process.wait(60) == 0
+        assert not children(server.process.pid) and not Path(f"/proc/{engine}").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--host", "0.0.0.0"], "no API key"),
-        (["--port", "99999"], "port must lie in"),
         (["--api-key-file", "/nowhere/at/all"], "cannot read API keys"),
-        (["--max-queue", "-1"], "max_queue must be"),
     ],
 )
 def test_bad_settings_are_one_line(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures_server import Server
+from fixtures_server import Server, serving
 
 pytest.importorskip("schemathesis")
 KEY = "key-of-the-fuzz"
@@ -19,13 +19,9 @@ CHECKS = ["--checks", "all", "--exclude-checks", "positive_data_acceptance"]  # 
 @pytest.fixture(scope="module")
 def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
     flags = ["--model", str(pair_folders[0]), "--served-model-name", "tiny", "--draft", str(pair_folders[1])]
-    made = Server(*flags, "--max-model-len", "64", env={"SAMESEED_API_KEY": KEY})
-    try:
-        made.wait_log("ready")
+    with serving(*flags, "--max-model-len", "64", env={"SAMESEED_API_KEY": KEY}) as made:
         yield made
-    finally:
-        assert made.stop() == 0
-        assert not [entry for entry in made.log if "trace" in entry]
+    assert not [entry for entry in made.log if "trace" in entry]
 
 
 def fuzz(server: Server, folder: Path, *more: str) -> None:

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fixtures_server import START, children, gauge, program_of, wait_until
+from fixtures_server import START, children, gauge, num_files, program_of, sockets, wait_until
 
 FILES = 120
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
@@ -41,7 +41,7 @@ class Poor:
     def _listens(self) -> bool:
         """Nobody can read the log, so the system says at which port."""
         assert self.process.poll() is None, "the server ended"
-        self.port = listening(self.process.pid)
+        self.port = next((port for port, _, state in sockets(self.process.pid) if state == "0A"), 0)
         return self.port > 0
 
     def _is_ready(self) -> bool:
@@ -51,28 +51,8 @@ class Poor:
         except httpx.TransportError:
             return False
 
-    @property
-    def num_files(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
-
-    def child(self, program: str) -> int:
-        return program_of(self.process.pid, program)
-
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), 10)
-
-
-def listening(pid: int) -> int:
-    """The port at which a process listens, 0 while there is none."""
-    sockets = set()
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            sockets.add(os.readlink(file))
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-            return int(fields[1].rpartition(":")[2], 16)
-    return 0
 
 
 @pytest.fixture(scope="module")
@@ -109,19 +89,19 @@ def test_connections_without_number(server: Poor) -> None:
     """200 that say nothing take what descriptors there are for clients, and no more. Who is inside does not notice, a
     dead engine is replaced all the while, and when they leave there is room again."""
     with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
-        alone, before = text_of(http), server.num_files
+        alone, before = text_of(http), num_files(server.process.pid)
         idle = [stack.enter_context(server.connect()) for _ in range(200)]
         assert text_of(http) == alone
         refused = [was_refused(connection) for connection in idle]
         assert refused.count(False) < FILES and refused.count(True) > 200 - FILES
-        assert server.num_files < FILES
-        engine = server.child("worker")
+        assert num_files(server.process.pid) < FILES
+        engine = program_of(server.process.pid, "worker")
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: http.get("/health").status_code == 503)
         wait_until(lambda: http.get("/ready").status_code == 200)
-        assert text_of(http) == alone and server.child("worker") != engine
+        assert text_of(http) == alone and program_of(server.process.pid, "worker") != engine
         stack.close()
-        wait_until(lambda: server.num_files <= before)
+        wait_until(lambda: num_files(server.process.pid) <= before)
         with httpx.Client(base_url=server.url, timeout=60) as other:
             assert text_of(other) == alone
 
@@ -140,15 +120,15 @@ def test_who_does_not_read_holds_up_nobody(server: Poor) -> None:
         wait_until(lambda: gauge(http, "num_requests_running") == 0)  # the engine does not wait for readers
         stack.close()
         wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
-        wait_until(lambda: server.num_files < 40)
+        wait_until(lambda: num_files(server.process.pid) < 40)
         assert text_of(http) == alone
 
 
 def test_half_of_a_body_and_no_more(server: Poor) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
-        before = server.num_files
+        before = num_files(server.process.pid)
         for _ in range(20):
             stack.enter_context(server.connect()).sendall(HEAD + b"999\r\n\r\n{")
         assert text_of(http)
         stack.close()
-        wait_until(lambda: server.num_files <= before + 1)
+        wait_until(lambda: num_files(server.process.pid) <= before + 1)

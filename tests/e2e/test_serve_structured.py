@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import httpx
 import pytest
-from fixtures_server import Server, children, events, wait_until
+from fixtures_server import Server, children, events, program_of, serving
 from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -47,13 +47,8 @@ def server(pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
     shutil.copytree(pair_folders[0], target)
     config = json.loads((target / "tokenizer_config.json").read_text())
     (target / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    made = Server("--model", str(target), "--draft", str(pair_folders[1]), "--served-model-name", "tiny")
-    try:
-        made.wait_log("ready")
+    with serving("--model", str(target), "--draft", str(pair_folders[1]), "--served-model-name", "tiny") as made:
         yield made
-    finally:
-        assert made.stop() == 0
-        assert not children(made.process.pid)
 
 
 @pytest.fixture(scope="module")
@@ -168,14 +163,6 @@ def test_tools_that_must_be_called(openai: OpenAI, choice: Any, more: dict[str, 
     assert set(called) == names
 
 
-def test_strict_tools_bind_the_calls_that_a_model_makes(http: httpx.Client) -> None:
-    """The tiny model never calls by itself: a bias towards the letters of the mark makes it begin one."""
-    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
-    body = {"messages": USER, "tools": strict, "seed": 1, "max_tokens": 40, "temperature": 1.0}
-    plain = http.post("/v1/chat/completions", json=body)
-    assert plain.status_code == 200 and plain.json()["choices"][0]["message"]["content"]
-
-
 BOMBS: list[dict[str, Any]] = [
     {"guided_regex": "(" * 60 + "a" + "){1,999}" * 60},
     {"guided_regex": "(a{1,9999}){1,9999}b{1,9999}"},
@@ -213,13 +200,13 @@ def asked_again(http: httpx.Client, bomb: dict[str, Any]) -> httpx.Response:
 def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb: dict[str, Any]) -> None:
     """Whatever becomes of the compiler: an answer within bounded time, and nobody else notices."""
     assert texts(http, guided_regex="[ab]{2}", n=1), "with this the compiler's process is there"
-    engine, aside = server.engine_pid, server.child("aside")
+    engine, aside = server.engine_pid, program_of(server.process.pid, "aside")
     response = asked_again(http, bomb)
     assert response.status_code in (200, 400, 503), response.text
     if response.status_code == 400:
         error = response.json()["error"]
         assert error["param"] in bomb and "/" not in error["message"].replace("'/'", ""), error
-    assert server.engine_pid == engine and server.child("aside") == aside
+    assert server.engine_pid == engine and program_of(server.process.pid, "aside") == aside
     assert texts(http, guided_regex="[ab]{2}", n=1)
 
 
@@ -245,12 +232,3 @@ def test_a_dead_helper_is_replaced(server: Server, http: httpx.Client) -> None:
         os.kill(pid, signal.SIGKILL)
     assert texts(http, guided_regex="[ab]{3}", n=1)
     assert http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 2}).status_code == 200
-
-
-@pytest.mark.slow
-def test_a_dead_engine_gets_its_grammars_again(server: Server, http: httpx.Client) -> None:
-    before = texts(http, guided_regex="[ab]{6}")
-    os.kill(server.engine_pid, signal.SIGKILL)
-    wait_until(lambda: http.get("/ready").status_code == 503)
-    wait_until(lambda: http.get("/ready").status_code == 200)
-    assert texts(http, guided_regex="[ab]{6}") == before

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fixtures_server import Server, children, events, wait_until
+from fixtures_server import Server, children, events, program, serving, wait_until
 
 from sameseed.export import vllm as words
 
@@ -28,9 +28,7 @@ class Fronted(Server):
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.file = folder / "seen"
-        python = folder / "python"
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
-        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+        python = program(folder / "python", f'exec {sys.executable} {FAKE} "$@"')
         env = {"FAKE_VLLM_SEEN": str(self.file), "SAMESEED_API_KEY": KEY}
         own = ["--engine", "vllm", "--vllm-python", str(python), "--draft", "ngram", "--max-num-seqs", "4"]
         super().__init__(*own, "--served-model-name", "m", *flags, env=env)
@@ -139,9 +137,7 @@ def test_sigterm_lets_streams_finish_and_tells_the_rest(fronted: Fronted) -> Non
 
 
 def test_a_first_start_that_fails_ends_the_server(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho no model >&2; exit 3\n")
-    python.chmod(0o755)
+    python = program(tmp_path / "python", "echo no model >&2; exit 3")
     made = Server("--engine", "vllm", "--vllm-python", str(python))
     assert made.process.wait(60) == 2
     said = " ".join(str(line["message"]) for line in made.log)
@@ -164,19 +160,14 @@ def test_the_real_vllm_with_the_embedded_pair() -> None:
     assert python is not None and words.model_path("embedded")
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "SAMESEED_API_KEY": ""}
     flags = ["--max-model-len", "1024", "--max-num-seqs", "4", "--per-request-spec-decode-metrics", "detailed"]
-    made = Server("--engine", "vllm", "--vllm-python", python, "--vllm-args=--enforce-eager", *flags, env=env)
-    try:
-        made.wait_log("ready")
-        with made.client() as http:
-            fields = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-            whole = http.post("/v1/completions", json=fields).json()
-            told = whole["metrics"]["speculative_decoding"]
-            assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
-            assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"]
-            pieces = stream(http, fields.pop("prompt"), **fields)
-            assert "".join(p["choices"][0]["text"] for p in pieces if p["choices"]) == whole["choices"][0]["text"]
-            assert "vllm:spec_decode_num_drafts_total" in http.get("/metrics").text
-            assert http.post("/tokenize", json={"prompt": "abc"}).json()["count"] > 0
-    finally:
-        assert made.stop() == 0
-        assert not children(made.process.pid)
+    flags += ["--engine", "vllm", "--vllm-python", python, "--vllm-args=--enforce-eager"]
+    with serving(*flags, env=env) as made, made.client() as http:
+        fields = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        whole = http.post("/v1/completions", json=fields).json()
+        told = whole["metrics"]["speculative_decoding"]
+        assert whole["usage"]["completion_tokens"] == 24 and told["num_accepted_draft_tokens"] > 0
+        assert sum(told["per_step_accepted"]) == told["num_accepted_draft_tokens"]
+        pieces = stream(http, fields.pop("prompt"), **fields)
+        assert "".join(p["choices"][0]["text"] for p in pieces if p["choices"]) == whole["choices"][0]["text"]
+        assert "vllm:spec_decode_num_drafts_total" in http.get("/metrics").text
+        assert http.post("/tokenize", json={"prompt": "abc"}).json()["count"] > 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from lawkit import DEVICES, SAMPLED, Pair, TreeDrafter, knowing, load_pair, make_engine, random_prompts, run, texts
 
+from sameseed.laws import trial
 from sameseed.models.loader import resolve_model
 from sameseed.request import Completion, SamplingParams
 
@@ -53,12 +54,6 @@ def prompts_of(pair: Pair) -> list[list[int]]:
 def pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> Pair:
     """The tiny pair on the fastest backend of each device."""
     return load_pair(*pair_folders, device=request.param)
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def reference_pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> Pair:
-    """The tiny pair on the reference, which runs on every device."""
-    return load_pair(*pair_folders, backend="reference", device=request.param)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -119,7 +114,7 @@ def test_texts_differ_where_they_should(plain_texts: dict[str, list[tuple[int, .
     assert plain_texts["greedy"] != plain_texts["sampled"]
 
 
-# --- the tiny pair: every sampling feature, trees, preemption, cache formats ---
+# --- the tiny pair: every sampling feature, trees, formats; preemption: test_laws.py ---
 
 PROMPTS = random_prompts(10, seed=5)
 STOPS = ("a", "r", "\u00e9", "the", "1", "X")
@@ -147,9 +142,8 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 
 
-def outcome(completions: list[Completion]) -> list[tuple[Any, ...]]:
-    """Everything of a completion that law 1 fixes; log-probabilities are compared bit for bit."""
-    return [(c.token_ids, c.text, c.finish_reason, c.seed, c.logprobs) for c in completions]
+def outcome(completions: list[Completion]) -> list[tuple[object, ...]]:
+    return [trial.outcome(c) for c in completions]
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -199,60 +193,27 @@ def test_trees_of_64_nodes(pair: Pair, sampling: str, seed: int) -> None:
     assert metrics.num_rollbacks > 10
 
 
-@pytest.mark.parametrize("level", ["plain", *LEVELS])
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_preemption_leaves_no_trace(pair: Pair, level: str, sampling: str) -> None:
-    asked = params(sampling, max_tokens=40, presence_penalty=0.2)
-    plain = outcome(run(make_engine(pair), PROMPTS, asked, alone=True))
-    spec = {**LEVELS.get(level, {}), "block": 8, "rows": 32}
-    engine = make_engine(pair, **spec, max_len=96, tokens=192)
-    completions = run(engine, PROMPTS, asked)
-    assert outcome(completions) == plain
-    assert engine.scheduler.num_preemptions > 2
-    assert sum(c.metrics.num_preemptions for c in completions) == engine.scheduler.num_preemptions
-
-
-@pytest.mark.parametrize("kv", ["fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"])
-def test_cache_formats(pair: Pair, kv: str) -> None:
-    for sampling in SAMPLING:
-        plain = texts(run(make_engine(pair, kv=kv), PROMPTS, params(sampling), alone=True))
-        for level in LEVELS.values():
-            engine = make_engine(pair, **{**level, "rows": 40}, kv=kv)
-            assert texts(run(engine, PROMPTS, params(sampling))) == plain, level
-        tree = TreeDrafter(knowing(PROMPTS, plain), pair.target.config.vocab_size)
-        assert texts(run(make_engine(pair, k=32, kv=kv, drafter=tree), PROMPTS, params(sampling))) == plain
-
-
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_reference_backend(reference_pair: Pair, sampling: str) -> None:
-    prompts, asked = random_prompts(6, seed=9, longest=20), params(sampling, max_tokens=12)
-    plain = texts(run(make_engine(reference_pair), prompts, asked, alone=True))
-    for level in ({}, *LEVELS.values()):
-        for rows, block in ((12, 4), (512, 32)):
-            engine = make_engine(reference_pair, **{**level, "rows": rows, "block": block})
-            assert texts(run(engine, prompts, asked)) == plain, (level, rows, block)
-    tree = TreeDrafter(knowing(prompts, plain), reference_pair.target.config.vocab_size)
-    engine = make_engine(reference_pair, k=16, drafter=tree)
-    assert texts(run(engine, prompts, asked)) == plain
-    assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("backend", "weights"),
-    [*product(["auto"], ["w8a8", "w4a8", "w4a8-asym", "w4a16", "nf4", "fp8"]), ("reference", "w4a8-asym")],
+    ("backend", "weights", "kv"),
+    [
+        *(("auto", "auto", kv) for kv in ("fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2")),
+        *(("auto", weights, "fp32") for weights in ("w8a8", "w4a8", "w4a8-asym", "w4a16", "nf4", "fp8")),
+        ("reference", "auto", "fp32"),
+        ("reference", "w4a8-asym", "fp32"),
+    ],
 )
-def test_weight_formats(pair_folders: tuple[Path, Path], backend: str, weights: str, device: str) -> None:
-    """Quantized weights, and activations quantized by row: speculation and company change no token."""
-    quantized = load_pair(*pair_folders, backend=backend, weights=weights, device=device)
-    prompts = random_prompts(5, seed=9, longest=20)
+def test_formats(pair_folders: tuple[Path, Path], backend: str, weights: str, kv: str, device: str) -> None:
+    """Weights, rows of activations and of the cache in few bits: speculation and company change no token."""
+    pair = load_pair(*pair_folders, backend=backend, weights=weights, device=device)
+    prompts = random_prompts(6, seed=9, longest=20)
     for sampling in SAMPLING:
-        asked = params(sampling, max_tokens=10)
-        plain = texts(run(make_engine(quantized), prompts, asked, alone=True))
+        asked = params(sampling, max_tokens=12)
+        plain = texts(run(make_engine(pair, kv=kv), prompts, asked, alone=True))
         for level in ({}, *LEVELS.values()):
-            engine = make_engine(quantized, **{**level, "rows": 12, "block": 4})
+            engine = make_engine(pair, **{**level, "rows": 12, "block": 4}, kv=kv)
             assert texts(run(engine, prompts, asked)) == plain, (level, sampling)
-        tree = TreeDrafter(knowing(prompts, plain), quantized.target.config.vocab_size)
-        engine = make_engine(quantized, k=16, drafter=tree)
+        tree = TreeDrafter(knowing(prompts, plain), pair.target.config.vocab_size)
+        engine = make_engine(pair, k=16, kv=kv, drafter=tree)
         assert texts(run(engine, prompts, asked)) == plain
         assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens

@@ -55,7 +55,7 @@ MUTANTS: dict[str, tuple[Any, str, str]] = {  # a function, its text, and what i
     "an owner is not counted": (BlockManager.adopt, "self._num_users[block] += 1", "pass"),
     "a block in use stays idle": (BlockManager.adopt, "self._idle.pop(block, None)", "pass"),
     "what was begun is kept": (BlockManager.adopt, "self.trim(seq, first * self.block_size)", "pass"),
-    "an evicted block stays known": (BlockManager._take, "self.prefixes.drop(block)", "pass"),
+    "an evicted block stays known": (BlockManager.reserve, "self.prefixes.drop(block)", "pass"),
     "rows are written anew in a known block": (BlockManager.rewind, "self.prefixes.drop(seq.blocks[i])", "pass"),
     "rows are written anew in another's block": (BlockManager.rewind, "self._num_users[seq.blocks[i]] > 1", "False"),
     "a shared block is given away": (BlockManager.trim, "if not self._num_users[block]:", "if True:"),

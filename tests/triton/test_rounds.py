@@ -19,7 +19,7 @@ from sameseed.scheme import QuantScheme
 
 pytestmark = pytest.mark.skipif(os.environ.get("SAMESEED_TEST_GPU") != "pretended", reason="of the pretended GPU")
 IN, OUT = "copy to the device", "copy to the host"
-ROWS, TREE, CHECK = (IN, "batch.int_tensors"), (IN, "batch.build_batch"), (OUT, "spec.verify.verify")
+ROWS, TREE, CHECK = (IN, "batch.int_tensors"), (IN, "batch.pack"), (OUT, "spec.verify.verify")
 # What a round may wait for at most, besides the end of each pass; k is 2.
 MOST: dict[str, Counter[tuple[str, str]]] = {
     "none": Counter({ROWS: 1, CHECK: 1}),
@@ -29,11 +29,10 @@ MOST: dict[str, Counter[tuple[str, str]]] = {
     "eagle": Counter(
         {
             ROWS: 4,
-            TREE: 1,
+            TREE: 2,
             CHECK: 1,
             (OUT, "drafters._eagle_guesses.rows"): 4,
-            (IN, "drafters.eagle._taken"): 1,
-            (IN, "models.eagle_runner._batch"): 1,
+            (IN, "drafters.eagle._grow"): 1,
             (IN, "models.runner.commit"): 1,
         }
     ),

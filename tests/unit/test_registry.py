@@ -1,4 +1,4 @@
-"""Shelves: the file name is the key, and nothing is imported before it is asked for."""
+"""Registries: the file name is the key, and nothing is imported before it is asked for."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def test_names() -> None:
     assert {"ngram", "draft_model"} <= set(registry.names("drafters"))
     assert {"fp32", "bf16", "fp16", "int8"} <= set(registry.names("formats"))
     assert {"reference", "cpu"} <= set(registry.names("ops"))
-    for shelf in ("drafters", "formats", "ops"):
-        found = registry.names(shelf)
+    for registry_name in ("drafters", "formats", "ops"):
+        found = registry.names(registry_name)
         assert list(found) == sorted(found)
         assert not any(n.startswith("_") for n in found)
 
@@ -37,7 +37,7 @@ def test_an_unknown_name(name: str, hint: str) -> None:
     assert "draft_model" in str(caught.value), "it lists what there is"
 
 
-def test_furniture_is_no_entry() -> None:
+def test_a_file_that_begins_with_an_underscore_is_no_entry() -> None:
     for name in ("_dense", "../ops/cpu", ""):
         with pytest.raises(RegistryError):
             registry.load("formats", name)

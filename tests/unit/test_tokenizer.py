@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,9 @@ texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="�
 ).map("".join)
 
 
+BYTES = [b"\xff", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"a", "é".encode()]
+
+
 def hard_examples(test: Any) -> Any:
     for text in HARD:
         test = example(text=text)(test)
@@ -152,8 +156,8 @@ def test_streamed_pieces_join_to_the_text(kind, text):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "gpt2"])
-@given(data=st.binary(max_size=30))
-@settings(max_examples=100)
+@given(data=st.binary(max_size=30) | st.lists(st.sampled_from(BYTES), max_size=90).map(b"".join))
+@settings(max_examples=200)
 def test_any_bytes_stream_as_they_decode(kind, data):
     """What a model may emit: stray and incomplete bytes among text. Pieces join to the decoding of the whole."""
     tokenizer = KINDS[kind]()
@@ -178,14 +182,6 @@ def test_bytes_that_are_no_text_are_not_waited_for(kind, unit, monkeypatch):
     if kind == "byte_level":
         assert given_out + stream.flush() == whole
     assert len(given_out) > 0.9 * len(whole)
-
-
-@given(st.lists(st.sampled_from([b"\xff", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"a", "é".encode()]), max_size=90))
-@settings(max_examples=100)
-def test_long_runs_of_bytes_stream_as_they_decode(parts):
-    tokenizer, data = byte_level(), b"".join(parts)
-    token_ids = [byte_tokens("byte_level")[b] for b in data]
-    assert "".join(pieces_of(tokenizer, token_ids)) == data.decode("utf-8", errors="replace")
 
 
 def test_special_tokens_are_not_waited_for():
@@ -331,25 +327,21 @@ def test_no_tokenizer(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", '{"model": {"type": "Evil"}}', "[" * 100_000], ids=lambda t: t[:30])
-def test_damaged_tokenizer(text, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(text)
+@pytest.mark.parametrize("data", [b"", b"{", b"{}", b'{"model": {"type": "Evil"}}', b"[" * 100_000], ids=len)
+def test_damaged_tokenizer(data, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(data)
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b"[" * 100_000], ids=lambda d: repr(d[:10]))
-def test_damaged_tokenizer_config(data, tmp_path):
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe{{", b"[" * 100_000], ids=len)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_damaged_files_beside_it(name, data, tmp_path):
+    if name.endswith("jinja") and data.isascii():
+        return  # a template is any text
     save(tmp_path, byte_level())
-    (tmp_path / "tokenizer_config.json").write_bytes(data)
-    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_damaged_template_file(tmp_path):
-    save(tmp_path, byte_level())
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
-    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja"):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ModelLoadError, match=re.escape(name)):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -433,11 +425,6 @@ def test_templates_of_a_folder(tmp_path):
 def test_messages_that_are_refused(messages, word):
     with pytest.raises(RequestError, match=word):
         with_template(CHATML).chat(messages)
-
-
-def test_no_template():
-    with pytest.raises(RequestError, match="no chat template; use a plain prompt"):
-        with_template(None).chat(HELLO)
 
 
 @pytest.mark.parametrize(

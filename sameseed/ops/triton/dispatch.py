@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -151,13 +150,6 @@ def _cut(ready: Ready, w: QuantTensor, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _slices(num_rows: int, w: QuantTensor) -> Iterator[slice]:
-    """Rows of each launch: all; of a split product ROWS_AT_ONCE, to bound the memory of its parts."""
-    step = max(1, num_rows) if tiling(w).split == 1 else max(ROWS_AT_ONCE, MAX_TILES * TILE)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
-
-
 def _run(rows: RowSource, w: QuantTensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     x = rows.x
     width = x.shape[1] // 2 if rows.kind == "silu" else x.shape[1]
@@ -173,7 +165,10 @@ def _run(rows: RowSource, w: QuantTensor, bias: Tensor | None, residual: Tensor 
     out = x.new_empty(ready.values.shape[0], w.shape[0])
     bias = None if bias is None else aligned(bias)
     residual = None if residual is None else aligned(residual)
-    for part in _slices(out.shape[0], w):
+    num_rows = max(1, out.shape[0])  # of each launch: all; of a split product some, to bound the memory of its parts
+    step = num_rows if tiling(w).split == 1 else max(ROWS_AT_ONCE, MAX_TILES * TILE)
+    for start in range(0, out.shape[0], step):
+        part = slice(start, start + step)
         scales = None if ready.scales is None else ready.scales[part]
         piece = Ready(form, ready.values[part], scales)
         for launch in multiplication(piece, w, bias, None if residual is None else residual[part], out[part]):

@@ -29,7 +29,6 @@ def heads_packed(x: Tensor) -> Tensor:
 
 
 def _places(layer: KVLayer) -> dict[str, Tensor]:
-    """Where codes and scales go."""
     return {
         "k_codes_ptr": layer.k,
         "v_codes_ptr": layer.v,

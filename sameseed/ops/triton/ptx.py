@@ -102,11 +102,6 @@ prmt.b32 $3, h, 0, 0x3414;
 )
 
 
-def halves(values: list[float]) -> list[int]:
-    """The bits of values rounded to float16."""
-    return [struct.unpack("<H", struct.pack("<e", value))[0] for value in values]
-
-
 def terms(values: list[float]) -> tuple[list[float], list[float]]:
     """Float16 numbers a and b with a + b nearest to each value: 22 bits of it."""
     first = [struct.unpack("<e", struct.pack("<e", value))[0] for value in values]
@@ -127,7 +122,7 @@ def _looked_up(table: list[int], outs: tuple[str, str]) -> str:
 
 def _nf4() -> str:
     """Each value in two terms of float16: $0..$3 the first, $4..$7 the second."""
-    first, second = (halves(term) for term in terms(TABLE.tolist()))
+    first, second = ([struct.unpack("<H", struct.pack("<e", v))[0] for v in term] for term in terms(TABLE.tolist()))
     text = "{\n.reg .b32 a, b, l;\n" + _ORDERED.replace("$WORDS", "$8")
     for at, spread in ((0, "0xd9c8"), (2, "0xfbea")):
         text += f"prmt.b32 g, t, r, {spread};\n"

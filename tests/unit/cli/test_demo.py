@@ -5,38 +5,32 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from sameseed.demo import affordable, conclude
 
 
-def made(label: str, speedup: float, same: bool = True) -> dict[str, Any]:
-    draft = "none" if label == "plain" else "ngram"
-    return {"config": {"draft": draft, "label": label}, "speedup": speedup, "equals_plain": same}
-
-
-def said(*records: dict[str, Any]) -> tuple[int, str]:
+@pytest.mark.parametrize(
+    ("speedups", "same", "code", "words"),
+    [
+        ((1.2, 1.7), True, 0, ("b: 1.70 times",)),
+        ((0.8, 0.7), True, 0, ("Nothing beat plain decoding", "a at 0.80")),
+        ((1.5, 1.7), False, 1, ("differed", "b")),
+    ],
+)
+def test_what_came_out(speedups: tuple[float, float], same: bool, code: int, words: tuple[str, ...]) -> None:
     stream = io.StringIO()
-    code = conclude(records, Console(file=stream, width=200))
-    return code, stream.getvalue()
-
-
-def test_a_gain() -> None:
-    code, text = said(made("plain", 1.0), made("a", 1.2), made("b", 1.7))
-    assert code == 0
-    assert "b: 1.70 times" in text
-
-
-def test_no_gain_is_said_too() -> None:
-    code, text = said(made("plain", 1.0), made("a", 0.8), made("b", 0.7))
-    assert code == 0
-    assert "Nothing beat plain decoding" in text and "a at 0.80" in text
-
-
-def test_a_text_that_differs_fails() -> None:
-    code, text = said(made("plain", 1.0), made("a", 1.5), made("b", 1.7, same=False))
-    assert code == 1
-    assert "differed" in text and "b" in text
+    records: list[dict[str, Any]] = [
+        {"config": {"draft": draft, "label": label}, "speedup": speedup, "equals_plain": equal}
+        for draft, label, speedup, equal in (
+            ("none", "plain", 1.0, True),
+            ("ngram", "a", speedups[0], True),
+            ("ngram", "b", speedups[1], same),
+        )
+    ]
+    assert conclude(records, Console(file=stream, width=200)) == code
+    assert all(word in stream.getvalue() for word in words)
 
 
 def test_a_slow_machine_gives_up_rounds_before_tokens() -> None:

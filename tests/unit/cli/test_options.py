@@ -36,7 +36,8 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert parsed.params == SamplingParams()
     settings = parsed.engine.settings
     assert settings["block_size"] == CacheConfig().block_size
-    assert settings["num_draft_tokens"] == SpecConfig().num_draft_tokens
+    assert (settings["policy"], settings["num_draft_tokens"]) == ("auto", None)
+    assert settings["overlap"] == SpecConfig().overlap
     assert settings["max_num_rows"] == EngineConfig().max_num_rows
 
 

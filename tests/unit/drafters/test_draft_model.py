@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, pre
     plain = texts(run(make_engine(pair), PROMPTS, ASKED))
     engine = make_engine(pair, "draft_model", options={"prefill_rows": prefill_rows})
     runner = drafter_of(engine).runner
-    forward, sizes, drafted = runner.forward, [], []
+    forward, sizes = runner.forward, []
 
     def counted(seqs: Any, draft: Draft, num_pending: Any) -> Any:
         sizes.append((sum(num_pending), len(seqs)))
@@ -61,7 +62,6 @@ def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, pre
     monkeypatch.setattr(runner, "forward", counted)
     assert texts(run(engine, PROMPTS, ASKED)) == plain
     assert all(rows <= max(prefill_rows, 2 * count, 2 * len(PROMPTS)) for rows, count in sizes)
-    drafted.append(engine.metrics.num_accepted_tokens)
     assert engine.metrics.acceptance_rate is not None
     assert engine.metrics.acceptance_rate > 0.3, "a draft that lost track would be mostly wrong"
 
@@ -135,8 +135,6 @@ def favouring(model: Llama, token: int) -> Llama:
     head = model.weights.lm_head
     weight = head.parts["weight"].clone()
     weight[token] = weight[:20].sum(0) * 3
-    from dataclasses import replace
-
     weights = replace(model.weights, lm_head=QuantTensor(head.format, head.shape, {"weight": weight}))
     return Llama(model.config, weights, model.ops, model.max_model_len)
 
@@ -208,8 +206,6 @@ def test_confidence_is_the_drafts_probability(pair: Pair) -> None:
 def test_logits_that_are_no_numbers_end_the_chain(pair: Pair) -> None:
     """A draft that breaks down guesses nothing; the target goes on."""
     head = pair.draft.weights.lm_head
-    from dataclasses import replace
-
     broken = QuantTensor(head.format, head.shape, {"weight": torch.full_like(head.parts["weight"], torch.nan)})
     draft = Llama(pair.draft.config, replace(pair.draft.weights, lm_head=broken), pair.draft.ops)
     engine = make_engine(Pair(pair.target, draft, pair.tokenizer), "draft_model")

@@ -265,8 +265,7 @@ def test_broken_logits_guess_nothing(easy: Pair) -> None:
 def test_one_child_makes_chains(easy: Pair) -> None:
     engine = engine_of(easy, 6, top_k=1, depth=4)
     seq = Sequence(0, PROMPTS[4], GREEDY, 0)
-    engine.runner.blocks.reserve(seq, 100)
-    decode_step(engine.runner, engine.drafter, [seq], [seq.num_pending], [0])
+    rounds(engine, seq, 1)
     _, parents = engine.drafter.propose([seq], [6]).nodes(0)
     assert parents == [-1, 0, 1, 2]
     assert len(engine.drafter.propose([seq], [3]).nodes(0)[0]) == 3
@@ -276,8 +275,7 @@ def test_confidence_ends_a_path(easy: Pair, monkeypatch: Any) -> None:
     """Probabilities .9 .5 .1 with threshold .2 stop at the third; what the draft says is the paths' product."""
     engine = engine_of(easy, 8, top_k=1, depth=8)
     drafter, seq = drafter_of(engine), Sequence(0, PROMPTS[4], GREEDY, 0)
-    engine.runner.blocks.reserve(seq, 100)
-    decode_step(engine.runner, drafter, [seq], [seq.num_pending], [0])
+    rounds(engine, seq, 1)
     drafter.policy = ConfidenceLength(8, threshold=0.2)
     sure = iter([0.9, 0.5, 0.1, 0.8])
     monkeypatch.setattr(drafter.guesses, "likeliest", lambda *args: (np.array([[5]]), np.log([[next(sure)]])))
@@ -295,6 +293,15 @@ def rounds(engine: Engine, seq: Sequence, count: int, k: int = 12) -> None:
         decode_step(engine.runner, engine.drafter, [seq], [seq.num_pending], [k if seq.num_output else 0])
 
 
+def read_anew(engine: Engine, seq: Sequence) -> Sequence:
+    """The same text as a sequence that this engine has run all but the last token of."""
+    again = Sequence(0, seq.token_ids, seq.params, seq.seed)
+    again.num_prompt = seq.num_prompt
+    assert engine.runner.blocks.reserve(again, len(again))
+    decode_step(engine.runner, engine.drafter, [again], [len(again) - 1], [0])
+    return again
+
+
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])
 def test_a_guess_is_that_of_a_head_that_sees_the_text_anew(folders: Path, easy: Pair, head: str) -> None:
     """Rows of accepted and rejected nodes leave no trace: rounds later the tree is a fresh drafter's."""
@@ -303,10 +310,7 @@ def test_a_guess_is_that_of_a_head_that_sees_the_text_anew(folders: Path, easy: 
     seq = Sequence(0, PROMPTS[4], DRAWN, 9)
     for _ in range(6):
         rounds(engine, seq, 3)
-        again = Sequence(0, seq.token_ids, DRAWN, 9)
-        again.num_prompt = seq.num_prompt
-        assert fresh.runner.blocks.reserve(again, len(again))
-        decode_step(fresh.runner, fresh.drafter, [again], [len(again) - 1], [0])
+        again = read_anew(fresh, seq)
         assert engine.drafter.propose([seq], [12]).nodes(0) == fresh.drafter.propose([again], [12]).nodes(0)
         holder = drafter_of(engine).followers[seq].holder
         assert len(holder.blocks) == engine.runner.blocks.blocks_for(holder.num_cached), "guessed rows are gone"
@@ -350,10 +354,7 @@ def test_tokens_taken_back(easy: Pair) -> None:
         seq.token_ids[length:] = other
         engine.runner.truncate(seq, length - 1)
         rounds(engine, seq, 1, k=0)
-        again = Sequence(0, seq.token_ids, seq.params, 9)
-        again.num_prompt = seq.num_prompt
-        assert fresh.runner.blocks.reserve(again, len(again))
-        decode_step(fresh.runner, fresh.drafter, [again], [len(again) - 1], [0])
+        again = read_anew(fresh, seq)
         mine, its = engine.drafter.propose([seq], [12]), fresh.drafter.propose([again], [12])
         assert mine.count(0) == 12
         if back < 64:  # further back, hidden states are gone: it begins anew with what it has
@@ -416,14 +417,13 @@ def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> No
     for beyond in ("slide", "stop"):
         engine = engine_of(pair, 6, beyond=beyond)
         highest: list[int] = []
-        batch = drafter_of(engine).runner._batch
+        expand = drafter_of(engine).runner.expand
 
-        def watched(levels: Any, batch: Any = batch, highest: list[int] = highest) -> Any:
-            built = batch(levels)
-            highest.append(int(built.positions.max()))
-            return built
+        def watched(levels: Any, features: Any, expand: Any = expand, highest: list[int] = highest) -> Any:
+            highest.extend(x.holder.num_cached + x.masks[0].bit_count() - 1 for x in levels)
+            return expand(levels, features)
 
-        drafter_of(engine).runner._batch = watched  # type: ignore[method-assign]
+        drafter_of(engine).runner.expand = watched  # type: ignore[method-assign]
         done = run(engine, PROMPTS, asked)
         assert texts(done) == plain
         accepted[beyond] = engine.metrics.num_accepted_tokens

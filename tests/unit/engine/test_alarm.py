@@ -16,6 +16,7 @@ from lawkit import MODEL_VOCAB, Pair, make_engine, random_prompts, run, texts
 from sameseed import ops
 from sameseed.config import SpecConfig
 from sameseed.engine.alarm import Alarm, is_useless
+from sameseed.lengths import _budget
 from sameseed.models.eagle_config import parse_head_config
 from sameseed.models.eagle_loader import load_head
 from sameseed.request import SamplingParams, SpecMetrics
@@ -101,9 +102,13 @@ def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplo
     assert len(said) == 1 and said[0].startswith("drafter 'eagle'")
 
 
-def test_a_useless_draft_is_said_where_goodput_gives_it_up(pair: Pair, tmp_path: Path) -> None:
+def test_a_useless_draft_is_said_where_goodput_gives_it_up(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, rounds in (("SHARE", 1.0), ("FIRST_WAIT", 1), ("LAST_WAIT", 1)):  # trials without end
+        monkeypatch.setattr(_budget, name, rounds)
     engine = make_engine(foreign_head(tmp_path, pair), "eagle", k=4, policy="goodput", options={"top_k": 1})
-    for _ in range(40):  # how often it is tried depends on times
+    for _ in range(40):
         run(engine, PROMPTS[:2], GREEDY)
         if engine.alarm.texts:
             break

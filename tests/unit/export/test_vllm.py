@@ -119,6 +119,7 @@ def test_options_are_the_drafters_own(name: str) -> None:
         ({"draft": parse_draft("org/m"), "draft_format": "w4a8"}, "--draft-format at auto"),
         ({"draft": parse_draft("draft_model")}, "needs the draft's checkpoint"),
         ({"draft": parse_draft("ngram"), "draft_options": {"store": "x"}}, "min_ngram, max_ngram; got store"),
+        ({"draft": parse_draft("org/m"), "spread": Spread(nodes=2)}, "--tensor-parallel-size alone"),
         ({"backend": "cpu"}, "leave it at auto"),
         ({"kv_format": "int8"}, "no KV cache in 'int8'"),
         ({"format": "w4a8"}, r"sameseed quantize MODEL --scheme w4a8 --out DIR"),
@@ -127,12 +128,6 @@ def test_options_are_the_drafters_own(name: str) -> None:
 def test_what_vllm_cannot_do_is_refused_with_a_remedy(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         arguments(**settings)
-
-
-def test_a_draft_model_over_several_groups_of_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--tensor-parallel-size alone"):
-        arguments(spread=Spread(nodes=2), draft=parse_draft("org/m"))
-    assert arguments(spread=Spread(nodes=2), draft=parse_draft("ngram"))
 
 
 def checkpoint(folder: Path, quantization: dict[str, Any] | None) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from sameseed import scheme
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.scheme import DENSE, QuantScheme, QuantTensor
+from sameseed.scheme import DENSE, QuantScheme
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -75,14 +75,3 @@ def test_unknown_format_names_the_near_one():
         scheme.get("bf61")
     with pytest.raises(RegistryError, match="fp32"):
         QuantScheme("float32").encode(torch.ones(1, 1))
-
-
-def test_a_format_without_a_cache_type_is_refused_for_the_cache(monkeypatch):
-    monkeypatch.setattr(type(scheme.get("int8")), "kv_dtype", None)
-    with pytest.raises(ConfigError, match="'int8' does not serve the KV cache; use"):
-        scheme.kv_format("int8")
-
-
-def test_bytes_of_a_stored_weight():
-    q = QuantTensor("x", (2, 3), {"codes": torch.zeros(2, 3, dtype=torch.int8), "scales": torch.zeros(2)})
-    assert q.nbytes == 6 + 8

@@ -87,28 +87,13 @@ def test_scales_of_weights_and_cache_rows(name):
     assert scales[1, 1] == 0 and not codes[0, 1].any() and not codes[1].any()
 
 
-def test_checkpoints():
+def test_checkpoints_are_of_e4m3_only():
+    """No other engine reads e5m2, and none may take it for e4m3."""
     fmt, other = scheme.get("fp8_e4m3"), scheme.get("fp8_e5m2")
-    q = fmt.encode(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
+    q = fmt.encode(randn(6, 8))
     tensors = fmt.checkpoint("x", q)
     assert tensors["x.weight"].dtype == torch.float8_e4m3fn and tensors["x.weight_scale"].shape == (6, 1)
-    assert fmt.config(q)["format"] == "float-quantized"
-    with pytest.raises(ConfigError, match=r"x.weight is torch.float8_e4m3fn.* it is no fp8_e5m2"):
-        other.from_checkpoint("x", tensors)
-    with pytest.raises(ConfigError, match=r"no tensor x.weight_scale"):
-        fmt.from_checkpoint("x", {"x.weight": tensors["x.weight"]})
-    for scale in (torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.bfloat16), torch.tensor([[0.5]])):
-        whole = fmt.from_checkpoint("x", {"x.weight": tensors["x.weight"], "x.weight_scale": scale})
-        assert whole.parts["scales"].tolist() == [[0.5]] * 6  # one scale for the tensor
-    with pytest.raises(ConfigError, match=r"weight_scale \[5, 1\] does not fit a weight \[6, 8\]: one scale for the"):
-        fmt.from_checkpoint("x", {"x.weight": tensors["x.weight"], "x.weight_scale": torch.ones(5, 1)})
-
-
-def test_checkpoints_of_e5m2_are_ours():
-    """No other engine reads them, and none may take them for e4m3."""
-    fmt = scheme.get("fp8_e5m2")
-    config = fmt.config(fmt.encode(randn(2, 8)))
-    assert (config["quant_method"], config["format"]) == ("sameseed", "fp8_e5m2")
+    assert fmt.config(q)["format"] == "float-quantized" and other.config(other.encode(randn(2, 8))) == {}
 
 
 @every_kind
@@ -146,16 +131,6 @@ def test_blocks_share_a_scale(height, width):
     tensors = fmt.checkpoint("x", q)
     rows = height if width <= 128 else -(-height // 128)
     assert tensors["x.weight_scale"].shape == (rows, -(-width // 128))
-    back = fmt.from_checkpoint("x", tensors)
-    assert all(back.parts[n].equal(t) for n, t in q.parts.items())
-
-
-def test_scales_of_blocks_have_another_name_too():
-    fmt = scheme.get("fp8_e4m3")
-    q = fmt.encode(randn(200, 300), QuantArgs(variant="b128"))
-    tensors = fmt.checkpoint("x", q)
-    other = {"x.weight": tensors["x.weight"], "x.weight_scale_inv": tensors["x.weight_scale"]}
-    assert fmt.decode(fmt.from_checkpoint("x", other)).equal(fmt.decode(q))
 
 
 def test_joined_blocks_are_not_written():
@@ -175,19 +150,19 @@ def test_the_chooser_takes_e5m2_only_for_a_wide_range():
     wide = 1e-6 * randn(64, 256, seed=1)
     wide[:, 0] = 1.0
     for weight, name in ((normal, "fp8_e4m3"), (heavy, "fp8_e4m3"), (1e-9 * normal, "fp8_e4m3"), (wide, "fp8_e5m2")):
-        choice = choose(weight)
-        assert choice.name == name
-        for kind, error in choice.errors.items():
+        chosen, errors = choose(weight)
+        assert chosen == name
+        for kind, error in errors.items():
             fmt = scheme.get(kind)
             wanted = (fmt.decode(fmt.encode(weight)) - weight).double().norm() / weight.double().norm()
             assert error == pytest.approx(wanted.item(), rel=1e-6)
-        assert choice.errors[name] == min(choice.errors.values())
+        assert errors[name] == min(errors.values())
         assert QuantScheme.parse("fp8-auto").encode(weight).format == name
         assert QuantScheme.parse("fp8-a8-auto").settled(weight) == QuantScheme(name, activations="fp8")
-    assert choose(torch.zeros(2, 8)).name == "fp8_e4m3"
+    assert choose(torch.zeros(2, 8))[0] == "fp8_e4m3"
 
 
 def test_many_rows_are_measured_in_pieces():
     weight = randn(3000, 512)
     whole = (scheme.get("fp8_e4m3").decode(scheme.get("fp8_e4m3").encode(weight)) - weight).norm() / weight.norm()
-    assert choose(weight).errors["fp8_e4m3"] == pytest.approx(whole.item(), rel=1e-4)
+    assert choose(weight)[1]["fp8_e4m3"] == pytest.approx(whole.item(), rel=1e-4)

@@ -9,7 +9,8 @@ from hypothesis.extra import numpy as hn
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats.int4 import pack_int32, unpack_int32
+from sameseed.formats.int4 import pack_int32
+from sameseed.models.layouts.base import unpacked
 from sameseed.scheme import QuantArgs
 
 INT4 = scheme.get("int4")
@@ -65,7 +66,7 @@ def test_eight_codes_an_int32(values):
     codes = torch.from_numpy(values)
     packed = pack_int32(codes)
     assert packed.dtype == torch.int32 and packed.shape == (codes.shape[0], -(-codes.shape[1] // 8))
-    assert unpack_int32(packed, codes.shape[1]).equal(codes)
+    assert unpacked(packed, 4)[:, : codes.shape[1]].equal(codes)
     for row, word in zip(values, packed[:, 0].tolist(), strict=True):  # the first in the lowest four bits
         assert word % 2**32 == sum(int(c) << 4 * i for i, c in enumerate(row[:8]))
 

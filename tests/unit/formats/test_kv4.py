@@ -150,6 +150,6 @@ def test_rows_of_another_width_are_refused():
 @pytest.mark.parametrize(("name", "width"), [("int4", 34), ("int4_sparse", 40)])
 def test_a_cache_holds_packed_rows(name, width):
     cache = KVCache(2, 3, 4, 2, 64, name)
-    layer = cache.layer(1)
+    layer = cache.layers[1]
     assert layer.k.shape == layer.v.shape == (3, 4, 2, width) and layer.k.dtype == torch.uint8
     assert cache.nbytes == 2 * 2 * 12 * 2 * (width + 4)

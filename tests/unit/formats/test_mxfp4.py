@@ -7,7 +7,7 @@ import torch
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats.mxfp4 import TABLE, from_e8m0, to_e8m0
+from sameseed.formats.mxfp4 import TABLE, to_e8m0
 from sameseed.scheme import QuantArgs
 
 MXFP4 = scheme.get("mxfp4")
@@ -25,11 +25,9 @@ def test_all_codes():
 
 
 def test_all_scales():
-    codes = torch.arange(256, dtype=torch.uint8)
-    scales = from_e8m0(codes)
-    assert scales[:255].double().equal(2.0 ** (torch.arange(255, dtype=torch.float64) - 127))
-    assert scales[255].isnan() and scales.dtype == torch.bfloat16
-    assert to_e8m0(scales).equal(codes)
+    scales = 2.0 ** (torch.arange(256, dtype=torch.float64) - 127)
+    scales[255] = torch.nan
+    assert to_e8m0(scales.to(torch.bfloat16)).equal(torch.arange(256, dtype=torch.uint8))
 
 
 def test_ties_go_to_the_even_code():
@@ -81,9 +79,5 @@ def test_checkpoint_layout():
     codes = q.parts["codes"]
     assert tensors["x.weight_packed"].equal(codes[:, ::2] + 16 * codes[:, 1::2])  # the first in the low half
     assert tensors["x.weight_scale"].shape == (4, 2) and tensors["x.weight_scale"].dtype == torch.uint8
-    negative_zero = {**tensors, "x.weight_packed": torch.full((4, 32), 0x88, dtype=torch.uint8)}
-    assert (MXFP4.decode(MXFP4.from_checkpoint("x", negative_zero)) == 0).all()
     with pytest.raises(ConfigError, match="rows of 40, no multiple of 32"):
         MXFP4.checkpoint("x", MXFP4.encode(torch.ones(2, 40)))
-    with pytest.raises(ConfigError, match="a byte of scale goes with 16 of codes"):
-        MXFP4.from_checkpoint("x", {**tensors, "x.weight_scale": tensors["x.weight_scale"][:, :1]})

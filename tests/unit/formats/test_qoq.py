@@ -7,12 +7,17 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from sameseed import scheme
-from sameseed.errors import ConfigError
-from sameseed.formats.qoq import PROTECTED, steps
-from sameseed.scheme import QuantArgs, QuantScheme
+from sameseed.formats.qoq import PROTECTED
+from sameseed.scheme import QuantArgs, QuantTensor
 
 QOQ = scheme.get("qoq")
 rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=64, max_size=64)
+
+
+def steps(q: QuantTensor) -> torch.Tensor:
+    """The integers [O, K / G] that the scales are, times the channel's."""
+    found = q.parts["scales"] / q.parts["channel"].float()
+    return found.where(q.parts["scales"] > 0, 0.0)
 
 
 @given(rows, st.sampled_from([32, 64, None]), st.sampled_from([None, "mse"]))
@@ -80,38 +85,3 @@ def test_a_row_of_nothing():
     broken[0, 3] = torch.nan
     decoded = QOQ.decode(QOQ.encode(broken))
     assert decoded[0].isnan().all() and not decoded[1].any()
-
-
-def test_checkpoint_layout():
-    q = QuantScheme.parse("w4a8-qoq-g64").encode(torch.randn(6, 128, generator=torch.Generator().manual_seed(0)))
-    tensors = QOQ.checkpoint("x", q)
-    assert {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()} == {
-        "x.weight_packed": (torch.int32, (6, 16)),
-        "x.weight_scale": (torch.bfloat16, (6, 1)),
-        "x.weight_group_scale": (torch.uint8, (6, 2)),
-        "x.weight_zero_point": (torch.uint8, (6, 2)),
-        "x.weight_shape": (torch.int64, (2,)),
-    }
-    config = QOQ.config(q)
-    assert (config["quant_method"], config["format"]) == ("sameseed", "qoq")
-    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64
-    assert config["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "words"),
-    [
-        ("weight_group_scale", torch.full((2, 2), 17, dtype=torch.uint8), "exceed 16"),
-        ("weight_zero_point", torch.full((2, 2), 16, dtype=torch.uint8), "zero points 15"),
-        ("weight_group_scale", torch.ones(2, 4, dtype=torch.uint8), "the file is damaged"),
-        ("weight_scale", torch.ones(3, 1), "the file is damaged"),
-        ("weight_packed", torch.zeros(2, 9, dtype=torch.int32), "the file is damaged"),
-        ("weight_shape", torch.tensor([2, 63]), "do not divide 63 columns"),
-        ("weight_shape", torch.tensor([2, 0]), "no height and width"),
-        ("weight_shape", torch.tensor([2]), "no height and width"),
-    ],
-)
-def test_damaged_checkpoints_are_refused(kind, value, words):
-    tensors = QOQ.checkpoint("x", QOQ.encode(torch.ones(2, 64), QuantArgs(32, False)))
-    with pytest.raises(ConfigError, match=words):
-        QOQ.from_checkpoint("x", {**tensors, f"x.{kind}": value})

@@ -17,22 +17,14 @@ from sameseed.engine.engine import Engine
 from sameseed.errors import RequestError
 from sameseed.grammar import MAX_KNOWN, Choice, Vocabulary
 from sameseed.request import Completion, FinishReason, Grammar, Request, SamplingParams, Sequence
+from sameseed.server.text import vocabulary as vocabulary_of
 
 CHOICES = ["the sum", "the whole", "the", "für", "你好", "list"]
 
 
 @pytest.fixture
 def vocabulary(pair: Pair) -> Vocabulary:
-    pieces = [b""] * MODEL_VOCAB
-    for token in range(1, 300):
-        text = pair.tokenizer.token(token) or ""
-        raw = bytes(BYTES[c] for c in text)
-        pieces[token] = raw
-    return Vocabulary(pieces, [EOS])
-
-
-PLAIN = [*range(33, 127), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-BYTES = {chr(b): b for b in PLAIN} | {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in PLAIN)}
+    return vocabulary_of(pair.tokenizer, MODEL_VOCAB, [EOS])
 
 
 def write(engine: Engine, grammar: Grammar | None, params: SamplingParams, seeds: range) -> list[Completion]:

@@ -30,7 +30,7 @@ from sameseed.drafters._shadow import Shadow
 from sameseed.engine.engine import Engine
 from sameseed.engine.overlap import Overlap
 from sameseed.errors import RequestError
-from sameseed.grammar import Vocabulary, matching
+from sameseed.grammar import Vocabulary
 from sameseed.grammar.matching import Matched, Matching
 from sameseed.request import Completion, FinishReason, Request, SamplingParams, Sequence
 from sameseed.server.text import vocabulary as vocabulary_of
@@ -327,9 +327,3 @@ def test_draft_models_guess_what_may_be_written(pair: Pair, words: Matching, per
     engine = make_engine(pair, "draft_model")
     write(engine, words, person, params, range(8))
     assert engine.metrics.acceptance_rate is not None and engine.metrics.acceptance_rate > 0.5
-
-
-@given(st.lists(st.integers(0, 2), max_size=9), st.lists(st.integers(0, 2), max_size=9))
-def test_what_two_texts_share(one: list[int], other: list[int]) -> None:
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    assert matching._shared(one, other) == sum(1 for _ in same)

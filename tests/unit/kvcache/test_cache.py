@@ -24,7 +24,7 @@ def test_storage(format: str, dtype: torch.dtype, scaled: bool) -> None:
     cache = KVCache(*SHAPE, format)
     assert len(cache.layers) == 3
     for i in range(3):
-        layer = cache.layer(i)
+        layer = cache.layers[i]
         assert layer.format == format
         assert layer.k.shape == layer.v.shape == (5, 4, 2, 8)
         assert layer.k.dtype == layer.v.dtype == dtype

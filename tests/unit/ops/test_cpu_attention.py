@@ -14,7 +14,8 @@ from sameseed.batch import Rows, build_batch
 from sameseed.ops import cpu
 from sameseed.scheme import KVLayer, QuantTensor
 
-every_kv_format = pytest.mark.parametrize("name", KV_FORMATS)
+FOUR_BITS = ["int4", "int4_sparse"]
+every_kv_format = pytest.mark.parametrize("name", [*KV_FORMATS, *FOUR_BITS])
 every_scaled_format = pytest.mark.parametrize("name", sorted(LARGEST))
 
 
@@ -29,9 +30,8 @@ def passes(draw: st.DrawFn) -> tuple[Pass, int | None]:
         parts.append(Part(draw(st.integers(0, 140) | st.integers(240, 560)), pending, [max(-1, p) for p in parents]))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 17]))
     dim, block_size = draw(st.sampled_from([2, 10, 16, 32, 33, 80, 128])), draw(st.sampled_from([1, 5, 16, 64]))
-    made = make_pass(
-        parts, draw(st.sampled_from(KV_FORMATS)), kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99))
-    )
+    name = draw(st.sampled_from(KV_FORMATS if dim % 2 else [*KV_FORMATS, *FOUR_BITS]))
+    made = make_pass(parts, name, kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99)))
     return made, draw(st.none() | st.integers(1, 400))
 
 
@@ -123,15 +123,37 @@ def test_extreme_rows(isa, name):
     assert scales[:, 1].isfinite().all() and scales[:6, 0].isfinite().all()
 
 
-@every_scaled_format
-def test_rows_move_with_their_scales(name):
-    layer = make_pass([Part(0, 20)], name).layer
-    wanted = [t.clone() for t in flat(layer)]
-    for tensor in wanted:
-        tensor[[2, 3]] = tensor[[3, 9]]
-    cpu.move_kv(layer, torch.tensor([3, 9]), torch.tensor([2, 3]))
-    for tensor, moved in zip(flat(layer), wanted, strict=True):
-        assert tensor.view(torch.uint8).equal(moved.view(torch.uint8))  # NaN is not equal to itself
+@every_isa
+@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("dim", [2, 6, 32, 48, 64, 80, 128, 320, 512])
+def test_rows_of_four_bits_are_stored_as_the_format_says(name, dim, isa):
+    """Noise, outliers, ties, zeros, tiny, huge, constant rows, NaN and infinity."""
+    x = randn(12, 2, dim)
+    x[1, 0, dim // 2] = 1e4
+    x[2] = x[2].round()
+    x[3] = 0
+    x[4] *= 1e-31
+    x[5] *= 1e38
+    x[6] = 3.25
+    x[7, 1, 0] = torch.nan
+    x[8, 0, -1] = torch.inf
+    x[9] = -x[9].abs()
+    x[10] = x[10].abs() + 100
+    with instructions(isa):
+        got = stored(name, x)
+    for i, rows in enumerate((x, x.flip(0))):
+        codes, scales = kv_oracle(name).encode_kv(rows)
+        torch.testing.assert_close(got[2 + i], scales, rtol=0, atol=0, equal_nan=True)
+        sound = ~scales.isnan()  # bytes of a poisoned row mean nothing: its scale says so
+        assert got[i][sound].equal(codes[sound])
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_a_width_that_no_head_has_is_refused(name):
+    layer = empty_layer(name, 4, 1, 1, 32)
+    broken = KVLayer(name, layer.k[..., :1].contiguous(), layer.v[..., :1].contiguous(), layer.k_scale, layer.v_scale)
+    with pytest.raises(ValueError, match="no head dimension"):
+        cpu.move_kv(broken, torch.tensor([0]), torch.tensor([1]))
 
 
 # --- what is read ---

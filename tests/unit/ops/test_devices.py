@@ -84,7 +84,7 @@ def test_the_gpu_that_is_asked_for_counts(one_gpu, monkeypatch):
     """Of two GPUs one is too old: `cuda:1` is not judged by `cuda:0`."""
     triton = pytest.importorskip("sameseed.ops.triton")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5) if (d.index or 0) == 0 else (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5) if (d.index or 0) == 0 else (8, 0))
     triton.unavailable.cache_clear()
     try:
         assert ops.resolve("auto", "cuda:0").name == "reference" and ops.resolve("auto", "cuda:1").name == "triton"
@@ -181,11 +181,11 @@ def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
 WAITS = {
     "batch.int_tensors",
     "batch.build_batch",
+    "batch.pack",
     "spec.verify.verify",
     "drafters._chains._next",
     "models.runner.commit",
-    "models.eagle_runner._batch",
-    "drafters.eagle._taken",
+    "drafters.eagle._grow",
     "drafters._eagle_guesses.rows",
 }
 

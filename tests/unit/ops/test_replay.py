@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -52,7 +53,7 @@ def model():
 @torch.inference_mode()
 def test_replay_gives_the_bits_of_direct_calls(model, format):
     direct, replayed = make_cache(model, format), make_cache(model, format)
-    assert isinstance(model._run, _replay.Replay)
+    assert isinstance(model._run, _replay.PlanReplay)
     for seed in range(12 if format == "fp32" else 4):
         captures = ((), (0,), (0, 1))[seed % 3]
         batch = make_batch(seed, model.config.vocab_size, num_seqs=1 + seed % 4, most_pending=20)
@@ -140,8 +141,6 @@ def test_what_has_no_kernel_runs_op_by_op(caplog, monkeypatch):
 
 @torch.inference_mode()
 def test_a_batch_in_other_types_runs_op_by_op(model):
-    from dataclasses import replace
-
     batch = make_batch(3, model.config.vocab_size)
     wanted, _ = model.forward(batch, make_cache(model))
     odd = replace(batch, positions=batch.positions.long())
@@ -164,13 +163,14 @@ def test_a_plan_counts_the_time_of_its_steps(model):
     cache = make_cache(model)
     batch = make_batch(1, model.config.vocab_size)
     recorded = model._run.recorded(batch.num_rows, cache, ())
-    recorded.plan.set_timed(True)
+    (plan,) = recorded._parts
+    plan.set_timed(True)
     model.forward(batch, cache)
-    seconds = dict(recorded.plan.seconds())
-    recorded.plan.set_timed(False)
+    seconds = dict(plan.seconds())
+    plan.set_timed(False)
     assert {"attention", "embedding", "linear", "lm_head", "rope_store"} == set(seconds)
     assert all(s > 0 for s in seconds.values())
-    assert len(recorded.plan) == 2 + 6 * model.config.num_layers
+    assert len(plan) == 2 + 6 * model.config.num_layers
 
 
 def test_a_backend_without_plans_runs_op_by_op():

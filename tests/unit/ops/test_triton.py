@@ -14,7 +14,6 @@ import pytest
 import torch
 from fixtures_ops import randn
 
-from sameseed import registry
 from sameseed.ops import gated_rows, normed_rows, plain_rows, reference
 from sameseed.scheme import QuantScheme
 
@@ -32,18 +31,8 @@ PREPARED = ("attention", "kv", "linear", "sampling", "rounds")
 
 def run_cases(name: str, *more: str, **settings: str) -> None:
     environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        str(CASES / name),
-        *more,
-    ]
+    quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *quiet, str(CASES / name), *more]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=CASES.parents[1])
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
@@ -53,7 +42,12 @@ def run_cases(name: str, *more: str, **settings: str) -> None:
 outdated = triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
 
 
-@pytest.mark.skipif(outdated, reason="the interpreter of Triton 3.6 does not run with NumPy 2.4; take Triton 3.7")
+runs_interpreter = pytest.mark.skipif(
+    outdated, reason="the interpreter of Triton 3.6 does not run with NumPy 2.4; take Triton 3.7"
+)
+
+
+@runs_interpreter
 @pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py") if p.name != "test_rounds.py"))
 def test_in_the_interpreter(name):
     run_cases(name, TRITON_INTERPRET="1")
@@ -61,7 +55,7 @@ def test_in_the_interpreter(name):
 
 @pytest.mark.slow  # a part of the test above: `make test-bits` runs it alone
 @pytest.mark.bits
-@pytest.mark.skipif(outdated, reason="the interpreter of Triton 3.6 does not run with NumPy 2.4; take Triton 3.7")
+@runs_interpreter
 def test_bits_in_the_interpreter():
     run_cases("", "-m", "bits", TRITON_INTERPRET="1")
 
@@ -186,20 +180,6 @@ def test_a_gpu_without_conversions_of_8_bit_floats_has_steps_for_them(monkeypatc
         dispatch.converts_fp8.cache_clear()
 
 
-@pytest.mark.parametrize(("capability", "reason"), [((7, 5), "has compute capability 7.5.*need 8.0"), ((8, 0), None)])
-def test_a_gpu_that_is_too_old_is_refused(capability, reason, monkeypatch):
-    module = registry.load("ops", "triton")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
-    module.unavailable.cache_clear()
-    try:
-        found = module.unavailable()
-        assert found is None if reason is None else re.search(reason, found)
-    finally:
-        module.unavailable.cache_clear()
-
-
 # --- compiled for GPUs that are not here ---
 
 INSTRUCTIONS = {  # of tensor cores, by the form of rows
@@ -208,10 +188,25 @@ INSTRUCTIONS = {  # of tensor cores, by the form of rows
     "int8": "m16n8k32.row.col.satfinite.s32.s8.s8.s32",
     "fp8": "m16n8k16.row.col.f32.f16.f16.f32",
 }
-SOME = [("w4a16", 90), ("w4a8", 80), ("bf16", 90), ("fp8-a8", 89)]
+SOME = {("w4a16", 90), ("w4a8", 80), ("bf16", 90), ("fp8-a8", 89)}  # compiling takes seconds each: the rest is slow
 KINDS = ("bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a16", "w4a8", "w4a8-qoq", "w8a8n", "fp8", "fp8-b128")
 KINDS += ("fp8-a8", "fp8_e5m2", "nf4", "mxfp4")
-ALL = [(name, capability) for name in KINDS for capability in (80, 89, 90)]
+ALL = [
+    pytest.param(name, capability, marks=[] if (name, capability) in SOME else pytest.mark.slow)
+    for name in KINDS
+    for capability in (80, 89, 90)
+]
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Triton's, with nothing remembered."""
+    if interpreted:
+        pytest.skip("the interpreter compiles nothing")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+needs_compiler = pytest.mark.usefixtures("compiler")
 
 
 def instructions(name: str, capability: int, num_rows: int) -> set[str]:
@@ -227,32 +222,18 @@ def instructions(name: str, capability: int, num_rows: int) -> set[str]:
     return set(re.findall(r"mma\.sync\.aligned\.([\w.]+)", compiled[0].asm["ptx"]))
 
 
-def check_compiled(name: str, capability: int) -> None:
+@needs_compiler
+@pytest.mark.parametrize(("name", "capability"), ALL)
+def test_products_compile_to_one_instruction_for_all_rows(name, capability):
     """One and the same instruction for 1, 2 and 4 tiles of rows: the order of a row's sums is that of one tile."""
     w = QuantScheme.parse(name).encode(torch.ones(1, 512))
     wanted = {INSTRUCTIONS[dispatch.form_for(w)]}
     assert all(instructions(name, capability, num_rows) == wanted for num_rows in (1, 32, 64))
 
 
-@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(("name", "capability"), SOME)
-def test_products_compile_to_one_instruction_for_all_rows(name, capability, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    check_compiled(name, capability)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(("name", "capability"), ALL)
-def test_products_compile_everywhere(name, capability, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    check_compiled(name, capability)
-
-
-@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
-def test_the_smallest_shapes_compile(tmp_path, monkeypatch):
+@needs_compiler
+def test_the_smallest_shapes_compile():
     """Sizes of 1 become constants of a kernel, which must bear that."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     w = gpu.pack(QuantScheme.parse("w4a8").encode(torch.ones(1, 64)))
     launch, ready = dispatch.preparation(plain_rows(torch.empty(1, 64)), "int8", w.group)
     launches = [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
@@ -261,7 +242,7 @@ def test_the_smallest_shapes_compile(tmp_path, monkeypatch):
     assert all(launch.compile(90).asm["cubin"] for launch in launches)
 
 
-@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+@needs_compiler
 def test_kernels_are_not_compiled_for_numbers_of_rows():
     """What a launch leaves free, Triton must not specialize on: one row, or a multiple of 16, would be other code."""
     w = gpu.pack(QuantScheme.parse("w4a16").encode(torch.ones(8, 4096)))
@@ -274,10 +255,9 @@ def test_kernels_are_not_compiled_for_numbers_of_rows():
         assert given == launch.free == rows
 
 
-@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
+@needs_compiler
 @pytest.mark.parametrize("capability", [80, 90])
-def test_small_ops_compile(capability, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_small_ops_compile(capability):
     launches = [
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "single", 1)[0],
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "int8", 64)[0],
@@ -299,22 +279,15 @@ def layout_of_sum(form: str, width: int, gather: bool) -> str:
     return f"{named} {re.search(r'num-warps. = ([0-9]+)', text)[1]}"
 
 
-def check_sums(widths: tuple[int, ...], cases: list[tuple[str, bool]]) -> None:
-    for width in widths:
-        made = {case: layout_of_sum(case[0], width, case[1]) for case in [("single", False), *cases]}
-        assert len(set(made.values())) == 1, made
+EVERY_FORM = [(form, gather) for form in ("single", "half", "bf16", "int8", "fp8") for gather in (False, True)]
 
 
-@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
-def test_a_norm_is_summed_in_one_order_whatever_a_row_becomes(tmp_path, monkeypatch):
+@needs_compiler
+@pytest.mark.parametrize(
+    ("width", "cases"),
+    [(512, [("int8", True)]), *(pytest.param(w, EVERY_FORM, marks=pytest.mark.slow) for w in (512, 3072, 4096))],
+)
+def test_a_norm_is_summed_in_one_order_whatever_a_row_becomes(width, cases):
     """Fused norms must have the bits of the norm by itself."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    check_sums((512,), [("int8", True)])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(interpreted, reason="the interpreter compiles nothing")
-def test_all_norms_are_summed_in_one_order(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    forms = ("single", "half", "bf16", "int8", "fp8")
-    check_sums((512, 3072, 4096), [(form, gather) for form in forms for gather in (False, True)])
+    made = {case: layout_of_sum(case[0], width, case[1]) for case in [("single", False), *cases]}
+    assert len(set(made.values())) == 1, made

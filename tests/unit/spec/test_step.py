@@ -4,51 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from lawkit import Pair, TreeDrafter, make_engine, random_prompts
+from lawkit import Pair, make_engine
 
-from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, NoDrafter, Span
 from sameseed.spec.step import decode_step
-
-
-def rows_of(runner: ModelRunner, seq: Sequence) -> list[torch.Tensor]:
-    """The cached keys and values of a sequence, by layer, in order of position."""
-    size = runner.cache.block_size
-    slots = [seq.blocks[i // size] * size + i % size for i in range(seq.num_cached)]
-    return [t.view(-1, *t.shape[2:])[slots] for layer in runner.cache.layers for t in (layer.k, layer.v)]
-
-
-@pytest.mark.parametrize("block", [3, 16])
-def test_commit_equals_a_fresh_prefill(pair: Pair, block: int) -> None:
-    """Bit for bit, after many rounds of trees with accepted and rejected nodes in any order."""
-    prompt = random_prompts(3)[2]
-    engine = make_engine(pair, block=block)
-    runner = engine.runner
-    truth = Sequence(0, prompt, SamplingParams(), 0)
-    runner.blocks.reserve(truth, 200)
-    while truth.num_output < 60:
-        decode_step(runner, NoDrafter(), [truth], [truth.num_pending], [0])
-    answer = truth.output_token_ids
-    seq = Sequence(1, prompt, SamplingParams(), 0)
-    runner.blocks.reserve(seq, 200)
-    drafter = TreeDrafter(lambda s: answer[s.num_output :], pair.target.config.vocab_size, seed=block)
-    moved = 0
-    while seq.num_output < 50:
-        result = decode_step(runner, drafter, [seq], [seq.num_pending], [20])[1]
-        moved += any(node != place for place, node in enumerate(result.nodes[0]))
-        assert seq.num_pending == 1
-    assert moved > 3, "accepted rows did move"
-    assert seq.output_token_ids[:50] == answer[:50]
-    fresh = Sequence(2, seq.token_ids[: seq.num_cached], SamplingParams(), 0)
-    runner.blocks.reserve(fresh, len(fresh))
-    out = runner.forward([fresh], Draft.empty(1), [len(fresh)])
-    runner.commit([fresh], [len(fresh)], [[]], out)
-    for mine, its in zip(rows_of(runner, seq), rows_of(runner, fresh), strict=True):
-        assert torch.equal(mine, its)
 
 
 class Recorder(Drafter):
