@@ -263,7 +263,7 @@ FAULTS = ["propose", "forward", "verify", "commit", "observe", "deliver"]
 def test_interrupt_anywhere_in_a_step(pair_folders: tuple[Path, Path], monkeypatch: Any, fault: str) -> None:
     """Ctrl-C in mid-generation: it comes through, every block is free, and the LLM serves the next request as ever."""
     target, draft = map(str, pair_folders)
-    llm = LLM(target, draft=draft, max_num_seqs=4)
+    llm = LLM(target, draft=draft, policy="fixed", max_num_seqs=4)
     params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, **SAMPLED)
     prompts = random_prompts(5, seed=8)
     whole = [c.token_ids for c in llm.generate(prompts, params)]
