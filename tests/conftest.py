@@ -11,7 +11,7 @@ from fixtures_eagle import fit_head
 from hypothesis import HealthCheck, settings
 from lawkit import Pair, load_pair, write_model
 
-from sameseed import ops
+from sameseed import ops, store
 from sameseed.models.loader import load_model, resolve_model
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -24,6 +24,14 @@ DRAFT_NOISE = 0.04  # the tiny draft is the tiny target with this share of other
 def _threads() -> None:
     """One: tiny models gain nothing from more, and on a busy machine PyTorch's wait for each other."""
     ops.set_num_threads(int(os.environ.get("SAMESEED_TEST_THREADS", "1")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured and learned is kept for this run alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(store.VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

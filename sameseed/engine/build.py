@@ -11,6 +11,7 @@ from sameseed import ops, registry
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
+from sameseed.engine.learned import learned_key
 from sameseed.engine.levels import (
     NESTED,
     check_below,
@@ -56,6 +57,7 @@ class Loaded:
     num_blocks: int
     target: Llama
     drafts: tuple[Llama | EagleHead, ...]
+    learned: str | None = None  # the key under which such engines keep what they learn
 
 
 def build_engine(
@@ -67,7 +69,7 @@ def build_engine(
     Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with its remedy.
     """
     got = load_parts(model, config, progress, None if target is None else target.model)
-    return assemble(got.config, got.tokenizer, got.num_blocks, target or got.target, got.drafts)
+    return assemble(got.config, got.tokenizer, got.num_blocks, target or got.target, got.drafts, got.learned)
 
 
 def load_parts(
@@ -110,7 +112,10 @@ def load_parts(
             continue
         draft_len = min(max_len, read_config(m.folder).max_model_len)
         drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
-    return Loaded(config, tokenizer, num_blocks, target, tuple(drafts))
+    key = None
+    if config.spec.policy == "goodput":
+        key = learned_key(config, [(folder, quant), *((m.folder, m.quant) for m in models)])
+    return Loaded(config, tokenizer, num_blocks, target, tuple(drafts), key)
 
 
 def _demand(m: _Model, config: EngineConfig) -> Demand:
@@ -126,10 +131,12 @@ def assemble(
     num_blocks: int,
     target: Llama | ModelRunner,
     drafts: Seq[Llama | EagleHead] = (),
+    learned: str | None = None,
 ) -> Engine:
     """An Engine of models that are loaded already: caches of `num_blocks` blocks, drafter, length policy, scheduler.
 
     `drafts` are those of `config.spec`'s levels that need one: a level's own before those of the levels below it.
+    `learned`: the key under which goodput keeps what it learns; None: it learns anew.
     """
     runner = target if isinstance(target, ModelRunner) else _runner(target, config, num_blocks)
     scope = Scope() if config.profile is None else Tuned.read(config.profile).scope
@@ -138,7 +145,7 @@ def assemble(
     max_len = config.max_model_len or runner.model.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
     capturing = runner.beside(captures=drafter.captures)
-    policies.calibrate(partial(measure_rounds, capturing, drafter))
+    policies.begin(lambda known: measure_rounds(capturing, drafter, known=known), learned)
     return Engine(capturing, drafter, policies, tokenizer, scheduler, make_overlap(config.spec))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from statistics import median
+from collections.abc import Sequence as Seq
+from statistics import fmean, median
 
 from sameseed.lengths._cost import SHORT, Curve, EngineCost
 from sameseed.models.runner import ModelRunner
@@ -16,26 +17,30 @@ from sameseed.spec.step import decode_step
 ROWS = (1, 2, 4, 8, 16, 32)
 LONG, FEW, MANY = 1024, 1, 8  # tokens of a long context, and the passes measured after it
 REPEATS = 5
+PASSES, MOST = 24, 8.0  # passes that measuring may take at least; seconds, however slow they are
 BATCHES, LENGTHS = (1, 4), (4, 2, 0)  # sequences and draft tokens of the rounds that are measured
 
 
-def measure_curve(runner: ModelRunner, seconds: float = 2.0) -> Curve:
-    """Median seconds of passes over 1, 2, 4, ... rows after a short context, and of two after a long one.
+def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = ROWS, longest: int = LONG) -> Curve:
+    """Median seconds of passes over so many rows after a short context, and of two after one of `longest` tokens.
 
-    Stops in time, with what it has then. The cache's blocks are free again when this returns; one that is too small
-    for all rows, or for a long context, gives fewer points. What the cached rows hold is no matter.
+    Stops in time, with what it has then; `PASSES` passes of a slow model, up to `MOST` seconds, are always in time.
+    The cache's blocks are free again when this returns; one that is too small for all rows, or for a long context,
+    gives fewer points. What the cached rows hold is no matter.
     """
     room = min(runner.blocks.num_free * runner.cache.block_size, runner.model.max_model_len)
     context = min(SHORT, room // 2)
-    sizes = [m for m in ROWS if context + m <= room]
-    long = min(LONG, room - MANY)
+    sizes = [m for m in rows if context + m <= room]
+    long = min(longest, room - MANY)
     seq = Sequence(-1, [0] * max(context, long), SamplingParams(), 0)
     runner.blocks.reserve(seq, max(context + sizes[-1], long + MANY))
-    end = time.perf_counter() + seconds
+    start = time.perf_counter()
+    end = start + seconds
     try:
         points: list[tuple[int, float]] = []
         for m in sizes:
             points.append((m, _pass(runner, seq, context, m, end)))
+            end = max(end, start + min(PASSES * points[0][1], MOST))
             if time.perf_counter() > end:
                 return Curve(points, context)
         if long < 4 * context or FEW not in sizes or MANY not in sizes:
@@ -48,15 +53,21 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0) -> Curve:
         runner.blocks.release(seq)
 
 
-def measure_rounds(runner: ModelRunner, drafter: Drafter, seconds: float = 2.0) -> EngineCost:
+def measure_rounds(
+    runner: ModelRunner, drafter: Drafter, seconds: float = 2.0, known: EngineCost | None = None
+) -> EngineCost:
     """The target's passes, then whole rounds of texts without a pattern, with drafts and without.
 
-    Blocks, and what the drafter has counted, are as before when this returns.
+    `known`: what they took in another process; then only how fast the machine is now is measured. Blocks, and what the
+    drafter has counted, are as before when this returns.
     """
+    if known is not None:
+        known.scale(_slowdown(runner, known.target))
+        return known
     cost = EngineCost(measure_curve(runner, seconds))
     counted = [(metrics, vars(metrics.copy())) for _, metrics in drafter.counted()]
     rng, vocab_size, longest = random.Random(0), runner.model.config.vocab_size, runner.model.max_model_len
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + max(seconds, min(PASSES * cost.target.at(MANY), MOST))
     for size in BATCHES:
         texts = [[rng.randrange(vocab_size) for _ in range(min(SHORT, longest // 2))] for _ in range(size)]
         seqs = [Sequence(-1 - b, text, SamplingParams(max_tokens=longest), 0) for b, text in enumerate(texts)]
@@ -82,6 +93,13 @@ def measure_rounds(runner: ModelRunner, drafter: Drafter, seconds: float = 2.0) 
     for metrics, before in counted:
         vars(metrics).update(before)
     return cost
+
+
+def _slowdown(runner: ModelRunner, known: Curve) -> float:
+    """What passes over few rows take now, over what they are known to take."""
+    now = measure_curve(runner, rows=(FEW, MANY), longest=0)
+    ratios = [seconds / known.at(m) for m, seconds in zip(now.rows, now.seconds, strict=True)]
+    return min(max(fmean(ratios), 0.25), 4.0)
 
 
 def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence as Seq
 
 from sameseed import registry
 from sameseed.config import MAX_DRAFT_TOKENS, SpecConfig
+from sameseed.engine.learned import LearnedTable
 from sameseed.lengths._cost import EngineCost
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
@@ -34,6 +35,7 @@ class RequestPolicies:
     def __init__(self, default: LengthPolicy, scope: Scope = Scope()) -> None:  # noqa: B008  (it is frozen)
         self._scope = scope
         self._unbounded = scope == Scope()
+        self._table: LearnedTable | None = None
         self._own: GoodputLength | None = None  # of requests that want goodput where the engine has another policy
         self.default = default
         self._trimmed: set[int] = set()  # sequences whose draft of this round was dropped whole
@@ -46,6 +48,13 @@ class RequestPolicies:
     def calibrate(self, measure: Callable[[], EngineCost]) -> None:
         """Let the engine's policy learn what rounds cost, before the first one."""
         self.default.calibrate(measure)
+
+    def begin(self, measure: Callable[[EngineCost | None], EngineCost], key: str | None) -> None:
+        """`calibrate`, from what an earlier process kept under this key; this one keeps what it learns there."""
+        if key is None or not isinstance(self.default, GoodputLength):
+            return self.calibrate(lambda: measure(None))
+        self._table = LearnedTable(self.default, key)
+        self._table.begin(measure)
 
     @property
     def uses_confidence(self) -> bool:
@@ -136,6 +145,8 @@ class RequestPolicies:
         """Every policy in use learns of the round."""
         for policy in self._all():
             policy.update(round_)
+        if self._table is not None:
+            self._table.passed()
 
     def release(self, seq: Sequence) -> None:
         """The sequence is gone."""

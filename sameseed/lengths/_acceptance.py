@@ -7,7 +7,10 @@ probability were (DSpark, 2026, calibrates a head's in the same place). A drafte
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
 
 POSITIONS = 16  # places of a draft that are told apart; those beyond share the last one's estimates
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99, 0.999)  # of a token's probability
@@ -17,6 +20,7 @@ SURE = 0.98  # no token is surer before it has been seen to be
 OWN_WEIGHT = 3.0  # observations of its own that outweigh what other requests showed
 DECAY = 0.92  # of what a request showed, a round later
 DECAY_OF_ALL = 0.99  # of what all did, a request and round later
+KEPT = 0.25  # of what all did, in the next process: its texts may be others
 _MIDDLES = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)]
 # A token's kind: its place where its probability is unknown, else its bin, a first token's apart from later ones'.
 _PRIORS = [PRIOR_RATE] * POSITIONS + [0.9 * p for p in _MIDDLES] * 2
@@ -124,6 +128,29 @@ class Acceptance:
         self.all = Record(DECAY_OF_ALL, num_draft_tokens)
         self.own: dict[int, Record] = {}
         self.tells = False  # does the drafter give probabilities?
+
+    def as_arrays(self) -> dict[str, NDArray[np.float64]]:
+        """What all requests showed, to be kept."""
+        every = self.all
+        return {
+            "kinds": np.array([every.tries, every.hits]) / every.weight,
+            "ranks": np.array([every.asked, every.there, every.gain, every.steps]) / every.weight,
+            "said": np.array([every.was, every.said]) / every.weight,
+            "tells": np.array([float(self.tells)]),
+        }
+
+    def restore(self, arrays: Mapping[str, NDArray[np.float64]]) -> None:
+        """Go on from what `as_arrays` gave; `KEPT` of it counts. Raises KeyError or ValueError for anything else."""
+        every = Record(DECAY_OF_ALL, self.num_draft_tokens)
+        kinds, ranks, said = arrays["kinds"], arrays["ranks"], arrays["said"]
+        if kinds.shape != (2, len(every.tries)) or ranks.shape != (4, len(every.asked)) or said.shape != (2,):
+            raise ValueError("counts of other lengths")
+        if not all(np.isfinite(a).all() and (a >= 0.0).all() for a in (kinds, ranks, said)):
+            raise ValueError("counts that are no counts")
+        every.tries, every.hits = (KEPT * kinds).tolist()
+        every.asked, every.there, every.gain, every.steps = (KEPT * ranks).tolist()
+        every.was, every.said = (KEPT * said).tolist()
+        self.all, self.tells = every, bool(arrays["tells"][0])
 
     def rates(self, seq_id: int) -> Rates:
         """By kind: how often such a token of this request is right where its parent was."""

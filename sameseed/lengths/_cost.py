@@ -6,7 +6,7 @@ Measured before the first round, and corrected by every later one: a machine's b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +38,12 @@ class Curve:
         self.per_token = per_token
         self.per_row = per_row
         self._ascend()
+
+    def scale(self, factor: float) -> None:
+        """Every pass takes `factor` times as long."""
+        self.seconds = [factor * s for s in self.seconds]
+        self.per_token *= factor
+        self.per_row *= factor
 
     def _ascend(self) -> None:
         for i in range(1, len(self.seconds)):
@@ -123,6 +129,24 @@ class FadingFit:
         if self.seen < 16 or self.seen % 8 == 0:  # it changes slowly then, and takes longer than all the rest here
             self._solve()
 
+    def scale(self, factor: float) -> None:
+        """Everything takes `factor` times as long."""
+        self.coefficients *= factor
+        self._seconds *= factor
+
+    def as_array(self) -> Floats:
+        """All of it, flat."""
+        return np.concatenate([[self.seen], self.coefficients, self._seconds, self._products.ravel()])
+
+    def restore(self, array: Floats) -> None:
+        """Go on from `as_array`'s. Raises ValueError for another number of features."""
+        size = len(self.coefficients)
+        if array.shape != (1 + 2 * size + size**2,) or not np.isfinite(array).all():
+            raise ValueError(f"{array.shape} numbers, for {size} features")
+        self.seen = int(array[0])
+        self.coefficients, self._seconds = array[1 : 1 + size].copy(), array[1 + size : 1 + 2 * size].copy()
+        self._products = array[1 + 2 * size :].reshape(size, size).copy()
+
     def _solve(self) -> None:
         table = self._products + np.diag(self._ridges * self._products.diagonal() / max(self._products[0, 0], 1e-9))
         terms = self._products.diagonal() > 0.0
@@ -165,6 +189,33 @@ class EngineCost:
     draft: DraftCost = field(default_factory=DraftCost)
     gap: FadingFit = field(default_factory=lambda: FadingFit((0.1, 1e-6, 1.0)))  # of 1, rows, drafted
     ratios: dict[tuple[bool, int], float] = field(default_factory=dict)
+
+    def as_arrays(self) -> dict[str, Floats]:
+        """All of it, to be kept."""
+        target = self.target
+        return {
+            "target": np.array([target.rows, target.seconds]),
+            "contexts": np.array([target.context, target.per_token, target.per_row]),
+            "draft": self.draft.as_array(),
+            "gap": self.gap.as_array(),
+            "ratios": np.array([(*key, ratio) for key, ratio in self.ratios.items()], dtype=float).reshape(-1, 3),
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Floats]) -> EngineCost:
+        """What `as_arrays` gave. Raises KeyError or ValueError for anything else."""
+        rows, seconds = arrays["target"].tolist()
+        context, per_token, per_row = arrays["contexts"].tolist()
+        cost = cls(Curve(list(zip(rows, seconds, strict=True)), int(context), per_token, per_row))
+        cost.draft.restore(arrays["draft"])
+        cost.gap.restore(arrays["gap"])
+        cost.ratios = {(bool(drafted), int(size)): ratio for drafted, size, ratio in arrays["ratios"].tolist()}
+        return cost
+
+    def scale(self, factor: float) -> None:
+        """The models' passes take `factor` times as long as they did; what lies between them does not."""
+        self.target.scale(factor)
+        self.draft.scale(factor)
 
     def ratio(self, drafted: bool, num_seqs: int) -> float:
         """What such rounds take over what their parts say; a size not seen is taken to be as the nearest one."""

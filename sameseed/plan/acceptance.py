@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sameseed.errors import ConfigError
-from sameseed.plan.store import Arrays
 from sameseed.spec.draft import Draft
+from sameseed.store import Arrays
 
 Ints = NDArray[np.int64]
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # draft sizes that are told apart

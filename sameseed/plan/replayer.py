@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import sameseed
-from sameseed import ops
+from sameseed import ops, store
 from sameseed.config import EngineConfig, SpecConfig
 from sameseed.engine.build import build_engine
 from sameseed.engine.engine import Engine
@@ -20,7 +20,6 @@ from sameseed.errors import ConfigError
 from sameseed.models.config import read_config
 from sameseed.models.loader import resolve_model
 from sameseed.models.runner import ModelRunner
-from sameseed.plan import store
 from sameseed.plan.acceptance import Replay, sizes_up_to
 from sameseed.plan.replay import SPARE, replay
 from sameseed.plan.texts import Texts, Tick, prompts_of, read_texts, write_texts
@@ -112,7 +111,7 @@ class Replayer:
         return {
             "schema": SCHEMA,
             "version": sameseed.__version__,
-            "weights": store.weights_key(self.model),
+            "weights": store.weights_key(resolve_model(self.model)),
             "format": c.format,
             "kv_format": c.cache.format,
             "backend": ops.resolve(c.backend, c.device).name,
@@ -137,7 +136,7 @@ def _without_stores(spec: SpecConfig) -> SpecConfig:
 def _draft_key(spec: SpecConfig) -> object:
     """All that a drafter's guesses depend on, beside target and texts."""
     one = {**spec_as_dict(replace(spec, num_draft_tokens=1, policy="fixed", overlap=0, below=()))}
-    one["draft_model"] = None if spec.model is None else store.weights_key(spec.model)
+    one["draft_model"] = None if spec.model is None else store.weights_key(resolve_model(spec.model))
     return [one, [_level_key(b) for b in spec.below]]
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError, RequestError
-from sameseed.plan.store import Arrays
 from sameseed.request import Request, SamplingParams
+from sameseed.store import Arrays
 from sameseed.study.workload import Workload
 
 Tick = Callable[[int, int], None]  # done, of so many

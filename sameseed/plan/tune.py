@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
+from sameseed import store
 from sameseed.engine.scope import machine_here
 from sameseed.models.loader import resolve_model
-from sameseed.plan import store
 from sameseed.plan.acceptance import Replay
 from sameseed.plan.candidates import Prospect, TargetBench, Tell, TuneRequest, load_targets, survivors
 from sameseed.plan.race import Contestant, race, ranked, ratio

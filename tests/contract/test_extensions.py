@@ -102,7 +102,8 @@ def test_an_object_is_a_drafter(tmp_path: Path, plain: str) -> None:
         classes[name] = module.DRAFTER
     repeat, writer = classes["repeat"], classes["writer"]
     for draft, options in ((repeat, {"period": 6}), (repeat(repeat.Options(6)), None)):
-        done = LLM("embedded", draft=draft, num_draft_tokens=4, draft_options=options).generate(PROMPT, PARAMS)[0]
+        llm = LLM("embedded", draft=draft, num_draft_tokens=4, policy="fixed", draft_options=options)
+        done = llm.generate(PROMPT, PARAMS)[0]
         assert done.text == plain and done.metrics.spec.num_draft_tokens > 0
     owner = sameseed.SpecConfig("writer", "embedded-draft", drafter=writer)
     done = LLM("embedded", draft=owner).generate(PROMPT, PARAMS)[0]

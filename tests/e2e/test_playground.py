@@ -36,7 +36,7 @@ def server(browser: Browser) -> Iterator[Server]:
     """The embedded pair, with n-grams looked up first, behind a key."""
     if not (resolve_model("embedded") / "model.safetensors").exists():
         pytest.skip("the embedded weights are not in this checkout; `sameseed train` makes them")
-    with serving("--draft", "ngram + embedded-draft", env={"SAMESEED_API_KEY": KEY}) as made:
+    with serving("--draft", "ngram + embedded-draft", "--policy", "fixed", env={"SAMESEED_API_KEY": KEY}) as made:
         yield made
 
 

@@ -35,7 +35,7 @@ LONG = {**FIELDS, "max_tokens": 230, "n": 4}
 def started(model: Path, folder: Path) -> Iterator[Server]:
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
-    flags = ["--model", str(model), "--served-model-name", "tiny", "--draft", "ngram"]
+    flags = ["--model", str(model), "--served-model-name", "tiny", "--draft", "ngram", "--policy", "fixed"]
     made = Server(*flags, "--api-key-file", str(keys), "--drain-timeout", "3", "--max-num-seqs", "4", env=ENVIRONMENT)
     try:
         made.wait_log("ready")

@@ -27,7 +27,7 @@ def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
 def fuzz(server: Server, folder: Path, *more: str) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *CHECKS, "--mode", "all"]
     command += ["--header", f"Authorization: Bearer {KEY}", "--no-color", "--generation-deterministic", *more]
-    command += ["--request-timeout", "60"]  # its own 10 s are short on a busy machine
+    command += ["--request-timeout", "60", "--max-response-time", "60"]  # its own 10 s are short on a busy machine
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": "fixtures_fuzz", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

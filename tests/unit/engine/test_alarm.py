@@ -105,7 +105,7 @@ def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplo
 def test_a_useless_draft_is_said_where_goodput_gives_it_up(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, rounds in (("SHARE", 1.0), ("FIRST_WAIT", 1), ("LAST_WAIT", 1)):  # trials without end
+    for name, rounds in (("FIRST", 1e9), ("MOST", 1e9), ("FIRST_WAIT", 1), ("LAST_WAIT", 1)):  # trials without end
         monkeypatch.setattr(_budget, name, rounds)
     engine = make_engine(foreign_head(tmp_path, pair), "eagle", k=4, policy="goodput", options={"top_k": 1})
     for _ in range(40):

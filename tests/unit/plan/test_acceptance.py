@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from lawkit import random_prompts
 
+from sameseed import store
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.drafters.draft_model import DraftModelDrafter
 from sameseed.engine.build import build_engine
@@ -16,7 +17,6 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError
 from sameseed.models.loader import load_tokenizer, resolve_model
-from sameseed.plan import store
 from sameseed.plan.acceptance import Replay, judge, sizes_up_to
 from sameseed.plan.replay import replay
 from sameseed.plan.replayer import Replayer
@@ -203,13 +203,13 @@ def test_where_measurements_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_a_digest_of_weights_sees_what_changed(tmp_path: Path, pair_folders: tuple[Path, Path]) -> None:
-    keys = [store.weights_key(str(folder)) for folder in pair_folders]
+    keys = [store.weights_key(folder) for folder in pair_folders]
     assert keys[0] != keys[1]
     copy = tmp_path / "copy"
     copy.mkdir()
     for file in pair_folders[0].iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    assert store.weights_key(str(copy)) == keys[0]
+    assert store.weights_key(copy) == keys[0]
 
 
 def test_a_drafter_of_ones_own_is_replayed_and_not_kept(pair_folders: tuple[Path, Path], cache: Path) -> None:

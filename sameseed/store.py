@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sameseed.models.loader import resolve_model
-
 log = logging.getLogger("sameseed")
 Arrays = dict[str, NDArray[Any]]
 VARIABLE = "SAMESEED_CACHE"
@@ -42,12 +40,8 @@ def digest(parts: Mapping[str, object]) -> str:
 
 
 @cache
-def weights_key(model: str) -> str:
-    """A digest of a model's files: small ones whole, of large ones the size and pieces spread over them.
-
-    Raises ModelLoadError for a model that is not there.
-    """
-    path = resolve_model(model)
+def weights_key(path: Path) -> str:
+    """A digest of a model's files: small ones whole, of large ones the size and pieces spread over them."""
     kinds = (".safetensors", ".json", ".gguf")
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in kinds):

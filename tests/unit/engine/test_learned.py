@@ -1,0 +1,109 @@
+"""What goodput learned comes back in the next process: costs at today's speed, acceptance in part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sameseed import store
+from sameseed.config import SpecConfig
+from sameseed.engine.learned import FIRST, KIND, LearnedTable
+from sameseed.engine.llm import LLM
+from sameseed.lengths._acceptance import KEPT, Acceptance, DraftNodes
+from sameseed.lengths._cost import Curve, EngineCost
+from sameseed.lengths.goodput import GoodputLength
+from sameseed.request import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / KIND
+
+
+def policy_that_knows(num_draft_tokens: int = 4) -> GoodputLength:
+    policy = GoodputLength(num_draft_tokens, Curve([(1, 0.1), (8, 0.2)], 64, 1e-6, 1e-7))
+    assert policy.cost is not None
+    for n in range(20):
+        policy.cost.draft.learn(n % 4, 2, 100.0, 0.01 + 0.002 * (n % 4))
+        policy.cost.gap.correct((1.0, 2.0 + n % 3, float(n % 2)), 0.001 * (1 + n % 2))
+        policy.acceptance.learn(7, 4, DraftNodes(range(-1, 3), None, policy.acceptance.rates(7)), range(n % 5))
+    policy.cost.ratios = {(True, 1): 1.1, (False, 3): 0.9}
+    return policy
+
+
+def kept(policy: GoodputLength, key: str = "key") -> None:
+    table = LearnedTable(policy, key)
+    for _ in range(FIRST):
+        table.passed()
+
+
+def begun(key: str = "key", num_draft_tokens: int = 4) -> tuple[GoodputLength, list[EngineCost | None]]:
+    policy, asked = GoodputLength(num_draft_tokens), []
+
+    def measure(known: EngineCost | None) -> EngineCost:
+        asked.append(known)
+        return known or EngineCost(Curve([(1, 9.0)]))
+
+    LearnedTable(policy, key).begin(measure)
+    return policy, asked
+
+
+def test_a_table_comes_back() -> None:
+    before = policy_that_knows()
+    kept(before)
+    after, asked = begun()
+    assert before.cost is not None and after.cost is asked[0] is not None
+    for name, array in before.cost.as_arrays().items():
+        np.testing.assert_allclose(after.cost.as_arrays()[name], array, err_msg=name)
+    ours, theirs = after.acceptance.as_arrays(), before.acceptance.as_arrays()
+    for name in ("kinds", "ranks", "said"):
+        np.testing.assert_allclose(ours[name], KEPT * theirs[name], err_msg=name)
+    before.cost.draft.learn(2, 2, 100.0, 0.5)
+    after.cost.draft.learn(2, 2, 100.0, 0.5)
+    np.testing.assert_allclose(after.cost.draft.as_array(), before.cost.draft.as_array(), err_msg="learns on alike")
+
+
+def test_scaled_costs_are_those_of_a_slower_machine() -> None:
+    policy = policy_that_knows()
+    assert policy.cost is not None
+    curve, draft, gap = policy.cost.target.at(8), policy.cost.draft.terms(2, 100.0), policy.cost.gap.at((1, 2, 1))
+    policy.cost.scale(2.0)
+    assert policy.cost.target.at(8) == pytest.approx(2 * curve)
+    assert policy.cost.draft.terms(2, 100.0) == pytest.approx([2 * s for s in draft])
+    assert policy.cost.gap.at((1, 2, 1)) == gap, "Python is no slower where memory is"
+
+
+def test_what_is_broken_or_of_another_shape_is_measured_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept(policy_that_knows())
+    policy, asked = begun(num_draft_tokens=8)
+    assert asked == [None] or policy.acceptance.all.was == 0.0, "lengths of another engine"
+    (cache / "key.npz").write_bytes(b"no table")
+    policy, asked = begun()
+    assert asked == [None] and "broken" in caplog.text and policy.cost is not None and policy.cost.target.at(1) == 9.0
+
+
+def test_an_engine_begins_with_what_the_last_one_learned(pair_folders: tuple[Path, Path], cache: Path) -> None:
+    target, draft = map(str, pair_folders)
+    params = SamplingParams(max_tokens=2 * FIRST + 80, ignore_eos=True)
+    texts = []
+    for _ in range(2):
+        llm = LLM(target, draft=draft, num_draft_tokens=1)
+        policy = llm.engine.policy
+        assert isinstance(policy, GoodputLength)
+        texts.append((len(list(cache.glob("*.npz"))), llm.generate([[5, 6, 7]], params)[0].token_ids))
+    assert [count for count, _ in texts] == [0, 1] and texts[0][1] == texts[1][1]
+    LLM(target, draft=draft, num_draft_tokens=2).generate([[5, 6, 7]], params)
+    assert len(list(cache.glob("*.npz"))) == 2, "another length is another table"
+
+
+def test_a_drafter_without_a_name_keeps_nothing(pair_folders: tuple[Path, Path], cache: Path) -> None:
+    from sameseed.drafters.ngram import DRAFTER
+
+    LLM(str(pair_folders[0]), draft=DRAFTER, num_draft_tokens=2).generate(
+        [[5, 6, 7]], SamplingParams(max_tokens=3 * FIRST, ignore_eos=True)
+    )
+    assert not cache.exists()
+    assert SpecConfig().drafter is None and Acceptance(4).as_arrays()["kinds"].sum() == 0.0
