@@ -153,7 +153,11 @@ class AcceptRates:
 
 @dataclass(frozen=True)
 class Loser:
-    """Settings that were not chosen: why ("slower", "memory", "quality", "dominated"), and by how much (its ratio)."""
+    """Settings that were not chosen: why, and by how much (its ratio).
+
+    Why: "slower", "first token", "memory", "late" (a bound was missed), "quality", "dominated" (by prediction), "time"
+    (none was left to measure it), "impossible" (`note` says why).
+    """
 
     settings: Mapping[str, Any]
     why: str

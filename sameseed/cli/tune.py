@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,18 +12,21 @@ from tyro.conf import Positional, arg
 
 from sameseed import registry
 from sameseed.cli.options import EMBEDDED, EMBEDDED_DRAFT, EMBEDDED_HEAD, EngineChoice, draft_choice, option, parse
+from sameseed.cli.profile import numbers
 from sameseed.errors import ConfigError
 from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sameseed.plan.candidates import TuneRequest
+    from sameseed.plan.grid import TuneRequest
+    from sameseed.plan.regret import Regret
     from sameseed.plan.tune import TuneOutcome
-    from sameseed.tuned import Tuned
+    from sameseed.tuned import Loser, Tuned
 
 
 OUT = arg(metavar="FILE", aliases=["-o"])
+SHOWN = 8  # settings that lost for one reason, the best ones
 
 
 @dataclass(frozen=True)
@@ -46,21 +49,29 @@ class TuneArgs:
     formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
     kv_formats: tuple[str, ...] = ("auto",)  # of the cache
     draft_formats: tuple[str, ...] = ("auto",)  # of the drafts' weights
-    batches: tuple[int, ...] = (1, 4)  # sequences at once that are tried
-    objective: str = "balanced"  # latency (the smallest batch), throughput (the largest), balanced, or ttft
-    max_ttft: Annotated[float | None, option("SECONDS")] = None  # the longest that a first token may take
+    batch: str = "1,4"  # sequences at once that are tried, with commas between
+    threads: str = ""  # CPU threads that are tried, e.g. 1,2; unset: as many as the backend finds useful
+    objective: str = "balanced"  # latency (the smallest batch), throughput (the largest), balanced, ttft, or memory
+    slo: str = ""  # bounds that nine of ten requests keep: 'ttft<2s', 'itl<50ms', or both with a comma
+    quality: Annotated[float | None, option("RATIO")] = None  # most perplexity over the checkpoint's, e.g. 1.02
+    quality_text: Annotated[Path | None, option("FILE")] = None  # text for it; unset: the held-out prompts of sameseed
+    quality_tokens: int = 2048  # of that text that are read
     seconds: float = 120.0  # time to spend, loading included
-    threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: as many as the backend finds useful
+    exhaustive: Annotated[bool, option()] = (
+        False  # run every setting, on half of the prompts each for choice and check: how good was the choice?
+    )
     device: str = "cpu"  # cpu, cuda, cuda:1, ...
     out: Annotated[Path, OUT] = Path("tuned.toml")  # the profile
+    records: Annotated[Path | None, option("FILE")] = None  # with --exhaustive: append the record of regrets here
     check: Annotated[Path | None, option("FILE")] = None  # measure a profile's choice again instead, and say its drift
-    plot: Annotated[Path | None, option("FILE.png")] = None  # predicted against measured, as PNG
+    plot: Annotated[Path | None, option("FILE.png")] = None  # predicted against measured, speed against quality, as PNG
     json: Annotated[bool, option()] = False  # one JSON object instead of tables
 
 
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, measure, write; exit code 1 if a text differed from plain decoding's."""
     args = parse(TuneArgs, argv, prog).args
+    from sameseed.cli.console import keep, load_llm, stages
     from sameseed.plan.profile_file import write
     from sameseed.plan.tune import as_tuned, tune
     from sameseed.study import record
@@ -70,7 +81,7 @@ def run(argv: Seq[str], prog: str) -> int:
     asked = _asked(args if before is None else _again(args, before))
     for path, flag in ((args.out, "-o"), *(((args.plot, "--plot"),) if args.plot else ())):
         record.prepare(path, flag)
-    from sameseed.cli.console import load_llm, stages
+    records = record.destination(args.records, "tune") if args.exhaustive else None
 
     def load(model: str, draft: Any, **given: Any) -> Any:
         return load_llm(EngineChoice(model, given | {"draft": draft}), quiet=True)
@@ -78,6 +89,8 @@ def run(argv: Seq[str], prog: str) -> int:
     with stages(f"tuning {args.model}", args.json) as tell:
         found = tune(asked, load, tell)
     made = as_tuned(found)
+    if found.regret is not None:
+        keep([found.regret.as_record(asked, found.seconds)], records, False)
     if before is None:
         write(made, args.out)
     if args.plot is not None:
@@ -85,36 +98,39 @@ def run(argv: Seq[str], prog: str) -> int:
 
         draw(found, args.plot)
     if args.json:
-        from dataclasses import asdict
-
-        print(json.dumps({**asdict(made), "seconds": found.seconds}))
+        more = {} if found.regret is None else {"regret": found.regret.as_record(asked, found.seconds)}
+        print(json.dumps({**asdict(made), "seconds": found.seconds, **more}))
     else:
         _show(found, made, args, before)
     return 1 if found.differing else 0
 
 
 def _asked(args: TuneArgs) -> TuneRequest:
-    from sameseed.plan.candidates import TuneRequest
+    from sameseed.plan.grid import TuneRequest, parse_slo
+    from sameseed.study.quality.data import text_of
     from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     drafts = args.drafts or _usual(args.model)
     for text in drafts:
         draft_choice(text, args.model)  # a bad one fails here, with the nearest name
-    settings = {"threads": args.threads, "device": args.device}
     return TuneRequest(
         args.model,
         tuple(read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)),
-        params,
+        SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed),
         drafts,
         args.formats,
         args.kv_formats,
         args.draft_formats,
-        args.batches,
+        numbers("batch", args.batch),
+        tuple(sorted(numbers("threads", args.threads), reverse=True)) or (None,),
         args.objective,
-        args.max_ttft,
+        parse_slo(args.slo),
+        args.quality,
+        "" if args.quality_text is None else text_of(args.quality_text),
+        args.quality_tokens,
         args.seconds,
-        {name: value for name, value in settings.items() if value is not None},
+        args.exhaustive,
+        {"device": args.device},
     )
 
 
@@ -136,31 +152,28 @@ def _again(args: TuneArgs, before: Tuned) -> TuneArgs:
         formats=(c.format or "auto",),
         kv_formats=(c.kv_format or "auto",),
         draft_formats=(c.draft_format or "auto",),
-        batches=before.scope.batch or args.batches,
+        batch=",".join(map(str, before.scope.batch)) or args.batch,
+        threads=str(c.threads or ""),
         temperature=before.scope.temperature[0] if before.scope.temperature else args.temperature,
     )
 
 
 def _show(found: TuneOutcome, made: Tuned, args: TuneArgs, before: Tuned | None) -> None:
-    from rich.console import Console
+    from sameseed.cli.console import show_table, stdout_console
 
-    from sameseed.cli.console import show_table
-
-    console = Console(highlight=False)
+    console = stdout_console()
     show_table(_table(found))
-    best, asked = found.best, found.asked
+    best, sizes = found.best, ", ".join(map(str, found.asked.looked_at))
     over = found.speedup(best)
-    sizes = ", ".join(map(str, asked.looked_at))
-    if best.plain:
-        console.print(f"[bold]Plain decoding is the fastest here[/] (batch {sizes}): none of the drafts pays.")
+    if best.prospect.candidate == found.plain.prospect.candidate:
+        console.print(f"[bold]Plain decoding is the best here[/] (batch {sizes}): none of the drafts pays.")
     else:
-        label = best.prospect.candidate.label
         console.print(
-            f"[bold]{label}[/]: {over.value:.2f}x plain decoding, 80 % interval {over.low:.2f} to {over.high:.2f} "
+            f"[bold]{best.label}[/]: {over.value:.2f}x plain decoding, 80 % interval {over.low:.2f} to {over.high:.2f} "
             f"(batch {sizes})"
         )
-    for what, why in found.lost:
-        console.print(f"not tried: {what}: {why}", style="dim", markup=False)
+    if found.missed:
+        console.print(f"[red]no setting keeps --slo[/]: the best has {found.missed}; allow more, or lower --batch")
     if found.differing:
         console.print(f"[red]texts differ from plain decoding's[/]: {', '.join(found.differing)}; please report this")
     if before is not None:
@@ -169,8 +182,47 @@ def _show(found: TuneOutcome, made: Tuned, args: TuneArgs, before: Tuned | None)
                 new = made.measured[name]
                 console.print(f"{name}: {old.value:.2f} then, {new.value:.2f} now ({new.value / old.value - 1:+.0%})")
         return
+    show_table(_lost(made))
+    if found.regret is not None:
+        show_table(_regret(found.regret))
     console.print(f"{len(found.prospects)} settings simulated, {len(found.order)} ran, {found.seconds:.0f} s")
     console.print(f"written: {args.out}; use it: sameseed serve --profile {args.out}", style="dim", markup=False)
+
+
+def _lost(made: Tuned) -> Table:
+    """What lost, and why: all that could not be tried, and the best of those that ran or that a prediction refused."""
+    from rich.table import Table
+
+    table = Table("setting", "why", "speed", title="what lost", title_justify="left", title_style="bold")
+    by_why: dict[str, list[Loser]] = {}
+    for x in made.rejected:
+        by_why.setdefault(x.why, []).append(x)
+    for why, group in by_why.items():
+        group.sort(key=lambda x: -(x.speed or 0.0))
+        shown = group if group[0].speed is None else group[:SHOWN]
+        for x in shown:
+            speed = "" if x.speed is None else f"{x.speed:.2f}"
+            speed += "" if x.low is None else f" ({x.low:.2f}-{x.high:.2f})"
+            table.add_row(str(x.settings["setting"]), f"{why}: {x.note}" if x.note else why, speed)
+        if len(shown) < len(group):
+            table.add_row(f"and {len(group) - len(shown)} more", f"{why}: they are in the profile", "")
+    return table
+
+
+def _regret(regret: Regret) -> Table:
+    """How far the choice and usual ones lie behind the best of all, on prompts that were held out."""
+    from rich.table import Table
+
+    title = f"behind the best on held-out prompts, {regret.best} (80 % intervals)"
+    table = Table("choice", "setting", "behind", title=title, title_justify="left", title_style="bold")
+    for name, x in {"tune": regret.choice, **regret.baselines}.items():
+        table.add_row(name, x.setting, f"{x.share.value:.1%} ({x.share.low:.1%} to {x.share.high:.1%})")
+    e = regret.errors
+    table.caption = (
+        f"predicted speed-ups are {e.median:.1%} off (median; p90 {e.p90:.1%}, worst {e.worst:.1%}); "
+        f"{e.coverage:.0%} of {e.count} lie in their 80 % intervals"
+    )
+    return table
 
 
 def _table(found: TuneOutcome) -> Table:
@@ -191,5 +243,5 @@ def _table(found: TuneOutcome) -> Table:
         for b in batches:
             p, m = found.predicted(c.prospect, b), found.speedup(c, b)
             cells += [f"{p.value:.2f}", f"{m.value:.2f} ({m.low:.2f}-{m.high:.2f})"]
-        table.add_row(c.prospect.candidate.label, *cells, str(c.out_at or len(found.asked.prompts)))
+        table.add_row(c.label, *cells, str(c.out_at or len(found.asked.prompts)))
     return table

@@ -89,17 +89,9 @@ def load_parts(
     max_len = config.max_model_len or shape.max_model_len
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
-    tokenizer = load_tokenizer(folder)
-    check_options(config.spec)
-    check_overlap(config.spec)
-    check_policies(config.spec)
-    models = models_of(config.spec, folder, quant)
-    for m in models:
-        if not m.is_head or (m.folder / "tokenizer.json").exists():
-            check_vocabulary(tokenizer, load_tokenizer(m.folder))
-    own = demand(folder, quant, config)
+    tokenizer, models, (own, *others) = check_parts(folder, config)
     own = own if target is None else replace(own, weights=0)  # they are in memory
-    num_blocks = plan_blocks(config, max_len, [own, *(_demand(m, config) for m in models if not m.is_view)])
+    num_blocks = plan_blocks(config, max_len, [own, *others])
     if target is None:
         target = load_model(folder, backend, quant, max_len, config.device, progress)
     drafts: list[Llama | EagleHead] = []
@@ -116,6 +108,23 @@ def load_parts(
     if config.spec.policy == "goodput":
         key = learned_key(config, [(folder, quant), *((m.folder, m.quant) for m in models)])
     return Loaded(config, tokenizer, num_blocks, target, tuple(drafts), key)
+
+
+def check_parts(folder: Path, config: EngineConfig) -> tuple[Tokenizer, list[_Model], list[Demand]]:
+    """The tokenizer, the models that draft, and what the target (first) and each of them take; no weights are read.
+
+    Raises ConfigError, VocabularyError, RegistryError or ModelLoadError for settings and drafts that do not fit.
+    """
+    quant = QuantScheme.parse(config.format)
+    tokenizer = load_tokenizer(folder)
+    check_options(config.spec)
+    check_overlap(config.spec)
+    check_policies(config.spec)
+    models = models_of(config.spec, folder, quant)
+    for m in models:
+        if not m.is_head or (m.folder / "tokenizer.json").exists():
+            check_vocabulary(tokenizer, load_tokenizer(m.folder))
+    return tokenizer, models, [demand(folder, quant, config), *(_demand(m, config) for m in models if not m.is_view)]
 
 
 def _demand(m: _Model, config: EngineConfig) -> Demand:

@@ -23,10 +23,11 @@ WORDS = {
     "predicted": "What costs and acceptance promised, with 80 % intervals. error: predicted over measured, "
     "less 1. grade: paper (bytes alone), profiled (measured costs), anchored (and a few real runs).",
     "measured": "What real runs gave, in turns with plain decoding, with 80 % intervals.",
-    "quality": "The chosen format against the checkpoint's own; 1 is the same.",
+    "quality": "Perplexity of the chosen formats over that of the checkpoint's own weights, with a 95 % interval.",
     "cost": "Milliseconds of the target's passes by rows (new tokens), of a draft step by sequences, and between them.",
     "acceptance": "How often the draft's guess at each place is the target's own choice.",
-    "rejected": "What else was tried. why: slower, memory, quality, or dominated (another one is better in all). "
+    "rejected": "What else was tried. why: slower, first token, memory, late (a bound was missed), quality, dominated "
+    "(worse by prediction), time (none was left), or impossible. "
     "speed: its tokens/s over those of what was chosen.",
 }
 

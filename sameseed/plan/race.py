@@ -11,23 +11,27 @@ import math
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 
 from sameseed.engine.engine import Engine
 from sameseed.plan.candidates import Prospect
+from sameseed.plan.grid import Bound, TuneRequest
 from sameseed.plan.simulate import Interval
 from sameseed.request import SamplingParams
 from sameseed.study.measure import Run, run_batch
+from sameseed.study.workload import quantile
 
 SAMPLES, LOW, HIGH = 400, 0.1, 0.9  # of the bootstrap; an interval holds 80 %
+KEEPS = 0.9  # share of requests that keep a bound
 Job = tuple[tuple[int, ...], SamplingParams]
 
 
 @dataclass
 class Contestant:
-    """A setting that runs. By batch size: tokens and seconds of each batch of prompts, and times to first tokens."""
+    """A setting that runs. By batch size: tokens and seconds of each batch of prompts; of each request seconds to the
+    first token (`ttft`) and of a token after it (`itl`).
+    """
 
     prospect: Prospect
     engine: Callable[[], Engine]
@@ -35,12 +39,17 @@ class Contestant:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     seconds: dict[int, list[float]] = field(default_factory=dict)
     ttft: dict[int, list[float]] = field(default_factory=dict)
+    itl: dict[int, list[float]] = field(default_factory=dict)
     out_at: int | None = None  # prompts after which it dropped out
     texts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by batch size and prompt
 
     @property
     def plain(self) -> bool:
-        return self.prospect.candidate.spec.method == "none"
+        return self.prospect.candidate.plain
+
+    @property
+    def label(self) -> str:
+        return self.prospect.candidate.label
 
     def run(self, batch: int, members: Seq[int]) -> None:
         """Run these prompts together, and keep what it took."""
@@ -48,12 +57,53 @@ class Contestant:
         run_batch(self.engine(), self.jobs(batch, members), run)
         self.tokens.setdefault(batch, []).append(run.num_tokens)
         self.seconds.setdefault(batch, []).append(run.seconds)
-        self.ttft.setdefault(batch, []).extend(c.metrics.time_to_first_token or 0.0 for c in run.completions)
+        self.ttft.setdefault(batch, []).extend(c.metrics.time_to_first_token for c in run.completions)
+        self.itl.setdefault(batch, []).extend(c.metrics.time_per_output_token for c in run.completions)
         self.texts.update({(batch, i): text for i, text in zip(members, run.texts, strict=True)})
 
     def tokens_per_s(self, batch: int) -> float:
         """Over all of its prompts at this batch size."""
         return sum(self.tokens[batch]) / sum(self.seconds[batch])
+
+    def latency(self, name: str, batches: Seq[int]) -> float:
+        """Seconds of "ttft" or "itl" that nine of ten requests stay below, at the worst of these batch sizes."""
+        return max(quantile(getattr(self, name)[b], KEEPS) for b in batches)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What is best: bounds are kept, then the least bytes or time to the first token where that is `by`, then speed."""
+
+    batches: tuple[int, ...]
+    by: str = "speed"  # or "ttft", "memory"
+    slo: tuple[Bound, ...] = ()
+
+    @classmethod
+    def of(cls, asked: TuneRequest) -> Aim:
+        return cls(asked.looked_at, asked.objective if asked.objective in ("ttft", "memory") else "speed", asked.slo)
+
+    def missed(self, c: Contestant) -> str | None:
+        """The bounds that it does not keep, with what was measured; None: it keeps all."""
+        found = [(b, c.latency(b.name, self.batches)) for b in self.slo]
+        return "; ".join(f"{b} missed: {took:.3g} s" for b, took in found if took > b.seconds) or None
+
+    def ranked(self, found: Seq[Contestant]) -> list[Contestant]:
+        """The best first; speed is that against the first one, on common prompts."""
+
+        def key(c: Contestant) -> tuple[float, ...]:
+            before = c.prospect.num_bytes if self.by == "memory" else 0
+            late = c.latency("ttft", self.batches) if self.by == "ttft" else 0.0
+            return self.missed(c) is not None, before, late, -ratio(c, found[0], self.batches).value
+
+        return sorted(found, key=key)
+
+    def may_win(self, c: Contestant, leader: Contestant) -> bool:
+        """May it be better than the leader, as far as was seen?"""
+        if self.by == "ttft" or self.missed(leader):
+            return True
+        if self.by == "memory" and c.prospect.num_bytes != leader.prospect.num_bytes:
+            return c.prospect.num_bytes < leader.prospect.num_bytes
+        return ratio(c, leader, self.batches).high >= 1.0
 
 
 def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) -> Interval:
@@ -78,24 +128,28 @@ def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) 
     return Interval(value, min(value, float(low)), max(value, float(high)))
 
 
+def first_rung(num_prompts: int, batches: Seq[int]) -> int:
+    """Prompts of the first rung."""
+    return min(num_prompts, max(*batches, 4))
+
+
 def race(
     contestants: Seq[Contestant],
     num_prompts: int,
     batches: Seq[int],
-    looked_at: Seq[int],
     seconds: float,
+    aim: Aim,
     tick: Callable[[str, int, int], None] = lambda stage, done, total: None,
-    max_ttft: float | None = None,
-    by_ttft: bool = False,
+    all_run: bool = False,
 ) -> list[Contestant]:
-    """All contestants, the best first; those that dropped out early come last.
+    """All contestants, the best first; those that dropped out early come last. `all_run`: nobody does.
 
     Stops when one is better than all others beyond doubt, when all prompts ran, or when the time is over: after the
     first rung at the earliest.
     """
     start, alive, done = time.perf_counter(), list(contestants), 0
     while done < num_prompts:
-        upto = min(num_prompts, max(max(batches), 4) if not done else 2 * done)
+        upto = min(num_prompts, 2 * done or first_rung(num_prompts, batches))
         for batch in batches:
             groups = [range(i, min(i + batch, upto)) for i in range(done, upto, batch)]
             for g, members in enumerate(groups):
@@ -104,34 +158,15 @@ def race(
                     tick(f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
                     contestant.run(batch, members)
         done = upto
-        order = ranked(alive, looked_at, max_ttft, by_ttft)
-        leader, rest = order[0], order[1:]
-        kept = [c for c in rest if c.plain or ratio(c, leader, looked_at).high >= 1.0]
+        if all_run:
+            continue
+        order = aim.ranked(alive)
         half = max(2, math.ceil(len(order) / 2))
         for i, c in enumerate(order):
-            if not c.plain and (i >= half or (c is not leader and c not in kept)):
+            if not c.plain and (i >= half or not (c is order[0] or aim.may_win(c, order[0]))):
                 c.out_at = done
         alive = [c for c in alive if c.out_at is None]
         if len(alive) == 1 or time.perf_counter() - start > seconds:
             break
-    late = ranked([c for c in contestants if c.out_at is None], looked_at, max_ttft, by_ttft)
+    late = aim.ranked([c for c in contestants if c.out_at is None])
     return late + sorted((c for c in contestants if c.out_at is not None), key=lambda c: -(c.out_at or 0))
-
-
-def ranked(
-    found: Seq[Contestant], batches: Seq[int], max_ttft: float | None = None, by_ttft: bool = False
-) -> list[Contestant]:
-    """The best first: by speed against the first one on common prompts, or by time to the first token.
-
-    Those whose median time to the first token is above `max_ttft` seconds come last.
-    """
-
-    def late(c: Contestant) -> bool:
-        return max_ttft is not None and max(median(c.ttft[b]) for b in batches) > max_ttft
-
-    def value(c: Contestant) -> float:
-        if by_ttft:
-            return -max(median(c.ttft[b]) for b in batches)
-        return ratio(c, found[0], batches).value
-
-    return sorted(found, key=lambda c: (late(c), -value(c)))

@@ -6,23 +6,28 @@ real prompts (`race.py`). What wins there is chosen, and written down with what 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
-from sameseed import store
+from sameseed import ops, store
 from sameseed.engine.scope import machine_here
+from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
+from sameseed.plan import quality
 from sameseed.plan.acceptance import Replay
-from sameseed.plan.candidates import Prospect, TargetBench, Tell, TuneRequest, load_targets, survivors
-from sameseed.plan.race import Contestant, race, ranked, ratio
+from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, survivors
+from sameseed.plan.grid import TuneRequest, options_of
+from sameseed.plan.race import Aim, Contestant, first_rung, race, ratio
+from sameseed.plan.regret import Regret, regrets
 from sameseed.plan.simulate import Interval
 from sameseed.study import record
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel, weights_digest
 
-RACE_SHARE = 0.9  # of the time that is left after measuring
+MEASURE_SHARE, RACE_SHARE = 0.6, 0.9  # of the time: drafts are measured up to here; of what is left then, the race
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class TuneOutcome:
     """What tuning found. `order`: the settings that ran, the best first; `plain`: plain decoding in the first format.
 
     `prospects`: all that were simulated; `lost`: what could not be tried, and why; `differing`: labels of settings
-    whose texts were not those of plain decoding in their format (none, or something is broken).
+    whose texts were not those of plain decoding in their format (none, or something is broken). `quality`: perplexity
+    ratios by formats. `missed`: the bounds that even the best does not keep. `regret`: of an exhaustive run.
     """
 
     asked: TuneRequest
@@ -38,9 +44,12 @@ class TuneOutcome:
     plain: Contestant
     prospects: list[Prospect]
     replays: Mapping[str, Replay]
-    lost: list[tuple[str, str]]
+    lost: list[Loser]
     differing: list[str]
     seconds: float
+    quality: quality.Ratios = field(default_factory=dict)
+    missed: str | None = None
+    regret: Regret | None = None
 
     @property
     def best(self) -> Contestant:
@@ -51,10 +60,8 @@ class TuneOutcome:
         return ratio(contestant, self.plain, self.asked.looked_at if batch is None else (batch,))
 
     def predicted(self, prospect: Prospect, batch: int) -> Interval:
-        """DraftSpeed-up that was promised at a batch size, over plain decoding in the first format."""
-        plain = self.plain.prospect.tokens_per_s[batch].value
-        own = prospect.tokens_per_s[batch]
-        return Interval(own.value / plain, own.low / plain, own.high / plain)
+        """Speed-up that was promised at a batch size, over plain decoding in the first format."""
+        return prospect.over(self.plain.prospect, batch)
 
     def error(self, contestant: Contestant, batch: int) -> float:
         """Predicted over measured speed-up, less 1."""
@@ -63,66 +70,99 @@ class TuneOutcome:
 
 def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage, done, total: None) -> TuneOutcome:
     """Measure, simulate, race. `load` makes an LLM, as for a Bench. Raises ConfigError for what can never be tried."""
-    start = time.perf_counter()
-    lost: list[tuple[str, str]] = []
-    targets = load_targets(asked, load, tell, lost)
-    prospects = [(stable, p) for stable in targets for p in stable.prospects(tell)]
-    chosen = survivors([p for _, p in prospects], asked)
-    runners = [_contestant(stable, p) for stable, p in prospects if p in chosen]
+    start, threads = time.perf_counter(), ops.num_threads()
+    lost: list[Loser] = []
+    try:
+        targets = load_targets(asked, load, tell, lost)
+        known: quality.Ratios = {}
+        if asked.quality is not None or len(targets) > 1:
+            known = quality.measure(asked, targets, load, tell)
+            targets = quality.kept(asked, targets, known, lost)
+        end = math.inf if asked.exhaustive else start + MEASURE_SHARE * asked.seconds
+        prospects = [(target, p) for target in targets for p in target.prospects(tell, end, lost)]
+        wanted = survivors([p for _, p in prospects], asked)
+        runners = [_contestant(t, p) for t, p in prospects if asked.exhaustive or p in wanted]
+        if not asked.exhaustive:
+            tokens = max(target.mean_tokens for target in targets)
+            runners = affordable(runners, asked, tokens, asked.seconds - (time.perf_counter() - start))
+        for c in runners:  # caches, pages and threads are then in place
+            few = range(min(*asked.batches, len(asked.prompts)))
+            replace(c, tokens={}, seconds={}, ttft={}, itl={}, texts={}).run(len(few), few)
+        left = RACE_SHARE * (asked.seconds - (time.perf_counter() - start))
+        order, regret = _raced(runners, wanted, asked, left, tell)
+    finally:
+        ops.set_num_threads(threads)
     plain = next(c for c in runners if c.plain)
-    for c in runners:  # caches, pages and threads are then in place
-        c.run(min(asked.batches), range(min(min(asked.batches), len(asked.prompts))))
-        c.tokens, c.seconds, c.ttft, c.texts = {}, {}, {}, {}
-    left = RACE_SHARE * (asked.seconds - (time.perf_counter() - start))
-    order = race(
-        runners, len(asked.prompts), asked.batches, asked.looked_at, left, tell, asked.max_ttft, _by_ttft(asked)
-    )
-    ahead = ranked([order[0], plain], asked.looked_at, asked.max_ttft, _by_ttft(asked))
-    order = [ahead[0], *(c for c in order if c is not ahead[0])]
-    replays = {name: found for stable in targets for name, found in stable.replays.items()}
-    return TuneOutcome(
-        asked,
-        order,
-        plain,
-        [p for _, p in prospects],
-        replays,
-        lost,
-        _differing(runners),
-        time.perf_counter() - start,
-    )
+    replays = {name: found for target in targets for name, found in target.replays.items()}
+    seconds = time.perf_counter() - start
+    every, missed = [p for _, p in prospects], Aim.of(asked).missed(order[0])
+    return TuneOutcome(asked, order, plain, every, replays, lost, _differing(runners), seconds, known, missed, regret)
 
 
-def _by_ttft(asked: TuneRequest) -> bool:
-    return asked.objective == "ttft"
+def _raced(
+    runners: list[Contestant], wanted: list[Prospect], asked: TuneRequest, left: float, tell: Tell
+) -> tuple[list[Contestant], Regret | None]:
+    """The order, the best first; and what was lost by the choice, where all of the grid ran."""
+    aim = Aim.of(asked)
+    plain = next(c for c in runners if c.plain)
+    if asked.exhaustive:
+        return regrets(runners, wanted, asked, tell)
+    order = race(runners, len(asked.prompts), asked.batches, left, aim, tell)
+    first = aim.ranked([order[0], plain])[0]  # plain decoding ran on all prompts: it may have come out better there
+    return [first, *(c for c in order if c is not first)], None
 
 
-def _contestant(stable: TargetBench, prospect: Prospect) -> Contestant:
-    params, seed = stable.asked.params, stable.asked.params.seed or 0
+def affordable(runners: list[Contestant], asked: TuneRequest, tokens: float, left: float) -> list[Contestant]:
+    """Those whose first rung, of texts of so many `tokens`, fits in the time left: plain decoding, then the best.
+
+    Raises ConfigError, with what would do, where not even one setting fits beside plain decoding.
+    """
+    reference, by_memory = next(c for c in runners if c.plain), asked.objective == "memory"
+
+    def hope(c: Contestant) -> tuple[float, ...]:
+        p = c.prospect
+        return c is not reference, p.num_bytes if by_memory else 0, -p.score(asked.looked_at)
+
+    found: list[Contestant] = []
+    taken, num_tokens = 0.0, first_rung(len(asked.prompts), asked.batches) * tokens
+    for c in sorted(runners, key=hope):
+        needed = sum(num_tokens / c.prospect.tokens_per_s[b].value for b in asked.batches)
+        if len(found) < 2 or taken + needed <= left:
+            found.append(c)
+            taken += needed
+    if taken > left and len(found) < 3:
+        spent = asked.seconds - left
+        raise ConfigError(
+            f"--seconds {asked.seconds:g} are too few: loading and measuring took {spent:.0f} s, and "
+            f"{' and '.join(c.label for c in found)} alone run for {taken:.0f} s on the first prompts: give "
+            f"--seconds {math.ceil(1.2 * (spent + taken) / 10) * 10} or more, a shorter --max-tokens, or fewer --drafts"
+        )
+    return [c for c in runners if c in found]
+
+
+def _contestant(target: TargetBench, prospect: Prospect) -> Contestant:
+    params, seed = target.asked.params, target.asked.params.seed or 0
 
     def jobs(batch: int, members: Any) -> list[Any]:
-        return [(stable.prompts[i], replace(params, seed=seed + i)) for i in members]
+        return [(target.prompts[i], replace(params, seed=seed + i)) for i in members]
 
-    return Contestant(prospect, lambda: stable.engine(prospect.candidate), jobs)
+    return Contestant(prospect, lambda: target.engine(prospect.candidate), jobs)
 
 
 def _differing(runners: list[Contestant]) -> list[str]:
     found = []
     for c in runners:
-        plain = next(p for p in runners if p.plain and _formats(p) == _formats(c))
+        plain = next((p for p in runners if p.plain and p.prospect.candidate.target == c.prospect.candidate.target), c)
         if any(plain.texts.get(key, text) != text for key, text in c.texts.items()):
-            found.append(c.prospect.candidate.label)
+            found.append(c.label)
     return found
-
-
-def _formats(c: Contestant) -> tuple[str, str]:
-    return c.prospect.candidate.format, c.prospect.candidate.kv_format
 
 
 def as_tuned(found: TuneOutcome) -> Tuned:
     """What `serve --profile` reads."""
     asked, best = found.asked, found.best
-    candidate = best.prospect.candidate
-    spec, drafting = candidate.spec, candidate.spec.method != "none"
+    setting = best.prospect.candidate
+    spec, drafting = setting.spec, not setting.plain
     batches = sorted(asked.batches)
     name = "speedup_batch_{}"
     predicted = {
@@ -130,36 +170,32 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     }
     measured = {name.format(b): _figure(found.speedup(best, b)) for b in batches}
     measured |= {f"tokens_per_s_batch_{b}": TunedFigure(*(3 * (best.tokens_per_s(b),))) for b in batches}
-    replay = found.replays.get(candidate.draft + candidate.draft_format)
-    prompts, tokens = _lengths(found)
+    replay = found.replays.get(setting.way)
+    ratios = found.quality.get((setting.format, setting.kv_format))
+    machine = machine_here(str(asked.settings.get("device", "cpu")))
+    if setting.threads is not None and not machine.gpu:
+        machine = replace(machine, threads=setting.threads)
     return Tuned(
-        machine=machine_here(),
+        machine=machine,
         model=TunedModel(asked.model, weights_digest(resolve_model(asked.model))),
         chosen=Chosen(
-            format=candidate.format,
-            kv_format=candidate.kv_format,
-            draft=candidate.draft,
-            draft_format=candidate.draft_format if drafting else None,
+            format=setting.format,
+            kv_format=setting.kv_format,
+            draft=setting.draft,
+            draft_format=setting.draft_format if drafting else None,
             num_draft_tokens=spec.num_draft_tokens if drafting else None,
+            draft_options=options_of(spec) or None,
             policy=spec.policy if drafting else None,
             max_num_seqs=max(batches),
-            threads=asked.settings.get("threads"),
+            threads=setting.threads,
             by_batch=_by_batch(found) if drafting else (),
         ),
-        scope=Scope(
-            store.digest({"prompts": [(p.text, p.messages) for p in asked.prompts]}),
-            len(asked.prompts),
-            tuple(sorted({p.domain for p in asked.prompts if p.domain})),
-            (min(prompts), max(prompts)),
-            (min(tokens), max(tokens)),
-            (asked.params.temperature,),
-            tuple(batches),
-            max(prompts) + max(tokens),
-        ),
+        scope=_scope(found),
         predicted=predicted,
         measured=measured,
+        quality={} if ratios is None else {"perplexity_ratio": _figure(ratios)},
         acceptance=AcceptRates() if replay is None else _rates(replay, spec.num_draft_tokens),
-        rejected=tuple(_losers(found)),
+        rejected=tuple(losers(found)),
         date=record.now(),
         commit=record.commit(),
     )
@@ -169,11 +205,21 @@ def _figure(x: Interval, grade: str = "measured", error: float | None = None) ->
     return TunedFigure(x.value, x.low, x.high, grade, error)
 
 
-def _lengths(found: TuneOutcome) -> tuple[list[int], list[int]]:
-    """Tokens of prompts and of answers."""
-    batch = min(found.asked.batches)
-    jobs = found.plain.jobs(batch, range(len(found.asked.prompts)))
-    return [len(prompt) for prompt, _ in jobs], [len(text) for text in found.plain.texts.values()]
+def _scope(found: TuneOutcome) -> Scope:
+    """The prompts, lengths and loads that were tried."""
+    asked, batch = found.asked, min(found.asked.batches)
+    prompts = [len(prompt) for prompt, _ in found.plain.jobs(batch, range(len(asked.prompts)))]
+    tokens = [len(text) for text in found.plain.texts.values()]
+    return Scope(
+        store.digest({"prompts": [(p.text, p.messages) for p in asked.prompts]}),
+        len(asked.prompts),
+        tuple(sorted({p.domain for p in asked.prompts if p.domain})),
+        (min(prompts), max(prompts)),
+        (min(tokens), max(tokens)),
+        (asked.params.temperature,),
+        tuple(sorted(asked.batches)),
+        max(prompts) + max(tokens),
+    )
 
 
 def _by_batch(found: TuneOutcome) -> tuple[tuple[int, int], ...]:
@@ -188,16 +234,18 @@ def _rates(replay: Replay, num_draft_tokens: int) -> AcceptRates:
     return AcceptRates(*given, num_samples=rates.num_rounds)
 
 
-def _losers(found: TuneOutcome) -> list[Loser]:
+def losers(found: TuneOutcome) -> list[Loser]:
     """Those that ran and lost, then those that were not worth a run, then those that could not."""
-    best, made = found.best, []
+    best, aim, made = found.best, Aim.of(found.asked), []
     for c in found.order[1:]:
-        x = ratio(c, best, found.asked.looked_at)
-        made.append(Loser({"setting": c.prospect.candidate.label}, "slower", x.value, x.low, x.high))
-    ran = {c.prospect.candidate.label for c in found.order}
-    batches = found.asked.looked_at
+        x, missed = ratio(c, best, found.asked.looked_at), aim.missed(c)
+        more = c.prospect.num_bytes - best.prospect.num_bytes if aim.by == "memory" else 0
+        why = "late" if missed else "memory" if more > 0 else "first token" if aim.by == "ttft" else "slower"
+        note = missed or (f"{more / 2**20:.1f} MiB more" if more > 0 else "")
+        made.append(Loser({"setting": c.label}, why, x.value, x.low, x.high, note))
+    ran = {c.label for c in found.order}
     for p in found.prospects:
         if p.candidate.label not in ran:
-            share = mean(p.tokens_per_s[b].value / best.prospect.tokens_per_s[b].value for b in batches)
+            share = mean(p.tokens_per_s[b].value / best.prospect.tokens_per_s[b].value for b in found.asked.looked_at)
             made.append(Loser({"setting": p.candidate.label}, "dominated", share, note="by prediction; it did not run"))
-    return made + [Loser({"setting": what}, "impossible", note=why) for what, why in found.lost]
+    return made + found.lost

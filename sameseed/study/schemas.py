@@ -11,6 +11,7 @@ PROFILE_SCHEMA = "sameseed.profile/1"
 EVAL_SCHEMA = "sameseed.eval/1"
 CERTIFICATE_SCHEMA = "sameseed.certificate/1"
 LOAD_SCHEMA = "sameseed.load/1"
+TUNE_SCHEMA = "sameseed.tune/1"
 
 Fields = dict[str, tuple[type, ...]]
 _ORIGIN: Fields = {"schema": (str,), "commit": (str,), "machine": (dict,)}
@@ -82,12 +83,22 @@ LOAD: Fields = {
     "retries": (int,),
     "remarks": (list,),
 }
+TUNE: Fields = {
+    **_MEASURED,
+    "seconds": (float,),
+    "best": (str,),
+    "choice": (dict,),
+    "baselines": (dict,),
+    "errors": (dict,),
+    "settings": (list,),
+}
 FIELDS: dict[str, tuple[str, Fields]] = {  # the command that writes it, and what it holds
     BENCH_SCHEMA: ("bench", BENCH),
     PROFILE_SCHEMA: ("profile", PROFILE),
     EVAL_SCHEMA: ("eval", EVAL),
     CERTIFICATE_SCHEMA: ("verify-lossless", CERTIFICATE),
     LOAD_SCHEMA: ("bench serve", LOAD),
+    TUNE_SCHEMA: ("tune --exhaustive", TUNE),
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +14,26 @@ import pytest
 from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
+from sameseed.engine.levels import with_heads
+from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
-from sameseed.plan.candidates import Prospect, Setting, TuneRequest, draft_specs, lengths_of, survivors
-from sameseed.plan.race import Contestant, race, ratio
+from sameseed.plan import quality, regret, tune
+from sameseed.plan.candidates import Prospect, load_targets, survivors
+from sameseed.plan.grid import (
+    Bound,
+    Setting,
+    TuneRequest,
+    branches,
+    draft_specs,
+    lengths_of,
+    options_of,
+    parse_slo,
+)
+from sameseed.plan.race import Aim, Contestant, race, ratio
 from sameseed.plan.simulate import Interval
 from sameseed.request import SamplingParams
 from sameseed.study.workload import Prompt
-from sameseed.tuned import Tuned
+from sameseed.tuned import Loser, Tuned
 
 PROMPTS = tuple(Prompt(str(i), "text", f"Number {i} is") for i in range(8))
 PARAMS = SamplingParams(max_tokens=8, seed=1)
@@ -27,25 +43,34 @@ def asked(**given: Any) -> TuneRequest:
     return TuneRequest(**{"model": "embedded", "prompts": PROMPTS, "params": PARAMS, "drafts": ("ngram",), **given})
 
 
-def prospect(spec: SpecConfig, value: float, spread: float = 0.1) -> Prospect:
+def prospect(spec: SpecConfig, value: float, spread: float = 0.1, num_bytes: int = 0) -> Prospect:
     speeds = {b: Interval(value, value * (1 - spread), value * (1 + spread)) for b in (1, 4)}
-    return Prospect(Setting("auto", "auto", spec), speeds)
+    made: Any = {b: SimpleNamespace(tokens_per_round=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
+    return Prospect(Setting("auto", "auto", spec), speeds, made, num_bytes)
 
 
 def test_bad_requests() -> None:
     for given, says in (
         ({"objective": "fast"}, "objective must be one of balanced, latency"),
+        ({"prompts": ()}, "0 prompts .* two or more"),
         ({"prompts": PROMPTS[:1]}, "two or more"),
         ({"prompts": (Prompt("a", "", "same"), Prompt("b", "", "same"))}, "all alike"),
         ({"batches": (0,)}, "1 or more"),
+        ({"threads": (0,)}, "1 or more"),
         ({"seconds": 1.0}, "too few"),
+        ({"quality": 0.9}, "e.g. 1.02"),
+        ({"exhaustive": True, "prompts": PROMPTS[:2]}, "four or more"),
     ):
         with pytest.raises(ConfigError, match=says):
             asked(**given)
+    for slo in ("ttft", "ttft<0s", "speed<2s", "ttft<2"):
+        with pytest.raises(ConfigError, match=r"write e\.g\. 'ttft<2s'"):
+            parse_slo(slo)
+    assert parse_slo("ttft<2s, itl < 50ms") == (Bound("ttft", 2.0), Bound("itl", 0.05))
 
 
 def test_the_grid() -> None:
-    found = draft_specs(asked(drafts=("ngram", "suffix + embedded-draft", "none"), draft_formats=("auto", "w8a8")))
+    found = draft_specs(asked(drafts=("ngram", "self_quant + embedded-draft", "none"), draft_formats=("auto", "w8a8")))
     assert [(s.method, [b.format for b in s.below]) for s in found] == [
         ("ngram", []),
         ("first", ["auto", "auto"]),
@@ -54,57 +79,172 @@ def test_the_grid() -> None:
     lengths = lengths_of(found[0])
     assert [s.num_draft_tokens for s in lengths if s.policy == "fixed"] == [1, 2, 3, 4, 6, 8]
     assert lengths[-1].policy == "goodput"
-    assert Setting("w4a8", "auto", found[2]).label == "suffix + embedded-draft k=4 w4a8 draft w8a8"
+    setting = Setting("w4a8", "auto", found[2], 2)
+    assert setting.label == "self_quant + embedded-draft draft w8a8 k=4 threads=2 w4a8"
+
+
+@pytest.mark.parametrize("text", ["embedded-head", "ngram + embedded-head"])
+def test_a_head_guesses_trees_and_chains(text: str) -> None:
+    tree, chain = draft_specs(asked(drafts=(text,)))
+    assert branches(tree) and not branches(chain)
+    assert [max(s.num_draft_tokens for s in lengths_of(spec)) for spec in (tree, chain)] == [32, 12]
+    assert not options_of(tree) and Setting("auto", "auto", chain).way == f"{text} chain"
+    again = with_heads(make_config(text, policy="fixed", draft_options=options_of(chain)).spec)
+    assert again == chain, "a profile's options say the same"
 
 
 def test_who_runs() -> None:
     plain = prospect(SpecConfig(), 1.0)
-    good = [prospect(s, 2.0) for s in lengths_of(SpecConfig("ngram"))]
+    good = [prospect(s, 2.0, num_bytes=9) for s in lengths_of(SpecConfig("ngram"))]
     hopeless = [prospect(s, 0.5) for s in lengths_of(SpecConfig("suffix"))]
     found = survivors([plain, *good, *hopeless], asked())
     assert found[0] is plain and not any(p in hopeless for p in found)
     assert sum(p.candidate.draft == "ngram" for p in found) == 3, "two, and the one that adapts itself"
+    small = survivors([plain, *good, *hopeless], asked(objective="memory"))
+    assert small[1] in hopeless, "the least bytes first"
 
 
 class Runs:
     """Contestants whose speed is known."""
 
-    def __init__(self, spec: SpecConfig, speed: float, ttft: float = 0.01) -> None:
-        self.ran = 0
-        self.contestant = Contestant(prospect(spec, speed), lambda: SimpleNamespace(), lambda batch, members: [])
+    def __init__(self, spec: SpecConfig, speed: float, ttft: float = 0.01, num_bytes: int = 0) -> None:
+        self.ran: list[int] = []
+        self.contestant = Contestant(prospect(spec, speed, 0.1, num_bytes), lambda: SimpleNamespace(), self.jobs)
         self.contestant.run = self.run  # type: ignore[method-assign]
         self.speed, self.ttft = speed, ttft
 
+    @staticmethod
+    def jobs(batch: int, members: Seq[int]) -> list[Any]:
+        return []
+
     def run(self, batch: int, members: Any) -> None:
-        self.ran += len(members)
+        self.ran += members
         c, count = self.contestant, len(members)
         c.tokens.setdefault(batch, []).append(100 * count)
-        c.seconds.setdefault(batch, []).append(100 * count / self.speed * (1.0 + 0.02 * (self.ran % 3)))
+        c.seconds.setdefault(batch, []).append(100 * count / self.speed * (1.0 + 0.02 * (len(self.ran) % 3)))
         c.ttft.setdefault(batch, []).extend([self.ttft] * count)
+        c.itl.setdefault(batch, []).extend([1.0 / self.speed] * count)
+
+
+def ngrams(count: int) -> list[Runs]:
+    return [
+        Runs(SpecConfig(), 1.0),
+        *(Runs(SpecConfig("ngram", num_draft_tokens=k), 1.0 + 0.1 * k) for k in range(count)),
+    ]
 
 
 def test_the_race() -> None:
-    runs = [Runs(SpecConfig(), 1.0), *(Runs(SpecConfig("ngram", num_draft_tokens=k), 1.0 + 0.1 * k) for k in range(6))]
-    order = race([r.contestant for r in runs], 32, (1, 4), (1, 4), 60.0)
+    runs = ngrams(6)
+    order = race([r.contestant for r in runs], 32, (1, 4), 60.0, Aim((1, 4)))
     assert order[0] is runs[-1].contestant
-    assert runs[0].ran == runs[-1].ran > runs[1].ran, "plain runs to the end, the worst soon no more"
+    assert len(runs[0].ran) == len(runs[-1].ran) > len(runs[1].ran), "plain runs to the end, the worst soon no more"
     assert ratio(order[0], runs[0].contestant, (1, 4)).value == pytest.approx(1.5, rel=0.05)
-    late = [Runs(SpecConfig(), 1.0), Runs(SpecConfig("ngram"), 2.0, ttft=9.0)]
-    assert race([r.contestant for r in late], 8, (1,), (1,), 60.0, max_ttft=1.0)[0] is late[0].contestant
+
+
+@pytest.mark.parametrize(
+    ("aim", "winner"),
+    [
+        (Aim((1,)), "fast"),
+        (Aim((1,), slo=(Bound("ttft", 1.0),)), "plain"),
+        (Aim((1,), slo=(Bound("itl", 0.6),)), "fast"),
+        (Aim((1,), by="ttft"), "plain"),
+        (Aim((1,), by="memory"), "small"),
+    ],
+)
+def test_what_is_best_is_what_was_aimed_at(aim: Aim, winner: str) -> None:
+    runs = {
+        "plain": Runs(SpecConfig(), 1.0, num_bytes=5),
+        "fast": Runs(SpecConfig("ngram"), 2.0, ttft=9.0, num_bytes=5),
+        "small": Runs(SpecConfig("suffix"), 0.5, ttft=0.5, num_bytes=4),
+    }
+    order = race([r.contestant for r in runs.values()], 8, (1,), 60.0, aim)
+    assert order[0] is runs[winner].contestant
+    missed = aim.missed(runs["fast"].contestant)
+    assert missed == ("ttft<1s missed: 9 s" if aim.slo == (Bound("ttft", 1.0),) else None)
+
+
+def test_a_budget_that_is_too_small_says_what_would_do() -> None:
+    runners = [Runs(SpecConfig(), 10.0).contestant, *(r.contestant for r in ngrams(4)[1:])]
+    # The first rung: 4 texts of 8 tokens at two batch sizes, 6.4 s of plain decoding and about 50 s of each other.
+    assert len(tune.affordable(runners, asked(), 8.0, 1000.0)) == 5
+    few = tune.affordable(runners, asked(), 8.0, 60.0)
+    assert [c.label for c in few] == ["plain", "ngram k=3"], "the most promising"
+    with pytest.raises(ConfigError, match=r"took 100 s, and plain and ngram k=3 alone .* --seconds 190 or more"):
+        tune.affordable(runners, asked(seconds=120.0), 8.0, 20.0)
+
+
+def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
+    runs = ngrams(6)
+    for r in runs:  # copies share `run`: what was measured belongs to whoever runs
+        vars(r.contestant).pop("run")
+    speeds = {r.contestant.label: r.speed for r in runs}
+    seen: set[int] = set()
+
+    class Timed(Contestant):
+        def run(self, batch: int, members: Seq[int]) -> None:
+            seen.update(i for (i,) in self.jobs(batch, members))
+            self.tokens.setdefault(batch, []).append(100 * len(members))
+            self.seconds.setdefault(batch, []).append(100 * len(members) / speeds[self.label])
+            for times in (self.ttft, self.itl):
+                times.setdefault(batch, []).extend([0.1] * len(members))
+
+    timed = [Timed(r.contestant.prospect, r.contestant.engine, lambda b, m: [(i,) for i in m]) for r in runs]  # type: ignore[misc]
+    wanted = [c.prospect for c in timed[:4]]  # the best two were not among those that a prediction wanted
+    order, found = regret.regrets(timed, wanted, asked(exhaustive=True), lambda *_: None)
+    assert seen == set(range(8)), "both halves ran"
+    assert (order[0].label, found.choice.setting, found.best) == ("ngram k=2", "ngram k=2", "ngram k=5")
+    assert found.choice.share.value == pytest.approx(1 - 1.2 / 1.5)
+    assert {name: x.setting for name, x in found.baselines.items()} == {
+        "plain": "plain",
+        "longest acceptance": "ngram k=5",
+        "k = 4": "ngram k=4",
+    }
+    assert (found.errors.worst, found.errors.coverage, found.errors.count) == (pytest.approx(0.0), 1.0, 12)
+    assert found.as_record(asked(), 3.0)["schema"] == "sameseed.tune/1"
+
+
+def test_formats_beyond_the_bound_are_dropped_and_named() -> None:
+    targets: Any = [SimpleNamespace(format=f, kv_format="auto", name=f) for f in ("auto", "w8a8", "w4a8")]
+    ratios = {("w8a8", "auto"): Interval(1.03, 1.01, 1.05), ("w4a8", "auto"): Interval(1.2, 1.1, 1.3)}
+    lost: list[Loser] = []
+    kept = quality.kept(asked(quality=1.02), targets, ratios, lost)
+    assert [t.format for t in kept] == ["auto", "w8a8"]
+    assert [(x.settings["setting"], x.why) for x in lost] == [("w4a8", "quality")]
+    with pytest.raises(ConfigError, match=r"no format keeps --quality 1\.05 .*1\.2000"):
+        quality.kept(asked(quality=1.05), targets[2:], ratios, lost)
+
+
+def test_the_checkpoint_is_measured_where_the_grid_lacks_it() -> None:
+    request = asked(quality=1.02, quality_tokens=300)
+    target: Any = SimpleNamespace(format="w4a8", kv_format="auto", name="w4a8", bench=SimpleNamespace())
+    target.bench.llm = LLM("embedded", format="w4a8", max_num_seqs=1)
+    found = quality.measure(request, [target], LLM, lambda *_: None)["w4a8", "auto"]
+    assert found.low < found.value < found.high and math.isfinite(found.high) and found.value != 1.0
+
+
+def test_a_draft_that_fits_nowhere() -> None:
+    lost: list[Loser] = []
+    with pytest.raises(ConfigError, match="none of the drafts fits this target: embedded-target for auto"):
+        load_targets(asked(drafts=("embedded-target",)), LLM, lambda *_: None, lost)
 
 
 def test_from_prompts_to_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"The {word} is" for word in ("cat", "sun", "house", "river")))
-    out, plot = tmp_path / "tuned.toml", tmp_path / "tuned.png"
-    argv = f"tune embedded --prompts {prompts} --max-tokens 12 --drafts ngram embedded-draft --batches 1 2 --seconds 8"
+    out, plot, records = tmp_path / "tuned.toml", tmp_path / "tuned.png", tmp_path / "records.jsonl"
+    argv = f"tune embedded --prompts {prompts} --max-tokens 8 --batch 1,2 --seconds 900 --slo itl<9s --threads 1"
+    argv += " --formats auto w8a8 --quality 9 --quality-tokens 300 --drafts ngram"
     assert main([*argv.split(), "-o", str(out), "--plot", str(plot)]) == 0
     assert "settings simulated" in capsys.readouterr().out
     assert plot.stat().st_size > 5000
     tuned = Tuned.read(out)
-    assert tuned.scope.num_prompts == 4 and tuned.scope.batch == (1, 2)
+    assert tuned.scope.num_prompts == 4 and tuned.scope.batch == (1, 2) and tuned.chosen.threads == 1
     assert set(tuned.measured) >= {"speedup_batch_1", "speedup_batch_2"} and tuned.rejected
     assert all(f.low <= f.value <= f.high for f in tuned.measured.values())
     llm = LLM(profile=str(out))
-    plain = LLM("embedded").generate(["The cat is"], SamplingParams(max_tokens=12))
-    assert llm.generate(["The cat is"], SamplingParams(max_tokens=12))[0].text == plain[0].text
+    plain = LLM("embedded", format=tuned.chosen.format or "auto").generate(["The cat is"], PARAMS)
+    assert llm.generate(["The cat is"], PARAMS)[0].text == plain[0].text
+    argv = f"tune embedded --prompts {prompts} --max-tokens 4 --batch 1 --drafts ngram --exhaustive"
+    assert main([*argv.split(), "-o", str(out), "--records", str(records)]) == 0
+    assert "behind the best" in capsys.readouterr().out
+    assert json.loads(records.read_text())["errors"]["count"] == 7

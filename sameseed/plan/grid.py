@@ -1,0 +1,210 @@
+"""The grid of a tuning: what is asked for, the settings that there are, and bounds on times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from sameseed.config import GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
+from sameseed.engine.levels import drafter_class, levels, with_heads
+from sameseed.engine.settings import make_config
+from sameseed.errors import ConfigError
+from sameseed.plan.acceptance import sizes_up_to
+from sameseed.request import SamplingParams
+from sameseed.study.workload import Prompt
+
+OBJECTIVES = ("balanced", "latency", "throughput", "ttft", "memory")
+LONGEST, MOST_NODES = 8, 32  # draft tokens of the longest chain, and nodes of the largest tree, in the grid
+CHAIN: Mapping[str, object] = {"top_k": 1, "depth": LONGEST}  # options that make a head's trees a chain
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Nine of ten requests keep it: `name` is "ttft" (to the first token) or "itl" (a token, after the first)."""
+
+    name: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name}<{self.seconds:g}s"
+
+
+def parse_slo(text: str) -> tuple[Bound, ...]:
+    """Bounds from text: 'ttft<2s', 'ttft<2s,itl<50ms'. Raises ConfigError for what is none."""
+    found = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        match = re.fullmatch(r"(ttft|itl)\s*<\s*(\d+\.?\d*|\.\d+)\s*(ms|s)", part)
+        if match is None or not float(match[2]):
+            raise ConfigError(f"--slo {part!r} is no bound; write e.g. 'ttft<2s', 'itl<50ms' or both with a comma")
+        found.append(Bound(match[1], float(match[2]) / (1000 if match[3] == "ms" else 1)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """What is to be tuned. `drafts`: as --draft takes them, each in each of `draft_formats` where it has a model.
+
+    `objective`: "latency" looks at the smallest of `batches`, "throughput" at the largest, "balanced" at their
+    geometric mean, "ttft" at the time to the first token, "memory" at bytes. `slo`: bounds that must be kept.
+    `quality`: the most that a format's perplexity may be over the checkpoint's, on `quality_tokens` tokens of
+    `quality_text`. `threads`: of the CPU; None: as the backend has it. `seconds`: for all. `exhaustive`: every setting
+    runs, however long that takes.
+    """
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    drafts: tuple[str, ...]
+    formats: tuple[str, ...] = ("auto",)
+    kv_formats: tuple[str, ...] = ("auto",)
+    draft_formats: tuple[str, ...] = ("auto",)
+    batches: tuple[int, ...] = (1, 4)
+    threads: tuple[int | None, ...] = (None,)
+    objective: str = "balanced"
+    slo: tuple[Bound, ...] = ()
+    quality: float | None = None
+    quality_text: str = ""
+    quality_tokens: int = 2048
+    seconds: float = 120.0
+    exhaustive: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further ones of LLM: backend, device
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
+        if not self.batches or min(self.batches) < 1:
+            raise ConfigError(f"batches are numbers of sequences, 1 or more, got {self.batches}")
+        if not self.threads or any(t is not None and t < 1 for t in self.threads):
+            raise ConfigError(f"threads are numbers of CPU threads, 1 or more, got {self.threads}")
+        if len(self.prompts) < 2:
+            raise ConfigError(f"{len(self.prompts)} prompts tell nothing of others; give two or more (--prompts FILE)")
+        if len({(p.text, str(p.messages)) for p in self.prompts}) < 2:
+            raise ConfigError("the prompts are all alike: what is right for one text is measured again and again")
+        if self.seconds < 5:
+            raise ConfigError(f"{self.seconds:g} seconds are too few to load and measure anything; give 30 or more")
+        if self.quality is not None and not 1.0 <= self.quality < 100.0:
+            raise ConfigError(f"--quality is a ratio of perplexities, 1 or more, e.g. 1.02; got {self.quality:g}")
+        if self.exhaustive and (self.objective in ("ttft", "memory") or len(self.prompts) < 4):
+            raise ConfigError("--exhaustive tells regrets of speed, half of the prompts held out: give four or more")
+
+    @property
+    def looked_at(self) -> tuple[int, ...]:
+        """Batch sizes by which settings are judged."""
+        if self.objective == "balanced":
+            return self.batches
+        return (max(self.batches) if self.objective in ("throughput", "memory") else min(self.batches),)
+
+    @property
+    def fitted(self) -> tuple[Prompt, ...]:
+        """The prompts by which settings are chosen: all, or the first half where the others tell regrets."""
+        return self.prompts[: len(self.prompts) // 2] if self.exhaustive else self.prompts
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting. Plain decoding has the draft "none"."""
+
+    format: str
+    kv_format: str
+    spec: SpecConfig
+    threads: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.spec.method == "none"
+
+    @property
+    def draft(self) -> str:
+        """How to guess, in the words of --draft."""
+        return named(self.spec)
+
+    @property
+    def draft_format(self) -> str:
+        """That of the draft's model, "auto" without one."""
+        return next((s.format for s in levels(self.spec) if s.model is not None), "auto")
+
+    @property
+    def formats(self) -> str:
+        """What differs from the checkpoint's own numbers: "w4a8 kv int8"; "" for nothing."""
+        kv = [f"kv {self.kv_format}"] if self.kv_format != "auto" else []
+        return " ".join([self.format] * (self.format != "auto") + kv)
+
+    @property
+    def way(self) -> str:
+        """The draft with its shape and format, without a length."""
+        form = [f"draft {self.draft_format}"] if self.draft_format != "auto" else []
+        return " ".join([self.draft, *(["chain"] if options_of(self.spec) else []), *form])
+
+    @property
+    def label(self) -> str:
+        """For people: what differs from plain decoding in the checkpoint's own format."""
+        length = "goodput" if self.spec.policy == "goodput" else f"k={self.spec.num_draft_tokens}"
+        words = ["plain"] if self.plain else [self.way, length]
+        words += [f"threads={self.threads}"] if self.threads is not None else []
+        return " ".join(filter(None, [*words, self.formats]))
+
+    @property
+    def target(self) -> tuple[str, str, int | None]:
+        """Settings with one plain decoding."""
+        return self.format, self.kv_format, self.threads
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Settings that differ in length alone."""
+        return *self.target, self.way
+
+
+def named(spec: SpecConfig) -> str:
+    """As --draft takes it: "suffix + path/to/head"; `draft_text` with the models' names."""
+    if not spec.below:
+        return spec.model or spec.method
+    if spec.model is None and draft_text(spec).count(" + "):
+        return " + ".join(named(b) for b in spec.below)
+    return " > ".join([*(named(b) for b in spec.below), spec.model or spec.method])
+
+
+def options_of(spec: SpecConfig) -> dict[str, Any]:
+    """What --draft-options takes for these levels; empty where all have their defaults."""
+    below = []
+    for own in map(options_of, spec.below):
+        lower = {"options": {k: v for k, v in own.items() if k != "below"}, "below": own.get("below")}
+        below.append({name: value for name, value in lower.items() if value})
+    return {**spec.options, **({"below": below} if any(below) else {})}
+
+
+def branches(spec: SpecConfig) -> bool:
+    """May its drafts be trees? Those of drafters asked in turn, where one's may."""
+    asked = () if drafter_class(spec).owns else spec.below
+    return (drafter_class(spec).branches and spec.options.get("top_k") != 1) or any(map(branches, asked))
+
+
+def chained(spec: SpecConfig) -> SpecConfig:
+    """The same, where what can be told to guess chains does so."""
+    able = set(CHAIN) <= {f.name for f in fields(drafter_class(spec).Options)}
+    options = {**spec.options, **CHAIN} if able else spec.options
+    return replace(spec, options=options, below=tuple(map(chained, spec.below)))
+
+
+def draft_specs(asked: TuneRequest) -> list[SpecConfig]:
+    """Each draft in each format and shape that it can have. Raises ConfigError for a draft that is none."""
+    found: list[SpecConfig] = []
+    for text in asked.drafts:
+        has_model = any(level.model is not None for level in levels(make_config(text).spec))
+        for form in asked.draft_formats if has_model else ("auto",):
+            spec = with_heads(make_config(text, policy="fixed", draft_format=form).spec)
+            found += [spec] if chained(spec) == spec else [spec, chained(spec)]
+    return [spec for spec in found if spec.method != "none"]
+
+
+def largest(spec: SpecConfig) -> int:
+    """Tokens of the largest draft that is replayed."""
+    return MOST_NODES if branches(spec) else GOODPUT_DRAFT_TOKENS
+
+
+def lengths_of(spec: SpecConfig) -> list[SpecConfig]:
+    """A draft at every length, of trees in nodes, and with goodput."""
+    sizes = sizes_up_to(MOST_NODES if branches(spec) else LONGEST)
+    fixed = [replace(spec, num_draft_tokens=k, policy="fixed") for k in sizes]
+    return [*fixed, replace(spec, num_draft_tokens=GOODPUT_DRAFT_TOKENS, policy="goodput")]

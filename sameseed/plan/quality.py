@@ -1,0 +1,77 @@
+"""What number formats cost: perplexity over that of the checkpoint's own weights, on a small text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence as Seq
+from functools import partial
+from typing import Any
+
+from sameseed.errors import ConfigError
+from sameseed.plan.candidates import TargetBench, Tell
+from sameseed.plan.grid import TuneRequest
+from sameseed.plan.simulate import Interval
+from sameseed.study.quality.perplexity import Perplexity, perplexity, ratio
+from sameseed.study.workload import ASSETS, read_prompts
+from sameseed.tuned import Loser
+
+WINDOW, STRIDE = 256, 128  # short ones: a few thousand tokens shall make many stretches to resample
+HELD_OUT = ASSETS / "prompts_heldout.jsonl"
+Ratios = dict[tuple[str, str], Interval]  # by formats of weights and cache; intervals hold 95 %
+
+
+def measure(asked: TuneRequest, targets: Seq[TargetBench], load: Callable[..., Any], tell: Tell) -> Ratios:
+    """The ratio of each target; the checkpoint itself is loaded for it where it is not among them.
+
+    Raises ConfigError for a text that is too short to tell anything.
+    """
+    text = asked.quality_text or held_out()
+    own = next((t.bench.llm for t in targets if (t.format, t.kv_format) == ("auto", "auto")), None)
+    tell("quality: auto", 0, 1)
+    base = _perplexity(
+        own or load(asked.model, None, **{**asked.settings, "max_num_seqs": 1}), text, asked, tell, "auto"
+    )
+    found: Ratios = {}
+    for target in targets:
+        if target.bench.llm is own:
+            found["auto", "auto"] = Interval(1.0, 1.0, 1.0)
+            continue
+        mine = _perplexity(target.bench.llm, text, asked, tell, target.name)
+        value, interval = ratio(mine, base, asked.params.seed or 0)
+        if interval is None:
+            raise ConfigError(
+                f"a text of {base.tokens} tokens tells nothing of quality; give --quality-text a longer one"
+            )
+        found[target.format, target.kv_format] = Interval(
+            value, *(interval if math.isfinite(value) else (value, value))
+        )
+    return found
+
+
+def _perplexity(llm: Any, text: str, asked: TuneRequest, tell: Tell, name: str) -> Perplexity:
+    return perplexity(llm, text, WINDOW, STRIDE, asked.quality_tokens, partial(tell, f"quality: {name}"))
+
+
+def held_out() -> str:
+    """The text of the package's held-out prompts."""
+    found = read_prompts(HELD_OUT)
+    return "\n\n".join(p.text or "\n".join(m["content"] for m in p.messages) for p in found)
+
+
+def kept(asked: TuneRequest, targets: Seq[TargetBench], found: Ratios, lost: list[Loser]) -> list[TargetBench]:
+    """Those whose interval does not lie above the bound; the others are named in `lost`.
+
+    Raises ConfigError where none is left.
+    """
+    bound, made = asked.quality, []
+    for target in targets:
+        its = found.get((target.format, target.kv_format))
+        if bound is None or its is None or its.low <= bound:
+            made.append(target)
+            continue
+        note = f"perplexity {its.value:.4f} ({its.low:.4f} to {its.high:.4f}) times the checkpoint's, above {bound:g}"
+        lost.append(Loser({"setting": target.name}, "quality", note=note))
+    if not made:
+        said = "; ".join(f"{x.settings['setting']}: {x.note}" for x in lost if x.why == "quality")
+        raise ConfigError(f"no format keeps --quality {bound:g} ({said}); raise it, or add auto to --formats")
+    return made

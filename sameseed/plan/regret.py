@@ -1,0 +1,154 @@
+"""Regret: all settings of the grid run; how far does the choice, made on half of the prompts, lie behind the best?
+
+The best is that of the other half, in hindsight: its luck there counts against the choice. Beside it stand three usual
+choices, and how far off the predictions were on prompts that no prediction saw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from sameseed.plan.candidates import Prospect, Tell
+from sameseed.plan.grid import TuneRequest
+from sameseed.plan.race import Aim, Contestant, Job, race, ratio
+from sameseed.plan.simulate import Interval
+from sameseed.study import record
+from sameseed.study.schemas import TUNE_SCHEMA
+
+USUAL = 4  # draft tokens where nobody thinks about it
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A setting, and the share of the best one's speed that it lacks, with an 80 % interval."""
+
+    setting: str
+    share: Interval
+
+
+@dataclass(frozen=True)
+class PredictionError:
+    """Predicted over measured speed-up, less 1, without the sign; `coverage`: of measured ones in 80 % intervals."""
+
+    median: float
+    p90: float
+    worst: float
+    coverage: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Regret:
+    """What an exhaustive run found. `baselines`: "plain", "longest acceptance" and "k = 4" with that draft.
+
+    `settings`: of each its label and, by batch size, predicted and measured speed-up (value, low, high).
+    """
+
+    best: str
+    choice: Behind
+    baselines: dict[str, Behind]
+    errors: PredictionError
+    settings: list[dict[str, Any]]
+
+    def as_record(self, asked: TuneRequest, seconds: float) -> dict[str, Any]:
+        """One line for a file of records."""
+        names = ("drafts", "formats", "kv_formats", "draft_formats", "batches", "threads", "objective")
+        config = {
+            "model": record.model_name(asked.model),
+            **{name: list(v) if isinstance(v := getattr(asked, name), tuple) else v for name in names},
+            "drafts": [" ".join(record.model_name(word) for word in text.split()) for text in asked.drafts],
+            "num_prompts": len(asked.prompts),
+            "max_tokens": asked.params.max_tokens,
+            "temperature": asked.params.temperature,
+            "seed": asked.params.seed,
+        }
+        origin = {"schema": TUNE_SCHEMA, "time": record.now(), "commit": record.commit(), "machine": record.machine()}
+        return {**origin, "config": config, "seconds": seconds, **asdict(self)}
+
+
+@dataclass
+class _Recorded(Contestant):
+    """One that ran already: running again tells what was measured then."""
+
+    source: Contestant | None = None
+
+    def run(self, batch: int, members: Seq[int]) -> None:
+        assert self.source is not None
+        for name, count in (("tokens", 1), ("seconds", 1), ("ttft", len(members)), ("itl", len(members))):
+            own, its = getattr(self, name).setdefault(batch, []), getattr(self.source, name)[batch]
+            own += its[len(own) : len(own) + count]
+
+
+def regrets(
+    runners: Seq[Contestant], wanted: Seq[Prospect], asked: TuneRequest, tell: Tell
+) -> tuple[list[Contestant], Regret]:
+    """Run all on both halves of the prompts; `wanted`: the settings among which a race chooses, on the first half.
+
+    All contestants, the chosen one first, the others by speed on the first half.
+    """
+    aim, half = Aim.of(asked), len(asked.fitted)
+    race(runners, half, asked.batches, math.inf, aim, tell, all_run=True)
+    held = [_fresh(c, jobs=_shifted(c.jobs, half)) for c in runners]
+    race(held, len(asked.prompts) - half, asked.batches, math.inf, aim, tell, all_run=True)
+    for c, other in zip(runners, held, strict=True):
+        c.texts |= {(batch, half + i): text for (batch, i), text in other.texts.items()}
+    recorded = [_Recorded(c.prospect, c.engine, c.jobs, source=c) for c in runners if c.prospect in wanted]
+    raced = race(recorded, half, asked.batches, math.inf, aim)
+    first = aim.ranked([raced[0], next(c for c in recorded if c.plain)])[0]
+    order = aim.ranked(runners)
+    order.sort(key=lambda c: c is not getattr(first, "source", None))
+    return order, compare(held, order[0].prospect, asked)
+
+
+def _fresh(c: Contestant, **changes: Any) -> Contestant:
+    return replace(c, tokens={}, seconds={}, ttft={}, itl={}, texts={}, **changes)
+
+
+def _shifted(jobs: Callable[[int, Seq[int]], list[Job]], by: int) -> Callable[[int, Seq[int]], list[Job]]:
+    return lambda batch, members: jobs(batch, [by + i for i in members])
+
+
+def compare(held: Seq[Contestant], chosen: Prospect, asked: TuneRequest) -> Regret:
+    """From what all settings did on prompts that were held out."""
+    batches = asked.looked_at
+    best = Aim.of(asked).ranked(held)[0]
+    plain = next(c for c in held if c.plain)
+    drafting = [c for c in held if not c.plain]
+    usual = {"plain": plain}
+    fixed = [c for c in drafting if c.prospect.candidate.spec.policy == "fixed"]
+    if fixed:
+        longest = max(fixed, key=lambda c: c.prospect.simulations[batches[0]].tokens_per_round)
+        usual["longest acceptance"] = longest
+        its = [c for c in fixed if c.prospect.candidate.group == longest.prospect.candidate.group]
+        usual[f"k = {USUAL}"] = next(c for c in its if c.prospect.candidate.spec.num_draft_tokens == USUAL)
+
+    def behind(c: Contestant) -> Behind:
+        x = ratio(c, best, batches)
+        return Behind(c.label, Interval(1 - x.value, 1 - x.high, 1 - x.low))
+
+    pairs = [[(c.prospect.over(plain.prospect, b), ratio(c, plain, (b,))) for b in asked.batches] for c in drafting]
+    rows = [
+        {
+            "setting": c.label,
+            "predicted": {str(b): asdict(p) for b, (p, _) in zip(asked.batches, its, strict=True)},
+            "measured": {str(b): asdict(m) for b, (_, m) in zip(asked.batches, its, strict=True)},
+        }
+        for c, its in zip(drafting, pairs, strict=True)
+    ]
+    choice = behind(next(c for c in held if c.prospect is chosen))
+    baselines = {name: behind(c) for name, c in usual.items()}
+    return Regret(best.label, choice, baselines, _errors([x for its in pairs for x in its]), rows)
+
+
+def _errors(pairs: Seq[tuple[Interval, Interval]]) -> PredictionError:
+    if not pairs:
+        return PredictionError(0.0, 0.0, 0.0, 0.0, 0)
+    off = [abs(p.value / m.value - 1.0) for p, m in pairs]
+    inside = sum(p.low <= m.value <= p.high for p, m in pairs)
+    return PredictionError(median(off), float(np.quantile(off, 0.9)), max(off), inside / len(pairs), len(pairs))
