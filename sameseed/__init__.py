@@ -9,13 +9,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-    from sameseed.engine.llm import LLM, AsyncLLM
+    from sameseed.engine.async_llm import AsyncLLM
+    from sameseed.engine.llm import LLM
+    from sameseed.engine.settings import AsyncEngineArgs
     from sameseed.request import Completion, SamplingParams
     from sameseed.scheme import QuantScheme
 
 _HOMES = {
     "LLM": "sameseed.engine.llm",
-    "AsyncLLM": "sameseed.engine.llm",
+    "AsyncLLM": "sameseed.engine.async_llm",
+    "AsyncEngineArgs": "sameseed.engine.settings",
     "SamplingParams": "sameseed.request",
     "Completion": "sameseed.request",
     "SpecConfig": "sameseed.config",
@@ -26,6 +29,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "CacheConfig",
     "Completion",
@@ -42,3 +46,7 @@ def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'sameseed' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

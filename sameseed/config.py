@@ -29,6 +29,7 @@ class CacheConfig:
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
+        fields.check(self)
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size must lie in 1..1024, got {self.block_size}; 16 or 32 are usual")
         if self.num_blocks is not None and self.num_blocks < 1:
@@ -172,6 +173,7 @@ class EngineConfig:
     spec: SpecConfig = field(default_factory=SpecConfig)
 
     def __post_init__(self) -> None:
+        fields.check(self)
         if self.max_num_rows < 1:
             raise ConfigError(f"max_num_rows must be at least 1, got {self.max_num_rows}")
         if self.max_num_seqs < 1:
@@ -183,8 +185,8 @@ class EngineConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2 (a prompt and a token), got {self.max_model_len}")
-        share = self.gpu_memory_utilization
-        if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            share = self.gpu_memory_utilization
             raise ConfigError(f"gpu_memory_utilization is a share of the GPU's memory, above 0 to 1, got {share!r}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, got {self.threads}")

@@ -30,6 +30,10 @@ class VocabularyError(SameseedError):
     """A draft model that does not share the target's vocabulary."""
 
 
+class NoSuchNameError(SameseedError, AttributeError):
+    """An attribute that another library has; the text says what to write here."""
+
+
 class RegistryError(SameseedError):
     """A name that is in no registry; the text names the nearest one that is."""
 

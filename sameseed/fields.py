@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from sameseed.errors import ConfigError, nearest
+from sameseed.errors import ConfigError, SameseedError, nearest
 
 T = TypeVar("T")
 NAMES = {Mapping: "object", tuple: "list", type(None): "none"}
@@ -39,13 +39,15 @@ def check(options: object) -> None:
         value_of(kind, getattr(options, name), name)
 
 
-def check_keys(given: Iterable[str], known: Iterable[str], where: str = "") -> None:
-    """Refuse a key that is not known, with the nearest. Raises ConfigError."""
+def check_keys(
+    given: Iterable[str], known: Iterable[str], where: str = "", error: type[SameseedError] = ConfigError
+) -> None:
+    """Refuse a key that is not known, with the nearest. Raises `error`."""
     known = tuple(known)
     for key in given:
         if key not in known:
             there = f" (there are: {', '.join(known) or 'none'})"
-            raise ConfigError(f"{_place(where)}unknown option {key!r}{nearest(key, known)}{there}")
+            raise error(f"{_place(where)}unknown option {key!r}{nearest(key, known)}{there}")
 
 
 def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import InitVar, asdict, dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, NoReturn, Protocol, TypeVar
 
+from sameseed import fields, habits
 from sameseed.errors import RequestError
 
 MAX_SEED = 2**63 - 1
 MAX_CONTEXT = 2**31 - 1  # tokens, where no model says less
 
 
+T = TypeVar("T")
+
+
+def _in_any_words(cls: type[T]) -> type[T]:
+    """The same dataclass, which takes keywords in words of other libraries too. Raises RequestError."""
+    init: Any = cls.__init__
+    known = fields.hints(cls)
+
+    @wraps(init)
+    def translated(self: T, *args: Any, **given: Any) -> None:
+        given = habits.translate(given, habits.SAMPLING, RequestError)
+        fields.check_keys(given, known, error=RequestError)
+        init(self, *args, **given)
+
+    cls.__init__ = translated  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_in_any_words
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen. The defaults are greedy decoding of at most 128 tokens.
@@ -393,9 +414,10 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Completion:
+class Completion(habits.Hinted):
     """One finished text; `seed` reproduces it. levels[i] names the drafter's level that guessed output token i first,
-    None: the target wrote it itself. text_offset[i]: the character of the text at which the token begins.
+    None: the target wrote it itself. text_offset[i]: the character of the text at which the token begins. `n`: how many
+    its request asked for.
     """
 
     request_id: str
@@ -412,11 +434,38 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all tokens of the prompt but the first
     text_offset: tuple[int, ...] = ()
     ruled_out: bool = False  # of an error: the request itself left no token to choose
+    n: int = 1
+    finished = True
+
+    @property
+    def outputs(self) -> tuple[Completion, ...]:
+        """Itself alone, where vLLM has a list of completions. Raises RequestError with n above 1."""
+        if self.n > 1:
+            raise RequestError(f"n={self.n}: generate gives one flat list; of prompt i it is done[i * n : (i + 1) * n]")
+        return (self,)
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Raises RequestError: neither a list nor a dict."""
+        raise RequestError(f"this is one completion, so leave out [{key!r}]; its text is .text")
 
     @property
     def accepted(self) -> tuple[bool, ...]:
         """Of each token, whether it is an accepted guess."""
         return tuple(level is not None for level in self.levels)
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """All that a completion has at some step. Text that may yet become a stop string is left out."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+def _nothing() -> tuple[str, tuple[int, ...]]:
+    return "", ()
 
 
 @dataclass(frozen=True)
@@ -432,6 +481,17 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first tokens, if asked for
     text_offset: tuple[int, ...] = ()
+    so_far: Callable[[], tuple[str, tuple[int, ...]]] = field(default=_nothing, repr=False, compare=False)
+
+    @property
+    def finished(self) -> bool:
+        return self.completion is not None
+
+    @property
+    def outputs(self) -> tuple[SoFar]:
+        """All text and tokens so far, as vLLM streams them."""
+        reason = None if self.completion is None else self.completion.finish_reason
+        return (SoFar(self.index, *self.so_far(), reason),)
 
     @property
     def accepted(self) -> tuple[bool, ...]:

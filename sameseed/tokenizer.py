@@ -11,6 +11,7 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HFTokenizer
 
+from sameseed import habits
 from sameseed.errors import ModelLoadError, RequestError
 
 MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
@@ -19,7 +20,7 @@ LONGEST_CHARACTER = 4  # bytes of UTF-8, and a token that gives text has one of 
 LONGEST_WAIT = 12  # tokens that may wait for a character to be whole; more than that are bytes that never will be
 
 
-class Tokenizer:
+class Tokenizer(habits.Hinted):
     """A Hugging Face tokenizer.json with its special tokens and chat template."""
 
     def __init__(

@@ -13,7 +13,7 @@ class OutputText:
         self._decoder = tokenizer.stream()
         self._stop = stop
         self._longest = max((len(s) for s in stop), default=0)
-        self._num_sent = 0
+        self.num_sent = 0  # characters given out
         self._stopped = False
 
     def push(self, token_id: int, may_stop: bool = True) -> bool:
@@ -39,8 +39,8 @@ class OutputText:
     def delta(self) -> str:
         """Text not given out before. A tail that may become a stop string is held back until it is decided."""
         end = len(self.text) if self._stopped else len(self.text) - self._undecided()
-        new = self.text[self._num_sent : end]
-        self._num_sent = max(self._num_sent, end)
+        new = self.text[self.num_sent : end]
+        self.num_sent = max(self.num_sent, end)
         return new
 
     def _undecided(self) -> int:

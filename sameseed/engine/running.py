@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 from sameseed.engine.output import OutputText
 from sameseed.request import Completion, Delta, FinishReason, Metrics, Request, Sequence
@@ -57,17 +58,23 @@ class Running:
         r, seq = self.request, self.seq
         new, logprobs = len(self.levels) - num_tokens, seq.logprobs if r.params.logprobs is not None else []
         start, self.num_scored = self.num_scored, len(seq.prompt_logprobs)
+        text = self.output.delta()
         return Delta(
             r.request_id,
             r.index,
-            self.output.delta(),
+            text,
             tuple(seq.token_ids[len(seq) - num_tokens :]),
             tuple(self.levels[new:]),
             completion,
             tuple(logprobs[max(0, len(logprobs) - num_tokens) :]),
             tuple(seq.prompt_logprobs[start:]),
             tuple(self.offsets[new:]),
+            partial(self.so_far, self.output.num_sent, len(self.levels)),
         )
+
+    def so_far(self, length: int, num_tokens: int) -> tuple[str, tuple[int, ...]]:
+        """The first `length` characters and `num_tokens` tokens that were written."""
+        return self.output.text[:length], tuple(self.seq.output_token_ids[:num_tokens])
 
     def complete(self, reason: FinishReason) -> Completion:
         """The end: all that it has written."""
@@ -89,6 +96,7 @@ class Running:
             prompt_logprobs=tuple(seq.prompt_logprobs) if r.score_prompt else None,
             text_offset=tuple(self.offsets),
             ruled_out=seq.ruled_out,
+            n=r.params.n,
         )
 
     def _metrics(self) -> Metrics:

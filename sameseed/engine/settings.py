@@ -3,61 +3,86 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from sameseed import fields
 from sameseed.config import GOODPUT_DRAFT_TOKENS, CacheConfig, EngineConfig, SpecConfig, parse_draft
 from sameseed.errors import ConfigError
 from sameseed.spec.drafter import Drafter
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def make_config(
-    draft: str | SpecConfig | Drafter | type[Drafter] | None = None,
-    *,
-    num_draft_tokens: int | None = None,
-    confidence: float | None = None,
-    draft_options: dict[str, object] | None = None,
-    draft_format: str | None = None,
-    policy: str | None = None,
-    overlap: int | None = None,
-    **settings: Any,
-) -> EngineConfig:
+DraftChoice = str | SpecConfig | Drafter | type[Drafter] | None
+
+
+class Settings(TypedDict, total=False):
+    """Keyword arguments of LLM, AsyncLLM and `make_config`: the fields of SpecConfig, EngineConfig and CacheConfig.
+
+    Of the first: the draft's settings. `kv_format`, `block_size`, `num_blocks` and `prefix_cache` are the cache's.
+    """
+
+    num_draft_tokens: int | None
+    confidence: float | None
+    draft_options: dict[str, object] | None
+    draft_format: str | None
+    policy: str | None
+    overlap: int | None
+    max_num_rows: int
+    max_num_seqs: int
+    max_model_len: int | None
+    format: str
+    backend: str
+    device: str
+    threads: int | None
+    gpu_memory_utilization: float
+    profile: str | None
+    force_profile: bool
+    kv_format: str
+    block_size: int
+    num_blocks: int | None
+    prefix_cache: bool
+
+
+class AsyncEngineArgs(Settings, total=False):
+    """All keyword arguments of AsyncLLM, as a dict, for `AsyncLLM.from_engine_args`."""
+
+    model: str | None
+    draft: DraftChoice
+
+
+def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> EngineConfig:
     """An EngineConfig from keyword arguments, as LLM and the CLI take them.
 
     `draft`: None for plain decoding, text as `parse_draft` reads it ("ngram", a model, "suffix + embedded-draft"), or a
     drafter of one's own: its class, or an object, which is taken as it is. `policy` "auto" (the default, unless `draft`
     is a SpecConfig) is goodput with at most 12 tokens, which never asks for drafts that do not pay; or fixed lengths,
     where a `confidence` is to end them. `draft_options` are those of its top level; under "below" a list has those of
-    the levels below, each an object with fields of SpecConfig. `settings` are fields of EngineConfig and CacheConfig
-    (`block_size`, `num_blocks`, `kv_format`, `prefix_cache`). Raises ConfigError for unknown settings.
+    the levels below, each an object with fields of SpecConfig. Raises ConfigError for unknown settings.
     """
+    fields.check_keys(settings, Settings.__annotations__)
     spec = _spec_of(draft)
-    if policy == "auto" or (policy is None and not isinstance(draft, SpecConfig)):
-        policy = "fixed" if confidence is not None or spec.method == "none" else "goodput"
-    if num_draft_tokens is None and policy == "goodput":
-        num_draft_tokens = GOODPUT_DRAFT_TOKENS
-    changes: dict[str, Any] = {
-        "num_draft_tokens": num_draft_tokens,
-        "confidence": confidence,
-        "options": draft_options,
-        "format": draft_format,
-        "policy": policy,
-        "overlap": overlap,
-    }
-    below = _levels_below(spec, (draft_options or {}).get("below"))
-    changes["options"] = {k: v for k, v in (draft_options or {}).items() if k != "below"} or None
-    spec = dataclasses.replace(spec, below=below, **{k: v for k, v in changes.items() if v is not None})
-    if draft_format is not None and spec.model is None:  # drafters in turn: the format is that of their models
-        spec = _in_format(spec, draft_format)
+    names = {"draft_options": "options", "draft_format": "format"}
+    names |= {name: name for name in ("num_draft_tokens", "confidence", "policy", "overlap")}
+    given: dict[str, Any] = {names[k]: v for k, v in settings.items() if k in names and v is not None}
+    if given.get("policy") == "auto" or ("policy" not in given and not isinstance(draft, SpecConfig)):
+        given["policy"] = "fixed" if "confidence" in given or spec.method == "none" else "goodput"
+    if given.get("policy") == "goodput":
+        given.setdefault("num_draft_tokens", GOODPUT_DRAFT_TOKENS)
+    options = given.pop("options", {})
+    below = _levels_below(spec, options.get("below"))
+    if chosen := {k: v for k, v in options.items() if k != "below"}:
+        given["options"] = chosen
+    spec = dataclasses.replace(spec, below=below, **given)
+    if "format" in given and spec.model is None:  # drafters in turn: the format is that of their models
+        spec = _in_format(spec, given["format"])
     cache_names = {"kv_format": "format", **{k: k for k in ("block_size", "num_blocks", "prefix_cache")}}
-    cache = {cache_names[k]: settings.pop(k) for k in list(settings) if k in cache_names}
-    known = {f.name for f in dataclasses.fields(EngineConfig)} - {"cache", "spec"}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]!r} (there are: {', '.join(sorted(known | set(cache_names)))})")
-    return EngineConfig(spec=spec, cache=CacheConfig(**cache), **settings)
+    cache: dict[str, Any] = {cache_names[k]: v for k, v in settings.items() if k in cache_names}
+    rest: dict[str, Any] = {k: v for k, v in settings.items() if k not in names and k not in cache_names}
+    return EngineConfig(spec=spec, cache=CacheConfig(**cache), **rest)
 
 
-def _spec_of(draft: str | SpecConfig | Drafter | type[Drafter] | None) -> SpecConfig:
+def _spec_of(draft: DraftChoice) -> SpecConfig:
     if isinstance(draft, SpecConfig):
         return draft
     if draft is None or draft == "none":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sameseed import habits
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import ASSETS, EMBEDDED, read_json
@@ -170,15 +171,10 @@ def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str,
         return None
     _check(spec, spread)
     made: dict[str, Any] = {"method": spec.method, "num_speculative_tokens": spec.num_draft_tokens}
-    if spec.method == "ngram":
+    if spec.method in OPTIONS:
         chosen = _options(spec)
-        return made | {"prompt_lookup_min": chosen["min_ngram"], "prompt_lookup_max": chosen["max_ngram"]}
-    if spec.method == "suffix":
-        chosen = _options(spec)
-        made |= {"suffix_decoding_max_tree_depth": chosen["max_match"]}
-        made |= {"suffix_decoding_max_spec_factor": chosen["length_factor"]}
-        made |= {"suffix_decoding_min_token_prob": chosen["min_probability"]}
-        return made if chosen["past"] != "none" else made | {"suffix_decoding_max_cached_requests": 0}
+        made |= {theirs: chosen[ours] for theirs, ours in habits.OPTIONS[spec.method].items()}
+        return made if chosen.get("past") != "none" else made | {"suffix_decoding_max_cached_requests": 0}
     if spec.model is None:
         raise ConfigError(f"--draft {spec.method}: vLLM needs the draft's checkpoint; give its folder or hub id")
     path = model_path(spec.model)

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sameseed.errors import ModelLoadError
+from sameseed import registry
+from sameseed.errors import ModelLoadError, nearest
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ASSETS, EMBEDDED, GGUF, read_config
 from sameseed.models.llama import Llama
@@ -39,7 +40,8 @@ def resolve_model(name: str) -> Path:
         raise ModelLoadError(f"{name} is a file; give the folder that holds config.json and *.safetensors, or a .gguf")
     one_file = name.count("/") == 2 and name.endswith(GGUF)
     if not (one_file or name.count("/") == 1) or name.startswith((".", "/", "~")):
-        raise ModelLoadError(f"no model at {name!r}: give a folder, a hub id like 'org/name', or 'embedded'")
+        near = nearest(name, (*EMBEDDED, *registry.names("drafters")))
+        raise ModelLoadError(f"no model at {name!r}{near}: give a folder, a hub id like 'org/name', or 'embedded'")
     from huggingface_hub import hf_hub_download, snapshot_download
 
     try:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from statistics import median, stdev
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,7 @@ def anchor(
     prompt_tokens: int,
     expected: Times,
     max_model_len: int,
-    **settings: object,
+    **settings: Any,
 ) -> Anchor:
     """Load and measure; `settings`: of LLM. A draft that had no round in time stays as it was expected.
 

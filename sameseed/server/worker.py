@@ -118,7 +118,7 @@ class Worker:
         return 0
 
     def _add(self, engine: Engine, frame: Add, make: MakeGrammar | None) -> None:
-        from sameseed.engine.llm import make_requests
+        from sameseed.engine.front import make_requests
 
         names = ("tenant", "owner", "priority", "detailed", "speculation", "score_prompt")
         shared = {name: getattr(frame, name) for name in names}

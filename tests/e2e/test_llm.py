@@ -182,7 +182,7 @@ def test_padding_is_no_other_vocabulary(folders: tuple[str, str], tmp_path: Path
         ({"kv_format": "int9"}, RegistryError, "did you mean 'int8'"),
         ({"format": "bf61"}, RegistryError, "did you mean 'bf16'"),
         ({"backend": "referenc"}, RegistryError, "did you mean 'reference'"),
-        ({"blocksize": 4}, ConfigError, "unknown setting 'blocksize'"),
+        ({"blocksize": 4}, ConfigError, "did you mean 'block_size'"),
         ({"threads": 0}, ConfigError, "threads must be at least 1"),
         ({"max_num_rows": 4}, ConfigError, "is below max_num_seqs"),
     ],

@@ -1,0 +1,149 @@
+"""AsyncLLM: the front door for asyncio, with the engine in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence as Seq
+from typing import Any
+
+from sameseed.engine.front import Front, Message, Prompt
+from sameseed.errors import RequestError, SameseedError
+from sameseed.request import Completion, Delta, Request, SamplingParams
+
+log = logging.getLogger("sameseed")
+
+
+class AsyncLLM(Front):
+    """The same engine in a thread of its own: concurrent requests, streaming, cancellation.
+
+    Use it as an async context manager, or call `close` at the end.
+    """
+
+    def _start(self) -> None:
+        self._inbox: list[Callable[[], object]] = []  # what the engine's thread does before its next step
+        self._sinks: dict[str, Callable[[Delta | SameseedError], None]] = {}
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="sameseed-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, **sampling: Any
+    ) -> AsyncIterator[Delta]:
+        """Stream one request: each Delta has the new text; the last one of each index carries its Completion.
+
+        `sampling`: keywords of SamplingParams, in place of `params`.
+        Leaving the loop early (break, cancellation, closing the generator) aborts the request and frees its blocks.
+        Raises RequestError for a bad prompt or a request id that is running already.
+        """
+        chosen = self._seeded(self._params(params, sampling))
+        request_id = request_id or f"a{next(self._ids)}"
+        if request_id in self._sinks:
+            raise RequestError(f"request id {request_id!r} is running already; choose another")
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Delta | SameseedError] = asyncio.Queue()
+        self._sinks[request_id] = lambda item: _put(loop, queue, item)  # from here on the id is taken
+        try:
+            requests = await asyncio.to_thread(self._requests, prompt, chosen, request_id)
+            if not self._post(lambda: self._add(requests)):
+                raise RequestError("this engine is closed; make a new AsyncLLM")
+            open_ends = len(requests)
+            while open_ends:
+                item = await queue.get()
+                if isinstance(item, SameseedError):
+                    raise item
+                open_ends -= item.completion is not None
+                yield item
+        finally:
+            self._sinks.pop(request_id, None)
+            self._post(lambda: self.engine.abort(request_id))
+
+    async def chat(
+        self,
+        messages: Seq[Message],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[Delta]:
+        """Like `generate`, for a conversation."""
+        async for delta in self.generate(self.tokenizer.chat(messages), params, request_id, **sampling):
+            yield delta
+
+    async def complete(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Completion:
+        """Run one request to its end and return its (first) completion."""
+        done: Completion | None = None
+        async for delta in self.generate(prompt, params, **sampling):
+            if delta.completion is not None and delta.index == 0:
+                done = delta.completion
+        assert done is not None
+        return done
+
+    def abort(self, request_id: str) -> None:
+        """End a request from outside; its stream gets a last delta with finish reason "abort"."""
+        self._post(lambda: self._send(self.engine.abort(request_id)))
+
+    def close(self) -> None:
+        """Stop the engine's thread after its current step; running requests end with an error."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _add(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.add(request)
+
+    def _post(self, action: Callable[[], object]) -> bool:
+        """Let the engine's thread do this before its next step; False if the engine is closed."""
+        with self._wake:
+            if self._closing:
+                return False
+            self._inbox.append(action)
+            self._wake.notify()
+            return True
+
+    def _send(self, deltas: Seq[Delta]) -> None:
+        for delta in deltas:
+            sink = self._sinks.get(delta.request_id)
+            if sink is not None:
+                sink(delta)
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not self._inbox and not self.engine.has_work and not self._closing:
+                    self._wake.wait()
+                actions, self._inbox = self._inbox, []
+                closing = self._closing
+            try:
+                for action in actions:
+                    action()
+                if closing:
+                    break
+                if self.engine.has_work:
+                    self._send(self.engine.step())
+            except Exception as error:  # whatever it was: no stream may wait for ever
+                log.exception("a step of the engine failed")
+                self._end_all(SameseedError(f"the engine failed while this request ran: {error!r}"))
+        self._end_all(SameseedError("the engine was closed while this request ran"))
+
+    def _end_all(self, error: SameseedError) -> None:
+        """End every open request with this error; their blocks are free again."""
+        for request_id, sink in list(self._sinks.items()):
+            self.engine.abort(request_id)
+            sink(error)
+
+
+def _put(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], item: object) -> None:
+    try:
+        loop.call_soon_threadsafe(queue.put_nowait, item)
+    except RuntimeError:  # the caller's event loop is gone, and nobody waits for this any more
+        return
