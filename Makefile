@@ -47,7 +47,7 @@ help: ## this list
 	@printf 'sameseed: make <target>\n\n'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 
-demo: $(STAMP) ## set up, then write with and without speculation, side by side
+demo: $(STAMP) ## set up, then write with and without guesses, small and at the size of a real model
 	$(BIN)/sameseed demo
 
 test: $(STAMP) ## set up, then run the tests

@@ -1,176 +1,180 @@
-"""`sameseed demo`: the embedded model writes with and without speculation: the same text, and what it took."""
+"""`sameseed demo`: guesses accepted before one's eyes, then what they bring to a model of real size."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from sameseed.cli.options import EngineChoice, draft_choice, option, parse
-from sameseed.config import SpecConfig
+from sameseed.cli.options import option, parse
 from sameseed.errors import ConfigError
-from sameseed.request import Completion, Delta, SamplingParams
+from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sameseed.study.measure import Bench
-    from sameseed.study.workload import Arm, Prompt, Workload
+    from sameseed.engine.engine import Engine
+    from sameseed.study.measure import Run
 
-KS = (3, 5, 7)
-SHOWN_TOKENS = 96
-TOKENS, FEW_TOKENS = 64, 32  # of one prompt: as a rule, and at least in every round but a slow machine's only one
-MIN_TOKENS = 8
-REPEAT = 3
-PROMPTS = (3, 16)  # at least and at most so many prompts
+SHAPE = "llama-3.2-1b"
+TARGET, HEAD = "embedded-target", "embedded-head"
+CHAIN = {"top_k": 1}  # guesses one after the other: on a CPU a tree costs more than it brings
+SHOWN_TOKENS, TOKENS = 96, 64
+MOST_PROMPTS = 8
+HOW = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 
 
 @dataclass(frozen=True)
 class DemoArgs:
-    """Watch the embedded model write with and without speculation, then compare them side by side."""
+    """Watch a small model's guesses being accepted, then measure what they bring at real size. Nothing is downloaded.
 
-    model: Annotated[str, option("TEXT")] = "embedded"  # the target: 'embedded', a folder, or a hub id
-    draft: Annotated[str, option("TEXT")] = "auto"  # its draft model; auto takes the embedded one
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl or .txt; unset: the packaged prompts
-    seconds: float = 30.0  # time to aim at for the measurements
-    out: Annotated[Path | None, option("FILE")] = None  # append the measurements here as JSON lines
+    The second part makes a twin in memory: a real model's shape with made-up weights that compute the small model.
+    """
+
+    shape: Annotated[str | None, option("NAME")] = (
+        None  # its shape, see profile --list; unset: llama-3.2-1b, if it fits
+    )
+    format: str = "w4a8"  # number format of its weights
+    seconds: float = 40.0  # time to aim at for measuring it
 
 
 def run(argv: Seq[str], prog: str) -> int:
     """Show, measure, conclude; exit code 1 if a text differed."""
     args = parse(DemoArgs, argv, prog).args
-    if args.draft == "none" or (args.draft == "auto" and args.model != "embedded"):
-        raise ConfigError("the demo needs a draft model; name one with --draft, or leave --model out")
-    from rich.console import Console
+    if args.seconds <= 0:
+        raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
+    from sameseed.cli.console import stdout_console
+    from sameseed.study.twin import find_shape
 
-    from sameseed.cli.bench import open_bench, run_with_progress
-    from sameseed.cli.console import show_table
-    from sameseed.engine.levels import with_heads
-    from sameseed.engine.settings import make_config
-    from sameseed.study import record, report
-    from sameseed.study.workload import DEFAULT_PROMPTS, arms, read_prompts
-
-    console = Console(highlight=False)
-    if args.out is not None:
-        record.prepare(args.out)
-    path = args.prompts or DEFAULT_PROMPTS
-    prompts = read_prompts(path)
-    drafting = with_heads(make_config(draft_choice(args.draft, args.model), policy="fixed").spec)
-    ways = arms([SpecConfig("ngram"), drafting], KS)
-    bench = open_bench(EngineChoice(args.model, {}), ways, [1], "auto", quiet=False)
-    same = show_both(bench, prompts[0], next(a for a in ways if a.spec.method == drafting.method), console)
-    run_id = record.now()
-    everything: list[dict[str, Any]] = []
-    console.rule("[bold]side by side")
-    for workload, repeat in plan(bench, path.name, prompts, args.seconds, console):
-        runs = run_with_progress(bench, workload, repeat, quiet=False)
-        everything += record.make_records(bench, args.model, workload, runs, run_id, record.machine())
-        if args.out is not None:
-            for line in everything[-len(ways) :]:
-                record.append(args.out, line)
-        show_table(report.table(everything[-len(ways) :]))
-    console.print(report.LEGEND + "\n", style="dim")
-    return max(conclude(everything, console), 0 if same else 1)
+    find_shape(args.shape or SHAPE)  # a slip of the pen fails before anything is shown
+    console = stdout_console()
+    same = show_pair(console)
+    try:
+        plain, guessing = open_twins(args, console)
+    except ConfigError as error:
+        if args.shape is not None:
+            raise
+        console.print(f"\nReal size is left out: {error}", markup=False)
+    else:
+        same = measure(plain, guessing, args.seconds, console) and same
+    console.print("\nNext: sameseed chat --show-draft, or sameseed info for what this machine can run", style="dim")
+    return 0 if same else 1
 
 
-def show_both(bench: Bench, prompt: Prompt, drafting: Arm, console: Console) -> bool:
-    """Stream one greedy answer without and with a draft model; True if both are the same, as they must be."""
-    from rich.text import Text
+def show_pair(console: Console) -> bool:
+    """Stream a greedy answer with its accepted guesses marked; True if plain decoding writes the same."""
+    from sameseed import LLM
+    from sameseed.cli.console import TextWriter, legend
+    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
-    from sameseed.cli.console import legend
-
-    question = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
-    tokens = prompt.encode(bench.llm.tokenizer)
-    console.print(Text("prompt: ", "dim") + Text(question))
-    for arm in (bench.arms[0], drafting):
-        for _ in _stream(bench, arm, tokens, 4):  # the first pass touches every weight: it would be slow for no reason
-            pass
-    console.rule("[bold]plain decoding: one pass of the model a token")
-    plain = show_answer(bench, bench.arms[0], tokens, console)
-    console.rule(f"[bold]speculative decoding: {drafting.label}")
-    guessed = show_answer(bench, drafting, tokens, console)
-    print(legend(sys.stdout, sys.stdout))
-    gain = plain.metrics.total_time / guessed.metrics.total_time
-    same = plain.token_ids == guessed.token_ids
-    verdict = "[green]the same text[/]" if same else "[bold red]ANOTHER TEXT[/]"
-    rounds = f"{guessed.metrics.spec.num_rounds} passes instead of {plain.metrics.spec.num_rounds}"
-    console.print(f"{verdict}, {rounds}, in {1 / gain:.0%} of the time\n")
+    plain = LLM(TARGET, prefix_cache=False)
+    guessing = LLM(TARGET, HEAD, policy="fixed", draft_options=CHAIN, prefix_cache=False, target=plain.engine.runner)
+    prompt = read_prompts(DEFAULT_PROMPTS)[0]
+    tokens, params = prompt.encode(plain.tokenizer), SamplingParams(max_tokens=SHOWN_TOKENS)
+    console.print("1. A small model writes, and a draft head guesses ahead", style="bold")
+    console.print(f"prompt: {prompt.messages[-1]['content']}\n", style="dim", markup=False)
+    writer = TextWriter(sys.stdout, plain.tokenizer, show_draft=True)
+    for delta in guessing.stream(tokens, params):
+        writer.write(delta)
+        done = delta.completion
+    assert done is not None  # a stream ends with its completion
+    expected, spec = plain.generate(tokens, params)[0], done.metrics.spec
+    same = done.token_ids == expected.token_ids
+    print(f"\n\n{legend(sys.stdout, sys.stdout)}")
+    console.print(
+        f"{spec.num_accepted_tokens} of {spec.num_draft_tokens} guesses accepted: {len(done.token_ids)} tokens in "
+        f"{spec.num_rounds} passes of the model instead of {expected.metrics.spec.num_rounds}. {verdict(same)}\n"
+    )
     return same
 
 
-def show_answer(bench: Bench, arm: Arm, prompt: tuple[int, ...], console: Console) -> Completion:
-    """Stream one greedy answer, its accepted draft tokens marked, and say what it took."""
-    from sameseed.cli.console import TextWriter, summary
+def open_twins(args: DemoArgs, console: Console) -> tuple[Engine, Engine]:
+    """Say what is made, and make it: an engine without guesses, and one with; they share the weights.
 
-    writer = TextWriter(sys.stdout, bench.llm.tokenizer, show_draft=True)
-    for delta in _stream(bench, arm, prompt, SHOWN_TOKENS):
-        writer.write(delta)
-        if delta.completion is not None:
-            print("\n")
-            console.print(summary(delta.completion.metrics), style="dim", soft_wrap=True)
-            return delta.completion
-    raise AssertionError("a stream ends with its completion")
+    Raises ConfigError where memory is short.
+    """
+    from sameseed.cli.console import weights_progress
+    from sameseed.engine.build import assemble
+    from sameseed.engine.settings import make_config
+    from sameseed.study.twin import find_shape
+    from sameseed.study.twin.loaded import load_twins
+    from sameseed.study.workload import ASSETS
+
+    name = args.shape or SHAPE
+    shape = find_shape(name)
+    settings: dict[str, Any] = {"format": args.format, "max_model_len": 512, "max_num_seqs": 1, "prefix_cache": False}
+    config = make_config(HEAD, draft_options=CHAIN, **settings)
+    built = json.loads((ASSETS / "head" / "results.json").read_text())["acceptance"]["all"]["rate"]
+    with weights_progress(f"making {name}") as report:
+        got = load_twins(shape, TARGET, HEAD, config, name=name, progress=report)
+    console.print(f"2. The same at real size, in the shape of {name}", style="bold")
+    console.print(
+        f"{got.target.config.num_parameters / 1e9:.2f} billion weights in {args.format}, in memory. They are made up: "
+        "this is the speed of that shape, not its text. They compute the small model above, and so its guesses are "
+        f"accepted as often: {built:.0%} of four in a row, on texts that it was not trained on. A pair of trained "
+        "models has a rate of its own."
+    )
+    none = replace(got.config, spec=make_config(None).spec)
+    plain = assemble(none, got.tokenizer, got.num_blocks, got.target)
+    return plain, assemble(got.config, got.tokenizer, got.num_blocks, plain.runner, got.drafts)
 
 
-def _stream(bench: Bench, arm: Arm, prompt: tuple[int, ...], max_tokens: int) -> Iterator[Delta]:
-    bench.install(arm)
-    return bench.llm.stream(prompt, SamplingParams(max_tokens=max_tokens))
-
-
-def plan(bench: Bench, name: str, prompts: Seq[Prompt], seconds: float, console: Console) -> list[tuple[Workload, int]]:
-    """Workloads, greedy and sampled, and how often to run them, that fit into the time here and now."""
-    from sameseed.study import record
+def measure(plain: Engine, guessing: Engine, seconds: float, console: Console) -> bool:
+    """Both ways in turns, prompt by prompt, until the time is over; then a table; True if all texts are the same."""
+    from sameseed.cli.console import progress
     from sameseed.study.measure import Run, run_batch
-    from sameseed.study.workload import Workload
+    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
-    tokens = prompts[0].encode(bench.llm.tokenizer)
-    run_batch(bench.install(bench.arms[0]), [(tokens, _params(0.0, TOKENS))], trial := Run())
-    num_prompts, num_tokens, repeat = affordable(trial.tokens_per_s * seconds / (2 * len(bench.arms)), len(prompts))
-    chosen = tuple(prompts[i * len(prompts) // num_prompts].encode(bench.llm.tokenizer) for i in range(num_prompts))
-    here, rounds = record.machine(), f"{repeat} round{'s' * (repeat > 1)}"
-    console.print(
-        f"{num_prompts} prompts of {name}, at most {num_tokens} tokens each, {rounds}; all ways take turns on "
-        f"{here['cpu']}, {here['cores']} cores, {here['isa'] or 'no native kernels'}\n",
-        style="dim",
-    )
-    made = [Workload(name, chosen, _params(temperature, num_tokens)) for temperature in (0.0, 0.8)]
-    for workload in made:
-        bench.check(workload)
-    return [(workload, repeat) for workload in made]
-
-
-def affordable(budget: float, available: int) -> tuple[int, int, int]:
-    """Prompts, tokens of each and rounds for a budget of tokens for one way to decode; rounds are given up first."""
-    low, high = (min(bound, available) for bound in PROMPTS)
-    repeat = REPEAT if budget >= REPEAT * low * FEW_TOKENS else 1
-    num_prompts = max(low, min(high, int(budget / repeat / TOKENS)))
-    return num_prompts, max(MIN_TOKENS, min(TOKENS, int(budget / repeat / num_prompts))), repeat
+    runs = {how: (Run(), Run()) for how in HOW}
+    end = time.monotonic() + seconds
+    prompts = read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)
+    with progress("measuring") as bar:
+        bar.update(bar.tasks[0].id, total=len(prompts))
+        for seed, prompt in enumerate(prompts):
+            tokens = prompt.encode(plain.tokenizer)
+            for how, pair in runs.items():
+                job = (tokens, SamplingParams(max_tokens=TOKENS, seed=seed, **HOW[how]))
+                for engine, done in zip((plain, guessing), pair, strict=True):
+                    run_batch(engine, [job], done)
+            bar.update(bar.tasks[0].id, advance=1)
+            if time.monotonic() > end:
+                break
+    return conclude(runs, console)
 
 
-def _params(temperature: float, max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.95, seed=1)
+def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
+    """The table and what it says, whatever it says; True if all texts are the same."""
+    from rich.table import Table
 
+    from sameseed.cli.console import show_table
 
-def conclude(records: Seq[dict[str, Any]], console: Console) -> int:
-    """Say what came out, whatever it was; the exit code."""
-    guessed = [r for r in records if r["config"]["draft"] != "none"]
-    differing = [r for r in guessed if not r["equals_plain"]]
-    if differing:
-        labels = ", ".join(r["config"]["label"] for r in differing)
-        console.print(f"[bold red]The text differed from plain decoding's[/] with {labels}: a bug, please report it.")
-        return 1
-    best = max(guessed, key=lambda r: float(r["speedup"]))
-    label, gain = best["config"]["label"], best["speedup"]
-    console.print(
-        f"[bold green]The same text every time[/], token for token, greedy and sampled: {len(guessed)} settings."
-    )
-    if gain > 1:
-        console.print(f"The fastest was [bold]{label}[/]: {gain:.2f} times the speed of plain decoding.")
-    else:
-        console.print(
-            f"Nothing beat plain decoding here and now; the nearest was {label} at {gain:.2f} times its speed."
+    table, gains = Table(box=None, pad_edge=False), []
+    for name in ("", "tokens/s", "speed-up", "accepted", "repeated"):
+        table.add_column(name, justify="right" if name else "left")
+    for how, (plain, guessed) in runs.items():
+        gain, rate, repeated = (
+            guessed.tokens_per_s / plain.tokens_per_s,
+            guessed.metrics.acceptance_rate,
+            plain.repeated,
         )
-    console.print("Next: sameseed chat --show-draft", style="dim")
-    return 0
+        table.add_row(how, f"{plain.tokens_per_s:.1f}", "", "", "" if repeated is None else f"{repeated:.0%}")
+        accepted = "none asked" if rate is None else f"{rate:.0%}"
+        table.add_row("  with guesses", f"{guessed.tokens_per_s:.1f}", f"{gain:.2f}x", accepted)
+        gains.append(f"{how} {gain:.2f} times as fast")
+    console.print()
+    show_table(table)
+    same = all(plain.texts == guessed.texts for plain, guessed in runs.values())
+    few = len(runs["greedy"][0].texts)
+    console.print(
+        f"{few} prompts, at most {TOKENS} tokens each, in turns. Repeated: 8-grams, easy to guess.", style="dim"
+    )
+    console.print(f"\n{', '.join(gains)}. {verdict(same)}")
+    return same
+
+
+def verdict(same: bool) -> str:
+    """Whether guesses changed a text, as they never may."""
+    return "Same text: [bold green]yes[/]" if same else "Same text: [bold red]NO[/], a bug, please report it"

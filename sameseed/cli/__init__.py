@@ -29,7 +29,7 @@ COMMANDS = {
     "twin": "a checkpoint of a real model's shape that computes a small model's function",
     "vocabulary": "a list of frequent tokens, for drafts that guess only these",
     "info": "this machine, its backends, formats, drafters and the embedded models",
-    "demo": "watch the embedded model write with and without speculation, side by side",
+    "demo": "watch guesses being accepted, and what they bring to a model of real size",
 }
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130

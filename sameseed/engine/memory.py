@@ -13,7 +13,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, read_config
 from sameseed.models.eagle_loader import head_bytes
 from sameseed.models.loader import open_checkpoint
-from sameseed.models.weights import weight_bytes
+from sameseed.models.weights import Shapes, TensorSource, weight_bytes
 from sameseed.scheme import QuantScheme
 
 GIB = 2**30
@@ -39,10 +39,16 @@ def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
     shape = read_config(folder)
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(shape)
-        weights = weight_bytes(shape, checkpoint, quant)
-        dense = quant.dense_for(checkpoint.dtype("model.embed_tokens.weight"))
+        return demand_of(shape, checkpoint, quant, config)
+
+
+def demand_of(
+    shape: ModelConfig, source: TensorSource, quant: QuantScheme, config: EngineConfig, shapes: Shapes | None = None
+) -> Demand:
+    """The same of weights that need no file; `shapes`: of a head's tensors."""
+    dense = quant.dense_for(source.dtype("model.embed_tokens.weight" if shapes is None else "fc.weight"))
     block = block_bytes(shape, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
-    return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows))
+    return Demand(quant, weight_bytes(shape, source, quant, shapes), block, pass_bytes(shape, config.max_num_rows))
 
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
@@ -84,8 +90,10 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
     free = available_memory()
     cache = (longest if count is None else count) * block
     if weights + cache > free:
-        remedies = ["a smaller --format (w4a8 takes a quarter of bf16)"] if weights > cache else []
-        remedies += ["lower max_model_len" if count is None else "lower num_blocks"]
+        coarse = all(str(d.quant).startswith("w4") for d in demands)
+        remedies = ["a smaller --format (w4a8 takes a quarter of bf16)"] if weights > cache and not coarse else []
+        remedies += [f"lower {'max_model_len' if count is None else 'num_blocks'}"] if weights < free else []
+        remedies = remedies or ["take a smaller model"]
         raise ConfigError(
             f"{_asked(config, max_len, demands, cache)}, and {free / GIB:.1f} GiB are free: {', or '.join(remedies)}"
         )
@@ -118,7 +126,7 @@ def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list
 
 def _asked(config: EngineConfig, max_len: int, demands: list[Demand], cache: int) -> str:
     """What weights and a cache of `cache` bytes take, in words."""
-    formats, count = " and ".join(str(d.quant) for d in demands), config.cache.num_blocks
+    formats, count = " and ".join(dict.fromkeys(str(d.quant) for d in demands)), config.cache.num_blocks
     what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
     weights = sum(d.weights for d in demands)
     return f"weights in {formats} take {weights / GIB:.1f} GiB, {what} {cache / GIB:.1f} GiB"

@@ -25,6 +25,7 @@ from sameseed.study.workload import Arm, Prompt, Workload, spec_as_dict
 
 Job = tuple[tuple[int, ...], SamplingParams]
 WARMUP_TOKENS = 16
+GRAM = 8  # tokens
 SPARE = 64  # tokens of a context beyond prompt and text, for drafts
 
 
@@ -59,6 +60,13 @@ class Run:
         context = sum(c.metrics.num_prompt_tokens + c.metrics.num_output_tokens / 2 for c in done) / max(1, len(done))
         steps, rounds = max(1, self.num_steps - len(batches)), max(1, self.metrics.num_rounds - len(done))
         return RunCounts(self.metrics, steps, rounds, self.seconds, prefill, self.times.draft, self.overhead, context)
+
+    @property
+    def repeated(self) -> float | None:
+        """Share of the texts' 8-grams that their own text had before; None where no text has eight tokens."""
+        grams = [[text[i : i + GRAM] for i in range(len(text) - GRAM + 1)] for text in self.texts]
+        whole = sum(map(len, grams))
+        return 1 - sum(len(set(g)) for g in grams) / whole if whole else None
 
     @property
     def texts(self) -> list[tuple[int, ...]]:

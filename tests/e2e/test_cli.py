@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from lawkit import write_model
 
-from sameseed import LLM, demo, ops
+from sameseed import LLM, ops
 from sameseed.cli import COMMANDS, main
 from sameseed.cli.bench import BenchArgs, _specs
 from sameseed.cli.options import EngineChoice, parse
@@ -242,26 +242,6 @@ def test_bench_table_shows_every_way(cli: Cli, tmp_path: Path, monkeypatch: pyte
     assert code == 0
     assert "plain" in out and "ngram k=2" in out and "ngram k=5" in out and "yes" in out
     assert [p.name for p in tmp_path.iterdir()] == ["p.txt"]
-
-
-def test_demo_ends_well(
-    pair_folders: tuple[Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in (("SHOWN_TOKENS", 8), ("REPEAT", 1)):
-        monkeypatch.setattr(demo, name, value)
-    (tmp_path / "p.txt").write_text("the sum\nthe list\nthe loop\n")
-    target, draft = map(str, pair_folders)
-    flags = ["--model", target, "--draft", draft, "--prompts", str(tmp_path / "p.txt"), "--seconds", "0.1"]
-    code = main(["demo", *flags, "--out", str(tmp_path / "r.jsonl")])
-    out, _ = capsys.readouterr()
-    assert code == 0
-    assert "The same text every time" in out
-    records = record.read(tmp_path / "r.jsonl")
-    assert len(records) == 2 * 7  # temperatures x (plain, and two drafters at three lengths)
-    assert all(r["equals_plain"] for r in records)
 
 
 # --- help ---

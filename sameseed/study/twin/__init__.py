@@ -1,10 +1,11 @@
-"""Twins: Llama checkpoints of a real model's shape that compute a small model's function (`make_twin`)."""
+"""Twins: Llamas of a real model's shape that compute a small model's function: as checkpoints, or in memory alone."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,11 @@ def make_twin(
     here, or the model does not fit the shape, ModelSaveError where `out` is taken or the disk
     too small (before anything is written), ModelLoadError for an unsound source.
     """
-    devices.check(device)
-    folder = resolve_model(of)
-    config, raw = read_config(folder), source_config(folder)
-    layout = make_layout(config, shape, raw, name)
-    with open_checkpoint(folder) as checkpoint:
-        checkpoint.check(config)
-        source = TwinSource(layout, checkpoint, seed, device)
+    with open_twin(shape, of, name, seed, device) as source:
+        layout = source.layout
         about = {"of": of, "shape": name, "seed": seed, **layout.as_dict()}
         texts = layout.raw, about, _card(of, name, layout)
-        size = _write(source, folder, out, texts, overwrite, progress, shard_bytes)
+        size = _write(source, resolve_model(of), out, texts, overwrite, progress, shard_bytes)
     return Twin(Path(os.path.abspath(out)), layout, size)
 
 
@@ -99,21 +95,50 @@ def make_head_twin(
 
     `num_tokens`: its draft vocabulary (None: 32000 where that can be). Raises as `make_twin` does.
     """
-    devices.check(device)
-    folder, target_folder = resolve_model(of), resolve_model(target)
-    target_layout = make_layout(read_config(target_folder), shape, source_config(target_folder), name)
-    raw = read_json(folder / "config.json")
-    raw = raw.get("transformer_layer_config") or raw
-    with open_checkpoint(target_folder) as theirs, open_head(folder) as (config, own, shapes, at):
-        theirs.check(target_layout.small)
-        ids = target_ids(folder, config, own)
-        head = make_head_layout(config, ids, target_layout, raw, num_tokens, name)
-        source = HeadTwinSource(head, own, theirs, shapes, at, seed, device)
+    with open_head_twin(shape, of, target, name, num_tokens, seed, device) as source:
+        head = source.head
         about = {"of": of, "target": target, "shape": name, "seed": seed}
         about |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
         texts = head.raw, about, _head_card(of, target, name)
-        size = _write(source, folder, out, texts, overwrite, progress, SHARD)
+        size = _write(source, resolve_model(of), out, texts, overwrite, progress, SHARD)
     return HeadTwin(Path(os.path.abspath(out)), head, size)
+
+
+@contextmanager
+def open_twin(
+    shape: ModelConfig, of: str, name: str = "the shape", seed: int = 0, device: str = "cpu"
+) -> Iterator[TwinSource]:
+    """The weights of `make_twin`, computed where they are asked for. Raises as it does."""
+    devices.check(device)
+    folder = resolve_model(of)
+    config = read_config(folder)
+    layout = make_layout(config, shape, source_config(folder), name)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(config)
+        yield TwinSource(layout, checkpoint, seed, device)
+
+
+@contextmanager
+def open_head_twin(
+    shape: ModelConfig,
+    of: str,
+    target: str,
+    name: str = "the shape",
+    num_tokens: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Iterator[HeadTwinSource]:
+    """The weights of `make_head_twin`, computed where they are asked for. Raises as it does."""
+    folder = resolve_model(of)
+    raw = read_json(folder / "config.json")
+    raw = raw.get("transformer_layer_config") or raw
+    with (
+        open_twin(shape, target, name, seed, device) as theirs,
+        open_head(folder) as (config, own, shapes, at),
+    ):
+        ids = target_ids(folder, config, own)
+        head = make_head_layout(config, ids, theirs.layout, raw, num_tokens, name)
+        yield HeadTwinSource(head, own, theirs.small, shapes, at, seed, device)
 
 
 def _write(

@@ -79,18 +79,24 @@ class TwinSource(RandomCheckpoint):
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of a matrix."""
-        out = super().rows(name, start, stop)  # [n, K']
         image = self._image(name)
         rows = image.rows[start:stop]
-        out[rows == ZERO] = 0
-        quiet = (rows == QUIET).nonzero()  # [m, 1]
-        if len(quiet):
+        zero, quiet = rows == ZERO, rows == QUIET
+        if bool(zero.all()):  # most rows of many matrices: no noise is made for them
+            return torch.zeros(stop - start, self._shapes[name][1], dtype=self._dtype, device=self._device)
+        out = super().rows(name, start, stop)  # [n, K']
+        if bool(zero.any()):
+            out[zero] = 0
+        if bool(quiet.any()):
+            part = out if bool(quiet.all()) else out[quiet]
             for column in (*image.columns, image.muted):
-                out[quiet, column] = 0
+                part.index_fill_(1, column, 0)
             if image.constant is not None:
                 # Padding tokens: nothing random beside so large a value, which would be rounded with it.
-                out[quiet] = 0
-                out[quiet, image.constant[0]] = image.constant[2]
+                part.zero_()
+                part[:, image.constant[0]] = image.constant[2]
+            if part is not out:
+                out[quiet] = part
         live = (rows >= 0).nonzero().squeeze(1)
         if len(live):
             first, last = int(rows[live].min()), int(rows[live].max())

@@ -1,43 +1,65 @@
-"""The demo tells what came out, whatever it was."""
+"""The demo shows the embedded pair, then its twin at another size, and tells what came out, whatever it was."""
 
 from __future__ import annotations
 
-import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from sameseed.demo import affordable, conclude
+from sameseed import demo
+from sameseed.cli import main
+from sameseed.engine import memory
+from sameseed.study.measure import Run
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 10,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "vocab_size": 4224,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("speedups", "same", "code", "words"),
-    [
-        ((1.2, 1.7), True, 0, ("b: 1.70 times",)),
-        ((0.8, 0.7), True, 0, ("Nothing beat plain decoding", "a at 0.80")),
-        ((1.5, 1.7), False, 1, ("differed", "b")),
-    ],
-)
-def test_what_came_out(speedups: tuple[float, float], same: bool, code: int, words: tuple[str, ...]) -> None:
-    stream = io.StringIO()
-    records: list[dict[str, Any]] = [
-        {"config": {"draft": draft, "label": label}, "speedup": speedup, "equals_plain": equal}
-        for draft, label, speedup, equal in (
-            ("none", "plain", 1.0, True),
-            ("ngram", "a", speedups[0], True),
-            ("ngram", "b", speedups[1], same),
-        )
-    ]
-    assert conclude(records, Console(file=stream, width=200)) == code
-    assert all(word in stream.getvalue() for word in words)
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SHOWN_TOKENS", 8), ("TOKENS", 4), ("MOST_PROMPTS", 1)):
+        monkeypatch.setattr(demo, name, value)
 
 
-def test_a_slow_machine_gives_up_rounds_before_tokens() -> None:
-    assert affordable(1e6, 24) == (16, 64, 3)
-    assert affordable(3 * 3 * 64, 24) == (3, 64, 3)
-    assert affordable(3 * 3 * 32, 24) == (3, 32, 3)
-    assert affordable(3 * 3 * 32 - 1, 24) == (4, 64, 1)
-    assert affordable(60, 24) == (3, 20, 1)
-    assert affordable(0, 24) == (3, 8, 1)
-    assert affordable(1e6, 2) == (2, 64, 3)
+def test_both_parts_end_in_the_same_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    assert main(["demo", "--shape", str(tmp_path), "--seconds", "0.01"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("Same text: yes") == 2 and "NO" not in out
+    for words in ("guesses accepted: 8 tokens in", "They are made up", "of four in a row", "times as fast"):
+        assert words in out, words
+
+
+def test_too_little_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**29)
+    assert main(["demo"]) == 0  # the pair alone
+    out = capsys.readouterr().out
+    assert "Same text: yes" in out and "Real size is left out: weights in w4a8 take 0." in out and "0.5 GiB are" in out
+    assert main(["demo", "--shape", "llama-3.1-8b"]) == 2
+    err = capsys.readouterr().err
+    assert "0.5 GiB are free: take a smaller model" in err
+
+
+@pytest.mark.parametrize(("words", "said"), [("--shape llama-9b", "no shape 'llama-9b'"), ("--seconds 0", "above 0")])
+def test_errors_come_before_anything_is_shown(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and not out
+
+
+def test_another_text_is_said_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*tokens: int) -> Run:
+        done: Any = SimpleNamespace(token_ids=tokens)
+        return Run(seconds=1.0, completions=[done])
+
+    same = {"greedy": (run(1, 2, 3), run(1, 2, 3))}
+    assert demo.conclude(same, Console()) and "Same text: yes" in capsys.readouterr().out
+    assert not demo.conclude({**same, "sampled": (run(1, 2), run(1, 3))}, Console())
+    assert "NO" in capsys.readouterr().out

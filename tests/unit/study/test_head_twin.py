@@ -11,17 +11,19 @@ import pytest
 import torch
 from fixtures_eagle import knowing_head, random_head, raw_config, silence, write_head
 from fixtures_models import llama_shape
-from lawkit import MODEL_VOCAB, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts, write_model
+from lawkit import MAX_LEN, MODEL_VOCAB, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts, write_model
 
 from sameseed import ops
 from sameseed.cli import main
 from sameseed.engine.engine import Engine
+from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, VocabularyError
 from sameseed.models.config import read_json
 from sameseed.models.eagle_config import parse_head_config, read_head_config
 from sameseed.models.eagle_loader import load_head
 from sameseed.request import SamplingParams
 from sameseed.study.twin import make_head_twin, make_twin
+from sameseed.study.twin.loaded import load_twins
 
 PROMPTS = random_prompts(2, seed=4)
 GREEDY = SamplingParams(max_tokens=20, seed=6, ignore_eos=True)
@@ -89,10 +91,14 @@ def test_it_drafts_what_the_small_head_drafts(small: Path, tmp_path: Path, fit: 
     assert read_head_config(twin.folder) == twin.head.config
     if fit in ("powers of 4", "two copies"):
         assert twin.head.config.draft_vocab_size == num_tokens
-    pairs = with_head(small / "target", small / head), with_head(target, twin.folder)
+    config = make_config(str(small / head), max_model_len=MAX_LEN)
+    loaded = load_twins(big, str(small / "target"), str(small / head), config)
+    pairs = [with_head(small / "target", small / head), with_head(target, twin.folder)]
+    pairs.append(replace(pairs[0], target=loaded.target, head=loaded.drafts[0]))  # in memory alone
     for asked in (GREEDY, DRAWN):
-        mine, its = (make_engine(p, "eagle", k=12, options={"depth": 4, "top_k": 4}) for p in pairs)
-        assert drafted(its, asked) == drafted(mine, asked)
+        mine, its, third = (make_engine(p, "eagle", k=12, options={"depth": 4, "top_k": 4}) for p in pairs)
+        written = drafted(mine, asked)
+        assert drafted(its, asked) == written and drafted(third, asked) == written
         assert its.metrics.num_accepted_tokens == mine.metrics.num_accepted_tokens
         assert head != "knows" or its.metrics.num_accepted_tokens > 8
 
