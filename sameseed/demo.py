@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 SHAPE = "llama-3.2-1b"
 TARGET, HEAD = "embedded-target", "embedded-head"
-CHAIN = {"top_k": 1}  # guesses one after the other: on a CPU a tree costs more than it brings
+CHAIN: dict[str, object] = {"top_k": 1}  # guesses one after the other: on a CPU a tree costs more than it brings
 SHOWN_TOKENS, TOKENS = 96, 64
 MOST_PROMPTS = 8
-HOW = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
+HOW: dict[str, Any] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 
 
 @dataclass(frozen=True)

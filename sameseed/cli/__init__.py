@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence as Seq
 
 COMMANDS = {
@@ -29,6 +31,7 @@ COMMANDS = {
     "twin": "a checkpoint of a real model's shape that computes a small model's function",
     "vocabulary": "a list of frequent tokens, for drafts that guess only these",
     "info": "this machine, its backends, formats, drafters and the embedded models",
+    "completion": "what makes bash or zsh complete commands and flags: source <(sameseed completion)",
     "demo": "watch guesses being accepted, and what they bring to a model of real size",
 }
 EXIT_USAGE = 2
@@ -44,7 +47,11 @@ def main(argv: Seq[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help", "help"):
-        print(overview())
+        try:
+            print(overview(), flush=True)
+        except BrokenPipeError:
+            _drop_output()
+            return EXIT_BROKEN_PIPE
         return 0 if argv else EXIT_USAGE
     if name in ("-V", "--version"):
         from sameseed import __version__
@@ -63,12 +70,16 @@ def main(argv: Seq[str] | None = None) -> int:
 
 def overview() -> str:
     """What `sameseed --help` says."""
-    lines = [f"  {name:<17}{text}" for name, text in COMMANDS.items()]
+    width = shutil.get_terminal_size((200, 24)).columns
+    lines = [textwrap.fill(f"  {n:<17}{text}", width, subsequent_indent=" " * 19) for n, text in COMMANDS.items()]
     return "\n".join(
         [
             "usage: sameseed COMMAND [OPTIONS]",
             "",
-            "Speculative decoding that never changes the text: guess cheaply, check exactly, count what it bought.",
+            textwrap.fill(
+                "Speculative decoding that never changes the text: guess cheaply, check exactly, count what it bought.",
+                width,
+            ),
             "",
             *lines,
             "",

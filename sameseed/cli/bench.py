@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,20 +128,15 @@ def run_with_progress(bench: Bench, workload: Workload, repeat: int, quiet: bool
 
 def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     """Append records to a file, and print them: a table for people, lines for machines."""
-    from rich.console import Console
+    from sameseed.cli.console import keep, show_table, stdout_console
+    from sameseed.study import report
 
-    from sameseed.study import record, report
-
-    for line in records:
-        if out is not None:
-            record.append(out, line)
-        if as_json:
-            print(json.dumps(line), flush=True)
+    keep(records, out, as_json)
     if not as_json:
-        console = Console()
-        console.print(report.table(records))
+        show_table(report.table(records))
+        console = stdout_console()
         for text in (text for r in records for text in report.levels(r)):
-            console.print(text, style="dim", markup=False, highlight=False)
+            console.print(text, style="dim", markup=False)
 
 
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # flags of the drafts, not of the target

@@ -60,6 +60,19 @@ def show_table(table: Table) -> None:
     stdout_console().print(table)
 
 
+def warn_if_busy() -> None:
+    """Say on stderr that other work runs here, which a measurement would take for the machine's own slowness."""
+    from sameseed.ops import available_cores
+
+    load, cores = os.getloadavg()[0], available_cores()
+    if load > cores / 2:
+        stderr_console().print(
+            f"warning: this machine is busy (load {load:.1f} on {cores} cores): times will be too long, and shares "
+            "wrong; end what else runs, then measure again",
+            style="yellow",
+        )
+
+
 def colourful(stream: IO[str]) -> bool:
     """May colour codes go there? NO_COLOR and FORCE_COLOR decide before the terminal does."""
     if os.environ.get("NO_COLOR"):

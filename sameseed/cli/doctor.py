@@ -58,11 +58,11 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.json:
         print(json.dumps(found.as_dict()))
         return 0
-    from rich.console import Console
+    from sameseed.cli.console import show_table, stdout_console
 
-    console = Console(highlight=False)
+    console = stdout_console()
     if found.have is not None:
-        console.print(_figures(found))
+        show_table(_figures(found))
     console.print(found.verdict, style="bold", markup=False, soft_wrap=True)
     for fault in found.faults:
         console.print(

@@ -33,20 +33,26 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.json:
         print(json.dumps(found))
         return 0
-    from rich import table
-    from rich.console import Console
+    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
+    from rich.table import Table
 
-    console = Console(highlight=False)
+    from sameseed.cli.console import show_table, stdout_console
+
+    console = stdout_console()
     console.print(f"[bold]sameseed {found['version']}[/] ({found['commit']})\n")
-    console.print(f"start with this: {found['start']}\n", markup=False)
+    summary = Table.grid(padding=(0, 2))
+    for name, text in _summary(found):
+        summary.add_row(name, escape(text))
+    console.print(summary)
     for title, head, rows in _tables(found):
-        made = table.Table(title=title, title_justify="left", title_style="bold", show_header=bool(head))
-        for i, name in enumerate(head or ("", "")):
-            made.add_column(name, no_wrap=i == 0)
+        made = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        made.show_header, made.show_edge = bool(head), False
+        for name in head or ("", ""):
+            made.add_column(name)
         for row in rows:
             made.add_row(*(escape(str(cell)) for cell in row))
-        console.print(made)
+        show_table(made)
     return 0
 
 
@@ -67,24 +73,39 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _start() -> str:
-    """The largest known shape that fits in free memory at 4 bits, and its longest text."""
-    from sameseed.engine.memory import GIB, available_memory
+def _start() -> dict[str, Any]:
+    """Free memory, and the known shapes that fit in it at 4 bits, each with its longest text, the largest first."""
+    from sameseed.engine.memory import available_memory
     from sameseed.plan.memory import memory
     from sameseed.plan.paper import sheet
     from sameseed.study.shapes import SHAPES
 
-    free = available_memory()
-    fits = []
+    free, fits = available_memory(), []
     for name in SHAPES:
         own = sheet(name, "w4a8")
         longest = memory(own, (), free, TEXT, (1,)).max_context[1]
         fits += [(own.weights, name, longest)] if longest >= TEXT else []
-    more = "`sameseed estimate MODEL` tells what another takes, and how fast it would be"
-    if not fits:
-        return f"--model embedded; {free / GIB:.1f} GiB are free, too little for larger ones; {more}"
-    _, name, longest = max(fits)
-    return f"--format w4a8; in {free / GIB:.1f} GiB fits {name} with texts up to {longest} tokens; {more}"
+    return {"free_bytes": free, "fits": {name: longest for _, name, longest in sorted(fits, reverse=True)}}
+
+
+def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What this machine can run, in a few lines."""
+    machine, gpus, fits = found["machine"], found["devices"]["gpus"], found["start"]["fits"]
+    yield "CPU", f"{machine['cpu']}, {machine['cores']} cores, {machine['isa'] or 'no native kernels'}"
+    for gpu in gpus:
+        free = f"{gpu['free_bytes'] / 2**30:.1f} of {gpu['memory_bytes'] / 2**30:.1f} GiB free"
+        yield "GPU", f"{gpu['device']}: {gpu['name']}, capability {gpu['capability']}, {gpu['multiplies']}, {free}"
+    if not gpus:
+        yield "GPU", f"none: {found['devices']['reason']}"
+    yield "memory", f"{found['start']['free_bytes'] / 2**30:.1f} GiB free"
+    able = [b for b in found["backends"].values() if b["runs_here"]]
+    yield "formats", ", ".join(sorted({f for b in able for f in b["weights"]}))
+    largest = next(iter(fits), None)
+    if largest is None:
+        yield "fits", "the embedded model; known shapes take more memory, even at 4 bits"
+    else:
+        yield "fits", f"at 4 bits (--format w4a8), the largest first: {', '.join(fits)}"
+    yield "begin", "sameseed demo" + (f", then: sameseed estimate --shape {largest}" if largest else "")
 
 
 def registries() -> dict[str, dict[str, Any]]:
@@ -166,22 +187,17 @@ def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Seq[str], Seq[Seq[o
     """Title, heads (none: two columns without) and rows of each."""
     yield "machine", (), [(k, "none" if v is None else v) for k, v in found["machine"].items()]
     rows: list[Seq[object]] = []
-    for gpu in found["devices"]["gpus"]:
-        free = f"{gpu['free_bytes'] / 2**30:.1f} of {gpu['memory_bytes'] / 2**30:.1f} GiB"
-        rows.append((gpu["device"], gpu["name"], gpu["capability"], gpu["multiplies"], free))
-    head = ("device", "name", "capability", "multiplies", "free of memory")
-    yield "GPUs", head, rows or [("none", found["devices"]["reason"], "", "", "")]
-    rows = []
     for name, b in found["backends"].items():
-        here, same = "yes" if b["runs_here"] else f"no: {b['reason']}", "yes" if b["row_invariant"] else "no"
+        here = "yes" if b["runs_here"] else f"no: {b['reason'].partition(';')[0]}"
+        same = "yes" if b["row_invariant"] else "no"
         rows.append((name, here, " ".join(b["devices"]), same, " ".join(b["weights"]), " ".join(b["kv_cache"])))
-    yield "backends", ("name", "runs here", "device", "row-invariant", "weights", "KV cache"), rows
+    yield "backends", ("name", "runs here", "device", "row invariant", "weights", "KV cache"), rows
     rows = []
     for name, f in found["formats"].items():
         bits = "" if f["bits_per_weight"] is None else f"{f['bits_per_weight']:g}"
-        rows.append((name, f["what"], bits, "yes" if f["kv_cache"] else "no"))
-    yield "formats", ("name", "what", "bits per weight", "KV cache"), rows
-    title = "more names for --format (docs/guides/formats.md tells of -g32, -asym, -b128, -dq, -mse and rules)"
+        rows.append((name, f["what"].removeprefix(f"Format {name}: "), bits, "yes" if f["kv_cache"] else "no"))
+    yield "formats", ("name", "what", "bits a weight", "KV cache"), rows
+    title = "more names for --format (variants: docs/guides/formats.md)"
     presets = [(n, p["weights"], p["activations"]) for n, p in found["presets"].items()]
     yield title, ("name", "weights", "activations"), presets
     drafters = [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()]

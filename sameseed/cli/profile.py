@@ -71,6 +71,9 @@ def run(argv: Seq[str], prog: str) -> int:
         "draft_formats": words(args.draft_formats),
     }
     _check_outputs(args)
+    from sameseed.cli.console import warn_if_busy
+
+    warn_if_busy()
     found = _measure(args, grid)
     _write(args, found)
     if found.interrupted:
@@ -126,9 +129,7 @@ def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:
 
 
 def _write(args: ProfileArgs, found: Profile) -> None:
-    from rich.console import Console
-
-    from sameseed.cli.console import stderr_console
+    from sameseed.cli.console import show_table, stderr_console
     from sameseed.study import record
     from sameseed.study.cost_table import LEGEND, tables
 
@@ -146,8 +147,11 @@ def _write(args: ProfileArgs, found: Profile) -> None:
         written.append(args.json)
     if str(args.json) != "-":
         for table in tables(found):
-            Console(highlight=False).print(table)
+            show_table(table)
         stderr_console().print(LEGEND, style="dim")
+    if any((x.bandwidth_share or 0) > 1 for x in found.stored):
+        said = "a read share above 100 %: other work ran while limits were measured; profile again when it is over"
+        stderr_console().print(f"warning: {said}", style="yellow")
     if args.plot is not None and found.costs:
         from sameseed.study.plot import plot
 
@@ -157,9 +161,9 @@ def _write(args: ProfileArgs, found: Profile) -> None:
 
 
 def _list() -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from sameseed.cli.console import show_table
     from sameseed.study.shapes import NAMES, get_shape
 
     table = Table(title="shapes", title_justify="left", title_style="bold")
@@ -170,4 +174,4 @@ def _list() -> None:
         size = f"{c.num_parameters / 1e9:.2f} B" if c.num_parameters >= 1e9 else f"{c.num_parameters / 1e6:.1f} M"
         shape = (c.num_layers, c.hidden_size, c.intermediate_size, f"{c.num_heads}/{c.num_kv_heads}")
         table.add_row(name, size, *map(str, (*shape, c.vocab_size, c.max_model_len)))
-    Console(highlight=False).print(table)
+    show_table(table)

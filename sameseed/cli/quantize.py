@@ -124,10 +124,11 @@ def quantized(plan: QuantizePlan, quiet: bool = False) -> QuantizeResult:
 
 
 def _show(result: QuantizeResult) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    found, console = result.quantization, Console(highlight=False)
+    from sameseed.cli.console import show_table, stdout_console
+
+    found, console = result.quantization, stdout_console()
     if found["sensitivity"]:
         table = Table(title="what got which bits", title_justify="left", title_style="bold")
         for head in ("part", "scheme", "bits", "loss if it alone is stored so (nats/token)"):
@@ -136,7 +137,7 @@ def _show(result: QuantizeResult) -> None:
         for s in found["sensitivity"]:
             if stored.get(s["modules"][0]) == s["scheme"]:
                 table.add_row(s["unit"], s["scheme"], f"{s['bits']:.2f}", f"{s['loss']:.2e}")
-        console.print(table)
+        show_table(table)
         console.print(f"predicted loss: {found['predicted_loss']:.3e} nats a token")
     how = f"{found['method']}, {found['scheme']}"
     console.print(f"{result.folder}: {found['bits_per_weight']:.3f} bits a weight ({how})")

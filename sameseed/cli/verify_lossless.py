@@ -115,19 +115,19 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
 
 def _show(certificate: Certificate) -> None:
     """A table of the checks, what is wrong in detail, the verdict last."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from sameseed.cli.console import show_table, stdout_console
     from sameseed.laws.statistics import bound_text
     from sameseed.study.certificate_page import sizes_text, statistic_text
 
-    console = Console(highlight=False)
+    console = stdout_console()
     table = Table("", "check", "looked at", "found", "s", box=None, pad_edge=False)
     for r in certificate.results:
         cells = [f"{r.check.id} {r.check.name}", sizes_text(r.found.sizes), statistic_text(r.found.statistic)]
         table.add_row(Text(r.status, style=COLOURS[r.status]), *cells, f"{r.seconds:.1f}")
-    console.print(table)
+    show_table(table)
     _show_wrong(certificate, console)
     words = {"passed": ("lossless", "bold green"), "failed": ("NOT lossless, or not provable", RED)}
     verdict, style = words.get(certificate.verdict, (certificate.verdict, "bold yellow"))
@@ -199,18 +199,19 @@ def _every(engine: EngineChoice, asked: Asked, config: EngineConfig, params: Sam
 
 
 def _show_every(outcomes: Seq[Outcome], verdict: str) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console, table = Console(highlight=False), Table(box=None, pad_edge=False)
+    from sameseed.cli.console import show_table, stdout_console
+
+    console, table = stdout_console(), Table(box=None, pad_edge=False)
     for head in ("draft", "weights", "cache", "batch", "checks", "", "s"):
         table.add_column(head)
     for o in outcomes:
         checks, seconds = ("", "") if o.record is None else (str(len(o.record["checks"])), f"{o.record['seconds']:.0f}")
         cells = (o.cell.name, o.cell.format, o.cell.kv_format, str(o.cell.batch), checks)
         table.add_row(*cells, Text(o.verdict, style=COLOURS[o.verdict]), seconds)
-    console.print(table)
+    show_table(table)
     for o in outcomes:
         wrong = [o.failure] if o.record is None else []
         for check in o.record["checks"] if o.record is not None else ():

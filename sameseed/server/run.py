@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import shlex
 import signal
 import socket
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -137,11 +140,19 @@ class Runner:
         host, port = listener.getsockname()[:2]
         told = {"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"}
         told["model"] = self._config.model_name
-        log.info("listening", extra=told)
+        person = sys.stdout.isatty()
+        if person:
+            print(f"{told['model']} is being loaded; it will answer at {told['url']}", flush=True)
+        else:
+            log.info("listening", extra=told)
         with contextlib.suppress(Exception):
             await self._client.wait_ready()
             self._served = True
-            log.info("ready", extra={**told, "drafter": self._client.facts["method"]})
+            told["drafter"] = str(self._client.facts["method"])
+            if person:
+                print(greeting(**told, locked=len(self._config.keys) > 0), flush=True)
+            else:
+                log.info("ready", extra=told)
 
     def _failed(self, message: str) -> None:
         self._failure = message
@@ -165,6 +176,15 @@ class Runner:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(gate.empty.wait(), LAST_WORDS)
         self._server.should_exit = True
+
+
+def greeting(url: str, model: str, drafter: str, locked: bool) -> str:
+    """What a person in a terminal reads once requests may come; `locked`: a key is asked for."""
+    key = '-H "Authorization: Bearer $SAMESEED_API_KEY" ' if locked else ""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    curl = f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    how = "without guesses" if drafter == "none" else f"guesses by {drafter}"
+    return f"ready: {model}, {how}\n\n  page  {url}/\n  docs  {url}/docs\n  try   {curl}\n\nCtrl-C ends it."
 
 
 def bind(host: str, port: int) -> socket.socket:

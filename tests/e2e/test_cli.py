@@ -177,6 +177,8 @@ def test_info_json_names_the_registries(cli: Cli) -> None:
 def test_info_for_people_fits_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = cli("info", model=None)
+    first, _, _ = out.partition("\nmachine")
+    assert "GiB free" in first and "sameseed demo" in first and first.count("\n") < 20
     assert "reference" in out and "ngram" in out
     assert max(len(line) for line in out.splitlines()) <= 80
 
@@ -245,6 +247,17 @@ def test_bench_table_shows_every_way(cli: Cli, tmp_path: Path, monkeypatch: pyte
 
 
 # --- help ---
+
+
+def test_completion_knows_commands_and_flags(cli: Cli, tmp_path: Path) -> None:
+    _, script, _ = cli("completion", model=None)
+    (tmp_path / "sameseed").write_text(f'#!/bin/sh\nexec {sys.executable} -m sameseed "$@"\n')
+    (tmp_path / "sameseed").chmod(0o755)
+    ask = "COMP_CWORD=1; COMP_WORDS=(sameseed pro); _sameseed; echo ${COMPREPLY[@]}\n"
+    ask += "COMP_CWORD=2; COMP_WORDS=(sameseed twin --sha); _sameseed; echo ${COMPREPLY[@]}\n"
+    where = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, env=where)
+    assert done.stdout.split() == ["profile", "--shape"], done.stderr
 
 
 def test_help_answers_without_loading_the_engine() -> None:

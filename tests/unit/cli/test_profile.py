@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sameseed.cli import EXIT_INTERRUPTED, main
+from sameseed.cli.console import warn_if_busy
 from sameseed.study import limits, record, shapes
 from sameseed.study.passes import Pass, TimedModel
 
@@ -73,6 +74,13 @@ def test_an_interruption_writes_what_there_is(
     data = json.loads(Path("p.json").read_text())
     assert data["interrupted"] is True and len(data["costs"]) == 2 and data["prefill"] == []
     assert "kept" in capsys.readouterr().err
+
+
+def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for load, said in ((0.0, False), (99.0, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        warn_if_busy()
+        assert ("machine is busy (load 99.0" in capsys.readouterr().err) is said
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

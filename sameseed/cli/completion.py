@@ -1,0 +1,39 @@
+"""`sameseed completion`: what makes a shell complete commands, flags and files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from sameseed.cli import COMMANDS
+from sameseed.cli.options import parse
+
+# Flags come from a command's own help, asked once a shell, so that those of new drafters are among them.
+SCRIPT = """[ -n "${ZSH_VERSION-}" ] && autoload -U +X compinit bashcompinit && compinit && bashcompinit
+typeset -A _sameseed_flags
+_sameseed() {
+  local word="${COMP_WORDS[COMP_CWORD]}" name="${COMP_WORDS[1]}"
+  COMPREPLY=()
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W "%s" -- "$word"))
+  elif [[ "$word" == -* ]]; then
+    [ -n "${_sameseed_flags[$name]-}" ] ||
+      _sameseed_flags[$name]="$(sameseed "$name" --help 2>/dev/null | grep -oE -e '--[a-z][a-z-]+' | sort -u)"
+    COMPREPLY=($(compgen -W "${_sameseed_flags[$name]}" -- "$word"))
+  fi
+}
+complete -o default -F _sameseed sameseed"""
+
+
+@dataclass(frozen=True)
+class CompletionArgs:
+    """Print what makes bash or zsh complete commands, flags and files: put `source <(sameseed completion)` into
+    ~/.bashrc or ~/.zshrc.
+    """
+
+
+def run(argv: Seq[str], prog: str) -> int:
+    """Print it."""
+    parse(CompletionArgs, argv, prog)
+    print(SCRIPT % " ".join(COMMANDS))
+    return 0
