@@ -1,16 +1,15 @@
 """Costs on paper: what a pass must read and compute by config.json alone, over what the machine can do.
 
-Real passes take longer than that floor, by a factor that depends on their rows: FACTORS, derived by `fit` from the
-committed records of `sameseed profile`. Their scatter is the interval.
+Reading and computing overlap in part: a pass takes the root of the sum of their squares, each at the share of the
+machine's limit that real passes reach. The shares come from committed records of `sameseed profile`; a test derives
+them. What the records differ from it is the interval.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
 
 import torch
 
@@ -23,17 +22,17 @@ from sameseed.models.loader import open_checkpoint, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import Shapes, TensorSource, matrix_bits, resolve_scheme, weight_bytes
 from sameseed.scheme import QuantScheme
-from sameseed.study.costs import Profile
 from sameseed.study.limits import Limits
-from sameseed.study.passes import least_work
+from sameseed.study.passes import PassWork, least_work
 from sameseed.study.shapes import NAMES, SHAPES, get_shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Times of passes over their floor, by rows: geometric means of RECORDS (commits of benchmarks/results/profile.jsonl).
+# Shares of the limits that passes reach: the first two fit RECORDS (commits of benchmarks/results/profile.jsonl) best.
+# Attention works on short rows: 0.05 to 0.14 fit, by which curve is left out.
 RECORDS = ("8a4dfcfcd99e", "d008a7591082")
-FACTORS: Mapping[int, float] = {1: 1.10, 2: 1.08, 4: 1.04, 8: 1.09, 16: 1.40, 32: 1.68, 128: 1.65, 512: 2.40}
+READ, COMPUTE, ATTENTION = 0.86, 0.49, 0.10
 # Standard deviations of logarithms: of a pass over one row, and of longer ones against it; few curves, so Student's t.
-LEVEL_SPREAD, SHAPE_SPREAD = 0.080, 0.098
+LEVEL_SPREAD, SHAPE_SPREAD = 0.074, 0.078
 STUDENT = 1.638 / 1.282  # the 90 % quantile of t with 3 degrees of freedom, over the normal one
 
 
@@ -52,50 +51,20 @@ class Sheet:
     row: int
     peak: str
 
-    def floor(self, limits: Limits, batch: int, new_tokens: int, context: int, prompt: bool = False) -> float:
-        """Seconds of reading and computing one after the other, at the machine's limits.
+    def work(self, batch: int, new_tokens: int, context: int, prompt: bool = False) -> PassWork:
+        """The least that a pass must do: `new_tokens` for each of `batch` sequences after `context` cached ones.
 
-        `new_tokens` for each of `batch` sequences after `context` cached ones; of a `prompt` only the last has logits.
+        Of a `prompt` only the last token has logits.
         """
         logits = batch * (1 if prompt else new_tokens)
-        work = least_work(self.config, self.read, self.row, context, batch, new_tokens, logits)
-        return work.memory_s(limits) + work.compute_s(limits, self.peak)
+        return least_work(self.config, self.read, self.row, context, batch, new_tokens, logits)
 
-
-def factor(rows: float) -> float:
-    """Time of a pass over its floor: between the rows of FACTORS on a straight line of logarithms, else the nearest."""
-    known = sorted(FACTORS)
-    at = min(max(rows, known[0]), known[-1])
-    i = next(i for i in range(1, len(known)) if at <= known[i])
-    share = math.log(at / known[i - 1]) / math.log(known[i] / known[i - 1])
-    return float(FACTORS[known[i - 1]] ** (1 - share) * FACTORS[known[i]] ** share)
-
-
-def ratios(profile: Profile) -> Iterator[tuple[str, int, float]]:
-    """(format, rows, time over floor) of every pass of a record over a chain or a prompt."""
-    for x in profile.costs:
-        yield x.format, x.rows, x.ms / (x.memory_ms + x.compute_ms)
-    stored = {x.format: x for x in profile.stored}
-    for p in profile.prefill:
-        memory_ms = stored[p.format].bytes_per_token / profile.limits.read * 1e3
-        yield p.format, p.tokens, p.ms / (memory_ms + p.peak_share * p.ms)
-
-
-def fit(profiles: Seq[Profile]) -> tuple[dict[int, float], float, float]:
-    """FACTORS, LEVEL_SPREAD and SHAPE_SPREAD from records: a curve for each record and format."""
-    curves: dict[tuple[int, str], dict[int, float]] = {}
-    for i, profile in enumerate(profiles):
-        for name, rows, ratio in ratios(profile):
-            curves.setdefault((i, name), {})[rows] = math.log(ratio)
-    by_rows: dict[int, list[float]] = {}
-    for curve in curves.values():
-        for rows, value in curve.items():
-            by_rows.setdefault(rows, []).append(value)
-    means = {rows: fmean(values) for rows, values in sorted(by_rows.items())}
-    bent = [(c[rows] - c[1]) - (means[rows] - means[1]) for c in curves.values() for rows in c if rows > 1 and 1 in c]
-    shape = math.sqrt(fmean(x * x for x in bent)) if bent else 0.0
-    level = stdev(c[1] for c in curves.values()) if len(curves) > 1 else 0.0
-    return {rows: math.exp(m) for rows, m in means.items()}, level, shape
+    def seconds(self, limits: Limits, batch: int, new_tokens: int, context: int, prompt: bool = False) -> float:
+        """What such a pass takes on a machine with these limits."""
+        work = self.work(batch, new_tokens, context, prompt)
+        reading = work.num_bytes / limits.read / READ
+        matrices = work.matrix_ops / limits.peak(self.peak) / COMPUTE
+        return math.hypot(reading, matrices + work.attention_ops / limits.fp32 / ATTENTION)
 
 
 def sheet(model: str, format: str = "auto", kv_format: str = "auto") -> Sheet:

@@ -15,7 +15,7 @@ from sameseed import fields
 from sameseed.errors import ConfigError
 from sameseed.lengths._cost import Curve
 from sameseed.plan.cost import RoundCost
-from sameseed.plan.paper import LEVEL_SPREAD, SHAPE_SPREAD, STUDENT, Sheet, factor
+from sameseed.plan.paper import LEVEL_SPREAD, SHAPE_SPREAD, STUDENT, Sheet
 from sameseed.study.costs import Profile
 from sameseed.study.limits import Limits
 from sameseed.study.shapes import shape_as_dict
@@ -45,7 +45,7 @@ class Times(Protocol):
 
 @dataclass(frozen=True)
 class PaperTimes:
-    """By bytes and operations over the machine's limits, times the factor that real passes take."""
+    """By bytes and operations, at the shares of the machine's limits that real passes reach."""
 
     sheet: Sheet
     limits: Limits
@@ -53,12 +53,12 @@ class PaperTimes:
     spread: tuple[float, float] = (LEVEL_SPREAD * STUDENT, SHAPE_SPREAD * STUDENT)
 
     def seconds(self, batch: int, new_tokens: int, context: int) -> float:
-        return factor(batch * new_tokens) * self.sheet.floor(self.limits, batch, new_tokens, context)
+        return self.sheet.seconds(self.limits, batch, new_tokens, context)
 
     def prompt(self, tokens: int) -> float:
         starts = range(0, tokens, MOST_ROWS)
         passes = [(min(MOST_ROWS, tokens - at), at) for at in starts]
-        return sum(factor(n) * self.sheet.floor(self.limits, 1, n, at, prompt=True) for n, at in passes)
+        return sum(self.sheet.seconds(self.limits, 1, n, at, prompt=True) for n, at in passes)
 
 
 class ProfiledTimes:
