@@ -154,7 +154,10 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.plan.device)
-        self.tied = self.config.tied_embeddings and not self.pipeline.unties
+        rules = QuantScheme(rules=self.scheme.rules)
+        # transformers has no coded embedding: a head in codes is a matrix of its own, beside a dense embedding.
+        head_apart = not is_dense(rules.at(HEAD)) and rules.at(HEAD) != rules.at(EMBEDDING)
+        self.tied = self.config.tied_embeddings and not (self.pipeline.unties or head_apart)
         self._check_source()
         self.work = WorkFolder.open(self.plan.out, self._manifest(), self.plan.resume, self.plan.overwrite)
         self.sensitivities: list[bits.Sensitivity] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures_models import all_logits, oracle_logits, prompt
 from fixtures_quantize import SMALL, write_text
 from lawkit import write_model
 from safetensors import SafetensorError
@@ -123,15 +124,32 @@ def test_a_head_whose_format_is_chosen(plan: QuantizePlan, tmp_path: Path) -> No
     assert (model.weights.lm_head.format, model.weights.embedding.format) == ("fp8_e5m2", "fp8_e4m3")
 
 
-@pytest.mark.parametrize("method", ["rtn", "rotate"])
-def test_tied_embeddings(plan: QuantizePlan, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "scheme", "formats"),
+    [
+        ("rtn", "w8a8", ("fp32", None)),
+        ("rotate", "w8a8", ("fp32", "fp32")),  # a rotated head takes the last norm: it is another
+        ("rtn", "w8a8,lm_head=w8a16", ("fp32", "int8")),
+        ("rtn", "w8a8,lm_head=w8a16,model.embed_tokens=w8a16", ("int8", None)),
+        ("rtn", "w8a8,model.embed_tokens=w8a16", ("int8", None)),
+    ],
+)
+def test_tied_embeddings(plan: QuantizePlan, tmp_path: Path, method: str, scheme: str, formats: tuple) -> None:
     write_model(tmp_path / "tied", **SMALL, tie_word_embeddings=True)
-    for scheme, expected in (("w8a8", "fp32"), ("w8a8,lm_head=w8a16", "int8")):
-        out = tmp_path / f"out-{expected}"
-        result = quantize(replace(plan, model=str(tmp_path / "tied"), out=out, scheme=scheme, method=method))
-        model = load_model(result.folder, ops.resolve("reference"))
-        assert model.config.tied_embeddings == (method == "rtn"), "a rotated head takes the last norm: it is another"
-        assert model.weights.lm_head.format == expected
+    result = quantize(replace(plan, model=str(tmp_path / "tied"), scheme=scheme, method=method))
+    model = load_model(result.folder, ops.resolve("reference"))
+    head = None if model.config.tied_embeddings else model.weights.lm_head.format
+    assert (model.weights.embedding.format, head) == formats
+
+
+def test_a_tied_head_in_other_bits_opens_in_transformers(plan: QuantizePlan, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    settings = {**SMALL, "tie_word_embeddings": True, "model_type": "llama"}
+    write_model(tmp_path / "tied", **settings)
+    scheme = "w4a16-g32,lm_head=w8a16"
+    result = quantize(replace(plan, model=str(tmp_path / "tied"), scheme=scheme, method="gptq"))
+    ours = all_logits(load_model(result.folder, ops.resolve("reference")), prompt(9))
+    assert (oracle_logits(result.folder, prompt(9)) - ours).abs().max() < 1e-3
 
 
 BUDGET = {"budget": 7.0, "candidates": ("w4a16-g32", "w8a16"), "samples": 8}
