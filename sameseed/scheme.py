@@ -40,7 +40,8 @@ class QuantTensor:
 
     `activations` "int8": rows of x are quantized before the product (`quantize_rows`, in the weight's groups); "fp8":
     rounded to e4m3 (`round_rows`); None: x stays float32. `layout` "plain" is the format's own, any other one a
-    backend's (`ops.pack`, `ops.unpack`).
+    backend's (`ops.pack`, `ops.unpack`). `order` int64 [K]: column i of codes and scales is column order[i] of the
+    weight (GPTQ's act-order); products gather x by it (`Ops.product`), `decode` puts columns back.
     """
 
     format: str
@@ -48,6 +49,7 @@ class QuantTensor:
     parts: Mapping[str, Tensor]
     activations: str | None = None
     layout: str = "plain"
+    order: Tensor | None = None
 
     @property
     def nbytes(self) -> int:

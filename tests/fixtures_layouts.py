@@ -147,10 +147,10 @@ def ct_integers(bits: int, group: int | None, symmetric: bool = True, layout: st
             stored[f"{name}.weight_packed"] = packed(codes, bits)
             stored[f"{name}.weight_shape"] = torch.tensor(weight.shape)
         else:
-            stored[f"{name}.weight"] = (codes - 128).to(torch.int8)
+            stored[f"{name}.weight"] = (codes - 2 ** (bits - 1)).to(torch.int8)
         if not symmetric:
             packs = layout == "pack-quantized"
-            point = packed(zeros.T, bits).T if packs else (zeros - 128).to(torch.int8)
+            point = packed(zeros.T, bits).T if packs else (zeros - 2 ** (bits - 1)).to(torch.int8)
             stored[f"{name}.weight_zero_point"] = point
         return stored, meaning(codes, scales, zeros, size)
 
@@ -253,6 +253,23 @@ def mxfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensor
         f"{name}.weight_scale": (exponent + 127).to(torch.uint8),
     }
     return stored, meant
+
+
+def nvfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    """e2m1 codes, two a byte (the first below), e4m3 scales of 16, all over one float32."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    x = weight.view(weight.shape[0], -1, 16)
+    largest = 448.0 * 6.0 / weight.abs().amax().view(1)
+    scales = (x.abs().amax(-1) / 6.0 * largest).to(torch.float8_e4m3fn)
+    wide = (scales.float() / largest)[..., None]
+    near = (x / wide).abs()[..., None].sub(values).abs().argmin(-1)
+    codes = (near + 8 * (x < 0)).flatten(1)
+    stored = {
+        f"{name}.weight_packed": (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_global_scale": largest,
+    }
+    return stored, (values[near] * torch.where(x < 0, -1.0, 1.0) * wide).flatten(1)
 
 
 def ct_config(

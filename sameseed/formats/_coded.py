@@ -58,7 +58,8 @@ class Coded(Format):
         codes, scales, zeros = (plain(q).parts.get(p) for p in ("codes", "scales", "zeros"))
         assert codes is not None and scales is not None
         codes = codes.view(*scales.shape, q.group)
-        return (self.values(codes, None if zeros is None else zeros[..., None]) * scales.float()[..., None]).flatten(1)
+        found = self.values(codes, None if zeros is None else zeros[..., None]) * scales.float()[..., None]
+        return found.flatten(1) if q.order is None else found.flatten(1).index_select(1, q.order.argsort())
 
     def stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> QuantTensor:
         """A weight of codes [O, K] (or in groups), scales [O, K / G] and zero points."""

@@ -23,7 +23,7 @@ from sameseed.errors import ModelLoadError
 from sameseed.models._file import TensorFile
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.layouts import make_layout
-from sameseed.models.layouts.base import Layout, StoredMatrix, finite, say_once
+from sameseed.models.layouts.base import Layout, StoredMatrix, finite, round_scheme, rounded, say_once
 from sameseed.models.weights import Shapes, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
@@ -136,9 +136,10 @@ class Checkpoint:
 
     def stored(self, name: str) -> QuantTensor:
         value = self._read(name)
-        assert isinstance(value, QuantTensor)
         self._recent = None  # the caller has it: not twice in memory
-        return value
+        if isinstance(value, QuantTensor):
+            return value
+        return rounded(self._stored[name].scheme, value.shape[0], lambda start, stop: value[start:stop])
 
     def tensor(self, name: str) -> Tensor:
         if name in self._stored:
@@ -225,6 +226,8 @@ class Checkpoint:
         known = {*expected, *taken, *spare}
         extra = [n for n in self._files if n not in known and not n.endswith(IGNORED_SUFFIXES)]
         if config.tied_embeddings:  # a stored copy of the head, however it is stored
+            if heads := {n for n in extra if n.startswith("lm_head.") and n != "lm_head.weight"}:
+                say_once(f"{self.folder}: {sorted(heads)[0]} is left out: config.json ties the head to the embedding")
             extra = [n for n in extra if not n.startswith("lm_head.")]
         if self._layout is not None:
             extra = [n for n in extra if not self._layout.spare(n, self)]
@@ -258,18 +261,20 @@ class Checkpoint:
                 found = self._layout.find(name.removesuffix(".weight"), (shape[0], shape[1]), self)
                 if found is not None:
                     self._stored[name] = found
-        decoded = {n: s.why for n, s in self._stored.items() if s.scheme is None}
-        notice_decoded(self.folder, decoded, sum(math.prod(expected[n]) for n in decoded))
+        notice_rounded(self.folder, {n: s.why for n, s in self._stored.items() if s.why}, expected)
         return {t for s in self._stored.values() for t in s.tensors}
 
 
-def notice_decoded(path: Path, decoded: dict[str, str], values: int) -> None:
-    """Say once which matrices (name -> what it is stored in) no format holds, and what that costs."""
-    if decoded:
+def notice_rounded(path: Path, kinds: dict[str, str], shapes: Shapes) -> None:
+    """Say once which matrices (name -> what it is stored in) no format holds, and what becomes of them."""
+    if kinds:
+        size = sum(math.prod(shapes[n]) * round_scheme(shapes[n][1]).bits_per_weight(shapes[n][1]) for n in kinds)
+        schemes = sorted({str(round_scheme(shapes[n][1])) for n in kinds})
         say_once(
-            f"{path.name}: {len(decoded)} matrices are stored in {', '.join(sorted(set(decoded.values())))}, which no "
-            f"kernel has; unless --format says otherwise they are decoded once, exactly, to float32: "
-            f"{values * 4 / 2**30:.2f} GiB (bf16 takes half of it, w8a16 a quarter, w4a16 an eighth)"
+            f"{path.name}: {len(kinds)} {'matrix is' if len(kinds) == 1 else 'matrices are'} stored in "
+            f"{', '.join(sorted(set(kinds.values())))}, which no kernel has; unless --format says otherwise they are "
+            f"rounded once to {', '.join(schemes)} ({size / 2**33:.2f} GiB), which moves a matrix by about 0.5 %; "
+            "--format fp32 keeps them exactly, in four times the memory"
         )
 
 

@@ -205,8 +205,11 @@ class _Writer:
 
     def _stored(self, module: str, q: QuantTensor) -> dict[str, Tensor]:
         scheme = self.schemes[module]
-        if q.format != scheme.weights or q.activations != scheme.activations:
-            raise ConfigError(f"module {module} comes in {q.format} (activations {q.activations}), not in {scheme}")
+        if q.format != scheme.weights or q.activations != scheme.activations or q.order is not None:
+            order = "" if q.order is None else ", columns in another order"
+            raise ConfigError(
+                f"module {module} comes in {q.format} (activations {q.activations}{order}), not in {scheme}"
+            )
         if self.method == "sameseed":
             return own.tensors_of(module, q)
         config: dict[str, Any] = get(q.format).config(q)

@@ -195,12 +195,12 @@ class WeightReader:
         )
 
     def matrix(self, module: str) -> QuantTensor:
-        return self._alike([module], self._scheme(module))
+        return self._alike([module], self._scheme(module))[0]
 
     def stack(self, modules: Seq[str]) -> QuantTensor | tuple[QuantTensor, ...]:
-        """The weights of some modules as one, along O; where schemes differ, neighbours with the same one together."""
+        """The weights of some modules as one, along O; where schemes or orders of columns differ, in runs."""
         runs = [(key, list(run)) for key, run in groupby(modules, self._scheme)]
-        parts = tuple(self._alike(run, key) for key, run in runs)
+        parts = tuple(w for key, run in runs for w in self._alike(run, key))
         return parts[0] if len(parts) == 1 else parts
 
     def _scheme(self, module: str) -> tuple[QuantScheme, bool]:
@@ -214,25 +214,32 @@ class WeightReader:
             return chosen, False
         as_stored = replace(chosen, activations=None) == replace(own, activations=None)
         if not as_stored:
-            say_once(f"weights stored as {own} are decoded and stored as {chosen}; --format auto keeps them")
+            say_once(f"weights are decoded and stored as {chosen}; --format auto keeps them as {own}")
         return chosen, as_stored
 
-    def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool]) -> QuantTensor:
+    def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool]) -> list[QuantTensor]:
+        """The weights of modules with one scheme, packed: one, but where columns are in several orders."""
         chosen, as_stored = how
         names = [f"{m}.weight" for m in modules]
         if not as_stored and chosen.rows_together == 1:
-            return self._encoded(names, chosen)
+            return [self._encoded(names, chosen)]
         weights = []
         for name in names:
             if as_stored:
                 found = self.source.stored(name)
-                weights.append(replace(found, parts={n: part.to(self.device) for n, part in found.parts.items()}))
+                parts = {n: part.to(self.device) for n, part in found.parts.items()}
+                order = None if found.order is None else found.order.to(self.device)
+                weights.append(replace(found, parts=parts, order=order))
             else:  # rows share scales: it cannot be encoded in chunks
                 rows = self.source.rows(name, 0, self.shapes[name][0])
                 weights.append(chosen.encode(rows.to(self.device)))
-        whole = weights[0] if len(weights) == 1 else scheme.get(chosen.weights).concat(weights)
-        self._tick(whole.shape[0] * whole.shape[1])
-        return self.pack(replace(whole, activations=chosen.activations))
+        packed = []
+        for _, run in groupby(weights, lambda w: None if w.order is None else w.order.tolist()):
+            same = list(run)
+            whole = same[0] if len(same) == 1 else scheme.get(chosen.weights).concat(same)
+            self._tick(whole.shape[0] * whole.shape[1])
+            packed.append(self.pack(replace(whole, activations=chosen.activations)))
+        return packed
 
     def _encoded(self, names: Seq[str], chosen: QuantScheme) -> QuantTensor:
         height, width = sum(self.shapes[n][0] for n in names), self.shapes[names[0]][1]

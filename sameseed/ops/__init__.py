@@ -160,6 +160,8 @@ class Ops:
         if isinstance(w, tuple):
             assert residual is None
             return self.beside([self.product(rows, p, b) for p, b in by_part(w, bias)])
+        if w.order is not None:  # backends take rows in the order of the codes
+            rows = plain_rows(rows.prepared(self.rms_norm, self.silu_mul).index_select(1, w.order))
         if self._product is not None and self._serves(w):
             return self._product(rows, w, bias, residual)
         _say_once(

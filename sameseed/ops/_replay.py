@@ -20,7 +20,7 @@ from torch import Tensor
 from sameseed import _native
 from sameseed.batch import Batch
 from sameseed.ops import by_part, cpu
-from sameseed.ops._rows import RowSource
+from sameseed.ops._rows import RowSource, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 if TYPE_CHECKING:
@@ -113,7 +113,23 @@ class Recorder:
         if isinstance(w, tuple):
             return self.beside([self.product(rows, p, b) for p, b in by_part(w, bias)])
         self._served(w, rows.norm, bias)
+        if w.order is not None:
+            rows = self._gathered(rows, w.order)
         return cpu.product(rows, w, bias, residual, self._on)
+
+    def _gathered(self, rows: RowSource, order: Tensor) -> RowSource:
+        """Rows with columns in another order, made between two plans."""
+        if rows.row_ids is not None:
+            raise NotRecordableError("a head whose columns are in another order")
+        out = self._on.empty(rows.x.shape[0], len(order))
+
+        def gather(count: int) -> None:
+            x = rows._replace(x=rows.x[:count]).prepared(cpu.rms_norm, cpu.silu_mul)
+            torch.index_select(x, 1, order, out=out[:count])
+
+        self.parts.append(gather)
+        self._open()
+        return plain_rows(out)
 
     def rope_store(
         self,

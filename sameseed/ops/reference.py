@@ -64,8 +64,9 @@ def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residua
 
     Where the weight asks for int8 activations, the rows are quantized first (`scheme.quantize_rows`); for fp8,
     they are rounded (`scheme.round_rows`): either by row and group of the weight, so that company changes nothing.
+    Where the weight has an `order`, so have the columns of x already.
     """
-    x = rows.prepared(rms_norm, silu_mul)
+    x, w = rows.prepared(rms_norm, silu_mul), replace(w, order=None)
     if w.activations == "int8":
         out = _integer_product(x, w)
     else:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sameseed.errors import ModelLoadError
 from sameseed.models._file import TensorFile
 
 MAGIC = b"GGUF"
@@ -81,7 +82,11 @@ class GGUFFile(TensorFile):
             type_ = GGMLQuantizationType(kind)
             block = GGML_QUANT_SIZES[type_]
         except (ValueError, KeyError):
-            raise self.unsound(f"tensor {name[:80]!r} is of the unknown type {kind}") from None
+            newest = max(GGMLQuantizationType)
+            raise ModelLoadError(
+                f"{self.path}: tensor {name[:80]!r} is of type {kind}, which the gguf package does not know (newest: "
+                f"{newest.name}, {newest.value}); update it (pip install -U gguf), or take a file of another type"
+            ) from None
         values = math.prod(shape)
         if (
             not 0 < values < 2**62

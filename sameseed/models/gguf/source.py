@@ -1,12 +1,11 @@
 """The weights of a GGUF file as a `Source`: under Hugging Face's names, in codes where a format of ours has them.
 
 Q4_0, Q5_0 and Q8_0 are int4 and int8 in groups of 32 with fp16 scales, code for code. The other types of blocks are
-decoded by the gguf package, exactly, which needs float32 (a K-quant's scale alone is a product of two numbers).
+decoded by the gguf package, exactly, some rows at a time, and rounded to 8 bits in groups of 32.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.checkpoint import notice_decoded
+from sameseed.models.checkpoint import notice_rounded
 from sameseed.models.config import ModelConfig
 from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
-from sameseed.models.layouts.base import finite
+from sameseed.models.layouts.base import finite, round_scheme, rounded
 from sameseed.models.weights import expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor
 
@@ -26,7 +25,7 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEPT = {"Q4_0": ("int4", 32), "Q5_0": ("int8", 32), "Q8_0": ("int8", 32)}
 DECODED = frozenset(
     {"Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S"}
-    | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"}
+    | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"}
 )
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -103,7 +102,7 @@ class GGUFCheckpoint:
                     self._heads[name] = config.num_heads
                 if ".self_attn.k_proj." in name:
                     self._heads[name] = config.num_kv_heads
-        notice_decoded(self.path, decoded, sum(math.prod(expected[n]) for n in decoded))
+        notice_rounded(self.path, decoded, expected)
 
     # --- Source ---
 
@@ -114,12 +113,16 @@ class GGUFCheckpoint:
         return DENSE.get(self._info(name).type, torch.float32)
 
     def scheme(self, name: str) -> QuantScheme | None:
-        kept = KEPT.get(self._info(name).type)
-        return None if kept is None else QuantScheme(*kept)
+        info = self._info(name)
+        if info.type in DECODED:
+            return round_scheme(info.shape[1])
+        return QuantScheme(*KEPT[info.type]) if info.type in KEPT else None
 
     def stored(self, name: str) -> QuantTensor:
         info = self._info(name)
         height, width = info.shape
+        if info.type in DECODED:
+            return rounded(round_scheme(width), height, lambda start, stop: self.rows(name, start, stop))
         data = self._bytes(info, 0, height)
         scales = data[:, :2].contiguous().view(torch.float16).view(height, -1)
         if not scales.isfinite().all():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
@@ -49,7 +48,7 @@ class AwqLayout(Layout):
             return codes, files.raw(f"{name}.scales").T.contiguous(), zeros
 
         kept = keep("int4", width, self.group, symmetric=False)
-        return stored(tensors, kept, parts, torch.arange(width) // size, f"AWQ in groups of {size}")
+        return stored(tensors, kept, parts, width, self.group, "AWQ")
 
 
 def _ordered(packed: Tensor) -> Tensor:

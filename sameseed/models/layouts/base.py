@@ -20,7 +20,8 @@ FLOATS = ("F32", "BF16", "F16")
 # Codes of 8-bit floats, less their sign, from which on they are NaN or infinity (Micikevicius et al., 2022, table 1).
 ENDS = {"fp8_e4m3": 0x7F, "fp8_e5m2": 0x7C}
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "mxfp4": 6.0, "nf4": 1.0}  # of a code; integers have up to 256
-ROWS = 1024  # looked at together, so that the copy without signs is small
+ROWS = 1024  # looked at together, so that copies are small
+ROUNDED = "int8", 32  # format and group of what no kernel has: errors of about 0.5 % of the weights
 
 
 @cache
@@ -33,12 +34,12 @@ def say_once(text: str) -> None:
 class StoredMatrix:
     """A quantized matrix, checked but not read.
 
-    `tensors`: the names it consists of. `scheme`: how its codes are kept; None: no format of ours holds them (`why`
-    says what they are), and they are decoded. `read`: the codes, or the decoded matrix float32 [O, K].
+    `tensors`: the names it consists of. `scheme`: how its codes are kept. `read`: the codes; or where no format of ours
+    holds them (`why` says what they are) the decoded matrix float32 [O, K], to be rounded to the scheme.
     """
 
     tensors: tuple[str, ...]
-    scheme: QuantScheme | None
+    scheme: QuantScheme
     read: Callable[[], QuantTensor | Tensor]
     why: str = ""
 
@@ -75,12 +76,34 @@ class Layout:
 
     def spare(self, name: str, files: Files) -> bool:
         """Whether a tensor that no matrix consists of may be left unread."""
+        if self.unread and name.endswith(self.unread):
+            float_rows(self.where)
         if self.cache and name.endswith(self.cache):
             say_once(
                 f"{self.where}: its static scales for the KV cache are left out; scales of this cache are per token "
                 "and head (--kv-format)"
             )
         return name.endswith((*self.unread, *self.cache))
+
+
+def float_rows(where: str) -> None:
+    """Say once that a checkpoint's settings for activations are left out."""
+    say_once(
+        f"{where}: its settings for activations are left out, and rows stay float32; of such settings only dynamic "
+        "8-bit ones by token are kept"
+    )
+
+
+def round_scheme(width: int) -> QuantScheme:
+    """What matrices that no kernel has are rounded to."""
+    name, group = ROUNDED
+    return QuantScheme(name, group if width % group == 0 else None)
+
+
+def rounded(scheme: QuantScheme, height: int, rows: Callable[[int, int], Tensor]) -> QuantTensor:
+    """A matrix of `height` rows in a scheme, some rows at a time; `rows(start, stop)` gives them."""
+    pieces = [scheme.encode(rows(i, min(i + ROWS, height))) for i in range(0, height, ROWS)]
+    return get(scheme.weights).concat(pieces)
 
 
 def group_size(config: Mapping[str, Any], default: int, where: str) -> int | None:
@@ -125,25 +148,40 @@ Parts = Callable[[], tuple[Tensor, Tensor, "Tensor | float"]]
 
 
 def stored(
-    tensors: Seq[str], kept: tuple[QuantScheme, int] | None, parts: Parts, order: Tensor, why: str
+    tensors: Seq[str],
+    kept: tuple[QuantScheme, int] | None,
+    parts: Parts,
+    width: int,
+    group: int | None,
+    why: str,
+    index: Tensor | None = None,
 ) -> StoredMatrix:
-    """A matrix of integer codes: in the scheme that `keep` found, or decoded where it found none.
+    """A matrix [O, K] of integer codes: in the scheme that `keep` found, or decoded where it found none.
 
     `parts()` reads codes [O, K], scales [O, n] and zero points [O, n], or the number that they all are: then the format
-    knows it. `order` [K]: each column's group. `why`: what no format holds.
+    knows it. `index` [K]: each column's group where they do not lie in order (act-order); full groups are kept, their
+    columns sorted. `why`: what no format holds, before its groups.
     """
+    in_order = torch.arange(width) // (group or width)
+    groups = in_order if index is None else index.long()
+    order = None if index is None else groups.argsort(stable=True)
+    looked_up = tensors[0].startswith("model.embed_tokens.")  # by kernels that know no order
+    if order is not None and (looked_up or not groups[order].equal(in_order)):
+        kept, why = None, f"{why} with act-order"
     if kept is None:
-        return StoredMatrix(tuple(tensors), None, lambda: by_group(*parts(), order), why)
+        what = f"{why} in rows" if group in (None, width) else f"{why} in groups of {group}"
+        return StoredMatrix(tuple(tensors), round_scheme(width), lambda: by_group(*parts(), groups), what)
     scheme, times = kept
 
     def read() -> QuantTensor:
         codes, scales, zeros = parts()
+        codes = codes if order is None else codes.index_select(1, order)
         found = {"codes": codes, "scales": spread(scales, times).contiguous()}
         if scheme.weights == "int8" and found["scales"].shape[1] == 1:
             found["scales"] = found["scales"].float()
         if isinstance(zeros, Tensor):
             found["zeros"] = spread(zeros, times).contiguous()
-        return QuantTensor(scheme.weights, (codes.shape[0], codes.shape[1]), found, scheme.activations)
+        return QuantTensor(scheme.weights, (codes.shape[0], width), found, scheme.activations, order=order)
 
     return StoredMatrix(tuple(tensors), scheme, read)
 

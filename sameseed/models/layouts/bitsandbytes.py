@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.formats.nf4 import TABLE
-from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, spread
+from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, round_scheme, spread
 from sameseed.scheme import QuantScheme, QuantTensor
 
 STATE = "weight.quant_state.bitsandbytes__"
@@ -103,4 +103,6 @@ def _nf4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
         table = files.raw(f"{packed}.quant_map")
         return (table[codes.long()] * scales.float().repeat_interleave(block)[:values]).view(shape)
 
-    return StoredMatrix(tuple(tensors), QuantScheme("nf4") if kept else None, read, f"nf4 in blocks of {block}")
+    if kept:
+        return StoredMatrix(tuple(tensors), QuantScheme("nf4"), read)
+    return StoredMatrix(tuple(tensors), round_scheme(width), read, f"nf4 in blocks of {block}")

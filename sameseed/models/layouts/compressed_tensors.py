@@ -18,6 +18,7 @@ from sameseed.models.layouts.base import (
     Layout,
     StoredMatrix,
     column_groups,
+    float_rows,
     keep,
     listed,
     stored,
@@ -25,7 +26,9 @@ from sameseed.models.layouts.base import (
     unpacked,
 )
 from sameseed.models.layouts.patterns import fits
-from sameseed.models.layouts.scaled import float8, mxfp4
+from sameseed.models.layouts.scaled import float8, mxfp4, nvfp4
+
+FP4 = {"mxfp4-pack-quantized": mxfp4, "nvfp4-pack-quantized": nvfp4}
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Group:
     activations: str | None
 
 
-def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
+def _group(value: object, config: Mapping[str, Any], config_file: str, group: str) -> Group:
+    where = f"{config_file}: config_groups {group}"
     weights = value.get("weights") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(weights, dict):
         raise ModelLoadError(f"{where} says nothing of weights; such checkpoints cannot be read")
@@ -62,23 +66,27 @@ def _group(value: object, config: Mapping[str, Any], where: str) -> Group:
         raise ModelLoadError(f"{where}: strategy {str(strategy)[:80]!r} cannot be read")
     readable = {
         "pack-quantized": kind == "int" and bits in (4, 8),
-        "int-quantized": kind == "int" and bits == 8,
+        "int-quantized": kind == "int" and bits in (4, 8),
         "float-quantized": kind == "float" and bits == 8,
         "naive-quantized": bits == 8 and kind in ("int", "float"),
         "mxfp4-pack-quantized": kind == "float" and bits == 4 and size == 32,
+        "nvfp4-pack-quantized": kind == "float" and bits == 4 and size == 16,
     }
     if not (isinstance(layout, str) and readable.get(layout, False)):
         raise ModelLoadError(
             f"{where}: {bits}-bit {kind} weights in format {str(layout)[:80]!r} cannot be read; these can: "
-            "pack-quantized (int, 4 or 8 bits), int-quantized (8), float-quantized (8), mxfp4-pack-quantized"
+            "pack-quantized and int-quantized (int, 4 or 8 bits), float-quantized (8), mxfp4-pack-quantized, "
+            "nvfp4-pack-quantized"
         )
     targets = tuple(listed(value.get("targets"), f"{where}: targets"))
     symmetric = weights.get("symmetric", True) is not False
     inputs, activations = value.get("input_activations"), None
-    if isinstance(inputs, dict) and inputs.get("num_bits") == 8 and inputs.get("type", "int") == kind:
+    if isinstance(inputs, dict) and inputs.get("num_bits", 8) == 8 and inputs.get("type", "int") == kind:
         # What kernels do: 8 bits, dynamic, by token. Others run on float activations.
         dynamic = inputs.get("dynamic") in (True, "local") and inputs.get("strategy") in ("token", "group", None)
         activations = {"int": "int8", "float": "fp8"}[kind] if dynamic else None
+    if (inputs and activations is None) or value.get("output_activations"):
+        float_rows(config_file)
     return Group(targets, layout, bits, kind, symmetric, strategy, size if size > 0 else None, sizes, activations)
 
 
@@ -100,7 +108,7 @@ class CompressedTensors(Layout):
                 f"{where}: quantization_config has no config_groups; was it written by compressed-tensors?"
             )
         self.where = where
-        self.groups = [_group(value, config, f"{where}: config_groups {name}") for name, value in groups.items()]
+        self.groups = [_group(value, config, where, name) for name, value in groups.items()]
         self.ignore = listed(config.get("ignore"), f"{where}: ignore")
         for target in [*self.ignore, *(t for g in self.groups for t in g.targets)]:
             fits(target, "")  # an unsound expression should not wait for the first name
@@ -121,8 +129,8 @@ class CompressedTensors(Layout):
         weight = f"{name}.weight"
         if group is None or (weight in files and files.kind(weight)[0] in FLOATS):
             return None
-        if group.layout == "mxfp4-pack-quantized":
-            return mxfp4(name, shape, files)
+        if group.layout in FP4:
+            return FP4[group.layout](name, shape, files)
         if group.kind == "float":
             return float8(name, shape, files, group.block, f"{name}.weight_scale", group.activations)
         return self._integers(name, shape, files, group)
@@ -138,6 +146,10 @@ class CompressedTensors(Layout):
             tensors = [files.expect(f"{name}.weight_packed", ["I32"], (height, -(-width // per)))]
             if f"{name}.weight_shape" in files:
                 tensors.append(files.expect(f"{name}.weight_shape", ["I64", "I32"], (2,)))
+                if (said := files.raw(tensors[-1]).tolist()) != list(shape):
+                    raise ModelLoadError(
+                        f"tensor {tensors[-1]} says {said}, config.json {list(shape)}; the file is damaged"
+                    )
         else:
             tensors = [files.expect(f"{name}.weight", ["I8"], shape)]
         tensors.append(files.expect(f"{name}.weight_scale", FLOATS, *scales))
@@ -148,22 +160,16 @@ class CompressedTensors(Layout):
             else:
                 files.expect(zeros, ["I8"], *scales)
         tensors += [zeros] if zeros in files else []
-        index = f"{name}.weight_g_idx"
-        order = None
-        if index in files:
-            tensors.append(files.expect(index, ["I32", "I64"], (width,)))
-            unset = bool((files.raw(index) == -1).all())
-            order = None if unset else column_groups(index, files, size or width, count)
+        index = None
+        if f"{name}.weight_g_idx" in files:
+            tensors.append(files.expect(f"{name}.weight_g_idx", ["I32", "I64"], (width,)))
+            if not (files.raw(tensors[-1]) == -1).all():  # which means unset
+                index = column_groups(tensors[-1], files, size or width, count)
         kept = None
-        if order is None and (g.symmetric or g.bits == 4):
+        if g.symmetric or g.bits == 4:
             kept = keep("int4" if g.bits == 4 else "int8", width, size, g.symmetric, g.activations)
-        # An int8 group that no kernel has is decoded; so are 8-bit codes with zero points.
-        why = f"{g.bits}-bit {'groups' if g.symmetric else 'codes with zero points in groups'} of {size}"
-        if order is None:
-            order = torch.arange(width) // (size or width)
-        else:
-            why = "act-order groups"
-        return stored(tensors, kept, partial(_codes, name, shape, files, g, count), order, why)
+        why = f"{g.bits}-bit codes{'' if g.symmetric else ' with zero points'}"
+        return stored(tensors, kept, partial(_codes, name, shape, files, g, count), width, size, why, index)
 
 
 def _codes(
@@ -177,7 +183,12 @@ def _codes(
         zeros: Tensor | float = 0.0
         if not g.symmetric:
             zeros = files.raw(f"{name}.weight_zero_point").reshape(-1, count).expand(height, count)
-        return codes, scales, zeros
+        if g.bits == 8:
+            return codes, scales, zeros
+        for found in (codes, zeros) if isinstance(zeros, Tensor) else (codes,):
+            if found.min() < -8 or found.max() > 7:
+                raise ModelLoadError(f"tensor {name}.weight holds more than 4 bits; the file is damaged")
+        return (codes + 8).view(torch.uint8), scales, (zeros + 8).to(torch.uint8) if isinstance(zeros, Tensor) else 8.0
     codes = unpacked(files.raw(f"{name}.weight_packed"), g.bits)[:, :width]
     zeros = float(1 << (g.bits - 1))
     if not g.symmetric:

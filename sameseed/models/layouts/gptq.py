@@ -85,13 +85,12 @@ class GptqLayout(Layout):
             files.expect(f"{name}.qzeros", ["I32"], (count, height // per)),
             files.expect(f"{name}.scales", FLOATS, (count, height)),
         ]
-        index = f"{name}.g_idx"
-        order = None
-        if index in files:
-            tensors.append(files.expect(index, ["I32", "I64"], (width,)))
-            order = column_groups(index, files, size, count)
+        index = None
+        if f"{name}.g_idx" in files:
+            tensors.append(files.expect(f"{name}.g_idx", ["I32", "I64"], (width,)))
+            index = column_groups(tensors[-1], files, size, count)
         kept = None
-        if order is None and (s.symmetric or s.bits == 4):
+        if s.symmetric or s.bits == 4:
             kept = keep("int4" if s.bits == 4 else "int8", width, s.group, s.symmetric)
 
         def parts() -> tuple[Tensor, Tensor, Tensor | float]:
@@ -101,10 +100,8 @@ class GptqLayout(Layout):
                 return codes, scales, zeros
             return (codes, scales, 8.0) if s.bits == 4 else ((codes ^ 128).view(torch.int8), scales, 0.0)
 
-        if order is not None:
-            return stored(tensors, kept, parts, order, "GPTQ with act-order, whose groups are permuted")
-        order = torch.arange(width) // size
-        return stored(tensors, kept, parts, order, f"GPTQ, {s.bits} bits in groups of {size}")
+        zeros = "" if s.symmetric else " with zero points"
+        return stored(tensors, kept, parts, width, s.group, f"{s.bits}-bit GPTQ{zeros}", index)
 
     def _zeros(self, name: str, packed: Tensor, s: GptqSettings) -> Tensor:
         """Zero points uint8 [O, n] of qzeros int32 [n, O bits / 32]. Raises ModelLoadError where sym contradicts."""

@@ -1,4 +1,4 @@
-"""8-bit floats and mxfp4 as checkpoints store them: scales of a tensor, of rows, of blocks, of 32 values."""
+"""8-bit and 4-bit floats as checkpoints store them: scales of a tensor, of rows, of blocks, of 32 or 16 values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.formats import _fp8
-from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix
+from sameseed.formats.mxfp4 import TABLE
+from sameseed.models.layouts.base import FLOATS, Files, StoredMatrix, nibbles, round_scheme
 from sameseed.scheme import QuantScheme, QuantTensor
 
 FORMATS = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
@@ -47,8 +48,9 @@ def float8(
         return QuantTensor(FORMATS[dtype], shape, parts, activations)
 
     variant = None if block is None else "b128"
-    scheme = QuantScheme(FORMATS[dtype], activations=activations, variant=variant) if ours else None
-    return StoredMatrix((weight, scale), scheme, read, f"fp8 in blocks of {block}")
+    scheme = QuantScheme(FORMATS[dtype], activations=activations, variant=variant) if ours else round_scheme(width)
+    why = "" if ours else f"fp8 in blocks of {block}"
+    return StoredMatrix((weight, scale), scheme, read, why)
 
 
 def mxfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
@@ -63,8 +65,27 @@ def mxfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
         packed, exponents = files.raw(codes_at), files.raw(scale_at)
         if (exponents == 255).any():
             raise ModelLoadError(f"tensor {scale_at} holds NaN; the file is damaged")
-        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+        codes = nibbles(packed)
         scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
         return QuantTensor("mxfp4", shape, {"codes": codes, "scales": scales.to(torch.bfloat16)})
 
     return StoredMatrix((codes_at, scale_at), QuantScheme("mxfp4"), read)
+
+
+def nvfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
+    """Two e2m1 codes a byte (the first in the low half), an e4m3 scale for 16 of them, over one scale for all."""
+    height, width = shape
+    if width % 16:
+        raise ModelLoadError(f"tensor {name} {list(shape)} cannot be nvfp4: its rows are no multiple of 16")
+    tensors = (
+        files.expect(f"{name}.weight_packed", ["U8"], (height, width // 2)),
+        files.expect(f"{name}.weight_scale", ["F8_E4M3"], (height, width // 16)),
+        files.expect(f"{name}.weight_global_scale", FLOATS, (1,), ()),
+    )
+
+    def read() -> Tensor:
+        packed, scales, largest = (files.raw(t) for t in tensors)
+        scales = scales.view(torch.float8_e4m3fn).float() / largest.float()
+        return (TABLE[nibbles(packed).int()].view(height, -1, 16) * scales[..., None]).flatten(1)
+
+    return StoredMatrix(tensors, round_scheme(width), read, "NVFP4")
