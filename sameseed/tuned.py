@@ -5,7 +5,6 @@ It says for which machine, model and texts settings were chosen, what they were,
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields as members
@@ -22,7 +21,6 @@ else:
 
 TUNED_SCHEMA = "sameseed.profile-file/1"
 TABLE_END = 4096  # sequences: where the last row of a table by batch ends, for an engine that wants an end
-SAMPLES, SAMPLE = 64, 2**16  # of a file of weights: places that are hashed, and bytes at each
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class TunedMachine:
 
 @dataclass(frozen=True)
 class TunedModel:
-    """`id`: a folder, a hub id or "embedded". `digest` of its weights, as `weights_digest` makes it; "": not known."""
+    """`id`: a folder, a hub id or "embedded". `digest` of its weights, by `store.weights_key`; "": not known."""
 
     id: str
     digest: str = ""
@@ -228,19 +226,3 @@ def _pairs(table: Mapping[str, Any], where: str) -> tuple[tuple[int, int], ...]:
             f"{where}: chosen.by_batch wants rows without gaps, like 1-2 = 5, 3-8 = 2, 9- = 0; got {table}"
         )
     return tuple((first, k) for first, _, k in rows)
-
-
-def weights_digest(path: Path) -> str:
-    """12 hexadecimal digits that tell weights apart: SHA-256 of sizes and of samples all over the files.
-
-    Fast for files of any size. `path`: a folder with *.safetensors, or a file.
-    """
-    found = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        found.update(f"{size};".encode())
-        with file.open("rb") as opened:
-            for i in range(SAMPLES):
-                opened.seek(i * max(0, size - SAMPLE) // (SAMPLES - 1))
-                found.update(opened.read(SAMPLE))
-    return found.hexdigest()[:12]

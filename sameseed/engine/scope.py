@@ -6,10 +6,10 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from sameseed import devices
+from sameseed import devices, store
 from sameseed.config import EngineConfig
 from sameseed.errors import ConfigError
-from sameseed.tuned import Tuned, TunedMachine, weights_digest
+from sameseed.tuned import Tuned, TunedMachine
 
 log = logging.getLogger("sameseed")
 
@@ -30,7 +30,7 @@ def heed_profile(config: EngineConfig, folder: Path) -> EngineConfig:
         return config
     tuned = Tuned.read(config.profile)
     why = tuned.machine.differs(machine_here(config.device))
-    if why is None and tuned.model.digest not in ("", found := weights_digest(folder)):
+    if why is None and tuned.model.digest not in ("", found := store.weights_key(folder)):
         why = f"weights {tuned.model.digest} there, {found} here"
     if why is not None and not config.force_profile:
         raise ConfigError(

@@ -25,7 +25,7 @@ from sameseed.plan.race import Aim, Contestant, first_rung, race, ratio
 from sameseed.plan.regret import Regret, regrets
 from sameseed.plan.simulate import Interval
 from sameseed.study import record
-from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel, weights_digest
+from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
 
 MEASURE_SHARE, RACE_SHARE = 0.6, 0.9  # of the time: drafts are measured up to here; of what is left then, the race
 
@@ -177,7 +177,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
         machine = replace(machine, threads=setting.threads)
     return Tuned(
         machine=machine,
-        model=TunedModel(asked.model, weights_digest(resolve_model(asked.model))),
+        model=TunedModel(asked.model, store.weights_key(resolve_model(asked.model))),
         chosen=Chosen(
             format=setting.format,
             kv_format=setting.kv_format,

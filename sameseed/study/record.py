@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 import sameseed
-from sameseed import registry
+from sameseed import registry, store
 from sameseed.config import SpecConfig
 from sameseed.devices import cpu_name as cpu_name, native_isa as native_isa, native_threads as native_threads
 from sameseed.engine.alarm import is_useless
@@ -39,7 +38,6 @@ COUNTED = (  # of SpecMetrics, under their own names
     "num_ahead",
     "num_ahead_kept",
 )
-DIGEST_LIMIT = 256 * 2**20  # bytes: larger weights are named, not hashed
 
 
 def now() -> str:
@@ -84,19 +82,6 @@ def machine() -> dict[str, object]:
     }
 
 
-@cache
-def weights_digest(model: str) -> str | None:
-    """The first 12 digits of the SHA-256 of a model's weights: which weights a number was measured on."""
-    path = resolve_model(model)
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if sum(f.stat().st_size for f in files) > DIGEST_LIMIT:
-        return None
-    found = hashlib.sha256()
-    for file in files:
-        found.update(file.read_bytes())
-    return found.hexdigest()[:12]
-
-
 def model_name(model: str) -> str:
     """A model as a record names it: folders and files without the path, which is nobody's business."""
     return Path(model).resolve().name if Path(model).exists() else model
@@ -123,10 +108,10 @@ def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[s
     return {
         "label": arm.label,
         "model": model_name(model),
-        "model_digest": weights_digest(model),
+        "model_digest": store.weights_key(resolve_model(model)),
         "num_parameters": engine.runner.model.config.num_parameters,
         **speculation(arm.spec),
-        "draft_digest": weights_digest(arm.spec.model) if arm.spec.model else None,
+        "draft_digest": store.weights_key(resolve_model(arm.spec.model)) if arm.spec.model else None,
         "format": weights.embedding.format if c.format == "auto" else c.format,
         "kv_format": engine.runner.cache.layers[0].format,
         "backend": engine.runner.model.ops.name,

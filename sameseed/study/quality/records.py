@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import asdict
 from typing import Any
 
+from sameseed import store
+from sameseed.models.loader import resolve_model
 from sameseed.study import record
 from sameseed.study.quality.bootstrap import estimate
 from sameseed.study.quality.compare import Comparison
@@ -34,7 +36,7 @@ def make_record(
         "config": {
             "label": variant.label,
             "model": record.model_name(variant.model),
-            "model_digest": record.weights_digest(variant.model),
+            "model_digest": store.weights_key(resolve_model(variant.model)),
             "asked_format": variant.format,
             "asked_kv_format": variant.kv_format,
             "tasks": list(tasks),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sameseed import LLM, SamplingParams
+from sameseed import LLM, SamplingParams, store
 from sameseed.cli import main, options
 from sameseed.engine.scope import machine_here
 from sameseed.errors import ConfigError
@@ -25,7 +25,6 @@ from sameseed.tuned import (
     TunedFigure,
     TunedMachine,
     TunedModel,
-    weights_digest,
 )
 
 
@@ -33,7 +32,7 @@ def made(**changes: object) -> Tuned:
     """A profile of this machine and the embedded target."""
     tuned = Tuned(
         machine_here(),
-        TunedModel("embedded", weights_digest(resolve_model("embedded"))),
+        TunedModel("embedded", store.weights_key(resolve_model("embedded"))),
         Chosen(draft="ngram", num_draft_tokens=3, policy="fixed", max_num_seqs=8, by_batch=((1, 5), (3, 2), (9, 0))),
         Scope("ab12", 16, ("code", 'a "quoted" \\ name'), (3, 90), (8, 64), (0.0, 0.8), (1, 8), 512),
     )
