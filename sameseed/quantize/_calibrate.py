@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sameseed.errors import ConfigError, RequestError
+from sameseed.errors import ConfigError
+from sameseed.lines import read_lines
 from sameseed.tokenizer import Tokenizer
 
-SCHEMA = 'each line is an object with "text", or "prompt", or "messages" (a list of {"role", "content"})'
 MOST_DOCUMENTS = 100_000  # lines that are read; enough for any choice of samples
 
 
@@ -39,7 +39,7 @@ def read_calibration(
         raise ConfigError(f"samples must be at least 1 and length at least 8, got {samples} and {length}")
     documents = list(_documents(path, tokenizer))
     if not documents:
-        raise ConfigError(f"{path} holds no text; {SCHEMA}, or a .txt file")
+        raise ConfigError(f'{path} holds no text; give lines like {{"text": ...}}, or a .txt file')
     random.Random(seed).shuffle(documents)
     begin = tokenizer.encode("")[:1]  # the token that opens every text, where the tokenizer has one
     rows = pack(documents, length, samples + held_out, begin)
@@ -53,49 +53,27 @@ def read_calibration(
     )
 
 
-def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[Seq[int]]:
+    if path.suffix == ".jsonl":
+        for line in islice(read_lines(path, "messages", "text", "prompt"), MOST_DOCUMENTS):
+            asked = line.kind == "prompt" and tokenizer.chat_template is not None
+            if asked:
+                line = replace(line, kind="messages", value=[{"role": "user", "content": line.value}])
+            yield line.encode(tokenizer, add_generation_prompt=asked)
+        return
+    if path.suffix != ".txt":
+        raise ConfigError(f"{path}: calibration text is a .jsonl or a .txt file")
     try:
-        if path.suffix == ".txt":
-            text = path.read_text(encoding="utf-8")
-            if text.strip():
-                yield tokenizer.encode(text)
-            return
-        if path.suffix != ".jsonl":
-            raise ConfigError(f"{path}: calibration text is a .jsonl or a .txt file; {SCHEMA}")
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if number > MOST_DOCUMENTS:
-                    return
-                if line.strip():
-                    yield _encoded(line, f"{path}:{number}", tokenizer)
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path} ({error.strerror}); give a .jsonl or .txt file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no UTF-8 text ({error}); convert it first") from None
+    if text.strip():
+        yield tokenizer.encode(text)
 
 
-def _encoded(line: str, where: str, tokenizer: Tokenizer) -> list[int]:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where}: no JSON ({error}); {SCHEMA}") from None
-    kinds = {"text": str, "prompt": str, "messages": list}
-    if not isinstance(row, dict) or not any(isinstance(row.get(name), kind) for name, kind in kinds.items()):
-        found = ", ".join(sorted(row)) or "nothing" if isinstance(row, dict) else type(row).__name__
-        raise ConfigError(f"{where}: found {found}; {SCHEMA}")
-    try:
-        if isinstance(row.get("messages"), list):
-            return tokenizer.chat(row["messages"], add_generation_prompt=False)
-        if isinstance(row.get("text"), str):
-            return tokenizer.encode(row["text"])
-        if tokenizer.chat_template is not None:
-            return tokenizer.chat([{"role": "user", "content": row["prompt"]}])
-        return tokenizer.encode(row["prompt"])
-    except RequestError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def pack(documents: list[list[int]], length: int, most: int, begin: list[int]) -> list[list[int]]:
+def pack(documents: Seq[Seq[int]], length: int, most: int, begin: list[int]) -> list[list[int]]:
     """At most `most` rows of `length` tokens; without enough for one, a shorter one."""
     rows: list[list[int]] = []
     row: list[int] = []
@@ -103,7 +81,7 @@ def pack(documents: list[list[int]], length: int, most: int, begin: list[int]) -
         start = 0
         while start < len(ids):
             # Later pieces open with the begin token too, since models count on it.
-            lead = begin if start and ids[:1] == begin else []
+            lead = begin if start and list(ids[:1]) == begin else []
             taken = ids[start : start + length - len(row) - len(lead)]
             row += [*lead, *taken]
             start += len(taken)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from sameseed import registry
 from sameseed.config import SpecConfig, draft_text
 from sameseed.engine.levels import resolved_options, with_heads
 from sameseed.errors import ConfigError, RequestError
+from sameseed.lines import Line, read_lines
 from sameseed.request import MAX_SEED, SamplingParams
 from sameseed.tokenizer import Tokenizer
 
@@ -38,17 +37,15 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
     `limit` takes that many, spread over the file, so that every domain stays in. Raises ConfigError with the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read prompts from {path} ({why}); give a .jsonl or .txt file") from None
-    json_lines = path.suffix == ".jsonl"
-    prompts = [
-        _json_line(line, f"{path}:{number}", number) if json_lines else Prompt(str(number), "text", line)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    if path.suffix == ".jsonl":
+        prompts = [_prompt(line) for line in read_lines(path, "messages", "prompt")]
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"cannot read prompts from {path} ({why}); give a .jsonl or .txt file") from None
+        prompts = [Prompt(str(n), "text", line) for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(f"{path} holds no prompts; write one a line")
     if limit is None or limit >= len(prompts):
@@ -58,22 +55,13 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
 
 
-def _json_line(line: str, where: str, number: int) -> Prompt:
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no JSON ({error}); one object a line") from None
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise ConfigError(f'{where}: give {{"prompt": text}} or {{"messages": [...]}}, one of them')
-    name, domain = str(row.get("id", number)), str(row.get("domain", ""))
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str) or not row["prompt"]:
-            raise ConfigError(f"{where}: the prompt must be non-empty text")
-        return Prompt(name, domain, row["prompt"])
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise ConfigError(f'{where}: messages must be a list of {{"role", "content"}} objects')
-    return Prompt(name, domain, None, tuple(messages))
+def _prompt(line: Line) -> Prompt:
+    name, domain = str(line.row.get("id", line.number)), str(line.row.get("domain", ""))
+    if line.kind == "prompt":
+        return Prompt(name, domain, line.value)
+    if not all(isinstance(m, dict) for m in line.value):
+        raise ConfigError(f'{line.where}: messages must be a list of {{"role", "content"}} objects')
+    return Prompt(name, domain, None, tuple(line.value))
 
 
 @dataclass(frozen=True)

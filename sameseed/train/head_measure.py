@@ -14,7 +14,7 @@ from sameseed.scheme import cache_format
 from sameseed.train.head_job import dense, make_batch
 from sameseed.train.head_model import HeadForTraining
 from sameseed.train.measure import count_chains
-from sameseed.train.seeds import Line
+from sameseed.train.seeds import Prompt
 from sameseed.train.states import Seed, TextStates, captured_layers, new_runner, write_texts
 
 NUM_DRAFT_TOKENS = 4  # the chain length that the card speaks of
@@ -24,13 +24,13 @@ BATCH = 32  # prompts that are continued together
 Guesses = list[list[bool]]  # [s][t]: along a text, is the guess of row t at step s the text's token t + 2?
 
 
-def measure_head(folder: Path, target: Llama, prompts: Seq[Line], kv_format: str) -> dict[str, dict[str, object]]:
+def measure_head(folder: Path, target: Llama, prompts: Seq[Prompt], kv_format: str) -> dict[str, dict[str, object]]:
     """Counts by domain, and over all prompts under `all`, of the head as it was exported, on the target's device."""
     config, device, weights = read_head_config(folder), str(target.device), target.weights
     captures = config.captures(target.config.num_layers)
     stored = captured_layers(captures, target.config.num_layers)
     columns = [stored.index(c) for c in captures]
-    seeds = [Seed(p.ids, NEW_TOKENS) for p in prompts]
+    seeds = [Seed(ids, NEW_TOKENS) for ids, _ in prompts]
     cache, batch = cache_format(kv_format, weights.dense), min(BATCH, len(seeds))
     runner = new_runner(target, stored, batch, max(len(s.ids) for s in seeds) + NEW_TOKENS, cache)
     texts = write_texts(runner, seeds, batch, 0)
@@ -57,9 +57,9 @@ def measure_head(folder: Path, target: Llama, prompts: Seq[Line], kv_format: str
         return [(b == text.ids[2:].long())[first:].tolist() for b in best]
 
     groups: dict[str, list[Guesses]] = {"all": []}
-    for prompt, text in zip(prompts, texts, strict=True):
+    for (_, domain), text in zip(prompts, texts, strict=True):
         groups["all"].append(guesses(text))
-        groups.setdefault(prompt.domain, []).append(groups["all"][-1])
+        groups.setdefault(domain, []).append(groups["all"][-1])
     return {domain: summary(group) for domain, group in groups.items()}
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from sameseed.errors import ConfigError, RequestError
+from sameseed.errors import ConfigError
+from sameseed.lines import KINDS, read_lines
 from sameseed.tokenizer import Tokenizer
 from sameseed.train import data as corpus
 from sameseed.train.distill import training_prompts
 from sameseed.train.recipe import load_recipe
 from sameseed.train.states import Seed
 
-KINDS = {"messages": list, "prompt": str, "text": str}  # of lines, by their key
+Prompt = tuple[tuple[int, ...], str]  # its tokens, its domain
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: i
     if not path.is_file():
         raise ConfigError(f"no prompts at {path}; give a file of JSON lines with 'prompt', 'messages' or 'text'")
     prompts, texts = list[Seq[int]](), list[Seq[int]]()
-    for line in read_lines(path, tokenizer):
+    for line in read_lines(path, *KINDS):
         longest = settings.prompt_tokens + (settings.new_tokens if line.kind == "text" else 0)
-        (texts if line.kind == "text" else prompts).append(line.ids[:longest])
+        (texts if line.kind == "text" else prompts).append(line.encode(tokenizer)[:longest])
     if not prompts and not texts:
         raise ConfigError(f"{path} holds no prompts; give JSON lines with 'prompt', 'messages' or 'text'")
     num_corpus = min(len(texts), round(settings.num_texts * settings.corpus_share) if prompts else len(texts))
@@ -80,60 +79,25 @@ def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: i
     return seeds + [Seed(tuple(ids), settings.new_tokens, settings.temperature) for ids in repeated[len(prompts) :]]
 
 
-def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[Line]:
-    """Prompts to count acceptance on: JSON lines with `prompt` or `messages`, optionally `domain`.
+def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[Prompt]:
+    """Prompts to count acceptance on, with their domains: JSON lines with `prompt` or `messages`, optionally `domain`.
 
     `new_tokens` must fit behind each. Raises ConfigError that names the line.
     """
     if not path.is_file():
         raise ConfigError(f"no prompts to measure on at {path}; name a file of JSON lines, or leave it out")
-    found = list(read_lines(path, tokenizer))
-    for line in found:
-        if line.kind == "text":
-            raise ConfigError(f"{line.where}: acceptance is counted behind a 'prompt' or 'messages', not in a 'text'")
-        if not 1 <= len(line.ids) <= context - new_tokens:
+    found = []
+    for line in read_lines(path, "messages", "prompt"):
+        ids = line.encode(tokenizer)
+        if not 1 <= len(ids) <= context - new_tokens:
             raise ConfigError(
-                f"{line.where} has {len(line.ids)} tokens; it needs at least one, and with the {new_tokens} that are "
+                f"{line.where} has {len(ids)} tokens; it needs at least one, and with the {new_tokens} that are "
                 f"written behind it at most {context - new_tokens}: the target's context is {context}"
             )
+        found.append((ids, str(line.row.get("domain", "prompts"))))
     if not found:
         raise ConfigError(f"{path} holds no prompts to measure on; give JSON lines with 'prompt' or 'messages'")
     return found
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a prompt file: where it is, for messages; "prompt", "messages" or "text"; its tokens; its domain."""
-
-    where: str
-    kind: str
-    ids: tuple[int, ...]
-    domain: str
-
-
-def read_lines(path: Path, tokenizer: Tokenizer) -> Iterator[Line]:
-    """The lines of a prompt file. Raises ConfigError that names the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); give a file of JSON lines in UTF-8") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path.name} line {number}"
-        try:
-            row: Any = json.loads(line)
-            row = row if isinstance(row, dict) else {}
-            kind = next((k for k, t in KINDS.items() if isinstance(row.get(k), t) and row[k]), None)
-            if kind is not None:
-                ids = tokenizer.chat(row[kind]) if kind == "messages" else tokenizer.encode(row[kind])
-                yield Line(where, kind, tuple(ids), str(row.get("domain", "prompts")))
-                continue
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where} is no JSON ({error}); one object a line") from None
-        except RequestError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        raise ConfigError(f"{where}: expected an object with 'prompt', 'messages' or 'text'")
 
 
 def mixed(prompts: Seq[Seq[int]], texts: Seq[Seq[int]], settings: TextSettings, seed: int) -> list[Seed]:

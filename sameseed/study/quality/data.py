@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
+from sameseed.lines import objects
 
 Row = dict[str, Any]
 
@@ -121,16 +121,8 @@ def read_rows(path: Path, data: DataSet) -> list[Row]:
 
 
 def _json_lines(path: Path) -> list[tuple[str, Any]]:
-    found = []
     # On "\n" only: strings may hold other characters that `splitlines` takes for ends of lines.
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            found.append((f"{path}:{number}", json.loads(line)))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"{path}:{number} is no JSON ({error}); one object a line") from None
-    return found
+    return [(f"{path}:{number}", row) for number, row in objects(read_text(path).split("\n"), path)]
 
 
 def _parquet(path: Path) -> list[tuple[str, Any]]:

@@ -70,19 +70,19 @@ def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) ->
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", "", "holds no text; each line is"),
+        ("a.jsonl", "", "holds no text; give lines"),
         ("a.jsonl", "\n \n", "holds no text"),
         ("a.txt", "  \n", "holds no text"),
         (
             "a.jsonl",
             '{"text": "fine"}\n{"txt": "not"}\n',
-            r"a.jsonl:2: found txt; each line is an object with \"text\"",
+            r"a.jsonl:2: found txt; write .*text",
         ),
         ("a.jsonl", '{"text": 3}\n', r"a.jsonl:1: found text"),
         ("a.jsonl", '["text"]\n', r"a.jsonl:1: found list"),
-        ("a.jsonl", '{"text": "open\n', r"a.jsonl:1: no JSON"),
+        ("a.jsonl", '{"text": "open\n', r"a.jsonl:1 is no JSON"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', r"a.jsonl:1: a message needs 'role' and 'content'"),
-        ("a.jsonl", '{"messages": []}\n', r"a.jsonl:1: the conversation is empty"),
+        ("a.jsonl", '{"messages": []}\n', r"a.jsonl:1: found messages; write .* not empty"),
         ("a.parquet", "x", "is a .jsonl or a .txt file"),
     ],
 )

@@ -181,7 +181,7 @@ def speculate(folder: Path, head: Path) -> list[tuple[int, int]]:
     """Drafted and accepted tokens of greedy chains of 4 for each held-out prompt, by the engine."""
     spec = SpecConfig("eagle", str(head), num_draft_tokens=4, options={"top_k": 1, "depth": 4})
     engine = build_engine(str(folder / "target"), EngineConfig(spec=spec, cache=CacheConfig(format="fp32")))
-    prompts = [p.ids for p in held_out(folder / "held.jsonl", engine.tokenizer, engine.max_model_len, NEW_TOKENS)]
+    prompts = [ids for ids, _ in held_out(folder / "held.jsonl", engine.tokenizer, engine.max_model_len, NEW_TOKENS)]
     found = lawkit.run(engine, prompts, SamplingParams(max_tokens=NEW_TOKENS, seed=0))
     return [(c.metrics.spec.num_draft_tokens, c.metrics.spec.num_accepted_tokens) for c in found]
 
@@ -269,19 +269,19 @@ GOOD = '{"prompt": "the sum of"}\n'
     ("name", "content", "words"),
     [
         ("prompts", None, "no prompts at"),
-        ("prompts", GOOD + '{"question": "b"}', r"prompts\.jsonl line 2"),
+        ("prompts", GOOD + '{"question": "b"}', r"prompts\.jsonl:2: found question; write"),
         ("prompts", "\n", "holds no prompts"),
         ("measure", None, "to measure on"),
-        ("measure", GOOD + '{"prompt": "a"', "line 2 is no JSON"),
+        ("measure", GOOD + '{"prompt": "a"', r"jsonl:2 is no JSON"),
         ("measure", "\n \n", "holds no prompts to measure on"),
-        ("measure", GOOD + '{"text": "a b c"}', "line 2: .*'prompt' or 'messages'"),
+        ("measure", GOOD + '{"text": "a b c"}', "jsonl:2: found text; write .*messages.* or .*prompt"),
         (
             "measure",
             GOOD + json.dumps({"prompt": "the list is empty " * 80}),
-            f"line 2 has .* at most {256 - NEW_TOKENS}",
+            f"jsonl:2 has .* at most {256 - NEW_TOKENS}",
         ),
-        ("measure", GOOD + '{"messages": [{"role": "user"}]}', "line 2: .*'content'"),
-        ("measure", GOOD + '{"messages": ["hello"]}', "line 2: .*'content'"),
+        ("measure", GOOD + '{"messages": [{"role": "user"}]}', "jsonl:2: .*'content'"),
+        ("measure", GOOD + '{"messages": ["hello"]}', "jsonl:2: .*'content'"),
         ("measure", "\udcff", "UTF-8"),
     ],
 )

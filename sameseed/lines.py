@@ -1,0 +1,64 @@
+"""JSON lines: files whose lines are prompts, conversations or texts. Every fault is told with its line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sameseed.errors import ConfigError, RequestError
+from sameseed.tokenizer import Tokenizer
+
+KINDS = {"messages": list, "prompt": str, "text": str}
+FORMS = {"messages": '{"messages": [{"role", "content"}, ...]}', "prompt": '{"prompt": text}', "text": '{"text": text}'}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: its place, its kind (a key of KINDS), what stands under that key, and the whole object."""
+
+    where: str
+    number: int
+    kind: str
+    value: Any
+    row: Mapping[str, Any]
+
+    def encode(self, tokenizer: Tokenizer, add_generation_prompt: bool = True) -> tuple[int, ...]:
+        """Its token ids, messages by the chat template. Raises ConfigError with the place."""
+        try:
+            if self.kind == "messages":
+                return tuple(tokenizer.chat(self.value, add_generation_prompt))
+            return tuple(tokenizer.encode(self.value))
+        except RequestError as error:
+            raise ConfigError(f"{self.where}: {error}") from None
+
+
+def objects(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line that is not empty. Raises ConfigError."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ConfigError(f"{path}:{number} is no JSON ({error}); one object a line") from None
+
+
+def read_lines(path: Path, *kinds: str) -> Iterator[Line]:
+    """The lines of a file, each of the first of these kinds that it has. Raises ConfigError."""
+    forms = " or ".join(FORMS[kind] for kind in kinds)
+    try:
+        # On "\n" only: strings may hold other characters that `splitlines` takes for ends of lines.
+        with path.open(encoding="utf-8", newline="\n") as opened:
+            for number, row in objects(opened, path):
+                keys = row if isinstance(row, dict) else {}
+                kind = next((k for k in kinds if keys.get(k) and isinstance(keys[k], KINDS[k])), None)
+                if kind is None:
+                    found = ", ".join(sorted(keys)) or type(row).__name__
+                    raise ConfigError(f"{path}:{number}: found {found}; write {forms}, not empty")
+                yield Line(f"{path}:{number}", number, kind, row[kind], row)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} ({error.strerror}); give lines like {forms}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no UTF-8 text ({error}); convert it first") from None
