@@ -1,50 +1,66 @@
-"""Length policies: goodput against every fixed length and plain decoding, by workload and batch size, in turns.
+"""Goodput against plain decoding and fixed lengths: cells of draft x temperature x batch x texts, in turns.
 
-    .venv/bin/python benchmarks/policies.py [--batches 1 4 16] [--ks 2 4 8] [--repeat 3] [--out RECORDS.jsonl]
-    .venv/bin/python benchmarks/policies.py --model DIR --drafts DIR --format w4a8 --draft-format w4a8 --data EVAL-DIR
+    .venv/bin/python benchmarks/policies.py [--ks 2 4 8] [--seconds 6] [--cells 60] [--out RECORDS.jsonl]
+    .venv/bin/python benchmarks/policies.py --model DIR --drafts DIR 'suffix + HEAD' --format w4a8 --data EVAL-DIR
 
-Workloads: code, chat, translation-like (the text to be written is in the prompt, in other words) and repetitive. Their
-prompts are the embedded ones; `--data` names a folder with humaneval, mt_bench and spec_bench (.jsonl.gz), which then
-serve for the first three. A cache of suffixes looks at no past request here: the same prompts come again and again.
-One record a setting, as `sameseed bench` writes them, with `workload` beside; `make docs` makes the table.
+Texts: code, chat, maths, repetitive (a prompt that says things twice) and random (tokens without a pattern). Prompts
+are the embedded ones; `--data` names a folder with humaneval, mt_bench and gsm8k (.jsonl.gz), which then serve for the
+first three. Answers end where the model ends them. A cache of suffixes looks at no past request here: the same prompts
+come again and again. What goodput learned in one cell it knows in the next, as in a server.
+
+In a cell all ways run the same batches of prompts in turns, who begins rotates, and each batch gives a pair with plain
+decoding's. `--cells N` draws N of the cells. One record a cell, with 80 % intervals; `make docs` makes the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
-from collections.abc import Iterable
+import random
+import time
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.request import SamplingParams
 from sameseed.study import record
-from sameseed.study.measure import Bench
-from sameseed.study.workload import ASSETS, DEFAULT_PROMPTS, Arm, Prompt, Workload, arms, read_prompts
+from sameseed.study.measure import Bench, Run, run_batch
+from sameseed.study.workload import ASSETS, DEFAULT_PROMPTS, Arm, Prompt, Workload, arms, read_prompts, without_past
 
 RESULTS = Path(__file__).parent / "results" / "policies.jsonl"
-CHAT = ("instructions", "orders", "exam", "math", "code-tasks")
+SCHEMA = "sameseed.policies/1"
+CHAT = ("instructions", "orders", "exam", "code-tasks")
+TEXTS = ("code", "chat", "maths", "repetitive", "random")
 LONGEST = 192  # tokens of a prompt that are taken, its end
+FEWEST = 4  # pairs of a cell, however long they take
 
 
-def prompts_of(data: Path | None) -> dict[str, list[Prompt]]:
-    """Prompts by workload."""
+def prompts_of(data: Path | None, encode: Any, vocab_size: int) -> dict[str, list[tuple[int, ...]]]:
+    """Prompts by kind of text, as token ids."""
     found = [*read_prompts(ASSETS / "prompts_heldout.jsonl"), *read_prompts(DEFAULT_PROMPTS)]
     texts = [p for p in found if p.text is not None]
     code = [p for p in texts if p.domain == "code"]
+    maths = [p for p in found if p.domain == "math"]
     chat = [p for p in found if p.domain in CHAT]
-    said = [replace(p, text=None, messages=user(f"Rewrite this text:\n\n{p.text}")) for p in texts if p not in code]
     copied = [replace(p, text=f"{p.text}\n\n{p.text}\n\n{(p.text or '')[:80]}") for p in texts]
     if data is not None:
         code = [Prompt(r["task_id"], "code", r["prompt"]) for r in lines(data / "humaneval.jsonl.gz")]
+        maths = [Prompt(str(i), "maths", None, user(r["question"])) for i, r in enumerate(lines(data / GSM8K))]
         asked = list(lines(data / "mt_bench.jsonl.gz"))
         chat = [Prompt(str(r["question_id"]), "chat", None, user(r["turns"][0])) for r in asked]
-        asked = [r for r in lines(data / "spec_bench.jsonl.gz") if r["category"] == "translation"]
-        said = [Prompt(str(r["question_id"]), "translation", None, user(r["turns"][0])) for r in asked]
-    return {"code": code, "chat": chat, "translation": said, "repetitive": copied}
+    rng = random.Random(0)
+    noise = [tuple(rng.randrange(vocab_size) for _ in range(48)) for _ in range(64)]
+    named = {"code": code, "chat": chat, "maths": maths, "repetitive": copied}
+    return {**{name: [encode(p)[-LONGEST:] for p in kind] for name, kind in named.items()}, "random": noise}
+
+
+GSM8K = "gsm8k-test.jsonl.gz"
 
 
 def user(text: str) -> tuple[dict[str, str], ...]:
@@ -58,62 +74,119 @@ def lines(path: Path) -> Iterable[dict[str, Any]]:
         yield from map(json.loads, file)
 
 
-def ways(args: argparse.Namespace) -> list[Arm]:
-    """Plain decoding; each draft at each length; each draft with goodput, at most `--most` tokens."""
-    made: list[Arm] = []
-    for text in args.drafts:
-        spec = settled(parse_draft(text), args)
-        made += arms([spec], args.ks)[len(made) > 0 :]
-        made += arms([replace(spec, policy="goodput")], [args.most])[1:]
-    return made
+def speeds(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> tuple[dict[Arm, Any], bool]:
+    """(tokens, seconds) of each pair [n, 2] by way, for about so long; and whether all texts were plain decoding's."""
+    taken: dict[Arm, list[tuple[int, float]]] = {way: [] for way in ways}
+    same, end = True, time.perf_counter() + seconds
+    for i, batch in enumerate(itertools.cycle(list(workload.batches()))):
+        if i >= FEWEST and time.perf_counter() > end:
+            break
+        texts = []
+        for way in list(ways[i % len(ways) :]) + list(ways[: i % len(ways)]):
+            run = Run()
+            run_batch(bench.install(way), batch, run)
+            taken[way].append((run.num_tokens, run.seconds))
+            texts.append(run.texts)
+        same = same and all(text == texts[0] for text in texts)
+    return {way: np.array(pairs) for way, pairs in taken.items()}, same
 
 
-def settled(spec: SpecConfig, args: argparse.Namespace) -> SpecConfig:
-    """A draft's levels with their models and options."""
-    below = tuple(settled(b, args) for b in spec.below)
-    if spec.method == "draft_model":
-        spec = replace(spec, model=spec.model or args.draft_model, format=args.draft_format)
-    return replace(spec, below=below)
+def ratio(one: Any, other: Any) -> list[float]:
+    """Tokens a second of one way over another's, [value, low, high]: 80 % by a bootstrap over pairs."""
+    rng = np.random.default_rng(0)
+    picks = np.vstack([np.arange(len(one)), rng.integers(len(one), size=(1000, len(one)))])
+    a, b = one[picks].sum(1), other[picks].sum(1)
+    found = (a[:, 0] / a[:, 1]) / (b[:, 0] / b[:, 1])
+    return [round(float(x), 4) for x in (found[0], *np.quantile(found[1:], (0.1, 0.9)))]
+
+
+def measured(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> dict[str, Any]:
+    """What one cell showed: plain decoding first, goodput second, fixed lengths after them."""
+    taken, same = speeds(bench, ways, workload, seconds)
+    plain, good, *fixed = ways
+    found = {str(way.spec.num_draft_tokens): ratio(taken[way], taken[plain]) for way in fixed}
+    best = max(fixed, key=lambda way: ratio(taken[way], taken[plain])[0], default=None)
+    return {
+        "num_pairs": len(taken[plain]),
+        "num_tokens": int(taken[plain][:, 0].sum()),
+        "plain_tokens_per_s": round(float(taken[plain][:, 0].sum() / taken[plain][:, 1].sum()), 2),
+        "goodput": ratio(taken[good], taken[plain]),
+        "fixed": found,
+        "over_best_fixed": None if best is None else ratio(taken[good], taken[best]),
+        "equals_plain": same,
+    }
+
+
+def formatted(spec: SpecConfig, name: str) -> SpecConfig:
+    """The same levels, their models in this format."""
+    below = tuple(formatted(b, name) for b in spec.below)
+    return replace(spec, below=below, format=name if spec.model else spec.format)
 
 
 def main() -> None:
     """Measure all, append the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
-    parser.add_argument("--draft-model", default="embedded-draft", help="what draft_model means in --drafts")
-    parser.add_argument("--drafts", nargs="+", default=["draft_model", "suffix + draft_model"])
+    parser.add_argument(
+        "--drafts", nargs="+", default=["ngram", "embedded-draft", "embedded-head", "suffix + embedded-head"]
+    )
     parser.add_argument("--format", default="auto")
     parser.add_argument("--draft-format", default="auto")
-    parser.add_argument("--workloads", nargs="+", default=["code", "chat", "translation", "repetitive"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--ks", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--texts", nargs="+", default=TEXTS, choices=TEXTS)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--ks", nargs="*", type=int, default=[], help="fixed lengths that run too")
     parser.add_argument("--most", type=int, default=12, help="draft tokens that goodput may ask for")
     parser.add_argument("--num-prompts", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a cell")
+    parser.add_argument("--cells", type=int, help="so many, drawn; unset: all")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    record.prepare(args.out)
+    ways = {}
+    for text in args.drafts:
+        spec = formatted(without_past(parse_draft(text)), args.draft_format)
+        ways[text] = [*arms([replace(spec, policy="goodput")], [args.most]), *arms([spec], args.ks)[1:]]
     size = {"max_num_seqs": max(args.batches), "max_model_len": LONGEST + args.max_tokens + 16}
-    bench = Bench(args.model, ways(args), {"format": args.format, "threads": args.threads, **size})
-    params = SamplingParams(max_tokens=args.max_tokens, seed=1, ignore_eos=True)
+    every = [arm for group in ways.values() for arm in group]
+    bench = Bench(args.model, list(dict.fromkeys(every)), {"format": args.format, "threads": args.threads, **size})
+    tokenizer, vocab_size = bench.llm.tokenizer, bench.llm.engine.runner.model.config.vocab_size
+    given = prompts_of(args.data, lambda p: p.encode(tokenizer), vocab_size)
+    cells = list(itertools.product(args.drafts, args.temperatures, args.batches, args.texts))
+    random.Random(0).shuffle(cells)  # a run that is cut short has drawn some
+    cells = cells[: args.cells]
     run_id = record.now()
-    given = prompts_of(args.data)
-    for name in args.workloads:
-        chosen = given[name][:: max(1, len(given[name]) // args.num_prompts)][: args.num_prompts]
-        encoded = tuple(p.encode(bench.llm.tokenizer)[-LONGEST:] for p in chosen)
-        for batch in args.batches:
-            here = record.machine()
-            workload = Workload(name, encoded[: max(batch, len(encoded) // batch * batch)], params, batch)
-            bench.warm_up(workload)
-            runs = bench.measure(workload, args.repeat)
-            for line in record.make_records(bench, args.model, workload, runs, run_id, here):
-                record.append(args.out, {**line, "workload": name})
-                said = line.get("prediction", {}).get("speedup", 1.0)
-                about = f"{line['speedup']:.2f}x (predicted {said:.2f}x), same text: {line['equals_plain']}"
-                print(f"{name:12} batch {batch:2}  {line['config']['label']:36} {about}", flush=True)
+    for done, (draft, temperature, batch, texts) in enumerate(cells, 1):
+        count = max(batch, args.num_prompts // batch * batch)
+        prompts = tuple(itertools.islice(itertools.cycle(given[texts]), count))
+        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=1)
+        workload = Workload(texts, prompts, params, batch)
+        here = record.machine()
+        line = {
+            "schema": SCHEMA,
+            "run": run_id,
+            "time": record.now(),
+            "commit": record.commit(),
+            "machine": here,
+            "model": record.model_name(args.model),
+            "format": args.format,
+            "draft": " ".join(Path(word).name for word in draft.split()),
+            "draft_format": args.draft_format,
+            "most": args.most,
+            "max_tokens": args.max_tokens,
+            "temperature": temperature,
+            "batch": batch,
+            "texts": texts,
+            "num_prompts": count,
+            **measured(bench, ways[draft], workload, args.seconds),
+        }
+        with args.out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        good, same = line["goodput"], "" if line["equals_plain"] else "  OTHER TEXT"
+        about = f"{good[0]:.3f} ({good[1]:.3f}-{good[2]:.3f})  best fixed {line['over_best_fixed']}{same}"
+        print(f"{done:3}/{len(cells)} {draft:24} T {temperature:<4} b {batch:<3} {texts:10} {about}", flush=True)
 
 
 if __name__ == "__main__":

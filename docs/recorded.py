@@ -158,32 +158,50 @@ def certificates(found: list[Record]) -> str:
 
 
 def policies(found: list[Record]) -> str:
-    """Goodput beside the best fixed length of the same draft, as benchmarks/policies.py measured them."""
-    found = last_run(found)
-    rows, errors, ratios = [], [], []
-    for (workload, batch), group in itertools.groupby(found, lambda r: (r["workload"], r["config"]["batch_size"])):
-        settings = list(group)
-        errors += [abs(r["prediction"]["error"]) for r in settings if r.get("prediction")]
-        for good in (r for r in settings if r["config"]["policy"] == "goodput"):
-            draft = good["config"]["label"].split(" k=")[0]
-            fixed = [r for r in settings if r["config"]["label"].startswith(f"{draft} k=") and r is not good]
-            best = max((r for r in fixed if r["config"]["policy"] == "fixed"), key=lambda r: float(r["speedup"]))
-            pairs = zip(good["repetitions"], best["repetitions"], strict=True)
-            ratios.append(median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs))
-            cells = [workload, str(batch), draft, f"{best['speedup']:.2f}x (k={best['config']['num_draft_tokens']})"]
-            cells += [f"{good['speedup']:.2f}x", f"{good['prediction']['speedup']:.2f}x", f"{ratios[-1]:.2f}"]
-            rows.append(cells)
-    head = ["workload", "batch", "draft", "best fixed", "goodput", "predicted", "over best fixed"]
-    c, same = found[-1]["config"], yes(all(r["equals_plain"] for r in found))
-    about = (
-        f"{c['model']} ({c['num_parameters'] / 1e6:.1f} M, {c['format']}), greedy, {c['num_prompts']} prompts a "
-        f"workload, {c['max_tokens']} tokens each, {len(found[-1]['repetitions'])} runs; all texts as plain "
-        f"decoding's: {same}. Goodput over the best fixed length: {min(ratios):.2f} "
-        f"at least, {mean(ratios):.2f} in the mean. Predicted against measured, all settings: {median(errors):.0%} "
-        f"apart in the median, {max(errors):.0%} at most. Load before the last workload: "
-        f"{found[-1]['machine']['load_1min']}."
-    )
-    return f"{markdown(head, rows, (1, 3, 4, 5, 6))}\n\n{about} {measured_on(found[-1])}."
+    """Goodput over plain decoding by draft and batch, and every lost cell, as benchmarks/policies.py measured them."""
+    parts = []
+    for (model, fmt), group in itertools.groupby(
+        sorted(newest(found, _cell), key=lambda r: (r["model"], r["format"])), lambda r: (r["model"], r["format"])
+    ):
+        cells = list(group)
+        rows = []
+        for draft in dict.fromkeys(r["draft"] for r in cells):
+            row = [draft]
+            for batch in (1, 2, 4, 8, 16, 32):
+                good = [r["goodput"][0] for r in cells if r["draft"] == draft and r["batch"] == batch]
+                row.append(f"{median(good):.2f}x ({min(good):.2f})" if good else "")
+            rows.append(row)
+        table = markdown(["draft", *(f"batch {b}" for b in (1, 2, 4, 8, 16, 32))], rows, range(1, 7))
+        lost = sorted((r for r in cells if r["goodput"][0] < LOST), key=lambda r: float(r["goodput"][0]))
+        names = [
+            f"{r['draft']}, T {r['temperature']:g}, batch {r['batch']}, {r['texts']}: {r['goodput'][0]:.3f} "
+            f"({r['goodput'][1]:.3f} to {r['goodput'][2]:.3f})"
+            for r in lost
+        ]
+        beyond = sum(r["goodput"][2] < LOST for r in lost)
+        over = [r["over_best_fixed"][0] for r in cells if r["over_best_fixed"]]
+        same = yes(all(r["equals_plain"] for r in cells))
+        pairs = [r["num_pairs"] for r in cells]
+        about = (
+            f"{model}, weights {fmt}: {len(cells)} cells of draft, temperature, batch and texts; {min(pairs)} to "
+            f"{max(pairs)} pairs of batches each, {sum(r['num_tokens'] for r in cells):,} tokens of plain decoding. "
+            f"Below {LOST}: {len(lost)} cells, {beyond} of them with the whole interval. All texts as plain "
+            f"decoding's: {same}."
+        )
+        if over:
+            about += f" Over the best fixed length, {len(over)} cells: {mean(over):.2f} in the mean"
+            about += f", {min(over):.2f} at least."
+        about += f" {measured_on(cells[-1])}."
+        lines = [f"* {name}" for name in names]
+        parts.append("\n\n".join([table, about, *(["Lost cells:\n\n" + "\n".join(lines)] if lines else [])]))
+    return "\n\n".join(parts)
+
+
+LOST = 0.98
+
+
+def _cell(r: Record) -> tuple[object, ...]:
+    return tuple(r[name] for name in ("model", "format", "draft", "draft_format", "temperature", "batch", "texts"))
 
 
 def headline(found: list[Record]) -> str:

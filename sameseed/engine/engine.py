@@ -14,6 +14,7 @@ from sameseed.engine.running import Running
 from sameseed.engine.scheduler import Plan, Scheduler
 from sameseed.errors import RequestError
 from sameseed.models.runner import ModelRunner
+from sameseed.ops.reference import one_thread
 from sameseed.request import (
     Delta,
     FinishReason,
@@ -120,16 +121,17 @@ class Engine:
             live.started = start if live.started is None else live.started
         times = TimeSplit(schedule=time.perf_counter() - start)
         scripted = [seq.num_scripted > 0 for seq in plan.seqs]
-        draft, result = decode_step(
-            self.runner,
-            self.drafter,
-            plan.seqs,
-            plan.num_pending,
-            plan.num_draft,
-            times,
-            self._policies,
-            self.ahead,
-        )
+        with one_thread():  # PyTorch's others would wait, spinning, on the cores that the kernels need
+            draft, result = decode_step(
+                self.runner,
+                self.drafter,
+                plan.seqs,
+                plan.num_pending,
+                plan.num_draft,
+                times,
+                self._policies,
+                self.ahead,
+            )
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
         counts = [draft.count(b) for b in range(len(plan.seqs))]

@@ -8,7 +8,6 @@ matrix-vector product changes them with the number of threads too, so the refere
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,21 +30,18 @@ def unavailable() -> str | None:
     return None
 
 
-_alone = threading.RLock()  # the setting is the process's, and a drafter may compute beside its target
-
-
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    with _alone:
-        count = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(count)
+def one_thread() -> Iterator[None]:
+    """What the calling thread has PyTorch compute, it computes alone: the count is each thread's own."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
-@_one_thread()
+@one_thread()
 def _by_row(function: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
     """Apply `function` to each row of x [T, C], each copied to fresh (equally aligned) memory; out [T, width]."""
     out = torch.empty(x.shape[0], width, dtype=torch.float32, device=x.device)
@@ -181,7 +177,7 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
         rows[dst.long()] = rows[src.long()]
 
 
-@_one_thread()
+@one_thread()
 def attention(q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
