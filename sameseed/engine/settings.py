@@ -49,6 +49,7 @@ class AsyncEngineArgs(Settings, total=False):
 
     model: str | None
     draft: DraftChoice
+    seed: int | None
 
 
 def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> EngineConfig:
