@@ -106,8 +106,7 @@ class TargetBench:
         for i, spec in enumerate(self.specs):
             way = self._setting(spec, None).way
             if time.perf_counter() > end:
-                note = f"no time was left to measure it: give more than --seconds {self.asked.seconds:g}"
-                lost.append(Loser({"setting": f"{way}, {self.name}"}, "time", note=note))
+                lost.append(_no_time(f"{way}, {self.name}", self.asked))
                 continue
             tell(f"{self.name}: replaying {way}", i, len(self.specs))
             self.replays[way] = replayer.replay(spec, texts, largest(spec))
@@ -178,19 +177,30 @@ class TargetBench:
         return sum(d.weights + blocks * d.block for d in demands)
 
 
+def _no_time(setting: str, asked: TuneRequest) -> Loser:
+    note = f"none was left to measure it: give more than --seconds {asked.seconds:g}"
+    return Loser({"setting": setting}, "time", note=note)
+
+
 def _spread(found: Seq[Any], count: int) -> list[Any]:
     """At most `count`, from all over."""
     return list(found) if len(found) <= count else [found[i * len(found) // count] for i in range(count)]
 
 
-def load_targets(asked: TuneRequest, load: Callable[..., Any], tell: Tell, lost: list[Loser]) -> list[TargetBench]:
+def load_targets(
+    asked: TuneRequest, load: Callable[..., Any], tell: Tell, lost: list[Loser], end: float = math.inf
+) -> list[TargetBench]:
     """The target in every format that loads with every draft; what does not is named in `lost`, with its reason.
 
-    Raises ConfigError where none loads, or where none of the drafts fits.
+    So is what is not loaded at `end` (of `perf_counter`), but for the first. Raises ConfigError where none loads, or
+    where none of the drafts fits.
     """
     specs, made = draft_specs(asked), []
     pairs = [(form, kv) for form in asked.formats for kv in asked.kv_formats]
     for i, (form, kv_form) in enumerate(pairs):
+        if made and time.perf_counter() > end:
+            lost.append(_no_time(f"{form}, cache {kv_form}", asked))
+            continue
         tell(f"loading {asked.model} {form}", i, len(pairs))
         fitting = []
         for spec in specs:
@@ -211,7 +221,10 @@ def load_targets(asked: TuneRequest, load: Callable[..., Any], tell: Tell, lost:
 
 
 def survivors(prospects: Seq[Prospect], asked: TuneRequest) -> list[Prospect]:
-    """Those that run: plain decoding in each format, the best by what they may be, of each draft a few."""
+    """Those that run: the best by what they may be, of each draft a few; plain decoding, the first one always.
+
+    Plain decoding in other formats runs where it may win, or a draft in that format runs: their texts must be the same.
+    """
     batches, by_memory = asked.looked_at, asked.objective == "memory"
     plain = [p for p in prospects if p.candidate.plain]
     drafting = [p for p in prospects if not p.candidate.plain]
@@ -226,4 +239,6 @@ def survivors(prospects: Seq[Prospect], asked: TuneRequest) -> list[Prospect]:
         best = taken[0].candidate.group
         adapting = [p for p in drafting if p.candidate.group == best and p.candidate.spec.policy == "goodput"]
         taken += [p for p in adapting if p not in taken]
-    return [*plain, *taken]
+    targets = {p.candidate.target for p in taken}
+    rivals = [p for p in plain[1:] if p.candidate.target in targets or p.score(batches, "high") >= best_low > 0.0]
+    return [plain[0], *rivals, *taken]

@@ -1,8 +1,7 @@
 """The race: settings run in turns on the same prompts, the worse half drops out, and more prompts follow.
 
 Successive halving (Jamieson and Talwalkar, 2016) by pairs: of every batch of prompts each setting's time stands beside
-plain decoding's, measured within the same seconds, so that a machine that slows down hits all alike. Plain decoding
-never drops out.
+plain decoding's, measured within the same seconds, so that a machine that slows down hits all alike.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ import numpy as np
 from sameseed.engine.engine import Engine
 from sameseed.plan.candidates import Prospect
 from sameseed.plan.grid import Bound, TuneRequest
-from sameseed.plan.simulate import Interval
+from sameseed.plan.simulate import Interval, widened
 from sameseed.request import SamplingParams
 from sameseed.study.measure import Run, run_batch
 from sameseed.study.workload import quantile
 
 SAMPLES, LOW, HIGH = 400, 0.1, 0.9  # of the bootstrap; an interval holds 80 %
+NOISE = 0.1  # standard deviation of the logarithm of one pair's ratio, where no other tells it
 KEEPS = 0.9  # share of requests that keep a bound
 Job = tuple[tuple[int, ...], SamplingParams]
 
@@ -109,23 +109,24 @@ class Aim:
 def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) -> Interval:
     """Tokens a second over another's, on the batches of prompts that both ran; the geometric mean over batch sizes.
 
-    The interval (80 %) is a bootstrap over pairs.
+    The interval (80 %) is a bootstrap over pairs, widened for few; a single pair is taken to scatter by `NOISE`.
     """
+    if one is other:
+        return Interval(1.0, 1.0, 1.0)
     rng = np.random.default_rng(seed)
-    whole = np.zeros(SAMPLES + 1)
+    value, spread = 0.0, np.zeros(SAMPLES)
     for batch in batches:
         count = min(len(one.seconds[batch]), len(other.seconds[batch]))
         picks = np.vstack([np.arange(count), rng.integers(count, size=(SAMPLES, count))])
-
-        def speed(of: Contestant, batch: int = batch, count: int = count, picks: np.ndarray = picks) -> np.ndarray:
+        logs = np.zeros(SAMPLES + 1)
+        for of, sign in ((one, 1.0), (other, -1.0)):
             tokens, seconds = np.array(of.tokens[batch][:count]), np.array(of.seconds[batch][:count])
-            found: np.ndarray = tokens[picks].sum(1) / seconds[picks].sum(1)
-            return found
-
-        whole += np.log(speed(one) / speed(other)) / len(batches)
-    low, high = np.exp(np.quantile(whole[1:], (LOW, HIGH)))
-    value = math.exp(float(whole[0]))
-    return Interval(value, min(value, float(low)), max(value, float(high)))
+            logs += sign * np.log(tokens[picks].sum(1) / seconds[picks].sum(1))
+        value += float(logs[0]) / len(batches)
+        off = NOISE * rng.standard_normal(SAMPLES) if count == 1 else widened(count) * (logs[1:] - logs[0])
+        spread += off / len(batches)
+    low, high = np.exp(value + np.quantile(spread, (LOW, HIGH)))
+    return Interval(math.exp(value), min(math.exp(value), float(low)), max(math.exp(value), float(high)))
 
 
 def first_rung(num_prompts: int, batches: Seq[int]) -> int:
@@ -144,10 +145,11 @@ def race(
 ) -> list[Contestant]:
     """All contestants, the best first; those that dropped out early come last. `all_run`: nobody does.
 
-    Stops when one is better than all others beyond doubt, when all prompts ran, or when the time is over: after the
-    first rung at the earliest.
+    The first one that decodes plainly never drops out: all are measured against it. Stops when one is better than all
+    others beyond doubt, when all prompts ran, or when the time is over: after the first rung at the earliest.
     """
     start, alive, done = time.perf_counter(), list(contestants), 0
+    reference = next(c for c in alive if c.plain)
     while done < num_prompts:
         upto = min(num_prompts, 2 * done or first_rung(num_prompts, batches))
         for batch in batches:
@@ -163,10 +165,11 @@ def race(
         order = aim.ranked(alive)
         half = max(2, math.ceil(len(order) / 2))
         for i, c in enumerate(order):
-            if not c.plain and (i >= half or not (c is order[0] or aim.may_win(c, order[0]))):
+            if c is not reference and (i >= half or not (c is order[0] or aim.may_win(c, order[0]))):
                 c.out_at = done
         alive = [c for c in alive if c.out_at is None]
         if len(alive) == 1 or time.perf_counter() - start > seconds:
             break
     late = aim.ranked([c for c in contestants if c.out_at is None])
-    return late + sorted((c for c in contestants if c.out_at is not None), key=lambda c: -(c.out_at or 0))
+    out = [c for c in aim.ranked([reference, *(c for c in contestants if c.out_at is not None)]) if c is not reference]
+    return late + sorted(out, key=lambda c: -(c.out_at or 0))

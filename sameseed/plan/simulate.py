@@ -110,17 +110,18 @@ def simulate(
 
 
 def interval(samples: Floats, num_prompts: int) -> Interval:
-    """The first sample, and the 80 % interval that the others give it.
-
-    Percentiles of logarithms, widened for few prompts (Student's t, and the bootstrap's own narrowness).
-    """
+    """The first sample, and the 80 % interval that the others give it: percentiles of logarithms, `widened`."""
     value = float(samples[0])
     if len(samples) < 2 or value <= 0.0:
         return Interval(value, value, value)
-    free = max(1, num_prompts - 1)
-    wider = (1.0 + (Z90**2 + 1.0) / (4.0 * free)) * math.sqrt(num_prompts / free)
-    low, high = np.exp(wider * np.quantile(np.log(samples[1:] / value), (LOW, HIGH)))
+    low, high = np.exp(widened(num_prompts) * np.quantile(np.log(samples[1:] / value), (LOW, HIGH)))
     return Interval(value, value * min(1.0, float(low)), value * max(1.0, float(high)))
+
+
+def widened(num: int) -> float:
+    """By how much a bootstrap over so few is too narrow: Student's t against the normal, and its own narrowness."""
+    free = max(1, num - 1)
+    return (1.0 + (Z90**2 + 1.0) / (4.0 * free)) * math.sqrt(num / free)
 
 
 def best_lengths(replay: Replay, cost: CostModel, batch_size: int, margin: float = 0.0) -> tuple[int, ...]:

@@ -73,12 +73,12 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
     start, threads = time.perf_counter(), ops.num_threads()
     lost: list[Loser] = []
     try:
-        targets = load_targets(asked, load, tell, lost)
+        end = math.inf if asked.exhaustive else start + MEASURE_SHARE * asked.seconds
+        targets = load_targets(asked, load, tell, lost, end)
         known: quality.Ratios = {}
         if asked.quality is not None or len(targets) > 1:
             known = quality.measure(asked, targets, load, tell)
             targets = quality.kept(asked, targets, known, lost)
-        end = math.inf if asked.exhaustive else start + MEASURE_SHARE * asked.seconds
         prospects = [(target, p) for target in targets for p in target.prospects(tell, end, lost)]
         wanted = survivors([p for _, p in prospects], asked)
         runners = [_contestant(t, p) for t, p in prospects if asked.exhaustive or p in wanted]

@@ -100,6 +100,10 @@ def test_who_runs() -> None:
     found = survivors([plain, *good, *hopeless], asked())
     assert found[0] is plain and not any(p in hopeless for p in found)
     assert sum(p.candidate.draft == "ngram" for p in found) == 3, "two, and the one that adapts itself"
+    slow = Prospect(Setting("w8a8", "auto", SpecConfig()), plain.tokens_per_s)
+    fast = Prospect(Setting("w4a8", "auto", SpecConfig()), good[0].tokens_per_s)
+    found = survivors([plain, *good, slow, fast], asked())
+    assert plain in found and fast in found and slow not in found, "other formats only where they may win"
     small = survivors([plain, *good, *hopeless], asked(objective="memory"))
     assert small[1] in hopeless, "the least bytes first"
 
@@ -138,7 +142,13 @@ def test_the_race() -> None:
     order = race([r.contestant for r in runs], 32, (1, 4), 60.0, Aim((1, 4)))
     assert order[0] is runs[-1].contestant
     assert len(runs[0].ran) == len(runs[-1].ran) > len(runs[1].ran), "plain runs to the end, the worst soon no more"
-    assert ratio(order[0], runs[0].contestant, (1, 4)).value == pytest.approx(1.5, rel=0.05)
+    found = ratio(order[0], runs[0].contestant, (1, 4))
+    assert found.value == pytest.approx(1.5, rel=0.05)
+    few = ngrams(1)
+    for r in few:
+        r.run(4, range(4))
+    single = ratio(few[1].contestant, few[0].contestant, (4,))
+    assert single.high / single.low > 1.2 > found.high / found.low, "one pair tells little"
 
 
 @pytest.mark.parametrize(
