@@ -110,16 +110,7 @@ class TargetBench:
                 continue
             tell(f"{self.name}: replaying {way}", i, len(self.specs))
             self.replays[way] = replayer.replay(spec, texts, largest(spec))
-        found = []
-        for threads in self.asked.threads:
-            plain = Prospect(self._setting(SpecConfig(), threads))
-            found.append(plain)
-            measured = [spec for spec in self.specs if self._setting(spec, None).way in self.replays]
-            for i, spec in enumerate(measured):
-                tell(f"{self.name}: costs of {self._setting(spec, threads).way}", i, len(measured))
-                found += self._simulated(spec, self._cost(spec, threads), plain)
-            if not measured:
-                self._plain_only(plain)
+        found = [p for threads in self.asked.threads for p in self._promised(threads, tell)]
         known: dict[str, int] = {}
         for prospect in found:
             way = prospect.candidate.way
@@ -145,21 +136,44 @@ class TargetBench:
         each = [measure_rounds(engine.runner.beside(captures=d.captures), d, 1.0) for d in below]
         return replace(whole, levels=tuple(LevelCost.of(cost.draft) for cost in each))
 
-    def _simulated(self, spec: SpecConfig, cost: RoundCost, plain: Prospect) -> list[Prospect]:
-        found = []
-        replay = self.replays[self._setting(spec, None).way]
+    def _promised(self, threads: int | None, tell: Tell) -> list[Prospect]:
+        """All settings with so many threads, plain decoding first.
+
+        The costs of each draft come from another moment of the machine: what a draft promises is over plain decoding of
+        that moment, and plain decoding itself takes its median.
+        """
+        plain = Prospect(self._setting(SpecConfig(), threads))
+        measured = [spec for spec in self.specs if self._setting(spec, None).way in self.replays]
+        if not measured:
+            self._plain_only(plain)
+        moments: list[dict[int, Simulation]] = []
+        drafting: list[Prospect] = []
+        for i, spec in enumerate(measured):
+            tell(f"{self.name}: costs of {self._setting(spec, threads).way}", i, len(measured))
+            cost, replay = self._cost(spec, threads), self.replays[self._setting(spec, None).way]
+            moments.append({batch: simulate(replay, cost, 0, batch) for batch in self.asked.batches})
+            drafting += self._simulated(spec, cost, moments[-1], threads)
+        for batch in self.asked.batches if measured else ():
+            known = sorted((m[batch] for m in moments), key=lambda sim: sim.tokens_per_s.value)
+            plain.simulations[batch] = known[len(known) // 2]
+            plain.tokens_per_s[batch] = its = plain.simulations[batch].tokens_per_s
+            for p in drafting:
+                x = p.simulations[batch].speedup
+                p.tokens_per_s[batch] = Interval(x.value * its.value, x.low * its.value, x.high * its.value)
+        return [plain, *drafting]
+
+    def _simulated(
+        self, spec: SpecConfig, cost: RoundCost, plain: dict[int, Simulation], threads: int | None
+    ) -> list[Prospect]:
+        found, replay = [], self.replays[self._setting(spec, None).way]
         for one in lengths_of(spec):
-            prospect = Prospect(self._setting(one, plain.candidate.threads))
+            prospect = Prospect(self._setting(one, threads))
             for batch in self.asked.batches:
-                if batch not in plain.simulations:
-                    plain.simulations[batch] = simulate(replay, cost, 0, batch)
-                    plain.tokens_per_s[batch] = plain.simulations[batch].tokens_per_s
                 table: int | tuple[int, ...] = one.num_draft_tokens
                 if one.policy == "goodput":
                     sizes = [size for size in replay.sizes if size <= one.num_draft_tokens]
                     table = best_lengths(replay.only(sizes), cost, batch, margin=0.02)
-                made = simulate(replay, cost, table, batch, plain=plain.simulations[batch])
-                prospect.simulations[batch], prospect.tokens_per_s[batch] = made, made.tokens_per_s
+                prospect.simulations[batch] = simulate(replay, cost, table, batch, plain=plain[batch])
             found.append(prospect)
         return found
 
@@ -195,7 +209,8 @@ def load_targets(
     So is what is not loaded at `end` (of `perf_counter`), but for the first. Raises ConfigError where none loads, or
     where none of the drafts fits.
     """
-    specs, made = draft_specs(asked), []
+    specs = draft_specs(asked)
+    made: list[TargetBench] = []
     pairs = [(form, kv) for form in asked.formats for kv in asked.kv_formats]
     for i, (form, kv_form) in enumerate(pairs):
         if made and time.perf_counter() > end:

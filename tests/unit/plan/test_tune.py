@@ -17,8 +17,10 @@ from sameseed.config import SpecConfig
 from sameseed.engine.levels import with_heads
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.lengths._cost import Curve
 from sameseed.plan import quality, regret, tune
-from sameseed.plan.candidates import Prospect, load_targets, survivors
+from sameseed.plan.candidates import Prospect, TargetBench, load_targets, survivors
+from sameseed.plan.cost import LevelCost, RoundCost
 from sameseed.plan.grid import (
     Bound,
     Setting,
@@ -106,6 +108,23 @@ def test_who_runs() -> None:
     assert plain in found and fast in found and slow not in found, "other formats only where they may win"
     small = survivors([plain, *good, *hopeless], asked(objective="memory"))
     assert small[1] in hopeless, "the least bytes first"
+
+
+def test_a_slow_moment_of_the_machine_changes_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = asked(drafts=("ngram", "suffix"), batches=(1,))
+    target = TargetBench(request, "auto", "auto", draft_specs(request), LLM)
+
+    def promised(slow: float) -> list[float]:
+        def cost(spec: SpecConfig, threads: int | None) -> RoundCost:
+            x = slow if spec.method == "suffix" else 1.0
+            steps = (LevelCost(step=Curve([(1, 0.0001 * x)])),)
+            return RoundCost(Curve([(1, 0.01 * x), (8, 0.012 * x)]), steps, 0.001 * x, 0.002 * x)
+
+        monkeypatch.setattr(target, "_cost", cost)
+        found = target.prospects(lambda *_: None, math.inf, [])
+        return [p.over(found[0], 1).value for p in found]
+
+    assert promised(3.0) == pytest.approx(promised(1.0)) and min(promised(1.0)) < 1.0
 
 
 class Runs:
