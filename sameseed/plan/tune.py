@@ -71,6 +71,7 @@ class TuneOutcome:
 def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage, done, total: None) -> TuneOutcome:
     """Measure, simulate, race. `load` makes an LLM, as for a Bench. Raises ConfigError for what can never be tried."""
     start, threads = time.perf_counter(), ops.num_threads()
+    asked = asked.alternating() if asked.exhaustive else asked
     lost: list[Loser] = []
     try:
         end = math.inf if asked.exhaustive else start + MEASURE_SHARE * asked.seconds

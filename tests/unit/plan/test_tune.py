@@ -221,6 +221,7 @@ def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
     wanted = [c.prospect for c in timed[:4]]  # the best two were not among those that a prediction wanted
     order, found = regret.regrets(timed, wanted, asked(exhaustive=True), lambda *_: None)
     assert seen == set(range(8)), "both halves ran"
+    assert [p.id for p in asked(exhaustive=True).alternating().fitted] == ["0", "2", "4", "6"], "from all domains"
     assert (order[0].label, found.choice.setting, found.best) == ("ngram k=2", "ngram k=2", "ngram k=5")
     assert found.choice.share.value == pytest.approx(1 - 1.2 / 1.5)
     assert {name: x.setting for name, x in found.baselines.items()} == {
