@@ -52,6 +52,7 @@ def page(browser: Browser, server: Server) -> Iterator[Browser]:
     browser.until(lambda: "embedded" in browser["facts"].text)
     browser.complaints()
     settings(browser, temperature=0, seed=7, **{"max-tokens": 48})
+    browser.run("document.getElementById('markdown').checked = false")
     yield browser
     assert browser.complaints() == []
 
@@ -86,9 +87,8 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(browser: Browser, serv
     browser.until(lambda: browser["key-dialog"].is_displayed())
     assert browser.focused == "key-field"
     browser.press("a-wrong-key", ENTER)
-    browser.until(
-        lambda: "does not know this API key" in browser["facts"].text and browser["key-dialog"].is_displayed()
-    )
+    browser.until(lambda: browser["key-fault"].is_displayed())
+    assert "does not know the key" in browser["key-fault"].text
     browser.press(KEY, ENTER)
     browser.until(lambda: "embedded" in browser["facts"].text)
     assert not browser["key-dialog"].is_displayed()
@@ -180,6 +180,14 @@ def test_a_conversation_goes_on_and_begins_anew(page: Browser) -> None:
 def test_the_race_ends_in_the_same_text(page: Browser) -> None:
     settings(page, temperature=0.8)
     page.run(WATCH)
+    page.run("""
+        window.clocks = {off: [], on: []};
+        for (const [name, times] of Object.entries(clocks)) {
+          const clock = document.querySelector(`#lane-${name} [data-part=clock]`);
+          const note = () => { if (/\\d/.test(clock.textContent)) times.push(parseFloat(clock.textContent)); };
+          new MutationObserver(note).observe(clock, {childList: true});
+        }
+        """)
     page["tab-race"].click()
     page["race-text"].clear()
     page["race-text"].send_keys(PROMPT, ENTER)
@@ -194,6 +202,8 @@ def test_the_race_ends_in_the_same_text(page: Browser) -> None:
     warm, off_body, on_body = page.run("return bodies")
     assert len({b.pop("cache_salt") for b in (warm, off_body, on_body)}) == 3, "neither run leaves the other anything"
     assert off_body.pop("speculation") == warm["speculation"] == "off" and on_body == off_body
+    watched = page.run("return Object.values(clocks)")
+    assert all(len(times) > 1 and times == sorted(times) for times in watched), "no clock ever ran back"
     page["replay"].click()
     page.until(lambda: page["race-go"].is_displayed())
     assert page.run("return document.querySelector('#lane-on .said').textContent") == on
@@ -247,6 +257,105 @@ def test_what_a_model_writes_stays_text(page: Browser) -> None:
     assert answer.find_element("css selector", ".said").get_property("textContent") == evil
     assert not page.all("main img, main script, main b") and page.run("return window.pwned") is None
     assert evil in page["legend"].get_property("textContent")
+
+
+def streams(page: Browser, *texts: str, error: str | None = None) -> None:
+    """From now on every answer is this: a token a text, and at last the error."""
+    events: list[dict[str, Any]] = []
+    at = 0
+    for text in texts:
+        tokens = {"token_ids": [1], "levels": [None], "text_offset": [at]}
+        events.append({"choices": [tokens | {"finish_reason": None, "delta": {"content": text}}]})
+        at += len(text)
+    events += [{"error": {"message": error}}] if error else []
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.run("const stream = arguments[0]; window.fetch = async () => new Response(stream)", stream)
+
+
+MARKDOWN = """# Title
+Some **bold *and* soft** `co<b>de` [link](https://example.org/a_b_c) snake_case_name 2 * 3 * 4
+
+1. one
+2. two
+   - deep **unclosed
+
+```python
+def f(x):
+    return "<script>" * **x
+```
+| a | b |
+|---|---|
+| 1 | `2` |
+> quoted
+[evil](javascript:alert(1)) <img src=x onerror=alert(1)>"""
+
+
+def test_markdown_and_code_are_shown_as_such(page: Browser) -> None:
+    page.run("document.getElementById('markdown').checked = true")
+    streams(page, *(MARKDOWN[i : i + 3] for i in range(0, len(MARKDOWN), 3)))
+    said = asked(page, "x").find_element("css selector", ".said")
+
+    def found(selector: str) -> list[str]:
+        return [e.get_property("textContent") for e in said.find_elements("css selector", selector)]
+
+    assert found("h3") == ["Title"] and found("strong") == ["bold and soft"] and found("em") == ["and"]
+    assert found("p code") == ["co<b>de"] and found("ol > li > ul > li") == ["deep **unclosed"]
+    assert found("ol > li")[0] == "one" and len(found("ol > li")) == 2
+    assert found(".code code") == ['def f(x):\n    return "<script>" * **x'] and "python" in found("figcaption")[0]
+    assert found("th") == ["a", "b"] and found("td") == ["1", "2"] and found("blockquote") == ["quoted"]
+    assert "snake_case_name 2 * 3 * 4" in found("p")[0]
+    links = [a.get_attribute("href") for a in said.find_elements("css selector", "a")]
+    assert links == ["https://example.org/a_b_c"] and found("p")[-1].startswith("[evil](javascript:")
+    assert not said.find_elements("css selector", "img, script, b")
+    assert all(
+        c == "own" for c in page.run("return [...arguments[0].querySelectorAll('span')].map((s) => s.className)", said)
+    )
+    streams(page, "<think>\nwhy", "</think>\n\nso")
+    said = asked(page, "y").find_element("css selector", ".said")
+    assert found("details p") == ["why"] and found(":scope > p") == ["so"]
+
+
+def test_what_was_written_stays_when_the_engine_dies(page: Browser) -> None:
+    streams(page, "half ", "an answer", error="the engine has stopped")
+    answer = asked(page, "my words")
+    assert answer.find_element("css selector", ".said").text == "half an answer"
+    assert "engine has stopped" in answer.find_element("css selector", ".fault").text
+    streams(page, "a whole one")
+    answer.find_element("css selector", ".again").click()
+    page.until(lambda: page.all(".answer .said")[-1:] and page.all(".answer .said")[-1].text == "a whole one")
+    assert len(page.all(".turn")) == 2 and not page.all(".fault")
+    page.run("window.fetch = async () => { throw new TypeError('x'); }")
+    page.all(".again")[-1].click()
+    page.until(lambda: page.all(".fault"))
+    assert page.all(".answer .said")[0].text == "a whole one", "nothing took its place"
+
+
+def test_edit_copy_and_what_the_settings_send(page: Browser) -> None:
+    asked(page, "first words")
+    page.run(WATCH)
+    page["text"].send_keys("a draft")
+    page.all(".edit")[0].click()
+    assert page["text"].get_property("value") == "first words"
+    page.press(ESCAPE)
+    assert page["text"].get_property("value") == "a draft" and not page.all(".edited")
+    page.all(".edit")[0].click()
+    settings(page, system="Be brief.", stops="END\n\nSTOP")
+    more = {"top-k": 5, "min-p": 0.1, "repetition": 1.1, "presence": 0.5, "frequency": 0.25, "min-tokens": 2}
+    settings(page, **more)
+    page["text"].clear()
+    page["text"].send_keys("other words", ENTER)
+    page.until(lambda: page.run("return bodies.length") and page["send"].is_displayed())
+    body = page.run("return bodies[0]")
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "other words"},
+    ]
+    fields = ("stop", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+    assert [body[name] for name in fields] == [["END", "STOP"], 5, 0.1, 1.1, 0.5, 0.25, 2]
+    assert [t.text.split("\n")[0] for t in page.all(".user .said")] == ["other words"]
+    assert page["text"].get_property("value") == "a draft"
+    page.all(".answer .copy")[0].click()
+    page.until(lambda: page.all(".answer .copy")[0].text == "Copied")
 
 
 def test_the_browser_keeps_the_page_to_its_rules(page: Browser) -> None:
@@ -312,7 +421,7 @@ def test_keyboard(page: Browser) -> None:
     for _ in range(10):
         page.press(TAB)
         order.append(page.focused)
-    assert order == ["key", "theme", "tab-chat", "", "", "", "text", "send", "", "temperature"]
+    assert order == ["key", "theme", "tab-chat", "", "", "", "text", "send", "", "system"]
     page.run("document.getElementById('tab-chat').focus()")
     page.press(LEFT)
     assert page.focused == "tab-race" and page["race"].is_displayed() and not page["ask"].is_displayed()
