@@ -95,7 +95,6 @@ SAMPLING: Mapping[str, Word] = {
     "length_penalty": Word(same=(1,), why=_BEAMS),
     "typical_p": Word(same=(1,), why="top_p=... or min_p=... does alike"),
     "no_repeat_ngram_size": Word(same=(0,), why="frequency_penalty=... does alike"),
-    "skip_special_tokens": Word(same=(True,), why="llm.tokenizer.decode(token_ids, skip_special_tokens=False)"),
     "include_stop_str_in_output": Word(same=(False,), why="the text ends before the stop string"),
     "detokenize": Word(same=(True,), why="token_ids stand beside the text"),
     "prompt_logprobs": Word(why="a Request with score_prompt=True has them (llm.engine.add)"),

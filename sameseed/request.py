@@ -42,7 +42,8 @@ class SamplingParams:
     `top_k` 0 or -1 means off; `seed=None` draws one, and the completion reports it. `n` asks for n completions: the
     first uses the seed itself, the others seeds derived from it. `logprobs=m` returns, for each token, its
     log-probability under the processed distribution and those of the m likeliest tokens. `allowed_token_ids` and
-    `banned_token_ids` restrict the vocabulary. Raises RequestError for a value out of range.
+    `banned_token_ids` restrict the vocabulary. `skip_special_tokens=False` spells special tokens in the text. Raises
+    RequestError for a value out of range.
     """
 
     max_tokens: int = 128
@@ -63,6 +64,7 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

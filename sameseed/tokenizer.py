@@ -124,10 +124,12 @@ class Tokenizer(habits.Hinted):
         messages: Seq[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Seq[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation ({"role", "content"} each) as the chat template writes it, in a sandbox; tools as OpenAI's.
 
-        Raises RequestError if there is no template or it refuses the messages.
+        `options`: what else the template knows, such as `enable_thinking`. Raises RequestError if there is no template
+        or it refuses the messages.
         """
         if self.chat_template is None:
             raise RequestError("this model has no chat template; use a plain prompt instead of messages")
@@ -136,14 +138,14 @@ class Tokenizer(habits.Hinted):
         for m in messages:
             if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
                 raise RequestError(f"a message needs 'role' and 'content', both text, got {m!r}")
-        values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self.special}
+        values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special, **(options or {})}
+        values |= {"messages": list(messages), "tools": list(tools) if tools else None}
         most = MAX_ADDED + sum(len(m["content"]) for m in messages)
         try:
             if self._compiled is None:
                 self._compiled = _environment().from_string(self.chat_template)
-            offered = list(tools) if tools else None
             kept, size = [], 0
-            for part in self._compiled.generate(tools=offered, documents=None, **values):
+            for part in self._compiled.generate(values):
                 size += len(part)
                 if size > most:
                     raise RequestError(f"the chat template writes more than {most} characters; use a plain prompt")
@@ -158,8 +160,8 @@ class Tokenizer(habits.Hinted):
                 f"the chat template fails on these messages ({type(error).__name__}: {error}); use a plain prompt"
             ) from None
 
-    def stream(self) -> IncrementalDecoder:
-        return IncrementalDecoder(self)
+    def stream(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
+        return IncrementalDecoder(self, skip_special_tokens)
 
 
 class IncrementalDecoder:
@@ -168,14 +170,14 @@ class IncrementalDecoder:
     The last piece's tokens stay as context, since some decoders strip a space at the start of a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._context: list[int] = []  # tokens of the last piece given out
         self._waiting: list[int] = []  # tokens not given out yet
 
     def push(self, token_id: int) -> str:
         """The text that this token completes (may be empty). Takes the same time however many came before."""
-        if self._tokenizer.is_silent(token_id):
+        if self._skip and self._tokenizer.is_silent(token_id):
             return ""
         self._waiting.append(token_id)
         new = self._pending_text()
@@ -187,9 +189,9 @@ class IncrementalDecoder:
         # Bytes that are no text: the part of `new` that no later token can change is given out. It ends not within a
         # character: of consecutive boundaries, one lies between two characters.
         last = len(self._waiting) - LONGEST_CHARACTER
-        known = self._tokenizer.decode(self._context)
+        known = self._decode(self._context)
         for cut in range(last, last - LONGEST_CHARACTER, -1):
-            head = self._tokenizer.decode(self._context + self._waiting[:cut])[len(known) :]
+            head = self._decode(self._context + self._waiting[:cut])[len(known) :]
             if new.startswith(head):
                 self._context, self._waiting = self._waiting[:cut], self._waiting[cut:]
                 return head
@@ -202,8 +204,11 @@ class IncrementalDecoder:
         return new
 
     def _pending_text(self) -> str:
-        known = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._waiting)[len(known) :]
+        known = self._decode(self._context)
+        return self._decode(self._context + self._waiting)[len(known) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -89,6 +89,7 @@ SAMPLING_HELP = {
     "stop_token_ids": "a token id that ends the answer",
     "ignore_eos": "write on past the model's end token",
     "n": "completions of one prompt",
+    "skip_special_tokens": "leave special tokens out of the text",
     "seed": "the same seed writes the same text; unset: a fresh one, which is reported",
     "logprobs": "log-probabilities of each token and of this many of the likeliest ones (with --json)",
 }

@@ -22,9 +22,14 @@ class ServeArgs:
 
     host: str = "127.0.0.1"  # address to listen on; one that others can reach needs a key
     port: int = 8000  # port to listen on; 0 takes a free one
-    served_model_name: Annotated[str | None, option("NAME")] = None  # what clients call it; unset: as --model says
+    served_model_name: Annotated[
+        tuple[str, ...], option("NAME")
+    ] = ()  # what clients call it; several: the first answers
     api_key_file: Annotated[Path | None, option("FILE")] = None  # keys, one a line (or SAMESEED_API_KEY, with commas)
     allowed_host: Annotated[tuple[str, ...], option("NAME")] = ()  # other names that this machine is called by
+    cors: Annotated[tuple[str, ...], option("ORIGIN")] = ()  # pages that may call from a browser; '*': any
+    reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss"] | None = None  # how the model marks its thoughts
+    max_draft_tokens: int = 64  # the most that a request may ask for, a round
     max_queue: int = 256  # sequences that may wait; beyond that requests are refused with 429
     request_timeout: float = 600.0  # seconds for one request
     drain_timeout: float = 30.0  # seconds that running requests get after SIGTERM
@@ -51,10 +56,13 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.server.config import Keys, ServerConfig
     from sameseed.server.run import serve
 
-    same = ("host", "port", "max_queue", "request_timeout", "drain_timeout", "load_timeout", "metrics_prefix")
+    same = ["host", "port", "max_queue", "request_timeout", "drain_timeout", "load_timeout", "metrics_prefix", "cors"]
+    same += ["reasoning_parser", "max_draft_tokens"]
+    name, *aliases = args.served_model_name or (engine.model,)
     config = ServerConfig(
         **{name: getattr(args, name) for name in same},
-        model_name=args.served_model_name or engine.model,
+        model_name=name,
+        aliases=tuple(aliases),
         keys=Keys.read(args.api_key_file),
         allowed_hosts=args.allowed_host,
         detailed=args.per_request_spec_decode_metrics == "detailed",

@@ -8,9 +8,9 @@ from sameseed.tokenizer import Tokenizer
 class OutputText:
     """Collects text; `push` says whether a stop string is complete, `delta` gives out what is certain to stay."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], skip_special_tokens: bool = True) -> None:
         self.text = ""
-        self._decoder = tokenizer.stream()
+        self._decoder = tokenizer.stream(skip_special_tokens)
         self._stop = stop
         self._longest = max((len(s) for s in stop), default=0)
         self.num_sent = 0  # characters given out

@@ -160,7 +160,8 @@ class Answer(Answering):
         if self._events:
             await write(reply.end(self._usage), more=False)
         else:
-            many = sum(len(c.logprobs) + len(c.prompt_logprobs) for c in reply.choices) > INLINE
+            num_shown = sum(len(c.logprobs) + len(c.prompt_logprobs) for c in reply.choices)
+            many = num_shown + reply.show_tokens * reply.num_prompt_tokens > INLINE
             body = await asyncio.to_thread(lambda: JSONResponse(reply.body())) if many else JSONResponse(reply.body())
             self._status = 200
             await body(scope, receive, send)
@@ -173,13 +174,7 @@ class Answer(Answering):
 
     def _ended(self, status: int, took: float) -> dict[str, Any]:
         metrics, reply, num_tokens = self._metrics, self._reply, self._reply.num_output_tokens
-        metrics.generation_tokens.inc(num_tokens)
-        metrics.prompt_tokens.inc(reply.num_prompt_tokens)
-        for choice in reply.choices:
-            if choice.finish_reason is not None:
-                metrics.completed(choice.finish_reason)
-            if choice.completion is not None:
-                metrics.timed(choice.completion["metrics"])
+        metrics.ended(reply)
         first = self._first
         if status == 200:
             metrics.whole.observe(took)

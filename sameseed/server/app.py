@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import sameseed
@@ -19,8 +20,8 @@ from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError, bad_request, unavailable
 from sameseed.server.gate import Gate
-from sameseed.server.guard import Guard
-from sameseed.server.interface import SUMMARY, described, errors, fitted, page, playground
+from sameseed.server.guard import Count, Guard
+from sameseed.server.interface import SUMMARY, described, errors, fitted, gives, page, playground
 from sameseed.server.service import TOKENIZE, Service
 
 if TYPE_CHECKING:
@@ -46,22 +47,40 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
         return error_response(bad_request("the request's path or query is not what this route takes"))
 
-    completions = described("Continue a text", protocol.CompletionFields, streams=True)
+    answer = "id:string object:string created:integer model:string choices:array usage:object metrics:object"
+    completions = described("Continue a text", answer, protocol.CompletionFields, streams=True)
     app.post("/v1/completions", **completions)(service.completions)
-    chat = described("Answer a conversation", protocol.ChatFields, streams=True)
+    chat = described("Answer a conversation", answer, protocol.ChatFields, streams=True)
     app.post("/v1/chat/completions", **chat)(service.chat)
-    newer = described("Answer, in the newer form; nothing is stored", protocol.ResponseFields, streams=True)
+    response = "id:string object:string created_at:integer status:string model:string output:array usage:object"
+    newer = described("Answer, in the newer form; nothing is stored", response, protocol.ResponseFields, streams=True)
     app.post("/v1/responses", **newer)(service.responses)
-    tokenize = described("Token ids of a text, or of a conversation", *TOKENIZE)
+    tokenize = described("Token ids of a text, or of a conversation", "count:integer tokens:array", *TOKENIZE)
     app.post("/tokenize", **tokenize)(service.tokenize)
-    app.post("/detokenize", **described("Text of token ids", protocol.DetokenizeFields))(service.detokenize)
+    app.post("/detokenize", **described("Text of token ids", "prompt:string", protocol.DetokenizeFields))(
+        service.detokenize
+    )
     about = "Special tokens and the chat template"
-    app.get("/tokenizer_info", summary=about, responses=errors(503))(service.tokenizer_info)
+    app.get(
+        "/tokenizer_info",
+        summary=about,
+        responses=errors(503) | gives("bos_token:string|null chat_template:string|null"),
+    )(service.tokenizer_info)
     add_state(app, client, service.gate)
     _add_reading(app, service)
     describe = app.openapi
-    app.openapi = lambda: fitted(describe(), config.model_name, client.text, bool(config.keys))  # type: ignore[method-assign]
-    return Guard(app, config, service.metrics.answered), service
+    app.openapi = lambda: fitted(describe(), config.names, client.text, bool(config.keys))  # type: ignore[method-assign]
+    return guarded(app, config, service.metrics.answered), service
+
+
+def guarded(app: ASGIApp, config: ServerConfig, count: Count) -> ASGIApp:
+    """The guard around an application; and leave for pages of other sites, where the operator gives it."""
+    made: ASGIApp = Guard(app, config, count)
+    if config.cors:
+        shown = ["x-request-id", "retry-after"]
+        methods = ["GET", "HEAD", "POST"]
+        made = CORSMiddleware(made, config.cors, allow_methods=methods, allow_headers=["*"], expose_headers=shown)
+    return made
 
 
 def add_state(app: FastAPI, client: EngineClient | VllmClient, gate: Gate) -> None:
@@ -78,13 +97,15 @@ def add_state(app: FastAPI, client: EngineClient | VllmClient, gate: Gate) -> No
     async def api_error(request: Request, error: ApiError) -> Response:
         return error_response(error)
 
-    @app.get("/health", summary="Is the server alive? 503 while a dead engine is replaced", responses=errors(503))
+    state = errors(503) | gives("status:string")
+
+    @app.get("/health", summary="Is the server alive? 503 while a dead engine is replaced", responses=state)
     async def health() -> JSONResponse:
         if client.state in ("down", "failed", "closed"):
             raise unavailable("the engine has stopped")
         return JSONResponse({"status": "ok", "engine": client.state})
 
-    @app.get("/ready", summary="May requests be sent? Not while loading or draining", responses=errors(503))
+    @app.get("/ready", summary="May requests be sent? Not while loading or draining", responses=state)
     async def ready() -> JSONResponse:
         if gate.closed:
             raise unavailable("the server is shutting down")
@@ -96,27 +117,31 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     """The routes that tell of the server and its model."""
     (body, headers), created = playground(), int(time.time())
 
-    def model() -> dict[str, Any]:
+    def model(name: str) -> dict[str, Any]:
         known, facts = ("method", "levels", "policy", "num_draft_tokens"), service.client.facts
-        made = {"id": service.config.model_name, "object": "model", "created": created, "owned_by": "sameseed"}
+        made = {"id": name, "object": "model", "created": created, "owned_by": "sameseed"}
         more = {"max_model_len": facts["max_model_len"], "speculation": {k: facts[k] for k in known}} if facts else {}
         return {**made, **more}
 
-    @app.get("/v1/models", summary="The model that is served")
+    @app.get("/v1/models", summary="The model that is served", responses=gives("object:string data:array"))
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [model()]})
+        return JSONResponse({"object": "list", "data": [model(name) for name in service.config.names]})
 
-    @app.get("/v1/models/{name:path}", summary="One model", responses=errors(404))
+    @app.get(
+        "/v1/models/{name:path}",
+        summary="One model",
+        responses=errors(404) | gives("id:string object:string created:integer"),
+    )
     async def one_model(name: str) -> JSONResponse:
-        if name != service.config.model_name:
+        if name not in service.config.names:
             raise ApiError(404, f"no model {name[:256]!r} here", param="model", code="model_not_found")
-        return JSONResponse(model())
+        return JSONResponse(model(name))
 
     @app.get("/", include_in_schema=False)
     async def page_for_people() -> Response:
         return Response(body, media_type="text/html", headers=headers)
 
-    @app.get("/version", summary="The server's version")
+    @app.get("/version", summary="The server's version", responses=gives("version:string"))
     async def version() -> JSONResponse:
         return JSONResponse({"version": sameseed.__version__})
 

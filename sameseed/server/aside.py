@@ -60,9 +60,10 @@ class Aside:
                 else:
                     _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
                 return Done("")
+            render = self._tokenizer.render_chat
             signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
             try:
-                return Done(self._tokenizer.render_chat(opened(frame.messages), tools=frame.tools))
+                return Done(render(opened(frame.messages), tools=frame.tools, options=frame.options))
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0.0)
         except RequestError as error:

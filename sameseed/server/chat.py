@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 from typing import Any
 
 from sameseed.server.frames import Piece
-from sameseed.server.replies import Reply, ReplyChoice, shown_tokens
+from sameseed.server.replies import Reply, ReplyChoice, event, shown_tokens
 from sameseed.server.tools import Call, Found, More, Parser
 
 
@@ -68,6 +68,7 @@ class ChatReply(Reply):
         parser: Callable[[], Parser] | None = None,
         one_call: bool = False,
         named: bool = False,
+        shows_thoughts: bool = True,
         **more: Any,
     ) -> None:
         """`parser` makes what finds tool calls, one a choice; `one_call`: no more than one is wanted.
@@ -76,7 +77,7 @@ class ChatReply(Reply):
         """
         super().__init__(*args, **more)
         self.with_logprobs = logprobs
-        self._named = named
+        self._named, self._shows_thoughts = named, shows_thoughts
         made = [None if parser is None else parser() for _ in self.choices]
         self._said = [Said(p, f"call_{self.id[-24:]}_{index}", one_call) for index, p in enumerate(made)]
 
@@ -88,21 +89,32 @@ class ChatReply(Reply):
         return choice
 
     def whole_choice(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
-        message = self._said[index].message()
+        message = self._said[index].message() | self._thoughts(choice.reasoning)
         made: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
         made["logprobs"] = self._logprobs(choice.logprobs) if self.with_logprobs else None
         return made | (shown_tokens(choice) if self.show_tokens else {})
 
+    def body(self) -> dict[str, Any]:
+        return super().body() | ({"prompt_token_ids": self.prompts[0]} if self.show_tokens else {})
+
     def begin(self) -> Iterator[bytes]:
         for index in range(len(self.choices)):
-            yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+            delta = {"role": "assistant", "content": ""}
+            entry = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+            if self.show_tokens and not index:
+                ids = {"prompt_token_ids": self.prompts[0]}
+                yield event({**self.envelope(self.chunk_kind), "choices": [entry], **ids})
+            else:
+                yield self.chunk(entry)
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         choice, said, ended = self.choices[piece.index], self._said[piece.index], piece.completion is not None
-        silent = not said.fresh and not said.fresh_calls
+        thought = piece.reasoning if self._shows_thoughts else ""
+        silent = not said.fresh and not said.fresh_calls and not thought
         if silent and not ended and not self.with_logprobs and not self.show_tokens:
             return
-        delta: dict[str, Any] = {} if ended or said.fresh_calls else {"content": ""}
+        delta: dict[str, Any] = {} if ended or said.fresh_calls or thought else {"content": ""}
+        delta |= self._thoughts([thought]) if thought else {}
         if said.fresh:
             delta["content"] = "".join(said.fresh)
         if said.fresh_calls:
@@ -111,10 +123,14 @@ class ChatReply(Reply):
         entry: dict[str, Any] = {"index": piece.index, "delta": delta, "finish_reason": reason}
         if self.with_logprobs:
             entry["logprobs"] = self._logprobs(piece.logprobs)
-        yield self._chunk(entry | (shown_tokens(piece) if self.show_tokens else {}))
+        yield self.chunk({"logprobs": None, **entry} | (shown_tokens(piece) if self.show_tokens else {}))
 
-    def _chunk(self, entry: dict[str, Any]) -> bytes:
-        return self.chunk({"logprobs": None, **entry})
+    def _thoughts(self, parts: Seq[str]) -> dict[str, Any]:
+        """By vLLM's name, and by the one that DeepSeek gave them."""
+        if self.thoughts is None or not self._shows_thoughts:
+            return {}
+        text = "".join(parts) or None
+        return {"reasoning": text, "reasoning_content": text}
 
     def _logprobs(self, entries: Seq[Any]) -> dict[str, Any]:
         return {
@@ -127,7 +143,7 @@ class ChatReply(Reply):
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self.text.pieces.raw(token).decode("utf-8", "replace"),
+            "token": self.name(token, as_bytes=False),
             "logprob": logprob,
             "bytes": list(self.text.pieces.raw(token)),
         }

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import msgspec
 
+import sameseed
 from sameseed.server import frames, process
 from sameseed.server.errors import ApiError, bad_request, internal, unavailable
 from sameseed.server.frames import Add
@@ -69,8 +72,18 @@ class EngineClient(Supervised):
         self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send(frames.Prepare()))
         self._sent: set[str] = set()  # keys of the grammars that the engine has
         self._transport: asyncio.WriteTransport | None = None
+        self._fingerprint = ""
         self._over = False  # is nothing taken any more?
         self._heard = 0.0
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for what decides texts: this version, the model, its settings. Where it changes, texts may."""
+        if not self._fingerprint:
+            facts = {k: v for k, v in self.facts.items() if k != "tokenizer"}
+            told = json.dumps([sameseed.__version__, self._load.model, self._load.settings, facts], default=str)
+            self._fingerprint = "fp_" + hashlib.sha256(told.encode()).hexdigest()[:12]
+        return self._fingerprint
 
     def submit(self, request: Add, packed: bytes, grammar: Compiled | None = None) -> Stream:
         """Hand a request to the engine; `packed`: the same as bytes; `grammar`: what its text must match.
@@ -126,10 +139,10 @@ class EngineClient(Supervised):
         if self.text is not None:
             self.text.close()
 
-    async def render(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
+    async def render(self, asked: frames.Render, size: int) -> str:
         """A conversation as the model's template writes it; `size`: bytes that it came in. Raises ApiError 400, 503."""
         try:
-            return await self._templates.ask(frames.Render(list(messages), list(tools)), "messages", size)
+            return await self._templates.ask(asked, "messages", size)
         except HelperDiedError as error:
             if not error.spent:  # the machine's doing, perhaps
                 raise unavailable("the messages could not be prepared in time; try again later") from None

@@ -31,7 +31,10 @@ class CompletionReply(Reply):
         text = self._echo(index)[0] + ("" if self.hidden else "".join(choice.text))
         made: dict[str, Any] = {"index": index, "text": text, "finish_reason": choice.finish_reason}
         made["logprobs"] = self._logprobs(index, choice) if self.with_logprobs else None
-        return made | (shown_tokens(choice) if self.show_tokens else {})
+        return made | (shown_tokens(choice) | self._prompt(index) if self.show_tokens else {})
+
+    def _prompt(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[index * len(self.prompts) // len(self.choices)]}
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         choice = self.choices[piece.index]
@@ -44,6 +47,7 @@ class CompletionReply(Reply):
             entry["logprobs"] = self._logprobs(piece.index, choice)
         entry["finish_reason"] = choice.finish_reason if piece.completion is not None else None
         entry |= shown_tokens(piece) if self.show_tokens else {}
+        entry |= self._prompt(piece.index) if self.show_tokens and first else {}
         yield self.chunk(entry)
 
     def _logprobs(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
@@ -55,16 +59,16 @@ class CompletionReply(Reply):
             entries = [[echo[0], None, []], *choice.prompt_logprobs, *entries]
         choice.num_sent, choice.echoed = len(choice.logprobs), True
         for token, logprob, top in entries:
-            name = self.text.pieces.text(token)
+            name = self.name(token)
             made["tokens"].append(name)
             made["token_logprobs"].append(logprob)
             made["text_offset"].append(choice.offset)
-            choice.offset += len(name)
+            choice.offset += len(self.text.pieces.text(token))
             if logprob is None:
                 made["top_logprobs"].append(None)
                 continue
             alternatives: dict[str, float] = {name: logprob}
             for other, value in top:
-                alternatives.setdefault(self.text.pieces.text(other), value)
+                alternatives.setdefault(self.name(other), value)
             made["top_logprobs"].append(alternatives)
         return made

@@ -9,7 +9,9 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sameseed.config import MAX_DRAFT_TOKENS
 from sameseed.errors import ConfigError
+from sameseed.server.reasoning import PARSERS
 
 KEY_VARIABLE = "SAMESEED_API_KEY"
 PREFIXES = ("vllm:", "sameseed:")
@@ -23,8 +25,12 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     model_name: str = "embedded"  # what clients call it
+    aliases: tuple[str, ...] = ()  # other names of it
     keys: Keys = field(default_factory=lambda: Keys(()))
     allowed_hosts: tuple[str, ...] = ()
+    cors: tuple[str, ...] = ()  # origins of pages that may call; "*": any
+    reasoning_parser: str | None = None  # how the model marks its thoughts: one of reasoning.PARSERS
+    max_draft_tokens: int = MAX_DRAFT_TOKENS  # that a request may ask for, a round
     max_queue: int = 256
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
@@ -41,11 +47,21 @@ class ServerConfig:
             raise ConfigError("request_timeout and load_timeout must be above 0, drain_timeout at least 0 seconds")
         if self.metrics_prefix not in PREFIXES:
             raise ConfigError(f"metrics_prefix must be one of {', '.join(PREFIXES)}, got {self.metrics_prefix!r}")
+        if self.reasoning_parser not in (None, *PARSERS):
+            known = ", ".join(PARSERS)
+            raise ConfigError(f"reasoning_parser must be one of {known}, got {self.reasoning_parser!r}")
+        if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError(f"max_draft_tokens must lie in 0..{MAX_DRAFT_TOKENS}, got {self.max_draft_tokens}")
         if not self.loopback and not self.keys:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and there is no API key: put one into a file and "
                 f"give --api-key-file, or set {KEY_VARIABLE}; or listen on 127.0.0.1"
             )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        return (self.model_name, *self.aliases)
 
     @property
     def loopback(self) -> bool:

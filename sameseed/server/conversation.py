@@ -51,7 +51,20 @@ class ToolCall(Fields):
 Content = str | list[TextPart]
 
 
-class Message(Fields):
+class Turn(Fields):
+    """What every message may hold: of an earlier answer its thoughts, by either name."""
+
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def thoughts(self) -> dict[str, str]:
+        """As a chat template takes them."""
+        found = self.reasoning_content or self.reasoning
+        return {"reasoning_content": found} if found else {}
+
+
+class Message(Turn):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -61,10 +74,11 @@ class Message(Fields):
     def plain(self) -> dict[str, Any]:
         """As a chat template takes it; "developer" is OpenAI's newer word for "system"."""
         made = {"role": "system" if self.role == "developer" else self.role, "content": _plain(self.content)}
-        return made if self.tool_call_id is None else {**made, "tool_call_id": self.tool_call_id}
+        made |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        return made | self.thoughts
 
 
-class CallMessage(Fields):
+class CallMessage(Turn):
     """An earlier answer that called tools."""
 
     role: Literal["assistant"]
@@ -74,7 +88,7 @@ class CallMessage(Fields):
     def plain(self) -> dict[str, Any]:
         """As a chat template takes it."""
         calls = [c.plain() for c in self.tool_calls]
-        return {"role": self.role, "content": _plain(self.content or ""), "tool_calls": calls}
+        return {"role": self.role, "content": _plain(self.content or ""), "tool_calls": calls} | self.thoughts
 
 
 def plain(messages: Seq[CallMessage | Message]) -> list[dict[str, Any]]:

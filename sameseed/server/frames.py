@@ -107,6 +107,7 @@ class Piece(msgspec.Struct, array_like=True):
     prompt_logprobs: list[Any]
     completion: dict[str, Any] | None
     text_offset: list[int] = []
+    reasoning: str = ""  # thoughts, where the server splits them off the text
 
 
 class Deltas(Frame):
@@ -158,6 +159,7 @@ class Render(Frame):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    options: dict[str, Any] = {}  # what else the template knows
 
 
 class Compile(Frame):

@@ -1,8 +1,8 @@
 """Guard: what every request passes before any route is looked up. Keys, hosts, sizes; ids, counts; errors in one shape.
 
 It decides on the path that the router sees (the connection's, percent signs decoded), never on a URL made of headers.
-Without a key it lets by GET /health, and GET /: the playground's page, the same bytes for everybody, which asks for its
-data with a key.
+Without a key it lets by GET /health and /ready, and GET /: the playground's page, the same bytes for everybody, which
+asks for its data with a key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError, internal, unavailable
 
 log = logging.getLogger("sameseed.server")
-OPEN = ("/health", "/")
+OPEN = ("/health", "/ready", "/")
 MAX_HEADERS = 100
 MAX_CLIENT_ID = 128
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
@@ -38,7 +38,11 @@ class Visit:
     size: int = 0  # bytes of the body that have been read
     client_id: str | None = None  # what the client calls it: repeated and logged, never used
     arrived: float = field(default_factory=time.monotonic)
+    method: str = ""
     outcome: int | None = None  # a status other than that of the response: 499, or an error in a stream
+
+
+Count = Callable[[Visit, str, int], None]
 
 
 def visit_of(request: Request) -> Visit:
@@ -50,8 +54,8 @@ def visit_of(request: Request) -> Visit:
 class Guard:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[str, int], None]) -> None:
-        """`count` is told the route and the status of each answer (499: the client left)."""
+    def __init__(self, app: ASGIApp, config: ServerConfig, count: Count) -> None:
+        """`count` is told the visit, the route and the status of each answer (499: the client left)."""
         self._app, self._config, self._count = app, config, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +68,10 @@ class Guard:
         headers = dict(reversed(scope["headers"]))  # of several the first counts
         name = headers.get(b"x-request-id", b"")
         fit = 0 < len(name) <= MAX_CLIENT_ID and all(0x21 <= b < 0x7F for b in name)
+        bare = scope["method"] == "HEAD"  # what GET would be answered with, without its body
+        scope = {**scope, "method": "GET" if bare else scope["method"]}
         visit = scope["sameseed"] = Visit(secrets.token_hex(12), client_id=name.decode("ascii") if fit else None)
+        visit.method = "HEAD" if bare else scope["method"]
         status = 500
         started = False
 
@@ -75,6 +82,8 @@ class Guard:
                 own = (b"x-request-id", (visit.client_id or visit.id).encode())
                 more = [*message.get("headers", ()), own, (b"x-content-type-options", b"nosniff")]
                 message = {**message, "headers": more}
+            elif bare and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -93,7 +102,7 @@ class Guard:
                 await error_response(internal())(scope, receive, answer)
         finally:
             path = getattr(scope.get("route"), "path", None)  # the pattern: paths that clients make up are one
-            self._count(path if isinstance(path, str) else "other", visit.outcome or status)
+            self._count(visit, path if isinstance(path, str) else "other", visit.outcome or status)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], visit: Visit) -> None:
         """Raise ApiError for a request that is not to be looked at any further."""

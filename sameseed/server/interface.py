@@ -28,41 +28,42 @@ SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
 ONE_OF_THEM = ("guided_choice", "guided_json", "guided_regex", "guided_grammar")
 
 
-def fitted(document: dict[str, Any], model_name: str, text: TextCodec | None, locked: bool) -> dict[str, Any]:
+def fitted(document: dict[str, Any], names: tuple[str, ...], text: TextCodec | None, locked: bool) -> dict[str, Any]:
     """The document for the model that is served: its name, its vocabulary, its context, whether it knows tools.
 
     `locked`: the server wants a key.
     """
-    made = {**document, "components": {}, "paths": _fit(document["paths"], model_name, text)}
+    made = {**document, "components": {}, "paths": _fit(document["paths"], names, text)}
     if locked:
         made["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
         made["security"] = [{"key": []}]
-        made["paths"]["/health"]["get"]["security"] = []
+        for path in ("/health", "/ready"):
+            made["paths"][path]["get"]["security"] = []
     return made
 
 
-def _fit(value: Any, model_name: str, text: TextCodec | None) -> Any:
+def _fit(value: Any, names: tuple[str, ...], text: TextCodec | None) -> Any:
     toolless = text is not None and parser_for(text.tokenizer.chat_template) is None
     if isinstance(value, list):  # of the forms of messages a model without tools has one less
         forms = (v for v in value if not (toolless and isinstance(v, dict) and v.get("title") == "CallMessage"))
-        return [_fit(form, model_name, text) for form in forms]
+        return [_fit(form, names, text) for form in forms]
     if not isinstance(value, dict):
         return value
-    made = {k: _fit(v, model_name, text) for k, v in value.items() if k != "422"}  # FastAPI's own, never used here
+    made = {k: _fit(v, names, text) for k, v in value.items() if k != "422"}  # FastAPI's own, never used here
     if isinstance(made.get("properties"), dict):
-        made["properties"] = _fit_properties(made["properties"], model_name, text, toolless)
+        made["properties"] = _fit_properties(made["properties"], names, text, toolless)
     if made.pop(TOKEN, False) and text is not None:
         made["maximum"] = text.vocab_size - 1
     return made
 
 
 def _fit_properties(
-    properties: dict[str, Any], model_name: str, text: TextCodec | None, toolless: bool
+    properties: dict[str, Any], names: tuple[str, ...], text: TextCodec | None, toolless: bool
 ) -> dict[str, Any]:
     dropped = {*ONE_OF_THEM, *(("tools", "tool_call_id") if toolless else ())}
     made = {name: schema for name, schema in properties.items() if name not in dropped}
     if "model" in made:
-        made["model"] = {"enum": [model_name, None], "title": "Model"}
+        made["model"] = {"enum": [*names, None], "title": "Model"}
     if toolless:
         if "tool_choice" in made:
             made["tool_choice"] = {"enum": ["none", "auto", None], "title": "Tool Choice"}
@@ -93,15 +94,25 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {s: {"description": "error", "content": {"application/json": {"schema": schema}}} for s in statuses}
 
 
-def described(summary: str, *kinds: type[BaseModel], streams: bool = False) -> dict[str, Any]:
-    """What the interface's document says of a route whose body, one of these kinds, is read by ourselves."""
+def gives(names: str) -> dict[int | str, dict[str, Any]]:
+    """Description of an answer for the interface's document: a body with these members, each `name:type`."""
+    properties = {name: {"type": kind.split("|")} for name, _, kind in (n.partition(":") for n in names.split())}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {200: {"description": "the answer", "content": {"application/json": {"schema": schema}}}}
+
+
+def described(summary: str, answer: str, *kinds: type[BaseModel], streams: bool = False) -> dict[str, Any]:
+    """What the interface's document says of a route whose body, one of these kinds, is read by ourselves.
+
+    `answer`: members of what it gives, as `gives` has them.
+    """
     documents = [kind.model_json_schema() for kind in kinds]
     schemas = [_inlined(document, document.pop("$defs", {})) for document in documents]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    responses = errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+    responses = errors(400, 401, 403, 404, 408, 413, 415, 429, 500, 503) | gives(answer)
     if streams:
-        responses[200] = {"description": "the answer, or its events", "content": {"text/event-stream": {"schema": {}}}}
+        responses[200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {"summary": summary, "openapi_extra": {"requestBody": body}, "responses": responses}
 
 

@@ -41,6 +41,8 @@ def set_up(level: str = "info") -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("sameseed").setLevel(level.upper())
+    # A client that has left is written to for as long as its answer takes to end; asyncio warns of each attempt.
+    logging.getLogger("asyncio").addFilter(lambda record: record.msg != "socket.send() raised exception.")
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers.clear()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter as Counts
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,10 +16,16 @@ from sameseed.server import frames
 from sameseed.server.client import EngineClient
 from sameseed.server.gate import Gate
 
+if TYPE_CHECKING:
+    from sameseed.server.guard import Visit
+    from sameseed.server.replies import Reply
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 600.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_CHOICES = (1, 2, 5, 10, 20)
 _COUNTED = {
     "num_preemptions": ("preemptions", "preemptions of running sequences"),
     "prefix_cache_queries": ("prefix_queries", "tokens of sequences that started, looked up in the prefix cache"),
@@ -44,7 +51,7 @@ class ServerMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(prefix + name, text, (*label, *labels), registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(name: str, text: str, buckets: Seq[float]) -> Histogram:
             made = Histogram(prefix + name, text, label, buckets=buckets, registry=self.registry)
             return made.labels(model_name)
 
@@ -54,6 +61,7 @@ class ServerMetrics:
         self._requests = counter(
             "http_requests", "requests, by route and status (499: the client left)", "route", "status"
         )
+        self._http, self._seconds = _of_http(self.registry)
         self.first_token = histogram("time_to_first_token_seconds", "from arrival to the first token", _FIRST)
         self.between = histogram("inter_token_latency_seconds", "from one piece of a stream to the next", _BETWEEN)
         self.per_token = histogram("request_time_per_output_token_seconds", "of a request, but the first", _BETWEEN)
@@ -62,12 +70,37 @@ class ServerMetrics:
         self.prefill = histogram("request_prefill_time_seconds", "from then to its first token", _FIRST)
         self.inference = histogram("request_inference_time_seconds", "from when it first ran to its last token", _WHOLE)
         self.decode = histogram("request_decode_time_seconds", "from its first token to its last", _WHOLE)
+        self.lengths = {
+            "prompt": histogram("request_prompt_tokens", "tokens of a request's prompts", _TOKENS),
+            "written": histogram("request_generation_tokens", "tokens that a request got", _TOKENS),
+            "longest": histogram("request_max_num_generation_tokens", "of its longest answer", _TOKENS),
+            "most": histogram("request_params_max_tokens", "tokens that a request may get", _TOKENS),
+            "choices": histogram("request_params_n", "answers that a request wants", _CHOICES),
+        }
+        self._cached = counter("prompt_tokens_cached", "tokens of prompts that the prefix cache had").labels(model_name)
         self._model_name = model_name
         self.registry.register(_EngineCounters(client, gate, model_name, prefix))
 
-    def completed(self, reason: str) -> None:
-        """A sequence was completed."""
-        self._success.labels(self._model_name, reason).inc()
+    def answered(self, visit: Visit, route: str, status: int) -> None:
+        """A request was answered, or its client left (499)."""
+        self._requests.labels(self._model_name, route, str(status)).inc()
+        self._http.labels(route, visit.method, f"{status // 100}xx").inc()
+        self._seconds.labels(route, visit.method).observe(time.monotonic() - visit.arrived)
+
+    def ended(self, reply: Reply) -> None:
+        """A request is over, complete or not: what it took in tokens, and why its sequences ended."""
+        self.generation_tokens.inc(reply.num_output_tokens)
+        self.prompt_tokens.inc(reply.num_prompt_tokens)
+        self._cached.inc(reply.num_cached_tokens)
+        for choice in reply.choices:
+            self._success.labels(self._model_name, choice.finish_reason or "abort").inc()
+            if choice.completion is not None:
+                self.timed(choice.completion["metrics"])
+        sizes = {"prompt": reply.num_prompt_tokens, "written": reply.num_output_tokens, "most": reply.max_tokens}
+        sizes["longest"] = max(len(c.token_ids) for c in reply.choices)
+        sizes["choices"] = len(reply.choices) // len(reply.prompts)
+        for name, size in sizes.items():
+            self.lengths[name].observe(size)
 
     def timed(self, metrics: Mapping[str, Any]) -> None:
         """Where the time of a sequence went, as the engine measured it."""
@@ -78,9 +111,13 @@ class ServerMetrics:
             self.decode.observe(max(0.0, total - first))
             self.inference.observe(max(0.0, total - queue))
 
-    def answered(self, route: str, status: int) -> None:
-        """A request was answered, or its client left (499)."""
-        self._requests.labels(self._model_name, route, str(status)).inc()
+
+def _of_http(registry: CollectorRegistry) -> tuple[Counter, Histogram]:
+    """Requests and their times by route, under the names without prefix that dashboards of FastAPI read."""
+    labels, text = ("handler", "method"), "requests, by route and kind of status"
+    count = Counter("http_requests", text, (*labels, "status"), registry=registry)
+    text = "from arrival to the end, by route"
+    return count, Histogram("http_request_duration_seconds", text, labels, buckets=_WHOLE, registry=registry)
 
 
 class _EngineCounters(Collector):
@@ -99,6 +136,16 @@ class _EngineCounters(Collector):
             ("engine_up", "1 while an engine is loaded", float(self._client.state == "ready")),
         ):
             yield self._one(GaugeMetricFamily, name, text, value)
+        states = GaugeMetricFamily(
+            self._prefix + "engine_sleep_state", "1: it is so", labels=["model_name", "sleep_state"]
+        )
+        for state in ("awake", "weights_offloaded", "discard_all"):  # it never sleeps
+            states.add_metric([*self._labels, state], float(state == "awake"))
+        yield states
+        why = GaugeMetricFamily(self._prefix + "num_requests_waiting_by_reason", "", labels=["model_name", "reason"])
+        for reason in ("capacity", "deferred"):  # nothing but room is waited for
+            why.add_metric([*self._labels, reason], now.get("waiting", 0) * (reason == "capacity"))
+        yield why
         restarts, refused = self._client.num_restarts, self._gate.num_refused
         yield self._one(CounterMetricFamily, "engine_restarts", "processes that replaced a dead one", restarts)
         yield self._one(CounterMetricFamily, "admission_rejections", "requests refused by a full queue", refused)

@@ -38,6 +38,7 @@ def sampling(
         "allowed_token_ids": None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
         "ignore_eos": bool(fields.ignore_eos) and not bound,
         "min_tokens": 0 if bound else min(fields.min_tokens or 0, max_tokens),
+        "skip_special_tokens": fields.skip_special_tokens is not False,
         "seed": None if fields.seed is None else fields.seed % 2**63,
     }
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -54,15 +55,18 @@ def check_length(max_tokens: int, text: TextCodec) -> None:
     """Raise ApiError 400 for an answer that no context could hold."""
     if max_tokens > text.max_model_len:
         raise bad_request(
-            f"{max_tokens} tokens are asked for and the context holds {text.max_model_len}; ask for fewer",
+            f"This model's maximum context length is {text.max_model_len} tokens, and {max_tokens} are asked for; ask "
+            "for fewer",
             "max_tokens",
             "context_length_exceeded",
         )
 
 
-def speculation(fields: Common) -> Speculation | None:
-    """The request's own settings of speculation."""
+def speculation(fields: Common, most: int) -> Speculation | None:
+    """The request's own settings of speculation. Raises ApiError 400 for drafts of more than `most` tokens."""
     asked = fields.speculation
+    if isinstance(asked, SpeculationFields) and (asked.num_draft_tokens or 0) > most:
+        raise bad_request(f"speculation: num_draft_tokens may be {most} at most on this server", "speculation")
     if isinstance(asked, SpeculationFields):
         return Speculation(asked.policy, asked.num_draft_tokens)
     return None if asked is None else Speculation(asked)

@@ -12,7 +12,6 @@ from sameseed.server.errors import ApiError, bad_request
 _ALIKE: tuple[str, ...] = (
     "prompt_embeds",
     "chat_template",
-    "chat_template_kwargs",
     "logits_processors",
     "use_beam_search",
 )
@@ -26,6 +25,7 @@ REFUSED = {name: reading.REFUSED[name] for name in _ALIKE} | {
 }
 _WHOLE = ("prompt", "input", "tokens")  # the text itself: as long as a body and the model's context are
 _LISTS = {"stop": limits.MAX_STOP, "logit_bias": limits.MAX_LOGIT_BIAS, "messages": limits.MAX_MESSAGES}
+_LISTS |= {"chat_template_kwargs": limits.MAX_OPTIONS, "documents": limits.MAX_DOCUMENTS}
 _LISTS |= {"tools": limits.MAX_TOOLS, "stop_token_ids": limits.MAX_STOP_TOKENS, "bad_words": limits.MAX_STOP_TOKENS}
 _NUMBERS = {"n": limits.MAX_N, "best_of": limits.MAX_N, "top_logprobs": limits.MAX_TOP_LOGPROBS}
 _NUMBERS |= {"logprobs": limits.MAX_TOP_LOGPROBS, "prompt_logprobs": limits.MAX_TOP_LOGPROBS}
@@ -61,6 +61,12 @@ def check(body: Mapping[str, Any]) -> None:
         value = body.get(name)
         if any(isinstance(t, str) and len(t) > limits.MAX_STOP_LENGTH for t in _each(value)):
             raise _bad(name, f"more than {limits.MAX_STOP_LENGTH} characters in one")
+    options = body.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise _bad("chat_template_kwargs", "must be an object")
+    for name, value in options.items():  # no template, and nothing with parts
+        if name == "chat_template" or not isinstance(value, bool | int | str | None) or len(str(value)) > 64:
+            raise _bad("chat_template_kwargs", f"{name[:64]!r} must be true, false, a number or a word")
     prompt = body.get("prompt")
     if num_prompts(prompt) > limits.MAX_PROMPTS:
         raise _bad("prompt", f"more than {limits.MAX_PROMPTS} prompts")

@@ -35,7 +35,7 @@ class Common(Fields):
     """Fields that every route that writes text has."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
@@ -58,6 +58,9 @@ class Common(Fields):
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: what leaves room to answer
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     speculation: SpeculationFields | Literal["off", "fixed", "goodput"] | None = None
@@ -72,6 +75,13 @@ class Common(Fields):
     def choice(self) -> list[str] | None:
         """Texts of which the answer must be one."""
         return self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else None)
+
+    def keep(self, max_tokens: int | None, max_model_len: int) -> int | None:
+        """Tokens of the prompt that are kept, its last; None: all. Raises ApiError 400."""
+        if self.truncate_prompt_tokens == 0:
+            raise bad_request("truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens")
+        left = max(1, max_model_len - max(1, max_tokens or 0))
+        return left if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
     def source(self) -> structured.GrammarSource | None:
         """What the answer must look like. Raises ApiError 400 where that cannot be, or is said twice."""
@@ -88,6 +98,25 @@ class Common(Fields):
         return structured.of_format(self.response_format, "response_format")
 
 
+class Templated(Fields):
+    """What a conversation says of the model's chat template."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=limits.MAX_OPTIONS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_DOCUMENTS)] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the template is given beside messages and tools. Raises ApiError 400."""
+        named = {name: getattr(self, name) for name in ("documents", "add_generation_prompt", "reasoning_effort")}
+        given = {name: value for name, value in named.items() if value is not None and value != []}
+        if taken := sorted((self.chat_template_kwargs or {}).keys() & {"messages", "tools", "chat_template", *given}):
+            raise bad_request(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
+        return given | (self.chat_template_kwargs or {})
+
+
 class CompletionFields(Common):
     """POST /v1/completions: `prompt` is a text, token ids, or a list of either."""
 
@@ -98,6 +127,7 @@ class CompletionFields(Common):
         | Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -111,7 +141,7 @@ class CompletionFields(Common):
         return list(self.prompt)
 
 
-class ChatFields(Common):
+class ChatFields(Common, Templated):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -122,6 +152,8 @@ class ChatFields(Common):
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # false: thoughts are left out
+    separate_reasoning: bool | None = None  # false: thoughts stay in the text, as they were written
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -134,6 +166,12 @@ class ChatFields(Common):
         return structured.of_tools(self.tools or [], self.tool_choice, self.parallel_tool_calls is not False, parser)
 
 
+class Reasoning(Fields):
+    """`reasoning` of /v1/responses."""
+
+    effort: Annotated[str, Field(max_length=32)] | None = None
+
+
 class ResponseFields(Common):
     """POST /v1/responses, stateless: the whole conversation comes as `input`."""
 
@@ -144,6 +182,8 @@ class ResponseFields(Common):
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: bool | None = None
     text: structured.TextOptions | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=limits.MAX_OPTIONS)] | None = None
+    reasoning: Reasoning | None = None
 
     def _formats(self) -> list[structured.GrammarSource]:
         return super()._formats() + structured.of_format(self.text.format if self.text else None, "text")
@@ -155,6 +195,12 @@ class ResponseFields(Common):
         said = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else plain(self.input)
         return first + said
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the template is given beside messages. Raises ApiError 400."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return Templated(chat_template_kwargs=self.chat_template_kwargs, reasoning_effort=effort).options
+
 
 class TokenizeFields(Fields):
     """POST /tokenize of a text."""
@@ -165,7 +211,7 @@ class TokenizeFields(Fields):
     return_token_strs: bool | None = None
 
 
-class TokenizeChatFields(Fields):
+class TokenizeChatFields(Templated):
     """POST /tokenize of a conversation, as the chat template writes it."""
 
     model: Annotated[str, Field(max_length=256)] | None = None

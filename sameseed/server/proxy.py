@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.types import ASGIApp
 
 import sameseed
-from sameseed.server.app import add_state
+from sameseed.server.app import add_state, guarded
 from sameseed.server.config import ServerConfig
 from sameseed.server.gate import Gate
-from sameseed.server.guard import Guard, visit_of
+from sameseed.server.guard import visit_of
 from sameseed.server.metrics import CONTENT_TYPE
 from sameseed.server.passable import check, num_prompts
 from sameseed.server.reading import INLINE, Intake
@@ -77,7 +77,7 @@ def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gat
             own = (page if prefix == b"vllm:" else _PREFIX.sub(rb"\g<1>" + prefix, page)) + own
         return PlainTextResponse(own, media_type=CONTENT_TYPE)
 
-    return Guard(app, config, lambda route, status: requests.labels(route, str(status)).inc()), gate
+    return guarded(app, config, lambda visit, route, status: requests.labels(route, str(status)).inc()), gate
 
 
 def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intake, path: str) -> Any:

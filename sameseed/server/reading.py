@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -21,13 +22,12 @@ from sameseed.server import limits
 from sameseed.server.conversation import Fields
 from sameseed.server.errors import ApiError, bad_request, unavailable
 from sameseed.server.guard import Visit, visit_of
-from sameseed.server.protocol import ChatFields, CompletionFields, TokenizeChatFields, TokenizeFields
 
 log = logging.getLogger("sameseed.server")
 INLINE = 2**16  # bytes of a body that are parsed on the spot
 MAX_INSIDE = 128 * 2**20  # bytes of all bodies that are being read, parsed or checked
 
-# Asked for by name, these would change what is written; silence would be a lie.
+# Asked for by name, these would change what is written; silence would be a lie. Not on routes that have such a field.
 REFUSED = {
     "suffix": "text after the insertion is not offered; leave 'suffix' out",
     "best_of": "use 'n'; choices are not ranked",
@@ -39,7 +39,11 @@ REFUSED = {
     "guided_whitespace_pattern": "space between parts of JSON is one character at most",
     "structural_tag": "use 'tools'",
     "chat_template": "the model's own chat template is used, never a request's",
-    "chat_template_kwargs": "the model's own chat template is used, without arguments",
+    "chat_template_kwargs": "chat templates are for conversations",
+    "documents": "chat templates are for conversations",
+    "add_generation_prompt": "chat templates are for conversations",
+    "reasoning_effort": "chat templates are for conversations",
+    "add_special_tokens": "the chat template writes all special tokens",
     "continue_final_message": "send the beginning of the answer to /v1/completions",
     "logits_processors": "programs in requests are not run",
     "bad_words": "use 'banned_token_ids' or 'logit_bias'",
@@ -50,16 +54,36 @@ REFUSED = {
     "background": "responses are not stored",
     "conversation": "responses are not stored; send the whole conversation as 'input'",
     "prompt": "a stored prompt is not offered",
+    "tool_choice": "tools are for /v1/chat/completions",
+    "truncation": "use 'truncate_prompt_tokens'",
+    "echo": "'echo' is for /v1/completions",
+    "prompt_logprobs": "use 'echo' and 'logprobs' of /v1/completions",
+    "top_logprobs": "use 'logprobs' of /v1/completions, or /v1/chat/completions",
+    "logprob_token_ids": "log-probabilities are those of the likeliest tokens",
+    "thinking_token_budget": "thoughts have no limit of their own; use 'max_tokens'",
+    "lora_request": "adapters are not offered; merge it into the model",
+    "length_penalty": "beam search is not offered",
+    "repetition_detection": "use 'repetition_penalty'",
+    "typical_p": "use 'min_p' or 'top_p'",
+    "top_n_sigma": "use 'min_p' or 'top_p'",
+    "xtc_probability": "use 'min_p' or 'top_p'",
+    "mirostat": "use 'min_p' or 'top_p'",
+    "dynatemp_range": "use 'temperature'",
+    "dry_multiplier": "use 'repetition_penalty'",
+    "repeat_penalty": "use 'repetition_penalty'",
+    "n_predict": "use 'max_tokens'",
+    "max_new_tokens": "use 'max_tokens'",
+    "regex": "use 'guided_regex'",
+    "ebnf": "use 'guided_grammar'",
+    "json_schema": "use 'response_format'",
 }
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", {"type": "text"})
+# And for some of these there is one more value that changes nothing.
+_ALSO_NEUTRAL: dict[str, Any] = {"typical_p": 1, "length_penalty": 1, "repeat_penalty": 1, "top_n_sigma": -1}
+_ALSO_NEUTRAL |= dict.fromkeys(("xtc_probability", "mirostat", "dynatemp_range", "dry_multiplier", "top_logprobs"), 0)
+_ALSO_NEUTRAL |= {"add_generation_prompt": True, "truncation": "disabled", "tool_choice": "auto"}
 
 F = TypeVar("F", bound=Fields)
-_OFFERED = {
-    CompletionFields: {"prompt"},
-    TokenizeFields: {"prompt"},
-    TokenizeChatFields: {"prompt"},
-    ChatFields: {"tools"},
-}
 
 
 class Intake:
@@ -93,7 +117,7 @@ class Intake:
             self.size_inside -= visit.size
 
     async def _collect(self, request: Request, visit: Visit, parts: list[bytes]) -> None:
-        async for part in request.stream():
+        async for part in _unpacked(request):
             if visit.size + len(part) > limits.MAX_BODY:
                 raise limits.too_large()
             if self.size_inside + len(part) > MAX_INSIDE:
@@ -101,6 +125,23 @@ class Intake:
             parts.append(part)
             visit.size += len(part)
             self.size_inside += len(part)
+
+
+async def _unpacked(request: Request) -> AsyncIterator[bytes]:
+    """The body's bytes, of gzip what was packed. Raises ApiError 400, 413, 415."""
+    packing = request.headers.get("content-encoding", "identity").strip().lower()
+    if packing not in ("identity", "gzip"):
+        raise ApiError(415, "send the body as it is, or with 'Content-Encoding: gzip'")
+    unzip = zlib.decompressobj(wbits=31) if packing == "gzip" else None
+    async for part in request.stream():
+        try:
+            yield part if unzip is None else unzip.decompress(part, limits.MAX_BODY + 1)
+        except zlib.error:
+            raise bad_request("the body is no gzip, which its Content-Encoding says") from None
+        if unzip is not None and unzip.unconsumed_tail:
+            raise limits.too_large()
+    if unzip is not None and not unzip.eof:
+        raise bad_request("the body's gzip is cut off")
 
 
 def _kinds(base: type[Fields]) -> Iterator[type[Fields]]:
@@ -114,10 +155,9 @@ _NAMES = frozenset(n for k in _kinds(Fields) for f, info in k.model_fields.items
 
 def read(kind: type[F], body: dict[str, Any]) -> F:
     """The fields of a request. Raises ApiError 400 that names the first bad one."""
-    for name in sorted(body.keys() & REFUSED.keys()):
-        if name not in _OFFERED.get(kind, ()) and not any(body[name] is v or body[name] == v for v in _NEUTRAL):
-            if name == "best_of" and body[name] == (body.get("n") or 1):
-                continue
+    for name in sorted(body.keys() & REFUSED.keys() - kind.model_fields.keys()):
+        also = body.get("n") or 1 if name == "best_of" else _ALSO_NEUTRAL.get(name)
+        if not any(body[name] == v and isinstance(v, bool) == isinstance(body[name], bool) for v in (*_NEUTRAL, also)):
             raise bad_request(f"{name!r} is not supported: {REFUSED[name]}", param=name, code="unsupported_parameter")
     try:
         fields = kind.model_validate(body)

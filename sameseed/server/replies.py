@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -13,6 +13,7 @@ from typing import Any
 
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
+from sameseed.server.reasoning import Thoughts
 from sameseed.server.text import TextCodec
 
 STAGES = ("draft", "target", "verify", "schedule")
@@ -43,6 +44,7 @@ class ReplyChoice:
     text_offset: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     completion: dict[str, Any] | None = None
     num_sent: int = 0  # tokens whose log-probabilities a stream has sent
@@ -56,18 +58,50 @@ class Reply:
     kind, chunk_kind = "", ""
 
     def __init__(
-        self, id: str, model: str, text: TextCodec, num_choices: int, *, num_spec_tokens: int = 0, tokens: bool = False
+        self,
+        id: str,
+        model: str,
+        text: TextCodec,
+        num_choices: int,
+        *,
+        fingerprint: str = "",
+        num_spec_tokens: int = 0,
+        tokens: bool = False,
+        ids_as_tokens: bool = False,
+        thoughts: Callable[[], Thoughts] | None = None,
     ) -> None:
-        """`num_spec_tokens`: the longest draft that the engine may make; `tokens`: show token ids too."""
+        """`num_spec_tokens`: the longest draft that the engine may make; `tokens`: show token ids too.
+
+        `ids_as_tokens`: a token's name is its id; `thoughts` makes what splits them off, one a choice.
+        """
         self.id, self.model, self.text, self.show_tokens = id, model, text, tokens
-        self.created = int(time.time())
+        self.created, self.fingerprint = int(time.time()), fingerprint
         self.choices = [ReplyChoice() for _ in range(num_choices)]
-        self.num_prompts, self.num_prompt_tokens = 1, 0
+        self.prompts: list[list[int]] = [[]]  # their token ids
+        self.max_tokens = 0  # that each choice may have
         self.num_spec_tokens = num_spec_tokens
+        self._ids_as_tokens = ids_as_tokens
+        self.thoughts = None if thoughts is None else [thoughts() for _ in self.choices]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    def name(self, token: int, as_bytes: bool = True) -> str:
+        """A token's text; one that is part of a character as its bytes, or as the sign for what is no text."""
+        if self._ids_as_tokens:
+            return f"token_id:{token}"
+        pieces = self.text.pieces
+        return pieces.text(token) if as_bytes else pieces.raw(token).decode("utf-8", "replace")
 
     def take(self, piece: Piece) -> ReplyChoice:
-        """Add a piece to its choice."""
+        """Add a piece to its choice, and split the thoughts off its text."""
         choice = self.choices[piece.index]
+        if self.thoughts is not None:
+            thoughts = self.thoughts[piece.index]
+            piece.reasoning, piece.text = thoughts.feed(piece.text, piece.completion is not None)
+            choice.reasoning.append(piece.reasoning)
         choice.text.append(piece.text)
         choice.token_ids += piece.token_ids
         choice.levels += piece.levels
@@ -87,7 +121,7 @@ class Reply:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompts that were found in the prefix cache; of n choices the first one's count."""
-        firsts = self.choices[:: len(self.choices) // self.num_prompts]
+        firsts = self.choices[:: len(self.choices) // len(self.prompts)]
         return sum(c.completion["metrics"].get("num_cached_tokens", 0) for c in firsts if c.completion is not None)
 
     def usage(self) -> dict[str, Any]:
@@ -95,7 +129,13 @@ class Reply:
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
         cached = {"cached_tokens": self.num_cached_tokens}
         counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        return {**counts, "prompt_tokens_details": cached}
+        made = {**counts, "prompt_tokens_details": cached}
+        return made | ({} if self.thoughts is None else {"completion_tokens_details": self.reasoning_details()})
+
+    def reasoning_details(self) -> dict[str, int]:
+        """Tokens of thoughts, their marks included."""
+        both = zip(self.choices, self.thoughts or (), strict=False)
+        return {"reasoning_tokens": sum(t.end is None or at < t.end for c, t in both for at in c.text_offset)}
 
     def metrics(self) -> dict[str, Any]:
         """What speculation did, as vLLM says it, and what else we know."""
@@ -104,7 +144,8 @@ class Reply:
 
     def envelope(self, kind: str) -> dict[str, Any]:
         """The fields that bodies and chunks have in common."""
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        made = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return made | {"system_fingerprint": self.fingerprint}
 
     @cached_property
     def _head(self) -> str:  # of every chunk, written once and not for every token

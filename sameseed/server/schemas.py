@@ -20,6 +20,10 @@ _OF_OBJECTS |= {"unevaluatedProperties"}
 _WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # each says all there is to say
 KNOWN = {"type"} | ANNOTATIONS | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
+# How pydantic writes the bounds of a union of numbers: of no standard, beside anyOf.
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_ANY = {"binary", "password", "path", "file-path", "directory-path"}  # of these every string is one
+_LONG = 1024  # characters: a format's text is never so long
 FORMATS |= {"uri-template"}  # those of JSON pointers would let control characters in
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 _UNSAFE_ESCAPES = frozenset('"\\nrtfv0xuc')  # may spell what a JSON string has to escape
@@ -44,8 +48,9 @@ def check(schema: Any, name: str) -> str:
             _check_length(size, name)
     except RecursionError:
         raise bad_request(f"{name}: the schema nests too deeply", name) from None
-    _SchemaWalk(schema, name).schema(schema, "schema", 0)
-    return "".join(parts)
+    walk = _SchemaWalk(schema, name)
+    walk.schema(schema, "schema", 0)
+    return _ENCODER.encode(schema) if walk.changed else "".join(parts)
 
 
 def _check_length(size: int, name: str) -> None:
@@ -57,6 +62,7 @@ class _SchemaWalk:
     def __init__(self, root: dict[str, Any], name: str) -> None:
         self._root, self._name = root, name
         self._num_nodes = self._num_values = self._num_patterns = 0
+        self.changed = False  # is the schema simpler than it came?
 
     def schema(self, node: Any, place: str, depth: int) -> None:
         """Check a schema and those within it."""
@@ -68,6 +74,11 @@ class _SchemaWalk:
             return
         if not isinstance(node, dict):
             raise self._fault(place, "must be an object; nothing matches false")
+        for key in _BOUNDS.keys() & node.keys() if isinstance(node.get("anyOf"), list) else ():
+            self.changed, bound = True, node.pop(key)
+            for form in node["anyOf"]:
+                if isinstance(form, dict) and form.get("type") in ("integer", "number"):
+                    form.setdefault(_BOUNDS[key], bound)
         for key in node:
             if key not in KNOWN and not key.startswith("x-"):
                 raise self._fault(f"{place}.{key}", "is a keyword that cannot be enforced; leave it out")
@@ -118,8 +129,6 @@ class _SchemaWalk:
             if keys & group and not types:
                 raise self._fault(f"{place}.{min(keys & group)}", f"needs 'type': {needed[-1]!r} beside it")
         self._string(node, place)
-        if node.get("uniqueItems"):
-            raise self._fault(f"{place}.uniqueItems", "is a keyword that cannot be enforced; leave it out")
         if not isinstance(node.get("prefixItems", []), list):
             raise self._fault(f"{place}.prefixItems", "must be a list of schemas")
         for i, part in enumerate(node.get("prefixItems", ())):
@@ -130,6 +139,13 @@ class _SchemaWalk:
         self._object(node, place, depth)
 
     def _string(self, node: dict[str, Any], place: str) -> None:
+        known = node["format"] if isinstance(node.get("format"), str) else ""
+        idle = {"format"} if known in _ANY else set()
+        if known in FORMATS and node.get("minLength", 1) == 1 and node.get("maxLength", _LONG) in range(_LONG, 2**31):
+            idle = {"minLength", "maxLength"}  # pydantic has these for addresses
+        for key in idle & node.keys():
+            del node[key]
+            self.changed = True
         sizes = [key for key in ("minLength", "maxLength") if key in node]
         forms = [key for key in ("pattern", "format") if key in node]
         if len(forms) > 1 or (forms and sizes):

@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from sameseed.request import SamplingParams
-from sameseed.server import conversation, frames
+from sameseed.server import conversation, frames, reasoning
 from sameseed.server.answer import Answer, too_late
 from sameseed.server.chat import ChatReply
 from sameseed.server.client import EngineClient
@@ -21,7 +21,7 @@ from sameseed.server.completions import CompletionReply
 from sameseed.server.config import ServerConfig
 from sameseed.server.conversation import NamedTool
 from sameseed.server.errors import ApiError, bad_request
-from sameseed.server.frames import Add
+from sameseed.server.frames import Add, Render
 from sameseed.server.gate import Gate
 from sameseed.server.grammars import Compiled
 from sameseed.server.guard import visit_of
@@ -44,6 +44,7 @@ from sameseed.server.text import TextCodec
 from sameseed.server.tools import PARSERS, Parser, parser_for
 
 COMPLETION_TOKENS = 16  # OpenAI's default
+LAST_TOKENS = 16  # of a prompt, among them a mark that opens or closes thoughts
 TOKENIZE = (TokenizeFields, TokenizeChatFields)
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class Service:
 
     def loaded(self, model: str | None) -> TextCodec:
         """The tokenizer. Raises ApiError: 404 for a model that is not served here, 503 while there is no engine."""
-        if model is not None and model != self.config.model_name:
+        if model is not None and model not in self.config.names:
             raise ApiError(
                 404,
                 f"no model {model!r} here; there is {self.config.model_name!r}",
@@ -106,11 +107,14 @@ class Service:
 
         async def prepare(id: str) -> Prepared:
             grammar = await self._compiled(await self.aside(request, fields.source))
-            ids = await text.prompts(prompts)
+            keep = fields.keep(
+                COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens, text.max_model_len
+            )
+            ids = await text.prompts(prompts, fields.add_special_tokens is not False, keep)
             room = text.max_model_len - max(len(i) for i in ids)
             max_tokens = min(COMPLETION_TOKENS, room) if fields.max_tokens is None else max(1, fields.max_tokens)
             params = sampling(fields, text, max_tokens, room, fields.logprobs, grammar is not None)
-            texts = await text.spelt(prompts) if fields.echo else []
+            texts = await text.spelt(prompts if keep is None else ids) if fields.echo else []
             more = self._shown(fields) | {"logprobs": with_logprobs, "hidden": fields.max_tokens == 0}
             echoes = list(zip(texts, ids, strict=True)) if fields.echo else []
             reply = CompletionReply(f"cmpl-{id}", self.config.model_name, text, num_seqs, echoes=echoes, **more)
@@ -137,12 +141,17 @@ class Service:
         async def prepare(id: str) -> Prepared:
             source, messages, parser = await self.aside(request, plain)
             grammar = await self._compiled(source)
-            ids = await text.chat(messages, fields.offered, visit_of(request).size)
+            asked, keep = Render(messages, fields.offered, fields.options), fields.keep(max_tokens, text.max_model_len)
+            ids = await text.chat(asked, visit_of(request).size, bool(fields.add_special_tokens), keep)
             room = text.max_model_len - len(ids)
             top = (fields.top_logprobs or 0) if with_logprobs else None
             params = sampling(fields, text, room if max_tokens is None else max_tokens, room, top, grammar is not None)
             more = self._shown(fields) | {"logprobs": with_logprobs, "parser": parser, "named": named}
             more["one_call"] = named or fields.parallel_tool_calls is False
+            if fields.separate_reasoning is not False:
+                free = source is None or (source.field == "tools" and fields.tool_choice in (None, "auto"))
+                more["thoughts"] = self._thoughts(text, ids, fields.choice is not None or not free)
+            more["shows_thoughts"] = fields.include_reasoning is not False
             reply = ChatReply(f"chatcmpl-{id}", self.config.model_name, text, params.n, **more)
             return Prepared(reply, [ids], params, grammar)
 
@@ -156,11 +165,14 @@ class Service:
         async def prepare(id: str) -> Prepared:
             source, messages = await self.aside(request, lambda: (fields.source(), fields.messages))
             grammar = await self._compiled(source)
-            ids = await text.chat(messages, size=visit_of(request).size)
+            keep = fields.keep(fields.max_output_tokens, text.max_model_len)
+            ids = await text.chat(Render(messages, [], fields.options), visit_of(request).size, keep=keep)
             room = text.max_model_len - len(ids)
             max_tokens = room if fields.max_output_tokens is None else fields.max_output_tokens
             params = sampling(fields, text, max_tokens, room, None, grammar is not None)
-            reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, asked=fields, **self._shown(fields))
+            more = self._shown(fields) | {"asked": fields}
+            more["thoughts"] = self._thoughts(text, ids, grammar is not None or fields.choice is not None)
+            reply = ResponseReply(f"resp_{id}", self.config.model_name, text, 1, **more)
             return Prepared(reply, [ids], params, grammar)
 
         return await self._answer(request, text, fields, 1, prepare)
@@ -174,7 +186,8 @@ class Service:
                 ids = await text.encode(fields.prompt, fields.add_special_tokens is not False)
             else:
                 messages = await self.aside(request, lambda: conversation.plain(fields.messages))
-                ids = await text.encode_chat(messages, size=visit.size)
+                asked = Render(messages, [], fields.options)
+                ids = await text.encode_chat(asked, visit.size, bool(fields.add_special_tokens))
             made: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}
 
             def written() -> JSONResponse:
@@ -212,13 +225,13 @@ class Service:
 
         async def packed() -> tuple[Prepared, Add, bytes]:
             made = await prepare(visit.id)
-            made.reply.num_prompts, made.reply.num_prompt_tokens = len(made.ids), sum(map(len, made.ids))
+            made.reply.prompts, made.reply.max_tokens = made.ids, made.params.max_tokens
             add = Add(
                 visit.id,
                 made.ids,
                 made.params,
                 tenant=tenant(visit, fields.cache_salt),
-                speculation=speculation(fields),
+                speculation=speculation(fields, self.config.max_draft_tokens),
                 score_prompt=made.score,
                 choice=fields.choice,
                 priority=fields.priority or 0,
@@ -239,11 +252,23 @@ class Service:
             return Answer(made.reply, stream, ticket.pop_all(), self.metrics, **more)
 
     def _shown(self, fields: Common) -> dict[str, Any]:
-        own = speculation(fields)
+        own = speculation(fields, self.config.max_draft_tokens)
         num_draft_tokens = self.client.facts["num_draft_tokens"] if self.client.facts["method"] != "none" else 0
         if own is not None and num_draft_tokens:
             num_draft_tokens = own.of(num_draft_tokens)
-        return {"num_spec_tokens": num_draft_tokens, "tokens": bool(fields.return_token_ids)}
+        return {
+            "num_spec_tokens": num_draft_tokens,
+            "tokens": bool(fields.return_token_ids),
+            "ids_as_tokens": bool(fields.return_tokens_as_token_ids),
+            "fingerprint": self.client.fingerprint,
+        }
+
+    def _thoughts(self, text: TextCodec, ids: list[int], bound: bool) -> Callable[[], reasoning.Thoughts] | None:
+        """What makes a splitter for each choice; `bound`: the whole text has a form, and no thoughts before it."""
+        if self.config.reasoning_parser is None:
+            return None
+        end = None if bound else text.tokenizer.decode(ids[-LAST_TOKENS:], skip_special_tokens=False)
+        return partial(reasoning.Thoughts, reasoning.PARSERS[self.config.reasoning_parser], end)
 
 
 def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec) -> Callable[[], Parser] | None:

@@ -6,18 +6,19 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sameseed.errors import RequestError
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
+from sameseed.server.frames import Render
 from sameseed.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from sameseed.grammar import Vocabulary
 
 T = TypeVar("T")
-Render = Callable[[Seq[dict[str, Any]], Seq[dict[str, Any]], int], Awaitable[str]]
+Writer = Callable[[Render, int], Awaitable[str]]
 INLINE = 1000  # characters that are encoded at once: a thread would take longer to start
 SLACK = 4  # a normalizer may shorten a text, but not by so much
 
@@ -26,7 +27,7 @@ class TextCodec:
     """A loaded model's tokenizer, with its limits."""
 
     def __init__(
-        self, files: Mapping[str, str], vocab_size: int, max_model_len: int, render: Render | None = None
+        self, files: Mapping[str, str], vocab_size: int, max_model_len: int, render: Writer | None = None
     ) -> None:
         """`render` writes a conversation by the model's template, in a process that may be ended (else in a thread)."""
         self._render = render or self._render_here
@@ -39,24 +40,27 @@ class TextCodec:
         self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
         self._threads = ThreadPoolExecutor(2, "tokenizer")
 
-    async def prompts(self, prompts: Seq[str | Seq[int]]) -> list[list[int]]:
+    async def prompts(
+        self, prompts: Seq[str | Seq[int]], add_special_tokens: bool = True, keep: int | None = None
+    ) -> list[list[int]]:
         """Token ids of prompts, checked; several have together at most as many as a body may hold. Raises ApiError 400.
 
-        What they are together decides where that is done: many short ones are as long as a long one.
+        `keep`: the last so many of each. What they are together decides where that is done: many short ones are as long
+        as a long one.
         """
-        return await self.away(sum(map(len, prompts)), lambda: self._encoded(prompts))
+        return await self.away(sum(map(len, prompts)), lambda: self._encoded(prompts, add_special_tokens, keep))
 
-    def _encoded(self, prompts: Seq[str | Seq[int]]) -> list[list[int]]:
+    def _encoded(self, prompts: Seq[str | Seq[int]], special: bool, keep: int | None) -> list[list[int]]:
         made: list[list[int]] = []
         num_tokens = 0
         for prompt in prompts:
             if isinstance(prompt, str):
                 self._check_size(len(prompt))
-                ids = self.tokenizer.encode(prompt)
-                begun = ids[:2] == [self._begin] * 2  # the text spells out the begin token, which is put before it too
-                made.append(self._checked(ids[1:] if begun else ids))
+                ids = self.tokenizer.encode(prompt, special)
+                # The text may spell out the begin token, which is put before it too.
+                made.append(self._checked(ids[1:] if special and ids[:2] == [self._begin] * 2 else ids, keep))
             else:
-                made.append(self._checked(list(prompt)))
+                made.append(self._checked(list(prompt), keep))
             num_tokens += len(made[-1])
             if len(prompts) > 1 and num_tokens > limits.MAX_VALUES:
                 raise bad_request(
@@ -64,22 +68,28 @@ class TextCodec:
                 )
         return made
 
-    async def chat(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0) -> list[int]:
-        """Token ids of a conversation, checked; `size`: bytes that it came in. Raises ApiError 400."""
-        self._check_size(sum(len(m["content"]) for m in messages))
-        ids = await self.encode_chat(messages, tools, size)
-        return await self.away(len(ids), lambda: self._checked(ids))
+    async def chat(self, asked: Render, size: int = 0, special: bool = False, keep: int | None = None) -> list[int]:
+        """Token ids of a conversation, checked; of these the last `keep`. Raises ApiError 400.
 
-    async def encode_chat(
-        self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), size: int = 0
-    ) -> list[int]:
+        `size`: bytes that it came in; `special`: the tokenizer adds its own tokens to the template's.
+        """
+        self._check_size(sum(len(m["content"]) for m in asked.messages))
+        ids = await self.encode_chat(asked, size, special)
+        return await self.away(len(ids), lambda: self._checked(ids, keep))
+
+    async def encode_chat(self, asked: Render, size: int = 0, special: bool = False) -> list[int]:
         """Token ids of a conversation of any length. Templates are programs: they run elsewhere."""
         if self.tokenizer.chat_template is None:
             raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
-        return await self.encode(await self._render(messages, tools, size), add_special_tokens=False)
+        if "documents" in asked.options and "documents" not in self.tokenizer.chat_template:
+            raise bad_request("this model's chat template knows no documents; put them into a message", "documents")
+        return await self.encode(await self._render(asked, size), special)
 
-    async def _render_here(self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]], size: int) -> str:
-        return await self.away(INLINE + 1, lambda: self.tokenizer.render_chat(limits.opened(messages), tools=tools))
+    async def _render_here(self, asked: Render, size: int) -> str:
+        messages, render = asked.messages, self.tokenizer.render_chat
+        return await self.away(
+            INLINE + 1, lambda: render(limits.opened(messages), tools=asked.tools, options=asked.options)
+        )
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length."""
@@ -118,7 +128,8 @@ class TextCodec:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             raise bad_request(f"token ids must lie in 0..{self.vocab_size - 1}, the model's vocabulary", "prompt")
 
-    def _checked(self, token_ids: list[int]) -> list[int]:
+    def _checked(self, token_ids: list[int], keep: int | None = None) -> list[int]:
+        token_ids = token_ids if keep is None else token_ids[-keep:]
         if not token_ids:
             raise bad_request("the prompt is empty; give at least one token of text", "prompt")
         if len(token_ids) >= self.max_model_len:
@@ -128,8 +139,8 @@ class TextCodec:
 
     def _too_long(self, size: str) -> ApiError:
         return bad_request(
-            f"the prompt has {size} and the context holds {self.max_model_len} tokens, one of them at least for the "
-            "answer; shorten the prompt",
+            f"This model's maximum context length is {self.max_model_len} tokens, one of them at least for the answer, "
+            f"and the prompt has {size}; shorten it, or send 'truncate_prompt_tokens'",
             "prompt",
             "context_length_exceeded",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -176,6 +177,68 @@ def test_times_of_a_request_are_counted(http: httpx.Client) -> None:
     complete(http, "the sum of", max_tokens=3, n=2)
     assert [gauge(http, f"{name}_count") for name in names] == [n + 2 for n in before]
     assert gauge(http, f"{names[2]}_sum") > 0
+
+
+# What the panels of vLLM's dashboards select (examples/observability of vLLM 0.33); it counts answers of the server
+# under names without prefix.
+OF_VLLM = """
+    vllm:request_success_total{finished_reason} vllm:prompt_tokens_total vllm:generation_tokens_total
+    vllm:prompt_tokens_cached_total vllm:e2e_request_latency_seconds_bucket{le}
+    vllm:time_to_first_token_seconds_bucket{le}
+    vllm:inter_token_latency_seconds_bucket{le} vllm:request_time_per_output_token_seconds_bucket{le}
+    vllm:request_prompt_tokens_bucket{le} vllm:request_generation_tokens_bucket{le} vllm:request_params_n_bucket{le}
+    vllm:request_max_num_generation_tokens_sum vllm:request_params_max_tokens_bucket{le}
+    vllm:request_queue_time_seconds_sum vllm:request_prefill_time_seconds_sum vllm:request_decode_time_seconds_sum
+    vllm:request_inference_time_seconds_bucket{le} vllm:iteration_tokens_total_bucket{le} vllm:num_requests_running
+    vllm:num_requests_waiting vllm:num_requests_waiting_by_reason{reason} vllm:kv_cache_usage_perc
+    vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total vllm:num_preemptions_total
+    vllm:engine_sleep_state{sleep_state} vllm:spec_decode_num_drafts_total vllm:spec_decode_num_draft_tokens_total
+    vllm:spec_decode_num_accepted_tokens_total vllm:spec_decode_num_accepted_tokens_per_pos_total{position}
+    http_requests_total{handler,method,status} http_request_duration_seconds_bucket{handler,le}
+"""
+DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "guides" / "grafana.json"
+
+
+def test_dashboards_find_what_they_select(http: httpx.Client) -> None:
+    """Each series that a panel asks for is there, with the labels that it filters and sums by."""
+    complete(http, "the sum of", **SAMPLED)
+    found: dict[str, set[str]] = {}
+    for line in http.get("/metrics").text.splitlines():
+        name, _, labels = line.partition(" ")[0].partition("{")
+        found.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+    for selector in OF_VLLM.split():
+        name, _, labels = selector.rstrip("}").partition("{")
+        assert found.get(name, set()) >= {*filter(None, labels.split(",")), *(["model_name"] if ":" in name else [])}, (
+            name
+        )
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    for panel in panels:
+        for expression in (target["expr"] for target in panel["targets"]):
+            summed = {label for labels in re.findall(r"by \(([^)]*)\)", expression) for label in labels.split(", ")}
+            selected = re.findall(r"(vllm:\w+)\{([^}]*)\}", expression)
+            known = set.union(*(found.get(name, set()) for name, _ in selected))
+            assert all(found.get(name, set()) >= set(re.findall(r"(\w+)=~", labels)) for name, labels in selected)
+            assert summed <= known and "model_name" in known, panel["title"]
+
+
+def test_fields_that_change_the_prompt_and_how_it_is_told(http: httpx.Client, llm: LLM) -> None:
+    text, short = "the sum of two numbers", {"max_tokens": 2, "temperature": 0}
+    ids = llm.tokenizer.encode(text)
+    kept = complete(http, text, truncate_prompt_tokens=3, return_token_ids=True, **short)
+    assert kept["choices"][0]["prompt_token_ids"] == ids[-3:] and kept["usage"]["prompt_tokens"] == 3
+    long = complete(http, [5] * 300, truncate_prompt_tokens=-1, max_tokens=8, temperature=0)
+    assert long["usage"]["prompt_tokens"] == 256 - 8
+    named = complete(http, text, logprobs=1, return_tokens_as_token_ids=True, **short)["choices"][0]["logprobs"]
+    assert all(name.startswith("token_id:") for name in (*named["tokens"], *named["top_logprobs"][0]))
+    end = {"logit_bias": {"0": 100}, "ignore_eos": True, "skip_special_tokens": False}
+    assert text_of(http, text, **end, **short) == "<|end|>" * 2
+    prints = {complete(http, text, seed=seed, **short)["system_fingerprint"] for seed in (1, 2)}
+    assert len(prints) == 1 and prints.pop().startswith("fp_")
+    chat = {"messages": [{"role": "user", "content": "x"}], "return_token_ids": True, **short}
+    whole = http.post("/v1/chat/completions", json=chat).json()
+    assert whole["prompt_token_ids"] == llm.tokenizer.chat(chat["messages"])
+    with http.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as response:
+        assert events(response)[0]["prompt_token_ids"] == whole["prompt_token_ids"]
 
 
 def test_priorities_change_no_text(http: httpx.Client) -> None:

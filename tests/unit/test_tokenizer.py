@@ -173,7 +173,7 @@ def test_bytes_that_are_no_text_are_not_waited_for(kind, unit, monkeypatch):
     tokenizer = KINDS[kind]()
     sizes: list[int] = []
     decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: (sizes.append(len(ids)), decode(ids))[1])
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, skip: (sizes.append(len(ids)), decode(ids, skip))[1])
     token_ids = [byte_tokens(kind)[b] for b in unit * 300]
     stream = tokenizer.stream()
     given_out = "".join(stream.push(t) for t in token_ids)
@@ -191,6 +191,8 @@ def test_special_tokens_are_not_waited_for():
     for _ in range(100):
         assert stream.push(special) == "" and stream.push(tokenizer.vocab_size + 5) == ""
     assert not stream._waiting
+    spelt = tokenizer.stream(skip_special_tokens=False)
+    assert spelt.push(special) + spelt.flush() == tokenizer.token(special)
     assert "".join(stream.push(t) for t in other) == "the"
 
 

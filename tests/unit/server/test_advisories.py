@@ -21,6 +21,7 @@ from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
+from sameseed.server.frames import Render
 from sameseed.server.text import INLINE, TextCodec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,7 +107,7 @@ async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.M
 
     beating = asyncio.create_task(beat())
     await text.encode("the sum of " * INLINE * 20, True)
-    await text.encode_chat([{"role": "user", "content": "x" * INLINE}])
+    await text.encode_chat(Render([{"role": "user", "content": "x" * INLINE}], []))
     await text.spelt([[5] * (INLINE + 1)])
     beating.cancel()
     assert len(threads) >= 3 and all(name.startswith("tokenizer") for name in threads) and beats > 3

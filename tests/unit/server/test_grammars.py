@@ -22,6 +22,7 @@ from sameseed.request import SamplingParams
 from sameseed.server import frames, helper as helper_of_server
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError, bad_request
+from sameseed.server.frames import Render
 from sameseed.server.grammars import MAX_REFUSALS, Grammars
 from sameseed.server.helper import Helper, HelperDiedError
 from sameseed.server.loading import Loader
@@ -136,7 +137,7 @@ async def test_too_much_work_is_told_from_a_death(
     client = EngineClient("x", {})
     client._templates = made
     with pytest.raises(ApiError) as told:
-        await client.render([], [], 0)
+        await client.render(Render([], []), 0)
     assert told.value.status == status
     await made.close()
 

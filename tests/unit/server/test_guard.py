@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -55,12 +56,12 @@ async def test_every_route_but_health_wants_a_key() -> None:
     """Every route that there is, also one that the document leaves out, and what is no HTTP at all."""
     app: Any
     app, _ = create_app(EngineClient("x", {}), ServerConfig(host="0.0.0.0", keys=Keys((KEY,))))
-    paths = {route.path.replace("{name:path}", "x") for route in app._app.routes} - {"/health", "/"}
-    assert paths >= {*WRITING, "/ready", "/version", "/metrics", "/tokenize", "/openapi.json", "/docs", "/v1/models/x"}
+    paths = {route.path.replace("{name:path}", "x") for route in app._app.routes} - {"/health", "/ready", "/"}
+    assert paths >= {*WRITING, "/version", "/metrics", "/tokenize", "/openapi.json", "/docs", "/v1/models/x"}
     methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE")
     routes = [(method, path) for path in sorted(paths) for method in methods]
     routes += [("GET", p) for p in ("/nowhere", "//", "//health", "/health/", "/HEALTH")]
-    routes += [("POST", "/health"), ("POST", "/")]
+    routes += [("POST", "/health"), ("POST", "/ready"), ("POST", "/")]
     async with visiting(app) as client:
         for method, path in routes:
             url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # as it is, nothing put in order
@@ -72,6 +73,7 @@ async def test_every_route_but_health_wants_a_key() -> None:
                     assert is_error(response, 401)["code"] == "invalid_api_key"
             assert (await client.request(method, path, headers=AUTHORIZED)).status_code != 401, (method, path)
         assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503  # it is not loaded: a probe needs no key to hear that
         assert (await client.get("/")).status_code == 200  # the playground: the same page everywhere, without data
     sent: list[Any] = []
 
@@ -195,6 +197,41 @@ async def test_metrics_and_docs(open_: httpx.AsyncClient) -> None:
         assert "sameseed:num_requests_running{" in (await ours.get("/metrics")).text
     docs = (await open_.get("/docs")).text
     assert "/v1/chat/completions" in docs and not re.search(r"src=|https?://|@import", docs)
+
+
+async def test_head_is_get_without_a_body(open_: httpx.AsyncClient, locked: httpx.AsyncClient) -> None:
+    for path in ("/", "/health", "/version", "/v1/models"):
+        head, got = await open_.head(path), await open_.get(path)
+        assert head.status_code == 200 and not head.content
+        assert head.headers["content-length"] == got.headers["content-length"]
+    assert (await locked.head("/health")).status_code == 200
+    assert (await open_.head("/v1/completions")).status_code == 405
+
+
+async def test_bodies_may_be_packed(open_: httpx.AsyncClient) -> None:
+    packed = {"content-type": "application/json", "content-encoding": "gzip"}
+    whole = gzip.compress(b'{"tokens": "x"}')
+    for body, status in ((whole, 400), (whole[:-9], 400), (b"{}", 400), (gzip.compress(b" " * (MAX_BODY + 1)), 413)):
+        is_error(await open_.post("/detokenize", content=body, headers=packed), status)
+    assert "tokens" in (await open_.post("/detokenize", content=whole, headers=packed)).text, "it was read"
+    is_error(await open_.post("/detokenize", content=whole, headers={**packed, "content-encoding": "br"}), 415)
+
+
+async def test_other_names_of_the_model() -> None:
+    async with visitor(ServerConfig(model_name="a", aliases=("b",))) as client:
+        assert [m["id"] for m in (await client.get("/v1/models")).json()["data"]] == ["a", "b"]
+        assert (await client.get("/v1/models/b")).json()["id"] == "b"
+        is_error(await client.post("/detokenize", json={"tokens": [1], "model": "b"}), 503)
+        is_error(await client.post("/detokenize", json={"tokens": [1], "model": "c"}), 404)
+
+
+async def test_pages_of_other_sites_may_call_where_the_operator_says_so() -> None:
+    asks = {"origin": "http://page.example", "access-control-request-method": "POST"}
+    async with visitor(ServerConfig(cors=("http://page.example",))) as client:
+        leave = await client.options("/v1/completions", headers=asks)
+        assert leave.headers["access-control-allow-origin"] == "http://page.example"
+        other = await client.get("/version", headers={"origin": "http://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
 
 
 async def test_cross_origin_requests_get_no_leave(open_: httpx.AsyncClient) -> None:

@@ -136,7 +136,7 @@ async def test_who_is_cut_off_before_an_answer_gets_one() -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": [(b"host", b"localhost")]}
-    guard = Guard(app, ServerConfig(), lambda route, status: counted.append(status))
+    guard = Guard(app, ServerConfig(), lambda visit, route, status: counted.append(status))
     task = asyncio.ensure_future(guard(scope, send, send))  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
     task.cancel()

@@ -143,16 +143,21 @@ def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture
     fields = read(CompletionFields, {"prompt": "x", **plain, "temperature": None, "new_thing": {"a": [1]}})
     assert fields.n == 2 and fields.temperature is None
     assert "new_thing" in caplog.text and "tools" not in caplog.text
+    read(ChatFields, {**ROUTES[1][1], "typical_p": 1, "mirostat": 0, "prompt_logprobs": False})
+    assert refusal(ChatFields, {**ROUTES[1][1], "prompt_logprobs": 0}).param == "prompt_logprobs", "0 asks for some"
+    assert refusal(ResponseFields, {"input": "x", "tool_choice": "required"}).param == "tool_choice"
     refusal(CompletionFields, {"prompt": "x", "best_of": 3, "n": 2})
 
 
 def test_settings_of_speculation() -> None:
     def of(value: Any) -> Any:
-        return speculation(read(CompletionFields, {"prompt": "x", "speculation": value}))
+        return speculation(read(CompletionFields, {"prompt": "x", "speculation": value}), 5)
 
     assert of(None) is None
     assert of("off") == Speculation("off")
     assert of({"policy": "fixed", "num_draft_tokens": 3}) == Speculation("fixed", 3)
+    with pytest.raises(ApiError, match="5 at most"):
+        of({"num_draft_tokens": 6})
 
 
 @pytest.mark.parametrize(

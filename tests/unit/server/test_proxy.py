@@ -40,7 +40,7 @@ def visitor(config: ServerConfig) -> httpx.AsyncClient:
 async def test_every_route_but_health_wants_a_key() -> None:
     async with visitor(ServerConfig(host="0.0.0.0", keys=Keys((KEY,)))) as client:
         routes = [("POST", p) for p in PATHS]
-        routes += [("GET", p) for p in ("/v1/models", "/ready", "/version", "/metrics", "/docs", "/pause", "//health")]
+        routes += [("GET", p) for p in ("/v1/models", "/version", "/metrics", "/docs", "/pause", "//health")]
         for method, path in routes:
             url = httpx.URL("http://127.0.0.1").copy_with(raw_path=path.encode())  # as it is, nothing put in order
             response = await client.request(method, url)
@@ -74,7 +74,10 @@ async def test_vllms_own_routes_are_not_there() -> None:
         {"logprobs": -1},
         {"top_logprobs": 21},
         {"prompt_logprobs": 99},
-        {"stop": ["a"] * 5},
+        {"stop": ["a"] * 65},
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        {"chat_template_kwargs": {"x": ["y"]}},
+        {"chat_template_kwargs": "x"},
         {"logit_bias": {str(i): 1 for i in range(1025)}},
         {"prompt": ["a"] * 65},
         {"prompt": [[1]] * 65},
@@ -115,6 +118,7 @@ def test_what_is_not_passed_on(body: dict[str, Any]) -> None:
 
 def test_what_is_passed_on() -> None:
     check({"prompt": [1, 2, 3] * 100, "n": 16, "stop": ["a"] * 4, "logprobs": 20, "chat_template": None})
+    check({"chat_template_kwargs": {"enable_thinking": False}})
     check(
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "user", "content": "y"}]}
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
+from pydantic import BaseModel, Field, HttpUrl
 
 from sameseed.server import limits, schemas
 from sameseed.server.errors import ApiError
@@ -98,7 +100,6 @@ def nested(depth: int) -> dict[str, Any]:
 REFUSED: list[tuple[str, Any]] = [
     ("not", {"type": "integer", "not": {"const": 3}}),
     ("if", {"if": {}, "then": {}}),
-    ("uniqueItems", {"type": "array", "uniqueItems": True}),
     ("contains", {"type": "array", "contains": {}}),
     ("patternProperties", {"type": "object", "patternProperties": {"^a": {}}}),
     ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
@@ -163,6 +164,23 @@ ACCEPTED: list[Any] = [
     {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}},
     nested(limits.MAX_SCHEMA_DEPTH - 1),
 ]
+
+
+class Everything(BaseModel):
+    """What pydantic writes in ways of its own."""
+
+    kinds: set[str]
+    page: HttpUrl
+    raw: bytes
+    where: Path | None
+    share: Annotated[int | float, Field(ge=1)]
+
+
+def test_schemas_of_pydantic() -> None:
+    made = json.loads(schemas.check(Everything.model_json_schema(), "x"))["properties"]
+    assert made["page"]["format"] == "uri" and "maxLength" not in made["page"]
+    assert made["raw"] == {"title": "Raw", "type": "string"}
+    assert [form["minimum"] for form in made["share"]["anyOf"]] == [1, 1] and "ge" not in made["share"]
 
 
 @pytest.mark.parametrize("schema", ACCEPTED)

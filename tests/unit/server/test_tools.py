@@ -12,7 +12,7 @@ from lawkit import Pair
 
 from sameseed.server.chat import ChatReply
 from sameseed.server.errors import ApiError
-from sameseed.server.frames import Piece
+from sameseed.server.frames import Piece, Render
 from sameseed.server.limits import opened
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
@@ -152,7 +152,7 @@ def text(pair: Pair) -> TextCodec:
 
 async def test_conversations_with_tools_reach_the_template(text: TextCodec) -> None:
     fields = read(ChatFields, {"messages": MESSAGES, "tools": TOOLS})
-    ids = await text.chat([m.plain() for m in fields.messages], fields.offered)
+    ids = await text.chat(Render([m.plain() for m in fields.messages], fields.offered))
     assert text.tokenizer.decode(ids) == (
         '<tool_call> {"name": "get", "parameters": {"type": "object"}}[user] weather?[assistant] get(Ulm)[tool] rain'
     )

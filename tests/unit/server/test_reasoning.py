@@ -1,0 +1,119 @@
+"""Thoughts: split off however the text is cut, in each route, and never where a text cannot have any."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fixtures_server import DONE
+from lawkit import Pair
+
+from sameseed.server.chat import ChatReply
+from sameseed.server.errors import ApiError
+from sameseed.server.frames import Piece, Render
+from sameseed.server.protocol import ChatFields, ResponseFields
+from sameseed.server.reading import read
+from sameseed.server.reasoning import PARSERS, Thoughts
+from sameseed.server.responses import ResponseReply
+from sameseed.server.text import TextCodec
+
+TEMPLATE = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}{{ reasoning_effort }}"
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt_end", "text", "split"),
+    [
+        ("qwen3", "assistant:", "<think>\nab</think>\n\nc", ("ab", "c")),
+        ("qwen3", "assistant:", "a <think>b</think>", ("", "a <think>b</think>")),
+        ("qwen3", "assistant:", "\n<thin", ("", "\n<thin")),
+        ("qwen3", "<think>\n", "ab</think>c</think>", ("ab", "c</think>")),
+        ("qwen3", "<think>\n\n</think>\n\n", "ab", ("", "ab")),
+        ("qwen3", "<think>", "ab</thi", ("ab</thi", "")),
+        ("deepseek_r1", "assistant:", "ab</think>c", ("ab", "c")),
+        ("deepseek_r1", "assistant:", "<think>ab</think>c", ("ab", "c")),
+        ("deepseek_r1", "</think>", "ab", ("", "ab")),
+        ("deepseek_r1", None, '{"a": 1}', ("", '{"a": 1}')),
+    ],
+)
+def test_however_it_is_cut(parser: str, prompt_end: str | None, text: str, split: tuple[str, str]) -> None:
+    for size in range(1, len(text) + 1):
+        thoughts = Thoughts(PARSERS[parser], prompt_end)
+        found = [thoughts.feed(text[at : at + size], at + size >= len(text)) for at in range(0, len(text), size)]
+        assert ("".join(a for a, _ in found), "".join(b for _, b in found)) == split
+    thought = thoughts.end if thoughts.end is not None else len(text)
+    assert text[thought:].strip() == split[1].strip()
+
+
+@pytest.fixture(scope="module")
+def text(pair: Pair) -> TextCodec:
+    files = dict(pair.tokenizer.as_files())
+    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": TEMPLATE}
+    return TextCodec({**files, "tokenizer_config.json": json.dumps(config)}, 304, 256)
+
+
+PIECES = [("<thi", [0]), ("nk>why", [4]), ("</think>so", [10]), (" be it", [20])]
+
+
+def pieces() -> list[Piece]:
+    return [
+        Piece(0, text, [5], [None], [], [], DONE if i == 3 else None, offset) for i, (text, offset) in enumerate(PIECES)
+    ]
+
+
+def replied(kind: Any, text: TextCodec, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The body, and the events that say the same."""
+    made = []
+    for stream in (False, True):
+        reply = kind("id-0123456789", "m", text, 1, thoughts=lambda: Thoughts(PARSERS["qwen3"], ""), **more)
+        events = list(reply.begin())
+        for piece in pieces():
+            reply.take(piece)
+            events += reply.events(piece)
+        made.append(reply.body() if not stream else [json.loads(e.partition(b"data: ")[2]) for e in events])
+    return made[0], made[1]
+
+
+def test_chat_tells_them_apart(text: TextCodec) -> None:
+    body, events = replied(ChatReply, text, logprobs=False)
+    message = body["choices"][0]["message"]
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("so be it", "why", "why")
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    deltas = [e["choices"][0]["delta"] for e in events]
+    assert "".join(d.get("content", "") for d in deltas) == "so be it"
+    assert (
+        "".join(d.get("reasoning", "") for d in deltas)
+        == "why"
+        == "".join(d.get("reasoning_content", "") for d in deltas)
+    )
+    hidden, _ = replied(ChatReply, text, logprobs=False, shows_thoughts=False)
+    assert "reasoning" not in hidden["choices"][0]["message"]
+
+
+def test_responses_have_an_item_of_their_own(text: TextCodec) -> None:
+    body, events = replied(ResponseReply, text, asked=read(ResponseFields, {"input": "x"}))
+    assert [item["type"] for item in body["output"]] == ["reasoning", "message"]
+    assert body["output"][0]["content"] == [{"type": "reasoning_text", "text": "why"}]
+    assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+    kinds = [e["type"].removeprefix("response.") for e in events]
+    assert kinds.index("reasoning_text.done") < kinds.index("content_part.added") < kinds.index("output_text.delta")
+
+
+async def test_templates_get_what_the_request_says(text: TextCodec) -> None:
+    def asked(**fields: Any) -> ChatFields:
+        return read(ChatFields, {"messages": [{"role": "user", "content": "hi"}], **fields})
+
+    async def written(**fields: Any) -> str:
+        made = asked(**fields)
+        ids = await text.chat(Render([m.plain() for m in made.messages], [], made.options))
+        return text.tokenizer.decode(ids)
+
+    assert await written() == "hi"
+    options = {"enable_thinking": False}
+    assert await written(chat_template_kwargs=options, reasoning_effort="low") == "hi<think></think>low"
+    with pytest.raises(ApiError, match="may not set 'messages'"):
+        await written(chat_template_kwargs={"messages": []})
+    with pytest.raises(ApiError, match="knows no documents"):
+        await written(documents=[{"text": "x"}])
+    earlier = {"role": "assistant", "content": "b", "reasoning": "a"}
+    assert read(ChatFields, {"messages": [earlier]}).messages[0].plain()["reasoning_content"] == "a"
