@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -101,6 +102,11 @@ class CompressedTensors(Layout):
         if isinstance(sparsity, dict) and sparsity.get("format", "dense") not in ("dense", None):
             raise ModelLoadError(
                 f"{where}: sparse checkpoints ({sparsity['format']}) cannot be read; use the dense one"
+            )
+        if re.search(r"'location': '(?!weight)", str(config.get("transform_config"))):  # others are in the weights
+            raise ModelLoadError(
+                f"{where}: its transform_config turns activations as the model runs, which cannot be read; take a "
+                "checkpoint without, or the unquantized model and --format"
             )
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:

@@ -367,6 +367,11 @@ def refused(folder: Path, *words: str) -> None:
         (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": ["re:(.*)*x"]}, ["too involved"]),
         (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": ["re:[a"]}, ["no regular expression"]),
         (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": [3]}, ["list of names"]),
+        (
+            ct_config(4, "int", "group", "pack-quantized", 128)
+            | {"transform_config": {"config_groups": {"R3": {"apply": [{"location": "input"}]}}}},
+            ["transform_config", "--format"],
+        ),
         ({"quant_method": "sameseed", "version": 2, "modules": {}}, ["version 1"]),
         ({"quant_method": "sameseed", "version": 1, "modules": {UP: "w3a3"}}, [UP, "w3a3"]),
     ],
