@@ -22,14 +22,12 @@ class ServeArgs:
 
     host: str = "127.0.0.1"  # address to listen on; one that others can reach needs a key
     port: int = 8000  # port to listen on; 0 takes a free one
-    served_model_name: Annotated[
-        tuple[str, ...], option("NAME")
-    ] = ()  # what clients call it; several: the first answers
+    served_model_name: Annotated[tuple[str, ...], option("NAME")] = ()  # what clients call it; the first is in answers
     api_key_file: Annotated[Path | None, option("FILE")] = None  # keys, one a line (or SAMESEED_API_KEY, with commas)
     allowed_host: Annotated[tuple[str, ...], option("NAME")] = ()  # other names that this machine is called by
     cors: Annotated[tuple[str, ...], option("ORIGIN")] = ()  # pages that may call from a browser; '*': any
     reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss"] | None = None  # how the model marks its thoughts
-    max_draft_tokens: int = 64  # the most that a request may ask for, a round
+    max_draft_tokens: Annotated[int, option("N")] = 64  # the most that a request may ask for, a round
     max_queue: int = 256  # sequences that may wait; beyond that requests are refused with 429
     request_timeout: float = 600.0  # seconds for one request
     drain_timeout: float = 30.0  # seconds that running requests get after SIGTERM
