@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from tyro.conf import arg
+
 from sameseed.cli.options import EngineChoice, Parsed, draft_choice, option, parse, profile_defaults
-from sameseed.config import SpecConfig
-from sameseed.errors import ConfigError, RequestError
+from sameseed.config import SpecConfig, draft_text
+from sameseed.errors import ConfigError, RequestError, SameseedError, VocabularyError
 from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,26 +21,40 @@ if TYPE_CHECKING:
     from sameseed.study.workload import Arm, Prompt, Workload
 
 LEFT_OUT = ("overlap", "temperature", "n", "logprobs")
+AXES = {  # lists of bench, and the flag of other commands that each stands for, which it takes too
+    "drafts": "draft",
+    "ks": "num_draft_tokens",
+    "formats": "format",
+    "draft_formats": "draft_format",
+    "confidences": "confidence",
+}
+
+
+def _axis(flag: str) -> Any:
+    return arg(aliases=[flag])
 
 
 @dataclass(frozen=True)
 class BenchArgs:
     """Measure ways to guess against plain decoding: medians of repetitions in which they take turns.
 
-    Lists make a grid: drafts x ks x overlaps x temperatures x batch sizes x formats. `sameseed bench serve` measures a
-    server instead: see its --help.
+    Lists make a grid: drafts x draft formats x confidences x ks x overlaps x temperatures x batch sizes x formats. All
+    of it is checked before any is measured. `sameseed bench serve` measures a server instead: see its --help.
     """
 
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl (prompt or messages) or .txt; unset: the embedded
     num_prompts: Annotated[int | None, option("N")] = None  # take N of them, spread over the file; unset: all
-    drafts: tuple[str, ...] = ("ngram", "auto")  # ways to guess, as generate's --draft: auto is the embedded draft
-    ks: tuple[int, ...] = (3, 5, 7)  # draft lengths
+    drafts: Annotated[tuple[str, ...], _axis("--draft")] = ("ngram", "auto")  # ways to guess; auto: the embedded draft
+    draft_formats: Annotated[tuple[str, ...], _axis("--draft-format")] = ("auto",)  # number formats of draft models
+    confidences: Annotated[tuple[float, ...], _axis("--confidence")] = ()  # end drafts below; unset: never
+    ks: Annotated[tuple[int, ...], _axis("--k")] = (3, 5, 7)  # draft lengths
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
     batch_sizes: tuple[int, ...] = (1,)  # prompts that run together
     overlaps: tuple[int, ...] = (0,)  # cores for drafts that can guess on while the target checks; 0: none
-    formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
+    formats: Annotated[tuple[str, ...], _axis("--format")] = ("auto",)  # number formats of the target's weights
     repeat: int = 5  # runs of each setting
     out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
+    plot: Annotated[Path | None, option("FILE.png")] = None  # draw speed-up by draft length, as PNG and SVG beside it
     json: Annotated[bool, option()] = False  # records to stdout as JSON lines instead of tables
 
 
@@ -50,48 +66,108 @@ def run(argv: Seq[str], prog: str) -> int:
         return bench_serve.run(argv[1:], f"{prog} serve")
     defaults: dict[str, Any] = {"max_tokens": 96, "seed": 1, "top_p": 0.95, "policy": "fixed"}
     chosen = profile_defaults(argv)  # a profile's choice is one point of the grid
-    for name, one in (("drafts", "draft"), ("ks", "num_draft_tokens"), ("formats", "format")):
-        defaults |= {name: (chosen[one],)} if one in chosen else {}
-    left_out = (*LEFT_OUT, "prefix_cache", "draft", "format", "num_draft_tokens")
+    for name, one in AXES.items():
+        defaults |= {name: (chosen[one],)} if chosen.get(one) is not None else {}
+    left_out = (*LEFT_OUT, "prefix_cache", *AXES.values())
     parsed = parse(BenchArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=left_out)
     args = parsed.args
     if args.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
-    for name in ("drafts", "ks", "temperatures", "batch_sizes", "overlaps", "formats"):
+    for name in ("drafts", "draft_formats", "ks", "temperatures", "batch_sizes", "overlaps", "formats"):
         if not getattr(args, name):
             raise ConfigError(f"--{name.replace('_', '-')} is empty; give at least one value")
     if min(args.batch_sizes) < 1:
         raise ConfigError(f"--batch-sizes must be at least 1, got {min(args.batch_sizes)}")
     # A bad value fails here, before anything is loaded.
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
-    from sameseed.study import record
+    from sameseed.cli.console import stderr_console
+    from sameseed.study import record, report
+    from sameseed.study.plot import plot_paths, plot_speedups
+    from sameseed.study.workload import DEFAULT_PROMPTS, read_prompts
 
+    if args.plot is not None:
+        plot_paths(args.plot)
     out = record.destination(args.out, "bench")
-    equal = True
-    run_id = None
-    for number_format in args.formats:
-        run_id, same = _measure(parsed, number_format, params, out, run_id)
-        equal = equal and same
-    if out is not None and not args.json:
-        from sameseed.cli.console import stderr_console
-
-        stderr_console().print(f"records appended to {out}", style="dim")
-    return 0 if equal else 1
+    prompts = read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)
+    grid = _possible(args, parsed.engine)
+    run_id, found = record.now(), list[dict[str, Any]]()
+    for number_format, specs in grid.items():
+        ahead = 0 if found else len(grid)  # how long all takes is said once
+        found += _measure(parsed, number_format, specs, params, prompts, out, run_id, ahead)
+    written = [] if out is None else [f"records appended to {out}"]
+    if args.plot is not None:
+        written += [f"written: {path}" for path in plot_speedups(found, args.plot)]
+    for text in [] if args.json else [report.LEGEND, *written]:
+        stderr_console().print(text, style="dim")
+    return 0 if all(r["equals_plain"] for r in found) else 1
 
 
 def _measure(
-    parsed: Parsed[BenchArgs], number_format: str, all_params: Seq[SamplingParams], out: Path | None, run_id: str | None
-) -> tuple[str, bool]:
-    """All workloads of one loaded target; returns the run's name and whether all texts agreed."""
-    from sameseed.cli.console import stderr_console
-    from sameseed.study import record, report
-    from sameseed.study.workload import DEFAULT_PROMPTS, Workload, arms, read_prompts
+    parsed: Parsed[BenchArgs],
+    number_format: str,
+    specs: Seq[SpecConfig],
+    all_params: Seq[SamplingParams],
+    prompts: Seq[Prompt],
+    out: Path | None,
+    run_id: str,
+    ahead: int,
+) -> list[dict[str, Any]]:
+    """All workloads of one loaded target; their records. `ahead`: targets to come, this one included; 0: not said."""
+    from sameseed.study import record
+    from sameseed.study.workload import DEFAULT_PROMPTS, Workload, arms
 
-    args = parsed.args
-    path = args.prompts or DEFAULT_PROMPTS
-    prompts = read_prompts(path, args.num_prompts)
-    ways, longest = arms(_specs(args, parsed.engine), args.ks), max(params.max_tokens for params in all_params)
+    args, found = parsed.args, list[dict[str, Any]]()
+    longest = max(params.max_tokens for params in all_params)
+    ways = arms(specs, args.ks)
     bench = open_bench(parsed.engine, ways, args.batch_sizes, number_format, args.json, prompts, longest)
+    encoded, here = _encode(bench, prompts), record.machine()
+    for params, size in itertools.product(all_params, args.batch_sizes):
+        workload = Workload((args.prompts or DEFAULT_PROMPTS).name, encoded, params, size)
+        alike = 0 if found else ahead * len(all_params) * len(args.batch_sizes)
+        runs = run_with_progress(bench, workload, args.repeat, args.json, alike)
+        records = record.make_records(bench, parsed.engine.model, workload, runs, run_id, here)
+        show(records, out, args.json)
+        found += records
+    return found
+
+
+def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfig]]:
+    """The ways to guess that can be, by the target's format; the others are named on stderr with the reason.
+
+    Nothing is loaded. Raises ConfigError or RegistryError for a slip of the pen, and where nothing is left.
+    """
+    from sameseed.cli.console import stderr_console
+    from sameseed.engine.build import check_parts
+    from sameseed.engine.levels import with_heads
+    from sameseed.engine.memory import plan_blocks
+    from sameseed.engine.settings import make_config
+    from sameseed.models.config import read_config
+    from sameseed.models.loader import resolve_model
+    from sameseed.scheme import QuantScheme
+
+    specs = _specs(args, engine)
+    for name in args.formats:
+        QuantScheme.parse(name)
+    folder = resolve_model(engine.model)
+    longest = engine.settings["max_model_len"] or read_config(folder).max_model_len
+    grid: dict[str, list[SpecConfig]] = {}
+    wrong: list[SameseedError] = []
+    for number_format, spec in itertools.product(args.formats, specs):
+        try:
+            config = make_config(with_heads(spec), **_target_settings(engine, args.batch_sizes, number_format))
+            plan_blocks(config, longest, check_parts(folder, config)[2])
+            grid.setdefault(number_format, []).append(spec)
+        except (ConfigError, VocabularyError) as error:
+            wrong.append(error)
+            text = f"left out: {draft_text(spec)}, target in {number_format}: {error}"
+            stderr_console().print(text, style="yellow", markup=False, soft_wrap=True)
+    if not grid:
+        raise wrong[0]
+    return grid
+
+
+def _encode(bench: Bench, prompts: Seq[Prompt]) -> tuple[tuple[int, ...], ...]:
+    """Token ids of every prompt. Raises RequestError naming one that does not fit."""
     encoded = []
     for prompt in prompts:
         encoded.append(prompt.encode(bench.llm.tokenizer))
@@ -99,22 +175,13 @@ def _measure(
             bench.llm.engine.check(encoded[-1])
         except RequestError as error:
             raise RequestError(f"prompt {prompt.id}: {error}") from None
-    run_id = run_id or record.now()
-    here = record.machine()
-    equal = True
-    for params, size in itertools.product(all_params, args.batch_sizes):
-        workload = Workload(path.name, tuple(encoded), params, size)
-        runs = run_with_progress(bench, workload, args.repeat, args.json)
-        records = record.make_records(bench, parsed.engine.model, workload, runs, run_id, here)
-        show(records, out, args.json)
-        equal = equal and all(r["equals_plain"] for r in records)
-    if not args.json:
-        stderr_console().print(report.LEGEND, style="dim")
-    return run_id, equal
+    return tuple(encoded)
 
 
-def run_with_progress(bench: Bench, workload: Workload, repeat: int, quiet: bool) -> dict[Arm, list[Run]]:
-    """Warm up and measure one workload under a progress bar."""
+def run_with_progress(
+    bench: Bench, workload: Workload, repeat: int, quiet: bool, alike: int = 0
+) -> dict[Arm, list[Run]]:
+    """Warm up and measure one workload under a progress bar. `alike`: workloads to come, whose time is told."""
     from sameseed.cli.console import progress
     from sameseed.study import report
 
@@ -122,7 +189,9 @@ def run_with_progress(bench: Bench, workload: Workload, repeat: int, quiet: bool
         task = bar.tasks[0].id
         num_batches = -(-len(workload.prompts) // workload.batch_size)
         bar.update(task, total=repeat * num_batches * len(bench.arms), note="warm-up")
-        bench.warm_up(workload)
+        seconds = alike * repeat * num_batches * bench.warm_up(workload)
+        if seconds > SHORT:
+            bar.console.print(f"about {seconds / 60:.0f} minutes for all, as the first tokens were; Ctrl-C ends it")
         return bench.measure(workload, repeat, lambda label: bar.update(task, advance=1, note=label))
 
 
@@ -139,7 +208,13 @@ def show(records: Seq[dict[str, Any]], out: Path | None, as_json: bool) -> None:
             console.print(text, style="dim", markup=False)
 
 
-SPECULATION = ("draft_options", "draft_format", "confidence", "policy")  # flags of the drafts, not of the target
+SPECULATION = ("draft_options", "policy")  # flags of the drafts, not of the target
+SHORT = 60.0  # seconds that need no announcement
+
+
+def _target_settings(engine: EngineChoice, batch_sizes: Seq[int], number_format: str) -> dict[str, Any]:
+    settings = {k: v for k, v in engine.settings.items() if k not in ("draft", "overlap", *SPECULATION)}
+    return settings | {"format": number_format, "max_num_seqs": max(batch_sizes)}
 
 
 def open_bench(
@@ -155,10 +230,7 @@ def open_bench(
     from sameseed.cli.console import load_llm
     from sameseed.study.measure import Bench, fitted
 
-    speculation = ("draft", "overlap", *SPECULATION)
-    settings = {k: v for k, v in engine.settings.items() if k not in speculation}
-    settings |= {"format": number_format, "max_num_seqs": max(batch_sizes)}
-    settings = fitted(engine.model, settings, prompts, max_tokens)
+    settings = fitted(engine.model, _target_settings(engine, batch_sizes, number_format), prompts, max_tokens)
 
     def load(model: str, draft: SpecConfig | None, **given: Any) -> Any:
         return load_llm(EngineChoice(model, given | {"draft": draft}), quiet)
@@ -167,14 +239,33 @@ def open_bench(
 
 
 def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
-    """The SpecConfigs of each --drafts entry: one for each of --overlaps that it can do. Raises ConfigError, as LLM."""
-    from sameseed.engine.levels import can_overlap, check_options, check_overlap, check_policies, heeds_confidence
+    """Each draft in each format and with each confidence that concern it, and each of --overlaps that it can do.
+
+    Raises ConfigError, as LLM.
+    """
+    from sameseed.engine.levels import (
+        can_overlap,
+        check_options,
+        check_overlap,
+        check_policies,
+        drafter_class,
+        heeds_confidence,
+        levels,
+        with_heads,
+    )
     from sameseed.engine.settings import make_config
 
     shared = {k: engine.settings[k] for k in SPECULATION}
-    chosen = [make_config(draft_choice(name, engine.model), **shared).spec for name in args.drafts]
+    chosen: list[SpecConfig] = []
+    drafts = [draft_choice(name, engine.model) for name in args.drafts]
+    for draft, number_format, confidence in itertools.product(drafts, args.draft_formats, args.confidences or (None,)):
+        spec = make_config(draft, confidence=confidence, **shared).spec
+        if any(drafter_class(level).owns for level in levels(with_heads(spec))):
+            spec = make_config(draft, confidence=confidence, draft_format=number_format, **shared).spec
+        chosen += [spec] if spec not in chosen else []
     if any(heeds_confidence(spec) for spec in chosen):  # the others are measured without
-        chosen = [s if heeds_confidence(s) else dataclasses.replace(s, confidence=None) for s in chosen]
+        heeding = [s if heeds_confidence(s) else dataclasses.replace(s, confidence=None) for s in chosen]
+        chosen = [s for i, s in enumerate(heeding) if s not in heeding[:i]]
     able = [can_overlap(spec) for spec in chosen]
     if max(args.overlaps) > 0 and not any(able):
         raise ConfigError(

@@ -122,7 +122,8 @@ def load_llm(choice: EngineChoice, quiet: bool = False) -> LLM:
     from sameseed.engine.llm import LLM
 
     draft = choice.settings.get("draft") or SpecConfig()  # "none" was chosen: a profile's has no say
-    with weights_progress(f"loading {choice.model}", quiet) as report:
+    title = f"loading {choice.model if 'target' not in choice.settings else draft.model or draft.method}"
+    with weights_progress(title, quiet) as report:
         return LLM(choice.model, progress=report, **{**choice.settings, "draft": draft})
 
 

@@ -143,12 +143,18 @@ class Bench:
         for prompt in workload.prompts:
             self.llm.engine.check(prompt)
 
-    def warm_up(self, workload: Workload) -> None:
-        """A few tokens of the first batch by every arm: caches, pages and thread pools are then in place."""
-        batch = next(workload.batches())
+    def warm_up(self, workload: Workload) -> float:
+        """A few tokens of the first batch by every arm: caches, pages and thread pools are then in place.
+
+        Returns the seconds that whole texts of such a batch would take all arms together.
+        """
+        batch, few, total = next(workload.batches()), min(WARMUP_TOKENS, workload.params.max_tokens), 0.0
         for arm in self.arms:
-            short = [(p, replace(s, max_tokens=min(WARMUP_TOKENS, s.max_tokens), min_tokens=0)) for p, s in batch]
-            run_batch(self.install(arm), short, Run())
+            run_batch(
+                self.install(arm), [(p, replace(s, max_tokens=few, min_tokens=0)) for p, s in batch], run := Run()
+            )
+            total += run.seconds
+        return total * workload.params.max_tokens / few
 
     def measure(
         self, workload: Workload, repeat: int, tick: Callable[[str], None] = lambda label: None

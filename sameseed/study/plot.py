@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
 from sameseed.study.costs import Cost, Profile
+from sameseed.study.report import title
 
 # Distinct without colour vision too (after Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -54,6 +55,39 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
         figure.subplots_adjust(left=0.055, right=0.82, bottom=0.175, top=0.85, wspace=0.19)
         handles, labels = right.get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.825, 0.86), frameon=False)
+        save(figure, paths)
+    return paths
+
+
+def plot_speedups(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
+    """Draw bench's records, speed-up by draft length: a panel a workload, a line a draft. Returns PNG and SVG."""
+    paths = plot_paths(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for record in records:
+        config = record["config"]
+        lines = panels.setdefault(title(config), {})
+        if config["draft"] != "none":
+            name = config["label"].replace(f" k={config['num_draft_tokens']}", "")
+            lines.setdefault(name, []).append((config["num_draft_tokens"], record["speedup"]))
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(len(panels), 1, figsize=(8, 3.4 * len(panels)), squeeze=False)
+        for panel, (name, lines) in zip(axes[:, 0], panels.items(), strict=True):
+            for draft, points in lines.items():
+                i = names.index(draft)
+                look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+                panel.plot(*zip(*sorted(points), strict=True), label=draft, **look)
+            panel.axhline(1.0, color="0.5", linestyle=LIMIT)
+            panel.set_xticks(sorted({k for points in lines.values() for k, _ in points}))
+            panel.set(xlabel="draft tokens", ylabel="times plain decoding")
+            panel.set_title(name, fontsize=9, loc="left")
+            panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        figure.tight_layout()
         save(figure, paths)
     return paths
 

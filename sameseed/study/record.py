@@ -152,7 +152,10 @@ def make_records(
 def make_record(
     config: Mapping[str, object], runs: Seq[Run], plain: Seq[Run], run_id: str, machine_: Mapping[str, object]
 ) -> dict[str, Any]:
-    """The record of one arm. `runs[i]` and `plain[i]` took turns, so `speedup` is the median of their ratios."""
+    """The record of one arm. `runs[i]` and `plain[i]` took turns, so `speedup` is the median of their ratios.
+
+    `tokens_per_s` is plain decoding's median times that: two medians of their own could contradict each other.
+    """
     ratios = [mine.tokens_per_s / its.tokens_per_s for mine, its in zip(runs, plain, strict=True)]
     equal = [mine.texts == its.texts for mine, its in zip(runs, plain, strict=True)]
     metrics = runs[0].metrics
@@ -165,7 +168,8 @@ def make_record(
         "machine": dict(machine_),
         "config": dict(config),
         "repetitions": [_repetition(*each) for each in zip(runs, ratios, equal, strict=True)],
-        "tokens_per_s": median(run.tokens_per_s for run in runs),
+        "tokens_per_s": median(run.tokens_per_s for run in plain) * median(ratios),
+        "repeated": runs[0].repeated,
         "latency_s": spread([m.total_time for m in done]),
         "ttft_s": spread([m.time_to_first_token for m in done]),
         "time_per_output_token_s": spread([m.time_per_output_token for m in done if m.num_output_tokens > 1]),

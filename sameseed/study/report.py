@@ -17,7 +17,7 @@ COLUMNS = (
     "speed-up",
     "accepted",
     "per draft",
-    "rollbacks",
+    "rolled back",
     "first token ms",
     "overhead ms",
     "same text",
@@ -25,7 +25,7 @@ COLUMNS = (
 LEGEND = (
     "speed-up: in brackets as costs and acceptance predict it; "
     "accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one included; "
-    "rollbacks: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
+    "rolled back: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
     "models' passes; same text: token for token as plain decoding"
 )
 
@@ -85,7 +85,9 @@ def blank(name: str) -> Table:
 
 def table(records: Seq[Mapping[str, Any]]) -> Table:
     """A table of records that share all but the way to decode; the fastest row stands out."""
-    made = blank(title(records[0]["config"]))
+    repeated = records[0].get("repeated")
+    said = "" if repeated is None else f"\n{repeated:.0%} of the 8-grams of plain decoding's texts repeat earlier ones"
+    made = blank(title(records[0]["config"]) + said)
     for name in COLUMNS:
         made.add_column(name.replace(" ", "\n"), justify="left" if name == "decoding" else "right", no_wrap=True)
     best = max(records, key=lambda r: float(r["tokens_per_s"]))

@@ -139,6 +139,7 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
             continue
         for k in ks:
             label = f"{draft_text(spec)} k={k}" + (f" p>={spec.confidence:g}" if spec.confidence is not None else "")
+            label = f"{label} {spec.format}" if spec.format != "auto" else label
             label = f"{label} {spec.policy}" if spec.policy != "fixed" else label
             label = f"{label} overlap {spec.overlap}" if spec.overlap else label
             made.append(Arm(label, replace(spec, num_draft_tokens=k)))

@@ -226,14 +226,45 @@ def test_bench_overlaps_only_where_drafts_can(pair_folders: tuple[Path, Path], m
     specs = _specs(BenchArgs(drafts=("ngram", draft, f"ngram + {draft}", head), overlaps=(0, 1)), engine)
     assert [(draft_text(s), s.overlap) for s in specs].count(("draft_model", 1)) == 1
     assert [s.overlap for s in specs] == [0, 0, 1, 0, 0]
-    unsure = EngineChoice(target, {**engine.settings, "confidence": 0.4})
-    assert [s.confidence for s in _specs(BenchArgs(drafts=("ngram", draft)), unsure)] == [None, 0.4]
+    made = _specs(BenchArgs(drafts=("ngram", draft), draft_formats=("auto", "w8a8"), confidences=(0.4, 0.6)), engine)
+    own = [("auto", 0.4), ("auto", 0.6), ("w8a8", 0.4), ("w8a8", 0.6)]
+    assert [(s.format, s.confidence) for s in made] == [("auto", None), *own], "each axis where it concerns a draft"
     with pytest.raises(ConfigError, match="none of 2 core"):
         _specs(BenchArgs(drafts=(draft,), overlaps=(2,)), engine)
     with pytest.raises(ConfigError, match="max_ngrm"):
         _specs(
             BenchArgs(drafts=("ngram",)), EngineChoice(target, {**engine.settings, "draft_options": {"max_ngrm": 3}})
         )
+
+
+def test_bench_checks_its_whole_grid_first(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text("the sum\n")
+    flags = [
+        "bench",
+        "--prompts",
+        "p.txt",
+        "--ks",
+        "2",
+        "3",
+        "--temperatures",
+        "0",
+        "--repeat",
+        "1",
+        "--max-tokens",
+        "4",
+    ]
+    code, out, err = cli(*flags, "--drafts", "ngram", "--formats", "auto", "w4a9", "--json")
+    assert code == 2 and "did you mean 'w4a8'" in err and not out, "a slip in the second format costs nothing"
+    grid = ["--drafts", "self_quant", "ngram", "--formats", "auto", "w8a8-g32", "--draft-format", "w8a8-g32"]
+    code, out, err = cli(*flags, *grid, "--plot", "p.png", "--json")
+    assert code == 0 and err.count("left out:") == 1 and "self_quant, target in w8a8-g32" in err
+    ran = [json.loads(line)["config"]["draft"] for line in out.splitlines()]
+    assert ran == ["none", "self_quant", "self_quant", "ngram", "ngram", "none", "ngram", "ngram"]
+    assert (tmp_path / "p.png").stat().st_size and (tmp_path / "p.svg").stat().st_size
+    code, _, err = cli(*flags, "--drafts", "self_quant", "--formats", "w8a8-g32", "--draft-format", "w8a8-g32")
+    assert code == 2 and "in as many bits" in err, "nothing is left"
 
 
 def test_bench_table_shows_every_way(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

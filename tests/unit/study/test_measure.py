@@ -124,10 +124,11 @@ def test_records_are_complete_and_their_medians_right(
         record.append(tmp_path / "r.jsonl", line)
     again = record.read(tmp_path / "r.jsonl")
     assert again == json.loads(json.dumps(records))
+    plain = sorted(r["tokens_per_s"] for r in again[0]["repetitions"])[1]
     for line in again:
-        speeds = sorted(r["tokens_per_s"] for r in line["repetitions"])
         ratios = sorted(r["speedup"] for r in line["repetitions"])
-        assert (line["tokens_per_s"], line["speedup"]) == (speeds[1], ratios[1])
+        assert line["speedup"] == ratios[1]
+        assert line["tokens_per_s"] == pytest.approx(plain * ratios[1]), "rates and ratios never contradict each other"
         assert line["latency_s"]["median"] <= line["latency_s"]["p95"]
         split = line["repetitions"][0]["time_split"]
         assert sum(split.values()) == pytest.approx(line["repetitions"][0]["seconds"])
@@ -168,6 +169,16 @@ def test_table_rows(measured: Measured, pair_folders: tuple[Path, Path]) -> None
     assert report.cells({**records[1], "equals_plain": False})[-1] == "NO"
     assert "temperature 0.7 seed 4" in report.title(records[0]["config"])
     assert all(str(pair_folders[0].parent) not in json.dumps(r) for r in records)
+
+
+def test_repeated_grams() -> None:
+    def repeated(*texts: Any) -> float | None:
+        done: list[Any] = [SimpleNamespace(token_ids=tuple(text)) for text in texts]
+        return Run(completions=done).repeated
+
+    assert repeated(range(7)) is None and repeated(range(8)) == 0.0
+    assert repeated([5] * 9) == 0.5, "two 8-grams, one of them new"
+    assert repeated([5] * 9, range(9), range(9)) == pytest.approx(1 / 6), "each text by itself"
 
 
 def test_spread() -> None:
