@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -176,7 +177,9 @@ def test_info_json_names_the_registries(cli: Cli) -> None:
 
 def test_info_for_people_fits_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal; a pipe gets its tables whole
     _, out, _ = cli("info", model=None)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", out)
     first, _, _ = out.partition("\nmachine")
     assert "GiB free" in first and "sameseed demo" in first and first.count("\n") < 20
     assert "reference" in out and "ngram" in out
