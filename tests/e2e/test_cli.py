@@ -19,7 +19,7 @@ from lawkit import write_model
 from sameseed import LLM, ops
 from sameseed.cli import COMMANDS, main
 from sameseed.cli.bench import BenchArgs, _specs
-from sameseed.cli.options import EngineChoice, parse
+from sameseed.cli.options import EngineChoice
 from sameseed.config import draft_text
 from sameseed.errors import ConfigError
 from sameseed.request import Delta
@@ -224,8 +224,7 @@ def test_bench_overlaps_only_where_drafts_can(pair_folders: tuple[Path, Path], m
     monkeypatch.setattr(ops, "available_cores", lambda: 2)
     target, draft = map(str, pair_folders)
     head = str(pair_folders[0].parent / "head")
-    engine = parse(BenchArgs, [], "bench", engine=True).engine
-    engine = EngineChoice(target, engine.settings)
+    engine = EngineChoice(target, {"draft_options": {}, "policy": "fixed"})
     specs = _specs(BenchArgs(drafts=("ngram", draft, f"ngram + {draft}", head), overlaps=(0, 1)), engine)
     assert [(draft_text(s), s.overlap) for s in specs].count(("draft_model", 1)) == 1
     assert [s.overlap for s in specs] == [0, 0, 1, 0, 0]
@@ -260,13 +259,13 @@ def test_bench_checks_its_whole_grid_first(cli: Cli, tmp_path: Path, monkeypatch
     ]
     code, out, err = cli(*flags, "--drafts", "ngram", "--formats", "auto", "w4a9", "--json")
     assert code == 2 and "did you mean 'w4a8'" in err and not out, "a slip in the second format costs nothing"
-    grid = ["--drafts", "self_quant", "ngram", "--formats", "auto", "w8a8-g32", "--draft-format", "w8a8-g32"]
+    grid = ["--drafts", "self_quant", "ngram", "--formats", "auto", "w8a8", "--draft-format", "w8a8"]
     code, out, err = cli(*flags, *grid, "--plot", "p.png", "--json")
-    assert code == 0 and err.count("left out:") == 1 and "self_quant, target in w8a8-g32" in err
+    assert code == 0 and err.count("left out:") == 1 and "self_quant, target in w8a8" in err
     ran = [json.loads(line)["config"]["draft"] for line in out.splitlines()]
     assert ran == ["none", "self_quant", "self_quant", "ngram", "ngram", "none", "ngram", "ngram"]
     assert (tmp_path / "p.png").stat().st_size and (tmp_path / "p.svg").stat().st_size
-    code, _, err = cli(*flags, "--drafts", "self_quant", "--formats", "w8a8-g32", "--draft-format", "w8a8-g32")
+    code, _, err = cli(*flags, "--drafts", "self_quant", "--formats", "w8a8", "--draft-format", "w8a8")
     assert code == 2 and "in as many bits" in err, "nothing is left"
 
 
